@@ -1,0 +1,48 @@
+"""Runs every command of the README, in its order, and checks what it says of the quickstart."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+# Run by .ci/run itself.
+ELSEWHERE = {"make test"}
+
+
+def main() -> int:
+    for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL):
+        for command in block.strip().splitlines():
+            if command not in ELSEWHERE:
+                run(command)
+    return check_quickstart()
+
+
+def run(command: str) -> None:
+    print(f"$ {command}", flush=True)
+    started = time.monotonic()
+    subprocess.run(command, shell=True, cwd=ROOT, check=True)
+    print(f"({time.monotonic() - started:.0f} s)", flush=True)
+
+
+def check_quickstart() -> int:
+    """Check the README's sentence on the held-out loss against the run that was just made."""
+    claimed = float(re.search(r"ends below ([\d.]+) nats per byte", README)[1])  # type: ignore[index]
+    newest = max((ROOT / "runs").glob("quickstart*/steps.jsonl"), key=lambda p: p.stat().st_mtime)
+    records = [json.loads(line) for line in newest.read_text().splitlines()]
+    measured = min(r["validation_loss"] for r in records if r.get("validation_loss") is not None)
+    seconds = sum(record["step_seconds"] for record in records)
+    print(f"quickstart: {measured:.3f} nats per byte after {seconds:.0f} s of training")
+    if measured >= claimed:
+        print(f"the README claims less than {claimed}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

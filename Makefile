@@ -1,0 +1,41 @@
+# make train   train the quickstart model on this machine (CONFIG=configs/x.yaml for another run)
+# make test    run every test that this machine can run
+# make lint    formatting, lint and types
+# make bench   compare with other training loops, side by side
+
+PYTHON ?= python3
+VENV ?= .venv
+CONFIG ?= configs/quickstart.yaml
+INSTALLED := $(VENV)/.installed
+
+.PHONY: train test lint format bench clean
+
+train: $(INSTALLED)
+	$(VENV)/bin/distmp launch -- --config $(CONFIG)
+
+test: $(INSTALLED)
+	$(VENV)/bin/python -m pytest
+
+lint: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+format: $(INSTALLED)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.quickstart
+	$(VENV)/bin/python -m benchmarks.figures
+
+# A stamp, so that the environment is prepared once and again when what it holds has changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "distmp needs Python 3.10 or later; set PYTHON=")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,56 @@
+"""Writes the figures of the README from the kept results: `python -m benchmarks.figures`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import RESULTS, Spread, table
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def quickstart(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.quickstart` and a line on its machine."""
+    speeds = {name: Spread(*values) for name, values in result["tokens_per_second"].items()}
+    ratio = Spread(*result["tokens_per_second_of_plain_ddp"])
+    rows: list[dict[str, object]] = [
+        {"loop": "distmp", "tokens/s": speeds["distmp"], "of plain DDP": ratio},
+        {"loop": "plain torch DDP", "tokens/s": speeds["plain"], "of plain DDP": 1},
+    ]
+    machine = result["machine"]
+    return (
+        f"{table(rows)}\n\nMedian (least to most) of {len(result['seconds']['plain'])} alternating "
+        f"turns of {result['steps_per_turn']} steps, {machine['cores']} cores of "
+        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+    )
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"quickstart-cpu": quickstart}
+
+
+def with_figures(text: str) -> str:
+    """Return a document with what stands between its figure marks made anew from the results."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match.group(1)
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        written = WRITERS[name](result)
+        return f"<!-- figures: {name} -->\n{written}\n<!-- end of figures -->"
+
+    return re.sub(
+        r"<!-- figures: ([\w-]+) -->.*?<!-- end of figures -->", fill, text, flags=re.DOTALL
+    )
+
+
+def main() -> int:
+    README.write_text(with_figures(README.read_text()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Tokens per second of the quickstart, against a plain hand-written torch DDP loop.
+
+`python -m benchmarks.quickstart` starts two CPU ranks over gloo (one rank per GPU over NCCL where
+there are some). In the same processes the two loops take turns, with the same model, data, batch
+and optimizer. The distmp side is the whole trainer with its records; the other side is the least
+that somebody would write by hand, which reads its loss every ten steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import figures
+from benchmarks.report import Spread, machine, save
+from distmp.config import RunConfig, load
+from distmp.data.loading import step_batches
+from distmp.launcher.local import run_ranks
+from distmp.optim.build import schedule_factory, weight_decay_groups
+from distmp.parallel.world import World, join, leave
+from distmp.stopping import StopSignals
+from distmp.telemetry import Console, LogConfig
+from distmp.trainer import Trainer, prepare
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+
+
+def main() -> int:
+    arguments = _arguments()
+    if not arguments.rank:
+        return run_ranks([], "benchmarks.quickstart", ["--rank", *sys.argv[1:]])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    world = join(local_rank, timeout_seconds=300)
+    with tempfile.TemporaryDirectory() as folder:
+        config = _config(arguments.steps, folder)
+        seconds: dict[str, list[float]] = {"distmp": [], "plain": []}
+        for turn in range(arguments.rounds + 1):
+            order = ("distmp", "plain") if turn % 2 else ("plain", "distmp")
+            for name in order:
+                measured = (_distmp if name == "distmp" else _plain)(config, world)
+                if turn > 0:  # the first turn warms up
+                    seconds[name].append(measured)
+    if world.rank == 0:
+        _report(config, world, seconds)
+    leave()
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=30, help="steps in a turn")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each loop")
+    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _config(steps: int, folder: str) -> RunConfig:
+    config = load(["--config", str(QUICKSTART)])
+    return replace(
+        config,
+        steps=steps,
+        run_dir=f"{folder}/run",
+        schedule=replace(config.schedule, warmup_steps=steps // 3),
+        data=replace(config.data, held_out=0.0),  # no validation
+        log=LogConfig(console="off", curves=False),
+    )
+
+
+def _distmp(config: RunConfig, world: World) -> float:
+    """Return the seconds that distmp's trainer takes for all steps."""
+    with StopSignals() as stop, Console(config.log, quiet=True) as console:
+        trainer = Trainer(config, world, console)
+        return _timed(lambda: trainer.train(stop), world)
+
+
+def _plain(config: RunConfig, world: World) -> float:
+    """Return the seconds that the hand-written loop takes for all steps."""
+    parts = prepare(config, world)
+    model = DistributedDataParallel(parts.model.to(world.device))
+    optimizer = torch.optim.AdamW(
+        weight_decay_groups(list(model.named_parameters()), config.optim.weight_decay),
+        lr=config.optim.lr,
+        fused=True,
+        **config.optim.options,
+    )
+    scheduler = schedule_factory(config.schedule, config.steps)(optimizer)
+    batches = step_batches(
+        parts.datasets.train,
+        seed=config.seed,
+        first_sample=0,
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+    )
+
+    def train() -> None:
+        losses = []
+        for step in range(config.steps):
+            microbatches = next(batches)
+            for index, batch in enumerate(microbatches):
+                model.require_backward_grad_sync = index == len(microbatches) - 1
+                inputs, targets = (
+                    batch["inputs"].to(world.device),
+                    batch["targets"].to(world.device),
+                )
+                logits = model(inputs)
+                loss = cross_entropy(logits.flatten(0, 1), targets.flatten()) / len(microbatches)
+                loss.backward()
+            if config.optim.max_norm is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_norm)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            if step % 10 == 0:
+                losses.append(loss.item())
+
+    return _timed(train, world)
+
+
+def _timed(work: Callable[[], None], world: World) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    work()
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def _report(config: RunConfig, world: World, seconds: dict[str, list[float]]) -> None:
+    tokens = config.steps * config.batch.global_batch_size * config.data.sequence_length
+    ratios = [plain / ours for ours, plain in zip(seconds["distmp"], seconds["plain"], strict=True)]
+    result = {
+        "machine": machine(),
+        "ranks": world.world_size,
+        "steps_per_turn": config.steps,
+        "seconds": seconds,
+        "tokens_per_second": {
+            name: Spread.of([tokens / turn for turn in turns]) for name, turns in seconds.items()
+        },
+        "tokens_per_second_of_plain_ddp": Spread.of(ratios),
+    }
+    print(figures.quickstart(result))
+    print(f"kept in {save(f'quickstart-{world.device.type}', result)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What every benchmark prints and keeps: medians with their spread, and the machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+class Spread(NamedTuple):
+    """Median of several runs, and their extremes."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of one or more values."""
+        return cls(statistics.median(values), min(values), max(values))
+
+    def __str__(self) -> str:
+        return f"{self.median:,.3g} ({self.least:,.3g} to {self.most:,.3g})"
+
+
+def machine() -> dict[str, Any]:
+    """Describe the hardware and versions that figures belong to."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": os.cpu_count(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": date.today().isoformat(),
+    }
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def table(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows with the same keys as a Markdown table."""
+    head = list(rows[0])
+    lines = [head, ["---"] * len(head), *[[str(row[name]) for name in head] for row in rows]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def save(name: str, result: Mapping[str, object]) -> Path:
+    """Keep a result in `benchmarks/results`."""
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    return path

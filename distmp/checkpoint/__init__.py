@@ -1,0 +1,1 @@
+"""Checkpoints: whole or absent, loaded without running code, at any world size."""

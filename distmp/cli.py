@@ -1,0 +1,70 @@
+"""The `distmp` command: one line here for each subcommand."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+import signal
+import sys
+from importlib import metadata
+from typing import cast
+
+from distmp import __version__
+from distmp.errors import DistmpError, nearest
+
+# Name: module with a `main(argv) -> int`, imported when the subcommand is run; what it does.
+_SUBCOMMANDS = {
+    "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
+    "launch": ("distmp.launcher.command", "start the ranks of a run on this machine"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand and return the exit code of the process.
+
+    Errors that the user can act on are printed as one message; all others keep their traceback.
+    """
+    arguments = sys.argv[1:] if argv is None else argv
+    name = arguments[0] if arguments else "--help"
+    if name in ("--help", "-h"):
+        sys.stdout.write(_help())
+        return 0 if arguments else 2
+    if name == "--version":
+        sys.stdout.write(_version())
+        return 0
+    if name not in _SUBCOMMANDS:
+        sys.stderr.write(f"distmp: no subcommand {name!r}; {nearest(name, _SUBCOMMANDS)}\n")
+        return 2
+    return _run(name, arguments[1:])
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    try:
+        module = importlib.import_module(_SUBCOMMANDS[name][0])
+        return cast("int", module.main(arguments))
+    except DistmpError as error:
+        sys.stderr.write(f"distmp {name}: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # `distmp launch -- --help | head`: the reader has seen enough. The interpreter's last flush
+        # must not fail as well.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _help() -> str:
+    width = max(map(len, _SUBCOMMANDS))
+    lines = [f"  {name:{width}}  {purpose}\n" for name, (_, purpose) in _SUBCOMMANDS.items()]
+    return (
+        "usage: distmp SUBCOMMAND [OPTIONS]\n\n"
+        + "".join(lines)
+        + "\n`distmp SUBCOMMAND --help` lists its options; `distmp --version` gives versions.\n"
+    )
+
+
+def _version() -> str:
+    torch = metadata.version("torch")
+    return f"distmp {__version__}, torch {torch}, Python {platform.python_version()}\n"

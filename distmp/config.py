@@ -1,0 +1,170 @@
+"""The configuration of a training run: one frozen dataclass, from YAML and the command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from distmp.checkpoint.settings import CheckpointConfig
+from distmp.config_io import command_line
+from distmp.data.order import microbatches_per_rank
+from distmp.data.settings import DataConfig
+from distmp.errors import ConfigError, nearest
+from distmp.models.settings import ModelConfig
+from distmp.optim.build import optimizer_factory, schedule_factory
+from distmp.optim.settings import OptimizerConfig, ScheduleConfig
+from distmp.parallel import STRATEGIES
+from distmp.precision import PRESETS
+from distmp.scaling import LossScaleConfig
+from distmp.telemetry.settings import LogConfig
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """How many samples make a step."""
+
+    global_batch_size: int = 32
+    """Samples of one optimizer step, over all ranks and microbatches."""
+
+    microbatch_size: int = 16
+    """Samples of one forward and backward on one rank."""
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch_size", "microbatch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"batch.{name}", getattr(self, name), "use 1 or more samples")
+        microbatches_per_rank(self.global_batch_size, self.microbatch_size, world_size=1)
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """What is computed in which floating-point type."""
+
+    policy: str = "auto"
+    """fp32, bf16, bf16-autocast, fp16, fp16-autocast, or auto: what the device supports."""
+
+    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    """Rules of the dynamic loss scale, for the fp16 policies."""
+
+    max_consecutive_skips: int = 50
+    """Give up after so many skipped steps in a row."""
+
+    def __post_init__(self) -> None:
+        if self.policy != "auto" and self.policy not in PRESETS:
+            raise ConfigError("precision.policy", self.policy, nearest(self.policy, KNOWN_POLICIES))
+        if self.max_consecutive_skips < 1:
+            raise ConfigError(
+                "precision.max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
+            )
+
+
+KNOWN_POLICIES = (*PRESETS, "auto")
+
+
+@dataclass(frozen=True)
+class ValidationConfig:
+    """When and on how much held-out data the model is measured."""
+
+    every: int = 0
+    """Steps between two validations during training; 0: only at the end."""
+
+    samples: int = 128
+    """Samples of a validation during training."""
+
+    final_samples: int | None = None
+    """Samples of the validation at the end; null: all held-out data."""
+
+    def __post_init__(self) -> None:
+        if self.every < 0:
+            raise ConfigError("validation.every", self.every, "use 0 or more steps")
+        for name in ("samples", "final_samples"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"validation.{name}", value, "use 1 or more samples")
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """The text that the trained model writes at the end, where samples are text."""
+
+    prompt: str = "def "
+    """How it begins."""
+
+    length: int = 300
+    """Tokens to write; 0: none."""
+
+    temperature: float = 0.7
+    """Divides the logits; 0 always takes the likeliest token."""
+
+    def __post_init__(self) -> None:
+        if not self.prompt:
+            raise ConfigError("sample.prompt", self.prompt, "use at least one character")
+        if self.length < 0:
+            raise ConfigError("sample.length", self.length, "use 0 or more tokens")
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ConfigError("sample.temperature", self.temperature, "use a number of 0 or more")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole training run."""
+
+    run_dir: str = "runs/default"
+    """Folder for the resolved configuration, records, curves and checkpoints."""
+
+    steps: int = 1000
+    """Steps of the run; a skipped step counts."""
+
+    seed: int = 1
+    """Seed of the initial weights, the order of the data, and dropout."""
+
+    strategy: str = "auto"
+    """single, ddp, fsdp, or auto: ddp where there are several ranks."""
+
+    timeout_minutes: float = 10.0
+    """A collective operation that takes longer has failed."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    optim: OptimizerConfig = field(default_factory=OptimizerConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError("steps", self.steps, "use 1 or more steps")
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError("seed", self.seed, "use a whole number from 0 to 2^63 - 1")
+        if not self.run_dir:
+            raise ConfigError("run_dir", self.run_dir, "name a folder")
+        if self.strategy not in STRATEGIES:
+            raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
+        if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
+            raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
+        if self.schedule.warmup_steps >= self.steps:
+            raise ConfigError(
+                "schedule.warmup_steps",
+                self.schedule.warmup_steps,
+                f"must be less than steps = {self.steps}",
+            )
+        # Looks up names and refuses options that the optimizer or schedule does not have.
+        optimizer_factory(self.optim)
+        schedule_factory(self.schedule, self.steps)
+
+
+def load(argv: Sequence[str]) -> RunConfig:
+    """Read `--config FILE` and the overrides behind it.
+
+    Raises:
+        ConfigError: If a name, type, value or combination is wrong.
+        SystemExit: With code 0, after printing the help that was asked for.
+    """
+    return command_line(
+        RunConfig, argv, prog="distmp train", description="Train a model on any number of ranks."
+    )

@@ -1,0 +1,214 @@
+"""From settings to data sets. This is where the files are looked at, before a run starts."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from distmp.data.settings import DataConfig
+from distmp.data.text import TextFile, TextFolder, list_text_files
+from distmp.data.tokens import TokenFile, count_tokens
+from distmp.errors import ConfigError
+from distmp.imports import load_object
+
+_NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
+
+
+class Datasets(NamedTuple):
+    """What a run trains and validates on."""
+
+    train: Any
+    """Map-style dataset (`__len__`, `__getitem__`)."""
+
+    validation: Any | None
+    """Map-style dataset of held-out samples, or None."""
+
+    vocabulary_size: int | None
+    """Number of different token ids; None where samples are not tokens."""
+
+    description: str
+    """One line that says what this is, for people."""
+
+
+def build_datasets(config: DataConfig) -> Datasets:
+    """Build the data sets of a configuration.
+
+    Raises:
+        ConfigError: If files are missing, unreadable, empty, of the wrong size or too short for
+            one sample, or a user's callable does not return a map-style dataset.
+    """
+    if config.is_import_path:
+        return _build_from_callable(config)
+    return _build_tokens(config) if config.source == "tokens" else _build_text(config)
+
+
+def is_held_out(name: str, share: float) -> bool:
+    """Return whether a file is for validation: a hash of its name decides, and nothing else.
+
+    Args:
+        name: Path relative to the folder, with forward slashes.
+        share: Share of all names for which this is true, on average.
+    """
+    digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
+    return int.from_bytes(digest[:8], "big") < share * 2**64
+
+
+# --- text ---
+
+
+def _build_text(config: DataConfig) -> Datasets:
+    if config.path is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        name = f"standard library of Python {sysconfig.get_python_version()}"
+        files = list_text_files(folder, config.pattern, _NOT_STANDARD_LIBRARY)
+    else:
+        folder = Path(config.path).expanduser()
+        name = f"text below {folder}"
+        files = list_text_files(folder, config.pattern)
+    train, validation = _split_text(config, folder, files)
+    _require_window("data.path", str(folder), train)
+    sizes = f"{_extent(train)} for training, {_held_out(validation)}"
+    return Datasets(train, validation, TextFolder.vocabulary_size, f"{name}: {sizes}")
+
+
+def _split_text(
+    config: DataConfig, folder: Path, files: Sequence[TextFile]
+) -> tuple[TextFolder, TextFolder | None]:
+    length = config.sequence_length
+    whole = TextFolder(folder, files, length)
+    if config.validation_path is not None:
+        other = Path(config.validation_path).expanduser()
+        other_files = list_text_files(other, config.pattern, setting="data.validation_path")
+        validation = TextFolder(other, other_files, length)
+        _require_window("data.validation_path", str(other), validation)
+        return whole, validation
+    if config.held_out == 0.0:
+        return whole, None
+    held_out = {file.name for file in files if is_held_out(file.name, config.held_out)}
+    train = TextFolder(folder, [file for file in files if file.name not in held_out], length)
+    validation = TextFolder(folder, [file for file in files if file.name in held_out], length)
+    if len(train) and len(validation):
+        return train, validation
+    # A few files cannot be shared out by a hash; a single one never can.
+    split = _split_position(config, str(folder), whole.last)
+    return TextFolder(folder, files, length, last=split), TextFolder(folder, files, length, split)
+
+
+def _extent(dataset: TextFolder) -> str:
+    """Return the number of files and bytes of a data set, for people."""
+    begin, end = dataset.starts[:-1], dataset.starts[1:]
+    used = int(((end > dataset.first) & (begin < dataset.last)).sum())
+    size = (dataset.last - dataset.first) / 1e6
+    return f"{used:,} file{'s' if used != 1 else ''}, {size:,.1f} MB"
+
+
+def _held_out(validation: TextFolder | None) -> str:
+    return f"{_extent(validation)} held out" if validation else "nothing held out"
+
+
+# --- token files ---
+
+
+def _build_tokens(config: DataConfig) -> Datasets:
+    path = Path(config.path or "").expanduser()
+    count = count_tokens(path, config.token_dtype)
+    split, validation = count, None
+    if config.validation_path is not None:
+        validation = _open_validation_tokens(config, Path(config.validation_path).expanduser())
+    elif config.held_out > 0.0:
+        split = _split_position(config, str(path), count)
+        validation = _open_tokens(config, path, split, count)
+    train = _open_tokens(config, path, 0, split)
+    _require_window("data.path", str(path), train)
+    held_out = validation.last - validation.first if validation else 0
+    description = (
+        f"tokens of {path}: {split:,} for training, {held_out:,} held out,"
+        f" vocabulary of {train.vocabulary_size:,}"
+    )
+    return Datasets(train, validation, train.vocabulary_size, description)
+
+
+def _open_validation_tokens(config: DataConfig, path: Path) -> TokenFile:
+    count = count_tokens(path, config.token_dtype, "data.validation_path")
+    validation = _open_tokens(config, path, 0, count)
+    _require_window("data.validation_path", str(path), validation)
+    return validation
+
+
+def _open_tokens(config: DataConfig, path: Path, first: int, last: int) -> TokenFile:
+    size = config.token_vocabulary_size
+    return TokenFile(path, config.token_dtype, size, config.sequence_length, first, last)
+
+
+# --- both ---
+
+
+def _split_position(config: DataConfig, path: str, tokens: int) -> int:
+    """Return the token from which on the rest is held out.
+
+    Raises:
+        ConfigError: If either side has less than one sample.
+    """
+    window = config.sequence_length + 1
+    split = tokens - round(tokens * config.held_out)
+    if tokens < 2 * window:
+        _refuse_short("data.path", path, tokens, window)
+    if not window <= split <= tokens - window:
+        raise ConfigError(
+            "data.held_out",
+            config.held_out,
+            f"of {tokens:,} tokens this leaves {split:,} for training and {tokens - split:,} held"
+            f" out, and one sample needs {window:,}; hold out another share, or 0",
+        )
+    return split
+
+
+def _require_window(setting: str, path: str, dataset: TextFolder | TokenFile) -> None:
+    if not len(dataset):
+        tokens = dataset.last - dataset.first
+        _refuse_short(setting, path, tokens, dataset.sequence_length + 1)
+
+
+def _refuse_short(setting: str, path: str, tokens: int, window: int) -> None:
+    raise ConfigError(
+        setting,
+        path,
+        f"its {tokens:,} tokens are too few where one sample needs {window:,}, in training and in"
+        " validation; add data, lower data.sequence_length, or set data.held_out to 0",
+    )
+
+
+# --- a user's own ---
+
+
+def _build_from_callable(config: DataConfig) -> Datasets:
+    function = load_object("data.source", config.source)
+    if not callable(function):
+        raise ConfigError("data.source", config.source, "is not callable; name a function")
+    train = _call(config, function, "train")
+    if train is None:
+        raise ConfigError("data.source", config.source, "returned None for split='train'")
+    validation = _call(config, function, "validation")
+    size = config.vocabulary_size or getattr(train, "vocabulary_size", None)
+    held_out = f"{len(validation):,} held out" if validation is not None else "nothing held out"
+    description = f"{config.source}: {len(train):,} samples for training, {held_out}"
+    return Datasets(train, validation, size, description)
+
+
+def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:
+    dataset = function(split=split, sequence_length=config.sequence_length, **config.options)
+    if dataset is None:
+        return None
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigError(
+            "data.source",
+            config.source,
+            f"returned a {type(dataset).__name__} for split={split!r}; return a map-style dataset,"
+            " with __len__ and __getitem__ (or None where there is no validation)",
+        )
+    if not len(dataset):
+        raise ConfigError("data.source", config.source, f"returned no sample for split={split!r}")
+    return dataset

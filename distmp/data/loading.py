@@ -1,0 +1,170 @@
+"""Microbatches of tensors for one rank: endless for training, finite for evaluation."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, default_collate
+
+from distmp.data import IGNORED
+from distmp.data.order import MicrobatchSampler, microbatches_per_rank
+from distmp.errors import ConfigError
+
+Batch = dict[str, Tensor]
+
+
+def step_batches(
+    dataset: Any,
+    *,
+    seed: int,
+    first_sample: int,
+    global_batch_size: int,
+    microbatch_size: int,
+    rank: int,
+    world_size: int,
+    workers: int = 0,
+    pin_memory: bool = False,
+) -> Generator[list[Batch], None, None]:
+    """Return the microbatches of this rank, one list for each step, forever.
+
+    Args:
+        dataset: Map-style dataset.
+        seed: Seed of the order (see `distmp.data.order`).
+        first_sample: Number of samples that all ranks together have consumed before.
+        global_batch_size: Samples of one step, over all ranks.
+        microbatch_size: Samples of one forward and backward.
+        rank: This rank.
+        world_size: Number of ranks that share the batch.
+        workers: Processes that prepare microbatches; 0 prepares them in this one.
+        pin_memory: Whether tensors are put in page-locked memory, for faster copies to a GPU.
+
+    Returns:
+        A generator. Closing it (or dropping it) ends its workers.
+
+    Raises:
+        ConfigError: At once, if the global batch cannot be divided over the ranks.
+    """
+    count = microbatches_per_rank(global_batch_size, microbatch_size, world_size)
+    sampler = MicrobatchSampler(
+        size=len(dataset),
+        seed=seed,
+        first_sample=first_sample,
+        global_batch_size=global_batch_size,
+        microbatch_size=microbatch_size,
+        rank=rank,
+        world_size=world_size,
+    )
+    loader: DataLoader[Any] = DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        num_workers=workers,
+        pin_memory=pin_memory,
+        worker_init_fn=_ignore_stop_signals,
+        # One of its own: the loader would otherwise draw from the generator that dropout uses.
+        generator=torch.Generator().manual_seed(seed % 2**63),
+    )
+    return _group(loader, count)
+
+
+def _group(loader: DataLoader[Any], count: int) -> Generator[list[Batch], None, None]:
+    """Yield `count` microbatches at a time."""
+    microbatches = iter(loader)
+    try:
+        while True:
+            yield [next(microbatches) for _ in range(count)]
+    finally:
+        # A dropped iterator ends its workers by itself, but a traceback that is still looked at
+        # keeps it alive. One without workers has no such method.
+        end_workers = getattr(microbatches, "_shutdown_workers", None)
+        if end_workers is not None:
+            end_workers()
+
+
+def _ignore_stop_signals(worker: int) -> None:
+    """Leave stopping to the training process, which finishes its step and closes the loader.
+
+    Ctrl-C and a cluster's notice reach every process of a group; a worker that obeyed first would
+    turn an orderly stop into a crash. A worker whose parent has died ends by itself.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def evaluation_batches(
+    dataset: Any,
+    *,
+    samples: int | None,
+    microbatch_size: int,
+    rank: int,
+    world_size: int,
+) -> Iterator[Batch]:
+    """Return the microbatches of this rank in an evaluation.
+
+    Over all ranks each chosen sample comes exactly once, whatever the world size; the choice is
+    the same every time. Every rank gets equally many microbatches, because the forward of a
+    sharded model is a collective operation: where microbatches do not divide over the ranks, the
+    last ranks get one more whose targets are all IGNORED. Its loss sum and its weight are zero, so
+    sums over ranks are right.
+
+    A dataset of dicts whose integer "targets" go through a loss that leaves IGNORED out needs
+    nothing more. Any other dataset has to offer a method `ignored(batch) -> batch` that turns a
+    collated microbatch into one for which the run's loss function returns a sum and a weight of
+    zero.
+
+    Args:
+        dataset: Map-style dataset.
+        samples: Number of samples, spread evenly over the dataset; None for all.
+        microbatch_size: Samples of one forward; the last one may hold fewer.
+        rank: This rank.
+        world_size: Number of ranks that share the evaluation.
+
+    Returns:
+        A finite iterator of collated microbatches.
+
+    Raises:
+        ConfigError: At once and on every rank, if a microbatch must be ignored and the dataset
+            offers no way to do it.
+    """
+    size = len(dataset)
+    chosen = size if samples is None else min(samples, size)
+    indices = (np.arange(chosen, dtype=np.int64) * size // max(chosen, 1)).tolist()
+    groups = [indices[i : i + microbatch_size] for i in range(0, chosen, microbatch_size)]
+    missing = -len(groups) % world_size
+    if missing:
+        ignore_targets(dataset, default_collate([dataset[groups[0][0]]]))
+    return _evaluate(dataset, groups, missing, rank, world_size)
+
+
+def _evaluate(
+    dataset: Any, groups: list[list[int]], missing: int, rank: int, world_size: int
+) -> Iterator[Batch]:
+    for group in groups[rank::world_size]:
+        yield default_collate([dataset[index] for index in group])
+    if missing and rank >= world_size - missing:
+        # One sample is enough: what counts is that a forward takes place.
+        yield ignore_targets(dataset, default_collate([dataset[groups[0][0]]]))
+
+
+def ignore_targets(dataset: Any, batch: Any) -> Any:
+    """Return a microbatch of the same shape that adds neither loss nor weight.
+
+    Raises:
+        ConfigError: If the dataset has no method `ignored` and its samples no integer "targets".
+    """
+    if hasattr(dataset, "ignored"):
+        return dataset.ignored(batch)
+    targets = batch.get("targets") if isinstance(batch, dict) else None
+    if not isinstance(targets, Tensor) or targets.is_floating_point():
+        raise ConfigError(
+            "data.source",
+            type(dataset).__name__,
+            "its samples do not divide over the ranks in evaluation and have no integer 'targets'"
+            " that could be ignored; give the dataset a method ignored(batch), whose result has"
+            " loss and weight zero, or evaluate a number of samples that divides",
+        )
+    return {**batch, "targets": torch.full_like(targets, IGNORED)}

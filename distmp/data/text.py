@@ -1,0 +1,203 @@
+"""Text as bytes: the files below a folder, end to end, cut into windows."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from distmp.data.errors import DataError
+from distmp.errors import ConfigError
+
+END_OF_FILE = 256
+"""Token that stands after each file."""
+
+VOCABULARY_SIZE = 257
+"""The 256 bytes and END_OF_FILE."""
+
+
+def encode(text: str) -> Tensor:
+    """Return the UTF-8 bytes of a text as token ids, int64 [bytes]."""
+    return torch.tensor(list(text.encode()), dtype=torch.int64)
+
+
+def decode(ids: Iterable[int] | Tensor) -> str:
+    """Return the text of token ids; ids that are no bytes are left out, bad UTF-8 is replaced."""
+    values = ids.tolist() if isinstance(ids, Tensor) else ids
+    return bytes(value for value in values if 0 <= value < 256).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file as it was when the folder was indexed."""
+
+    name: str
+    """Path relative to the folder, with forward slashes."""
+
+    size: int
+    """Bytes."""
+
+
+def list_text_files(
+    folder: Path,
+    pattern: str,
+    skipped_folders: Collection[str] = (),
+    setting: str = "data.path",
+) -> list[TextFile]:
+    """Return the files below a folder that match and are not empty, sorted by relative path.
+
+    Args:
+        folder: Where to look.
+        pattern: Glob on the relative path: `*`, `?` and `[...]` stay inside one name, `**` spans
+            folders. Hidden names are left out, links to folders are not followed.
+        skipped_folders: Names of folders not to enter.
+        setting: Name of the setting that holds the folder, for error messages.
+
+    Raises:
+        ConfigError: If the folder does not exist or is none, a file in it cannot be read, or no
+            file matches or has content.
+    """
+    if not folder.is_dir():
+        problem = "is not a folder" if folder.exists() else "there is no such folder"
+        raise ConfigError(setting, str(folder), f"{problem}; name a folder of text files")
+    matches = re.compile(_regular_expression(pattern)).fullmatch
+    names = sorted(name for name in _walk(folder, skipped_folders, setting) if matches(name))
+    if not names:
+        raise ConfigError(
+            setting, str(folder), f"no file below it matches data.pattern = {pattern!r}"
+        )
+    files = [TextFile(name, _readable_size(folder, name, setting)) for name in names]
+    if not any(file.size for file in files):
+        raise ConfigError(
+            setting, str(folder), f"all {len(files)} files that match {pattern!r} are empty"
+        )
+    return [file for file in files if file.size]
+
+
+def _walk(folder: Path, skipped_folders: Collection[str], setting: str) -> Iterator[str]:
+    """Yield the relative paths of all regular files that are not hidden."""
+
+    def unreadable(error: OSError) -> None:
+        raise ConfigError(
+            setting, str(folder), f"cannot list {error.filename}: {error.strerror}"
+        ) from error
+
+    for parent, folders, names in os.walk(folder, onerror=unreadable):
+        folders[:] = [f for f in folders if f not in skipped_folders and not f.startswith(".")]
+        for name in names:
+            path = os.path.join(parent, name)
+            # A link into nowhere or a socket is no text, and not the user's mistake.
+            if not name.startswith(".") and os.path.isfile(path):
+                yield os.path.relpath(path, folder).replace(os.sep, "/")
+
+
+def _readable_size(folder: Path, name: str, setting: str) -> int:
+    """Return the size of a file in bytes, having opened it: permissions alone do not say."""
+    try:
+        with open(folder / name, "rb", buffering=0) as file:
+            return os.fstat(file.fileno()).st_size
+    except OSError as error:
+        problem = f"cannot read {name}: {error.strerror}; allow it or exclude it by data.pattern"
+        raise ConfigError(setting, str(folder), problem) from error
+
+
+def _regular_expression(pattern: str) -> str:
+    """Translate a glob on paths; the standard library does so only from Python 3.13 on."""
+    tokens = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+    def translate(match: re.Match[str]) -> str:
+        found = match.group()
+        if found.startswith("[") and len(found) > 1:
+            return "[^" + found[2:] if found.startswith("[!") else found
+        return tokens.get(found) or re.escape(found)
+
+    return re.sub(r"\*\*/|\*\*|\[!?[^]/]+\]|.", translate, pattern, flags=re.DOTALL)
+
+
+class TextFolder(Dataset[dict[str, Tensor]]):
+    """Map-style dataset of windows over the bytes of many files.
+
+    The files stand end to end, END_OF_FILE after each. Sample i is the window of
+    `sequence_length + 1` tokens that starts at token `i * sequence_length`; a last partial window
+    is dropped. Only names and sizes are kept: a sample is read from its files when it is asked
+    for, and no file stays open, so copies in worker processes are safe and cheap.
+
+    Args:
+        folder: Folder of the files.
+        files: Its files, in the order in which they are joined.
+        sequence_length: Tokens in a sample, T.
+        first: First token of the part to use.
+        last: Token after the part to use; None for the end.
+    """
+
+    vocabulary_size = VOCABULARY_SIZE
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Sequence[TextFile],
+        sequence_length: int,
+        first: int = 0,
+        last: int | None = None,
+    ) -> None:
+        self.folder = folder
+        self.files = list(files)
+        self.sequence_length = sequence_length
+        # File f holds the tokens starts[f] to starts[f + 1] - 1, the last one END_OF_FILE.
+        self.starts = np.cumsum([0, *(file.size + 1 for file in self.files)], dtype=np.int64)
+        self.first = first
+        self.last = int(self.starts[-1]) if last is None else last
+
+    def __len__(self) -> int:
+        """Number of whole windows."""
+        return max(0, (self.last - self.first - 1) // self.sequence_length)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """Return {"inputs": int64 [T], "targets": int64 [T]}, targets one token ahead.
+
+        Raises:
+            DataError: If a file cannot be read any more or is not as long as when it was indexed.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        first = self.first + index * self.sequence_length
+        window = torch.from_numpy(self._read(first, first + self.sequence_length + 1))
+        return {"inputs": window[:-1], "targets": window[1:]}
+
+    def _read(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the tokens `first` to `last - 1`."""
+        tokens = np.full(last - first, END_OF_FILE, dtype=np.int64)
+        number = int(np.searchsorted(self.starts, first, side="right")) - 1
+        while number < len(self.files) and self.starts[number] < last:
+            start = int(self.starts[number])
+            begin = max(first, start)
+            end = min(last, start + self.files[number].size)
+            if begin < end:
+                content = self._read_file(self.files[number], begin - start, end - start)
+                tokens[begin - first : end - first] = np.frombuffer(content, dtype=np.uint8)
+            number += 1
+        return tokens
+
+    def _read_file(self, file: TextFile, begin: int, end: int) -> bytes:
+        path = self.folder / file.name
+        try:
+            with open(path, "rb", buffering=0) as stream:
+                size = os.fstat(stream.fileno()).st_size
+                stream.seek(begin)
+                content = stream.read(end - begin)
+        except OSError as error:
+            raise DataError(f"cannot read {path} any more: {error.strerror}") from error
+        if size != file.size or len(content) != end - begin:
+            raise DataError(
+                f"{path} had {file.size:,} bytes when the run started and has {size:,} now;"
+                " training data must not change during a run"
+            )
+        return content

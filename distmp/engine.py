@@ -1,0 +1,285 @@
+"""One correct distributed mixed-precision step, readable from top to bottom."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from distmp.errors import CheckpointError, ConfigError
+from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
+from distmp.optim.state import create_state, named_state, prepare_for_device_skip
+from distmp.outcome import StepOutcome
+from distmp.parallel import World, build_strategy, resolve_strategy
+from distmp.precision import PrecisionPolicy, resolve
+from distmp.precision.builders import autocast_context
+from distmp.scaling import LossScale, LossScaleConfig, Verdict, agree, decide, measure
+
+LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
+
+
+class Engine:
+    """Model, optimizer and microbatches in, a correct distributed mixed-precision step out.
+
+    Every rank applies or skips each step together; the gradient is that of the global mean loss,
+    however tokens are spread over microbatches and ranks.
+
+    Args:
+        model: Trained in place. All ranks start from rank 0's parameters and buffers.
+        loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
+            its weight (how many tokens or samples were summed), a number or a 0-dim tensor.
+        optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
+        policy: A `PrecisionPolicy`, the name of a preset, or "auto" for what the device supports.
+        strategy: "single", "ddp", "fsdp" or "auto".
+        schedule: Builds a torch learning-rate scheduler on an optimizer.
+        max_norm: Clip the norm of the global gradient to this.
+        loss_scale: Rules of the dynamic loss scale, for policies that have one.
+        nominal_weight: Typical global weight of a step, a constant that keeps gradients at the
+            magnitude of a mean. None takes that of the first step, agreed by all ranks.
+        device: Where to train; None takes the current CUDA device if there is one.
+
+    Attributes:
+        module: The prepared model; call it for inference.
+        optimizer: What `optimizer` built.
+        policy: The policy in force.
+        policy_reason: Why, in words.
+        strategy: The name of the strategy in force.
+
+    Raises:
+        ConfigError: If model, policy, strategy and optimizer do not fit together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: LossFunction,
+        optimizer: OptimizerFactory,
+        *,
+        policy: str | PrecisionPolicy = "auto",
+        strategy: str = "auto",
+        schedule: ScheduleFactory | None = None,
+        max_norm: float | None = None,
+        loss_scale: LossScaleConfig | None = None,
+        nominal_weight: float | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.world = World.current(device)
+        self.device = self.world.device
+        self.policy, self.policy_reason = resolve(policy, self.device)
+        self.max_norm = max_norm
+        self.nominal_weight = None if nominal_weight is None else _power_of_two(nominal_weight)
+        self._loss = loss
+        self.strategy = resolve_strategy(strategy, self.world)
+        self._strategy = build_strategy(self.strategy, model, self.policy, self.world)
+        self.module = self._strategy.module
+        parameters = self._strategy.optimizer_parameters()
+        if not parameters:
+            raise ConfigError("model", type(model).__name__, "has no parameter to train")
+        self.optimizer = optimizer(parameters)
+        self._names = {id(tensor): name for name, tensor in parameters}
+        self._skips_on_device = prepare_for_device_skip(self.optimizer)
+        self._learning_rates = LearningRates(
+            self.optimizer, schedule, self.device, on_device=self._skips_on_device
+        )
+        scales = self.policy.loss_scale == "dynamic"
+        self.loss_scale = LossScale(
+            (loss_scale or LossScaleConfig()) if scales else None, self.device
+        )
+        # Updates applied, steps skipped, steps skipped since the last update.
+        self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
+        self._most_applied = 0
+
+    def step(self, microbatches: Sequence[Any], *, stop: bool = False) -> StepOutcome:
+        """Train on the microbatches of this rank; every rank has to call it.
+
+        Args:
+            microbatches: Batches (tensors, or any nesting of containers of them) for `loss`; at
+                least one, and with a sharded strategy as many on every rank.
+            stop: This rank asks to stop; every rank sees it in the outcome of this step.
+
+        Returns:
+            The outcome, readable at once and without waiting after the next step was started.
+        """
+        if not microbatches:
+            raise ValueError("a step needs at least one microbatch")
+        rate = self._learning_rates.set(self._counts[0], self._most_applied)
+        scale = self.loss_scale.value
+        loss_sum, weight = self._accumulate(microbatches, scale)
+        measured = measure(
+            self._strategy.gradients(), loss_sum, weight, stop=stop, device=self.device
+        )
+        assert self.nominal_weight is not None
+        verdict = decide(
+            agree(measured, self.world.group), scale, self.nominal_weight, self.max_norm
+        )
+        self._update(verdict)
+        self.loss_scale.update(verdict.overflow, verdict.empty)
+        return self._outcome(verdict, rate, scale)
+
+    def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Run forward and backward; return this rank's loss sum and weight, FP64, 0-dim."""
+        strategy = self._strategy
+        strategy.begin_step()
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        weight = torch.zeros((), dtype=torch.float64, device=self.device)
+        for index, batch in enumerate(microbatches):
+            strategy.begin_microbatch(last=index == len(microbatches) - 1)
+            batch_loss, batch_weight = self._forward(batch)
+            if self.nominal_weight is None:
+                self.nominal_weight = self._agree_on_nominal_weight(batch_weight, len(microbatches))
+            (batch_loss.float() * (scale / self.nominal_weight)).backward()
+            loss_sum += batch_loss.detach()
+            weight += batch_weight
+        strategy.finish_gradients()
+        return loss_sum, weight
+
+    def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        batch = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch
+        )
+        with autocast_context(self.policy, self.device):
+            loss_sum, weight = self._loss(self.module, batch)
+        return loss_sum, _scalar(weight, self.device)
+
+    def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float:
+        weight = batch_weight.to(torch.float64, copy=True) * microbatches
+        if self.world.group is not None:
+            dist.all_reduce(weight, group=self.world.group)
+        return _power_of_two(weight.item())
+
+    def _update(self, verdict: Verdict) -> None:
+        """Step the optimizer, or leave everything as it is, as the verdict says."""
+        if self._skips_on_device:
+            self._most_applied += 1
+            # What torch's fused optimizers look for: they divide by the one and skip for the other.
+            self.optimizer.grad_scale = verdict.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.found_inf = verdict.found_inf  # type: ignore[attr-defined]
+            self.optimizer.step()
+        elif verdict.found_inf.item() == 0:
+            self._most_applied += 1
+            for part in self._strategy.gradients():
+                torch._foreach_div_(part.tensors, verdict.grad_scale)
+            self.optimizer.step()
+        self._strategy.publish_parameters()
+
+    def _outcome(self, verdict: Verdict, rate: Tensor, scale: Tensor) -> StepOutcome:
+        skipped = verdict.found_inf.to(torch.int64)
+        self._counts = self._counts + torch.stack([1 - skipped, skipped, skipped])
+        self._counts[2] *= skipped
+        return StepOutcome(
+            {
+                "loss": verdict.loss,
+                "weight": verdict.weight,
+                "grad_norm": verdict.grad_norm,
+                "learning_rate": rate,
+                "loss_scale": scale,
+                "overflow": verdict.overflow,
+                "skipped": skipped,
+                "stop": verdict.stop,
+                "applied_total": self._counts[0],
+                "skipped_total": self._counts[1],
+                "skipped_in_a_row": self._counts[2],
+            }
+        )
+
+    @torch.no_grad()
+    def evaluate(self, microbatches: Iterable[Any]) -> float:
+        """Return the mean loss over the microbatches of all ranks; every rank has to call it.
+
+        With a sharded strategy every rank needs the same number of microbatches; one with a weight
+        of 0 fills up.
+        """
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
+        training = [part for part in self.module.modules() if part.training]
+        self.module.eval()
+        for batch in microbatches:
+            loss_sum, weight = self._forward(batch)
+            total += torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])
+        for part in training:  # not all of them, if some were frozen in evaluation mode
+            part.training = True
+        if self.world.group is not None:
+            dist.all_reduce(total, group=self.world.group)
+        loss, weight = total.tolist()
+        return float(loss / weight) if weight else float("nan")
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return everything that training continues from, as flat names and live tensors.
+
+        Weights are the FP32 ones under the names of the model's parameters, so that a state can be
+        loaded under another policy or strategy. Sharded tensors are DTensors.
+        """
+        state = {
+            f"model/{name}": tensor.detach()
+            for name, tensor in self._strategy.optimizer_parameters()
+        }
+        # By identity, not by name: a tied weight has several names.
+        trained = {id(value) for value in self.module.parameters() if value.requires_grad}
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if id(value) not in trained:
+                state[f"model/{name}"] = value.detach()
+        for name, value in named_state(self.optimizer, self._names).items():
+            state[f"optimizer/{name}"] = value
+        for name, value in self.loss_scale.state_dict().items():
+            state[f"loss_scale/{name}"] = value
+        state["engine/counts"] = self._counts
+        state["engine/nominal_weight"] = torch.tensor(
+            self.nominal_weight or 0.0, dtype=torch.float64
+        )
+        return state
+
+    def prepare_to_load(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+        """Create the optimizer state that a stored state has, so that it can be loaded in place.
+
+        Args:
+            stored: Shape and dtype of every stored tensor, by its name in `state_dict`.
+        """
+        prefix = "optimizer/"
+        create_state(
+            self.optimizer,
+            self._names,
+            {
+                name.removeprefix(prefix): kind
+                for name, kind in stored.items()
+                if name.startswith(prefix)
+            },
+        )
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from a state with the names of `state_dict`, sharded as this engine shards.
+
+        Values are copied into the live tensors; then parameters in the compute type are made from
+        the FP32 weights.
+
+        Raises:
+            CheckpointError: If the state lacks something that this engine trains.
+        """
+        self.prepare_to_load({name: (value.shape, value.dtype) for name, value in state.items()})
+        live = self.state_dict()
+        if missing := live.keys() - state.keys():
+            raise CheckpointError(f"the state lacks {', '.join(sorted(missing)[:5])}")
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(state[name])
+        self.loss_scale.load_state_dict(
+            {name: live[f"loss_scale/{name}"] for name in self.loss_scale.state_dict()}
+        )
+        self._most_applied = int(self._counts[0])
+        self.nominal_weight = float(live["engine/nominal_weight"]) or None
+        self._strategy.publish_parameters()
+
+
+def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
+    """Return `value` as a 0-dim tensor on `device`, without making the host wait for a copy."""
+    if isinstance(value, Tensor):
+        return value.detach().to(device, non_blocking=True)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _power_of_two(weight: float) -> float:
+    """Round up to a power of two, so that dividing the loss by it costs no precision."""
+    return 2.0 ** math.ceil(math.log2(weight)) if weight > 0 else 1.0

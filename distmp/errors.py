@@ -1,0 +1,75 @@
+"""Errors that a user can act on: each is one message that names the setting and says what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+# Exit code of a rank that ends because another one did; the other's code tells the cause.
+LOST_PEER_EXIT_CODE = 3
+
+
+class DistmpError(Exception):
+    """Base of every error that distmp raises on purpose.
+
+    The command line prints its message without a traceback; anything else is a bug or a fault of
+    the user's own code and keeps its traceback.
+    """
+
+    exit_code = 1
+
+
+class ConfigError(DistmpError, ValueError):
+    """A setting that cannot be used: wrong name, type, value or combination.
+
+    Args:
+        setting: Dotted name as it stands in the YAML file and on the command line (`optim.lr`).
+        value: The value that was received.
+        problem: What is wrong with it and what to do instead.
+    """
+
+    exit_code = 2
+
+    def __init__(self, setting: str, value: object, problem: str) -> None:
+        self.setting = setting
+        self.value = value
+        super().__init__(f"{setting} = {value!r}: {problem}")
+
+
+class SetupError(DistmpError):
+    """What kept some ranks from starting, raised on every rank.
+
+    Args:
+        messages: Rank to message, for the ranks that had a problem.
+        exit_code: Exit code of the process.
+    """
+
+    def __init__(self, messages: dict[int, str], exit_code: int) -> None:
+        self.exit_code = exit_code
+        ranks_by_message: dict[str, list[int]] = {}
+        for rank, message in messages.items():
+            ranks_by_message.setdefault(message, []).append(rank)
+        if len(ranks_by_message) == 1:
+            super().__init__(next(iter(ranks_by_message)))
+        else:
+            super().__init__(
+                "; ".join(
+                    f"rank {', '.join(map(str, ranks))}: {message}"
+                    for message, ranks in ranks_by_message.items()
+                )
+            )
+
+
+class CheckpointError(DistmpError, RuntimeError):
+    """A checkpoint that cannot be written or read."""
+
+
+class TrainingError(DistmpError, RuntimeError):
+    """Training cannot go on; raised on every rank in the same step."""
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """Return "; did you mean 'x'?" for the choice closest to `name`, or the list of choices."""
+    choices = sorted(choices)
+    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(choices)}"

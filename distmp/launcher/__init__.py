@@ -1,0 +1,1 @@
+"""Starting the ranks of a run, and telling a rank who it is."""

@@ -1,0 +1,91 @@
+"""From settings to a model and a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.imports import load_object
+from distmp.models.loss import next_token_loss
+from distmp.models.settings import ModelConfig
+from distmp.models.transformer import Transformer, TransformerConfig
+
+Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+"""loss(model, batch) -> (loss sum, weight), both 0-dim tensors."""
+
+
+def build_model(
+    config: ModelConfig, vocabulary_size: int | None, sequence_length: int
+) -> nn.Module:
+    """Build the model of a configuration, on torch's default device.
+
+    Args:
+        config: The settings.
+        vocabulary_size: Number of token ids in the data; None if it does not say.
+        sequence_length: Length of the data's samples, in tokens.
+
+    Raises:
+        ConfigError: If the model cannot take the data, or a user's callable does not return a
+            module.
+    """
+    if config.is_import_path:
+        return _build_from_callable(config)
+    return Transformer(_transformer_config(config, vocabulary_size, sequence_length))
+
+
+def build_loss(config: ModelConfig) -> Loss:
+    """Return the loss function of a configuration.
+
+    Raises:
+        ConfigError: If an import path leads nowhere, or to something that is not callable.
+    """
+    if config.loss == "next_token":
+        return next_token_loss
+    return _load_callable("model.loss", config.loss)
+
+
+def _transformer_config(
+    config: ModelConfig, vocabulary_size: int | None, sequence_length: int
+) -> TransformerConfig:
+    vocabulary = config.vocabulary_size or vocabulary_size
+    if vocabulary is None:
+        raise ConfigError(
+            "model.vocabulary_size", None, "set it: the data does not say how many token ids it has"
+        )
+    if vocabulary_size is not None and vocabulary < vocabulary_size:
+        raise ConfigError(
+            "model.vocabulary_size",
+            vocabulary,
+            f"the data has {vocabulary_size} token ids; set at least that, or leave it out",
+        )
+    length = config.sequence_length or sequence_length
+    if length < sequence_length:
+        raise ConfigError(
+            "model.sequence_length",
+            length,
+            f"samples have data.sequence_length = {sequence_length} tokens; set at least that, or"
+            " leave it out",
+        )
+    return TransformerConfig(vocabulary, length, *config.dimensions, **config.options)
+
+
+def _build_from_callable(config: ModelConfig) -> nn.Module:
+    model = _load_callable("model.name", config.name)(**config.options)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            "model.name",
+            config.name,
+            f"returned a {type(model).__name__}; return a torch.nn.Module",
+        )
+    return model
+
+
+def _load_callable(setting: str, path: str) -> Callable[..., Any]:
+    found = load_object(setting, path)
+    if not callable(found):
+        raise ConfigError(setting, path, f"is a {type(found).__name__}; name something callable")
+    function: Callable[..., Any] = found
+    return function

@@ -1,0 +1,30 @@
+"""Losses: a sum and its weight, so that nothing is ever a mean of means."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmp.data import IGNORED
+
+
+def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Cross entropy of the next token, summed over the targets that are not IGNORED.
+
+    Args:
+        model: Called with "inputs"; returns logits [batch, time, vocabulary].
+        batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time].
+
+    Returns:
+        Loss sum in nats and number of targets, both FP32 and 0-dim on the device of the logits.
+        The softmax is computed in FP32 whatever the logits are. Counts are exact up to 2**24.
+    """
+    logits = model(batch["inputs"])
+    targets = batch["targets"]
+    loss_sum = F.cross_entropy(
+        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+    return loss_sum, (targets != IGNORED).sum().to(torch.float32)

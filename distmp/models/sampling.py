@@ -1,0 +1,53 @@
+"""Text from a model, token by token."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: Tensor,
+    *,
+    count: int,
+    sequence_length: int,
+    temperature: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Continue a prompt.
+
+    The model is only called, as `model(tokens)`, exactly `count` times whatever it answers: all
+    ranks of a sharded model can do this in lockstep, with generators of the same seed.
+
+    Args:
+        model: int64 [1, time] -> logits [1, time, vocabulary].
+        prompt: Token ids, int64 [length], at least one; on the device of the model.
+        count: Number of tokens to add.
+        sequence_length: Longest sequence the model accepts; it sees that many last tokens.
+        temperature: Divides the logits; 0 always takes the likeliest token.
+        generator: Source of randomness, on the CPU; None for torch's own.
+
+    Returns:
+        Prompt and continuation, int64 [length + count], on the device of the prompt.
+    """
+    tokens = prompt
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(count):
+            logits = model(tokens[None, -sequence_length:])[0, -1]
+            token = _choose(logits.float().cpu(), temperature, generator)
+            tokens = torch.cat((tokens, token.to(tokens.device)))
+    finally:
+        model.train(was_training)
+    return tokens
+
+
+def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
+    """Return one token id, int64 [1], for FP32 logits [vocabulary]."""
+    if temperature == 0.0:
+        return logits.argmax(keepdim=True)
+    probabilities = torch.softmax(logits / temperature, dim=-1)
+    return torch.multinomial(probabilities, 1, generator=generator)

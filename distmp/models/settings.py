@@ -1,0 +1,137 @@
+"""Settings of the model: section `model` of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from distmp.errors import ConfigError, nearest
+
+
+class Size(NamedTuple):
+    """Dimensions of a transformer."""
+
+    layers: int
+    dimension: int
+    heads: int
+    hidden: int
+
+
+SIZES = {
+    "1m": Size(layers=4, dimension=128, heads=4, hidden=384),
+    "22m": Size(layers=12, dimension=384, heads=6, hidden=1056),
+    "125m": Size(layers=12, dimension=768, heads=12, hidden=2048),
+    "350m": Size(layers=24, dimension=1024, heads=16, hidden=2816),
+    "1.3b": Size(layers=24, dimension=2048, heads=16, hidden=5504),
+}
+"""Named sizes. The first two are named after their parameters with a vocabulary of bytes; the
+others are the usual sizes of that name, which count the embeddings of some 50,000 tokens."""
+
+_OVERRIDES = ("layers", "dimension", "heads", "hidden")
+_TRANSFORMER_OPTIONS = ("tied_head", "rotary_base")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model to train, and with which loss."""
+
+    name: str = "transformer"
+    """'transformer' (decoder-only) or the import path 'module:callable' of a function that
+    returns a torch.nn.Module."""
+
+    size: str = "1m"
+    """Named size of the transformer: 1m, 22m, 125m, 350m or 1.3b."""
+
+    layers: int | None = None
+    """Number of blocks, in place of the named size's."""
+
+    dimension: int | None = None
+    """Width of the residual stream, in place of the named size's."""
+
+    heads: int | None = None
+    """Attention heads, in place of the named size's."""
+
+    hidden: int | None = None
+    """Width inside the feed-forward part, in place of the named size's."""
+
+    vocabulary_size: int | None = None
+    """Number of token ids the model knows (default: as many as the data has)."""
+
+    sequence_length: int | None = None
+    """Longest sequence the model accepts, in tokens (default: that of the data)."""
+
+    loss: str = "next_token"
+    """'next_token' (cross entropy) or the import path 'module:callable' of a function
+    loss(model, batch) -> (loss sum, weight)."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments for the callable of an import path. The transformer takes `tied_head`
+    (true, false) and `rotary_base` (a number)."""
+
+    def __post_init__(self) -> None:
+        """Check each value, and that the dimensions fit one another.
+
+        Raises:
+            ConfigError: Naming the setting, its value and what to do.
+        """
+        if not self.is_import_path and self.name != "transformer":
+            raise ConfigError(
+                "model.name", self.name, "write 'transformer' or an import path 'module:callable'"
+            )
+        if ":" not in self.loss and self.loss != "next_token":
+            raise ConfigError(
+                "model.loss", self.loss, "write 'next_token' or an import path 'module:callable'"
+            )
+        if self.size not in SIZES:
+            raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
+        for name in (*_OVERRIDES, "vocabulary_size", "sequence_length"):
+            self._check_count(name)
+        if not self.is_import_path:
+            self._check_transformer()
+
+    @property
+    def is_import_path(self) -> bool:
+        """Whether the model is a user's own callable."""
+        return ":" in self.name
+
+    @property
+    def dimensions(self) -> Size:
+        """The named size with the overrides in place."""
+        given = {name: getattr(self, name) for name in _OVERRIDES}
+        return SIZES[self.size]._replace(**{k: v for k, v in given.items() if v is not None})
+
+    def _check_count(self, name: str) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if self.is_import_path:
+            raise ConfigError(
+                f"model.{name}", value, f"{self.name} does not see it; pass it in model.options"
+            )
+        if value < 1:
+            raise ConfigError(f"model.{name}", value, "must be at least 1")
+
+    def _check_transformer(self) -> None:
+        _, dimension, heads, _ = self.dimensions
+        if dimension % (2 * heads):
+            raise ConfigError(
+                "model.heads",
+                heads,
+                f"does not cut model.dimension = {dimension} into heads of an even width (rotary"
+                f" positions turn pairs); choose {_fitting_heads(dimension, heads)}",
+            )
+        for option in self.options:
+            if option not in _TRANSFORMER_OPTIONS:
+                raise ConfigError(
+                    f"model.options.{option}",
+                    self.options[option],
+                    f"the transformer has no such option; {nearest(option, _TRANSFORMER_OPTIONS)}",
+                )
+
+
+def _fitting_heads(dimension: int, heads: int) -> str:
+    """Return the number of heads nearest to `heads` that fits, for people."""
+    fitting = [n for n in range(1, dimension // 2 + 1) if dimension % (2 * n) == 0]
+    if not fitting:
+        return "an even model.dimension"
+    return str(min(fitting, key=lambda n: abs(n - heads)))

@@ -1,0 +1,152 @@
+"""Optimizers and learning-rate schedules from their settings."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+from distmp.errors import ConfigError, nearest
+from distmp.imports import load_object
+from distmp.optim.settings import OptimizerConfig, ScheduleConfig
+
+NamedParameters = Sequence[tuple[str, Tensor]]
+OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]
+ScheduleFactory = Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler]
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "adagrad": torch.optim.Adagrad,
+}
+# Settings of their own, which as an option of the optimizer would be overridden or override.
+OWN_SETTINGS = ("lr", "weight_decay")
+SHAPES = ("cosine", "linear", "constant")
+
+
+def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
+    """Return the function that builds the configured optimizer over named parameters.
+
+    Raises:
+        ConfigError: For an unknown optimizer now, for options that it does not take when called.
+    """
+    if ":" in config.name:
+        build = load_object("optim.name", config.name)
+    elif config.name in OPTIMIZERS:
+        build = OPTIMIZERS[config.name]
+    else:
+        raise ConfigError("optim.name", config.name, nearest(config.name, OPTIMIZERS))
+    if not callable(build):
+        raise ConfigError("optim.name", config.name, "name something callable")
+    accepted = inspect.signature(build).parameters
+    takes_anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    for name, value in config.options.items():
+        if name in OWN_SETTINGS:
+            raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
+        if name not in accepted and not takes_anything:
+            choices = [choice for choice in accepted if choice not in ("params", *OWN_SETTINGS)]
+            raise ConfigError(f"optim.options.{name}", value, nearest(name, choices))
+    options = {"lr": config.lr, **config.options}
+    if "fused" in accepted and not (options.get("foreach") or options.get("differentiable")):
+        # The fused kernel unscales, clips and skips by itself, without waiting for the device.
+        options.setdefault("fused", True)
+
+    def create(named_parameters: NamedParameters) -> torch.optim.Optimizer:
+        groups = weight_decay_groups(named_parameters, config.weight_decay)
+        try:
+            optimizer: torch.optim.Optimizer = build(groups, **options)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ConfigError(
+                "optim.options", options, f"refused by {config.name}: {error}"
+            ) from error
+        return optimizer
+
+    return create
+
+
+def weight_decay_groups(
+    named_parameters: NamedParameters, weight_decay: float
+) -> list[dict[str, Any]]:
+    """Divide parameters into matrices, which decay, and vectors (biases, norms), which do not."""
+    matrices = [entry for entry in named_parameters if entry[1].dim() >= 2]
+    vectors = [entry for entry in named_parameters if entry[1].dim() < 2]
+    groups = (
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    )
+    return [group for group in groups if group["params"]]
+
+
+def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
+    """Return the function that builds the configured schedule on an optimizer.
+
+    Args:
+        config: What to build.
+        steps: Updates of the whole run, at whose end cosine and linear reach `config.final`.
+
+    Raises:
+        ConfigError: If the schedule is unknown, its options do not fit, or it needs a metric.
+    """
+    if config.name in SHAPES:
+        if config.options:
+            raise ConfigError(
+                "schedule.options",
+                config.options,
+                f"{config.name!r} takes none; name a scheduler of torch.optim.lr_scheduler",
+            )
+        return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
+    known = {
+        name: value
+        for name, value in vars(lr_scheduler).items()
+        if inspect.isclass(value)
+        and issubclass(value, lr_scheduler.LRScheduler)
+        and value not in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
+        and not name.startswith("_")
+    }
+    if config.name not in known:
+        raise ConfigError("schedule.name", config.name, nearest(config.name, [*SHAPES, *known]))
+
+    def from_torch(
+        optimizer: torch.optim.Optimizer, config: ScheduleConfig, _: int
+    ) -> lr_scheduler.LRScheduler:
+        try:
+            scheduler: lr_scheduler.LRScheduler = known[config.name](optimizer, **config.options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                "schedule.options", config.options, f"refused by {config.name}: {error}"
+            ) from error
+        return scheduler
+
+    return lambda optimizer: _with_warmup(optimizer, config, steps, from_torch)
+
+
+def _with_warmup(
+    optimizer: torch.optim.Optimizer,
+    config: ScheduleConfig,
+    steps: int,
+    main: Callable[[torch.optim.Optimizer, ScheduleConfig, int], lr_scheduler.LRScheduler],
+) -> lr_scheduler.LRScheduler:
+    if config.warmup_steps == 0:
+        return main(optimizer, config, steps)
+    warmup = lr_scheduler.LinearLR(
+        optimizer, start_factor=1 / (config.warmup_steps + 1), total_iters=config.warmup_steps
+    )
+    rest = main(optimizer, config, max(1, steps - config.warmup_steps))
+    return lr_scheduler.SequentialLR(optimizer, [warmup, rest], [config.warmup_steps])
+
+
+def _shape(
+    optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
+) -> lr_scheduler.LRScheduler:
+    if config.name == "cosine":
+        # Behind a warm-up the rate stands below its peak by now.
+        group = optimizer.param_groups[0]
+        peak = float(group.get("initial_lr", group["lr"]))
+        return lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=peak * config.final)
+    end = config.final if config.name == "linear" else 1.0
+    return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=end, total_iters=steps)

@@ -1,0 +1,111 @@
+"""Learning rates on the device, indexed by the number of applied updates."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import lr_scheduler
+
+from distmp.errors import ConfigError
+
+# Rows that the table grows by; one host-to-device copy for that many steps.
+CHUNK = 1024
+
+
+class LearningRates:
+    """The learning rate of every parameter group as a function of applied updates.
+
+    A torch scheduler is run ahead on a stand-in optimizer and its rates are kept in a table on the
+    device. A step looks its rate up by the device's own count of applied updates, so that a skipped
+    step does not consume the schedule and the host need not know whether it was skipped. Nothing
+    but that count has to be saved.
+
+    Args:
+        optimizer: Its groups' rates are the base rates.
+        schedule: Builds a torch scheduler on an optimizer; None keeps the base rates.
+        device: Where the table lives.
+        on_device: Make each group's rate a 0-dim FP32 tensor (fused optimizers), updated in place;
+            otherwise a Python number.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: Callable[[torch.optim.Optimizer], lr_scheduler.LRScheduler] | None,
+        device: torch.device,
+        *,
+        on_device: bool,
+    ) -> None:
+        self._groups: list[dict[str, Any]] = optimizer.param_groups
+        self._stand_in = torch.optim.SGD(
+            [
+                {"params": [torch.zeros((), requires_grad=True)], "lr": float(group["lr"])}
+                for group in self._groups
+            ],
+            lr=0.0,
+        )
+        self._schedule = schedule(self._stand_in) if schedule is not None else None
+        if isinstance(self._schedule, lr_scheduler.ReduceLROnPlateau):
+            raise ConfigError(
+                "schedule.name",
+                "ReduceLROnPlateau",
+                "follows a metric; only schedules that depend on the number of updates alone work",
+            )
+        if any(group["momentum"] for group in self._stand_in.param_groups):
+            raise ConfigError(
+                "schedule.options.cycle_momentum",
+                True,
+                "only learning rates follow a schedule; set it to false",
+            )
+        self._rows = [self._current_rates()]
+        self._table = torch.tensor(self._rows, dtype=torch.float32, device=device)
+        self._on_device = on_device
+        if on_device:
+            for group in self._groups:
+                group["lr"] = torch.tensor(float(group["lr"]), device=device)
+
+    def set(self, applied: Tensor, at_most: int) -> Tensor:
+        """Give every group the rate of the update after `applied` ones; return the first group's.
+
+        Args:
+            applied: 0-dim int64 on the device, updates applied so far.
+            at_most: An upper bound of it that the host knows; without `on_device` the very number.
+        """
+        self._extend(at_most + 1)
+        # Not table[applied]: indexing by a 0-dim tensor waits for its value on the host.
+        rates = self._table.index_select(0, applied.reshape(1))[0]
+        for index, group in enumerate(self._groups):
+            if self._on_device:
+                group["lr"].copy_(rates[index])
+            else:
+                group["lr"] = self._rows[at_most][index]
+        return rates[0]
+
+    def _extend(self, rows: int) -> None:
+        if rows <= len(self._rows):
+            return
+        while len(self._rows) < rows + CHUNK:
+            try:
+                self._step_schedule()
+            except ValueError as error:  # OneCycleLR has an end
+                if len(self._rows) < rows:
+                    name = type(self._schedule).__name__
+                    raise ConfigError("schedule.name", name, f"update {rows}: {error}") from error
+                break
+            self._rows.append(self._current_rates())
+        self._table = torch.tensor(self._rows, dtype=torch.float32, device=self._table.device)
+
+    def _step_schedule(self) -> None:
+        self._stand_in.step()
+        if self._schedule is not None:
+            with warnings.catch_warnings():
+                # SequentialLR steps its own parts in a way that torch warns about.
+                warnings.filterwarnings("ignore", message=".*epoch parameter")
+                self._schedule.step()
+
+    def _current_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._stand_in.param_groups]

@@ -1,0 +1,57 @@
+"""Settings of the optimizer and of the learning-rate schedule."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from distmp.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """Which optimizer steps the FP32 weights."""
+
+    name: str = "adamw"
+    """adamw, adam, sgd, adagrad, or an import path 'module:callable'."""
+    lr: float = 3e-3
+    """Peak learning rate."""
+    weight_decay: float = 0.1
+    """Weight decay of matrices; biases, norms and other vectors have none."""
+    max_norm: float | None = 1.0
+    """Clip the norm of the global gradient to this; null leaves it alone."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the optimizer, such as betas or momentum."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.lr) and self.lr >= 0):
+            raise ConfigError("optim.lr", self.lr, "use a finite number of 0 or more")
+        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
+            raise ConfigError(
+                "optim.weight_decay", self.weight_decay, "use a finite number of 0 or more"
+            )
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ConfigError(
+                "optim.max_norm", self.max_norm, "use a number above 0, or null for no clipping"
+            )
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """How the learning rate moves with the number of applied updates."""
+
+    name: str = "cosine"
+    """cosine, linear, constant, or a scheduler of torch.optim.lr_scheduler by its name."""
+    warmup_steps: int = 0
+    """Updates over which the learning rate rises linearly to its peak."""
+    final: float = 0.1
+    """Learning rate at the end of cosine and linear, as a share of the peak."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of a torch scheduler."""
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ConfigError("schedule.warmup_steps", self.warmup_steps, "use 0 or more updates")
+        if not 0 <= self.final <= 1:
+            raise ConfigError("schedule.final", self.final, "use a share from 0 to 1")

@@ -1,0 +1,99 @@
+"""The state of any torch optimizer under the names of its parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from distmp.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger("distmp")
+
+
+def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer unscales and skips by itself, from tensors on the device.
+
+    torch's fused optimizers do, from their attributes `grad_scale` and `found_inf`. Fused SGD
+    leaves its momentum uninitialised when the very first step is skipped, and reads it in the next
+    (seen on torch 2.13), so its momentum starts at zero here, which gives the same first update.
+
+    Raises:
+        ConfigError: For fused SGD with dampening, whose first update differs from a zero start.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if isinstance(optimizer, torch.optim.SGD):
+        for group in optimizer.param_groups:
+            if group["momentum"] and group["dampening"]:
+                raise ConfigError(
+                    "optim.options.dampening",
+                    group["dampening"],
+                    "fused SGD with dampening cannot skip its first step; set fused to false",
+                )
+            if group["momentum"]:
+                for parameter in group["params"]:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return True
+
+
+def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """Return the live state tensors as `parameter name/key`.
+
+    Args:
+        optimizer: Any torch optimizer whose state consists of tensors.
+        names: Name of each parameter by its `id`.
+
+    Raises:
+        CheckpointError: If a state is not a tensor and so would be lost.
+    """
+    state = {}
+    for parameter, values in optimizer.state.items():
+        for key, value in values.items():
+            if value is None:
+                continue
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {names[id(parameter)]!r} as "
+                    f"{type(value).__name__}; only tensors can be saved"
+                )
+            state[f"{names[id(parameter)]}/{key}"] = value
+    return state
+
+
+def create_state(
+    optimizer: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+) -> None:
+    """Create state tensors for loading, shaped and sharded like their parameters where they match.
+
+    Args:
+        optimizer: A fresh optimizer.
+        names: Name of each parameter by its `id`.
+        stored: Shape and dtype of each stored state, named as by `named_state`.
+    """
+    places = {
+        names[id(parameter)]: (parameter, group)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    for entry, (shape, dtype) in stored.items():
+        name, key = entry.rsplit("/", 1)
+        if name not in places:
+            logger.warning("the checkpoint has optimizer state of %r, which is not trained", name)
+            continue
+        parameter, group = places[name]
+        state = optimizer.state[parameter]
+        if key in state:
+            continue
+        if shape == parameter.shape and parameter.dim() > 0:
+            state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        else:
+            # Step counts: torch keeps them on the host unless a kernel reads them.
+            on_device = group.get("fused") or group.get("capturable")
+            state[key] = torch.zeros(
+                shape, dtype=dtype, device=parameter.device if on_device else "cpu"
+            )

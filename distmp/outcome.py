@@ -1,0 +1,68 @@
+"""The numbers of a step, read without making the host wait for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+
+class StepNumbers(NamedTuple):
+    """What a step did, as plain numbers; the same on every rank.
+
+    Attributes:
+        loss: Mean loss over the global weight.
+        weight: Global weight: tokens or samples that the loss was summed over.
+        grad_norm: Norm of the gradient of the mean loss before clipping; not finite on overflow.
+        learning_rate: Of the first parameter group.
+        loss_scale: Scale that backward ran with.
+        overflow: A gradient of some rank was not finite.
+        skipped: The weights were left alone, because of an overflow or for lack of any weight.
+        stop: Some rank asked to stop.
+        applied_total: Updates applied since the beginning, this one included.
+        skipped_total: Steps skipped since the beginning, this one included.
+        skipped_in_a_row: Steps skipped since the last applied one.
+    """
+
+    loss: float
+    weight: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    overflow: bool
+    skipped: bool
+    stop: bool
+    applied_total: int
+    skipped_total: int
+    skipped_in_a_row: int
+
+
+class StepOutcome:
+    """The numbers of a step that may still be running on the device.
+
+    Args:
+        numbers: A 0-dim tensor for each field of `StepNumbers`, all on one device.
+    """
+
+    def __init__(self, numbers: Mapping[str, Tensor]) -> None:
+        packed = torch.stack([numbers[name].to(torch.float64) for name in StepNumbers._fields])
+        self._packed = packed.to("cpu", non_blocking=True)
+        self._ready = torch.cuda.Event() if packed.is_cuda else None
+        if self._ready is not None:
+            self._ready.record(torch.cuda.current_stream(packed.device))
+
+    @cached_property
+    def numbers(self) -> StepNumbers:
+        """Wait for the step and return its numbers; free when read one step later."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        kinds = get_type_hints(StepNumbers)
+        return StepNumbers(
+            **{
+                name: kinds[name](value)
+                for name, value in zip(StepNumbers._fields, self._packed.tolist(), strict=True)
+            }
+        )

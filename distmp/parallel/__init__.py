@@ -1,0 +1,51 @@
+"""Strategies: how parameters and gradients are spread over ranks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from distmp.errors import ConfigError, nearest
+from distmp.parallel.strategy import STRATEGIES, Strategy
+from distmp.parallel.world import World
+from distmp.precision.policy import PrecisionPolicy
+
+__all__ = ["STRATEGIES", "Strategy", "World", "build_strategy", "resolve_strategy"]
+
+
+def resolve_strategy(name: str, world: World) -> str:
+    """Turn "auto" into `ddp` where there are several ranks and `single` where there is one.
+
+    Raises:
+        ConfigError: If the name is unknown or does not fit the number of ranks.
+    """
+    if name not in STRATEGIES:
+        raise ConfigError("strategy", name, nearest(name, STRATEGIES))
+    if name == "auto":
+        return "ddp" if world.world_size > 1 else "single"
+    if name == "single" and world.world_size > 1:
+        raise ConfigError(
+            "strategy", name, f"is for one rank, but {world.world_size} were started; use 'ddp'"
+        )
+    return name
+
+
+def build_strategy(name: str, module: nn.Module, policy: PrecisionPolicy, world: World) -> Strategy:
+    """Prepare `module` for a strategy.
+
+    Args:
+        name: "single", "ddp" or "fsdp".
+        module: The model, with FP32 or 16-bit parameters; it is changed in place.
+        policy: What is computed in which type.
+        world: The ranks that take part.
+
+    Raises:
+        ConfigError: If the module does not fit the policy or the strategy.
+    """
+    if name == "fsdp":
+        # Imported here: FSDP brings half a second of imports that the other strategies do not need.
+        from distmp.parallel.fsdp import FullySharded
+
+        return FullySharded(module, policy, world)
+    from distmp.parallel.replicated import Replicated
+
+    return Replicated(module, policy, world)

@@ -1,0 +1,112 @@
+"""The ranks of this run: which one this process is, its device, and how they reach each other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from distmp.errors import DistmpError, SetupError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the ranks of the run.
+
+    Attributes:
+        rank: 0 to world_size - 1.
+        world_size: Number of ranks.
+        device: Where this rank computes.
+        group: All ranks, or None for a process that runs alone.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def current(cls, device: torch.device | str | None = None) -> World:
+        """Describe the world as torch.distributed has it; a process without a group is alone.
+
+        Args:
+            device: Where this rank computes; None takes the current CUDA device if there is one.
+        """
+        if device is None:
+            device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+        if not (dist.is_available() and dist.is_initialized()):
+            return cls(0, 1, torch.device(device), None)
+        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), dist.group.WORLD)
+
+
+def local_device(local_rank: int) -> torch.device:
+    """Return the device of a rank: its own GPU where each rank of this machine has one, else CPU.
+
+    With fewer GPUs than ranks the ranks share them.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(local_rank: int, *, timeout_seconds: float) -> World:
+    """Meet the other ranks that torchrun started, if it did, and return this rank's world.
+
+    NCCL carries CUDA tensors where every rank of the machine has a GPU of its own; gloo carries CPU
+    tensors, and CUDA tensors of ranks that share a GPU, which NCCL refuses.
+
+    Args:
+        local_rank: Rank within this machine.
+        timeout_seconds: A collective that takes longer fails.
+    """
+    device = local_device(local_rank)
+    if "RANK" in os.environ:
+        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
+        own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_world_size
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+            device_id=device if own_gpu else None,
+        )
+    return World.current(device)
+
+
+def all_or_none(world: World, work: Callable[[], T]) -> T:
+    """Do `work` on every rank, or raise on every rank what kept some of them from it.
+
+    Only errors that distmp raises on purpose are shared; any other ends its rank at once.
+
+    Raises:
+        SetupError: On all ranks alike, with the messages of those that failed.
+    """
+    result, problem = None, None
+    try:
+        result = work()
+    except DistmpError as error:
+        problem = (str(error), error.exit_code)
+    problems: list[tuple[str, int] | None] = [problem]
+    if world.group is not None:
+        problems = [None] * world.world_size
+        dist.all_gather_object(problems, problem, group=world.group)
+    found = {rank: problem for rank, problem in enumerate(problems) if problem is not None}
+    if found:
+        raise SetupError(
+            {rank: message for rank, (message, _) in found.items()},
+            max(exit_code for _, exit_code in found.values()),
+        )
+    return cast("T", result)
+
+
+def leave() -> None:
+    """Part from the other ranks, if this process had joined any."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,14 @@
+"""Loss scaling: the scale, and the verdict by which all ranks apply or skip a step together."""
+
+from distmp.scaling.loss_scale import LossScale, LossScaleConfig
+from distmp.scaling.verdict import GradientPart, Verdict, agree, decide, measure
+
+__all__ = [
+    "GradientPart",
+    "LossScale",
+    "LossScaleConfig",
+    "Verdict",
+    "agree",
+    "decide",
+    "measure",
+]

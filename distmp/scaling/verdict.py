@@ -1,0 +1,120 @@
+"""The one decision of a step: every rank reduces the same small vector and concludes the same.
+
+With S the loss scale, N the global weight and n0 the nominal weight, backward ran on
+`loss_sum * S / n0` and gradients were reduced by SUM. So the gradient of the global mean is G / u
+with `u = S * N / n0`, and clipping to `max_norm` multiplies it by `c = min(1, max_norm / norm)`.
+Both are one division by `grad_scale = u / c`, which a fused optimizer does inside its own kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
+CLIP_EPSILON = 1e-6
+
+
+class GradientPart(NamedTuple):
+    """Gradients that this rank holds, all of them with the same number of copies.
+
+    Attributes:
+        tensors: Local FP32 tensors (of a DTensor, its local shard).
+        replicas: On how many ranks these very values stand.
+    """
+
+    tensors: list[Tensor]
+    replicas: int
+
+
+class Verdict(NamedTuple):
+    """What all ranks agreed on; every field is a 0-dim tensor on the device.
+
+    Attributes:
+        overflow: bool, whether a gradient of any rank was not finite.
+        empty: bool, whether no rank had anything to learn from (N = 0).
+        found_inf: FP32, 1 where the optimizer has to skip (overflow or empty), else 0.
+        grad_scale: FP32, what the optimizer divides gradients by.
+        grad_norm: FP64, norm of the gradient of the global mean, before clipping.
+        weight: FP64, the global weight N.
+        loss: FP64, the global mean loss.
+        stop: bool, whether any rank asked to stop.
+    """
+
+    overflow: Tensor
+    empty: Tensor
+    found_inf: Tensor
+    grad_scale: Tensor
+    grad_norm: Tensor
+    weight: Tensor
+    loss: Tensor
+    stop: Tensor
+
+
+def measure(
+    parts: Iterable[GradientPart],
+    loss_sum: Tensor,
+    weight: Tensor,
+    *,
+    stop: bool,
+    device: torch.device,
+) -> Tensor:
+    """Return this rank's contribution, FP64 of shape (5,), to be summed over all ranks.
+
+    It holds the squared norm (divided by the number of replicas), the number of non-finite tensors,
+    the loss sum, the weight and the stop request. One read of the gradients, no host wait.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    non_finite = torch.zeros((), dtype=torch.float64, device=device)
+    for part in parts:
+        if part.tensors:
+            norms = torch.stack(torch._foreach_norm(part.tensors)).to(torch.float64)
+            squares = squares + norms.square().sum() / part.replicas
+            non_finite = non_finite + (~norms.isfinite()).sum()
+    stop_request = torch.full((), float(stop), dtype=torch.float64, device=device)
+    return torch.stack(
+        [squares, non_finite, loss_sum.to(torch.float64), weight.to(torch.float64), stop_request]
+    )
+
+
+def agree(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Sum the contributions of all ranks in place; `group` None means a single process."""
+    if group is not None:
+        dist.all_reduce(measured, group=group)
+    return measured
+
+
+def decide(
+    total: Tensor, loss_scale: Tensor, nominal_weight: float, max_norm: float | None
+) -> Verdict:
+    """Draw the same conclusion from the same total on every rank, without waiting for the device.
+
+    Args:
+        total: FP64 of shape (5,), the sum of what `measure` returned on every rank.
+        loss_scale: 0-dim, the scale that backward ran with.
+        nominal_weight: n0, the constant that backward divided by.
+        max_norm: Clip the gradient to this norm; None leaves it as it is.
+    """
+    squares, non_finite, loss_sum, weight, stop = total.unbind()
+    scaled_norm = squares.sqrt()
+    overflow = ~scaled_norm.isfinite() | (non_finite > 0)
+    empty = weight <= 0
+    unscale = loss_scale.to(torch.float64) * weight / nominal_weight
+    grad_norm = scaled_norm / unscale
+    grad_scale = unscale
+    if max_norm is not None:
+        grad_scale = unscale / (max_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)
+    return Verdict(
+        overflow=overflow,
+        empty=empty,
+        found_inf=(overflow | empty).to(torch.float32),
+        grad_scale=grad_scale.to(torch.float32),
+        grad_norm=grad_norm,
+        weight=weight,
+        loss=loss_sum / weight,
+        stop=stop > 0,
+    )

@@ -1,0 +1,24 @@
+"""What a run tells about itself: step records, the console, curves, time and memory.
+
+Importing it is cheap: rich and matplotlib are imported where they are first used.
+"""
+
+from distmp.telemetry.console import Console
+from distmp.telemetry.curves import draw_curves
+from distmp.telemetry.memory import peak_memory_bytes
+from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
+from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.throughput import Lap, StepTimer
+
+__all__ = [
+    "Console",
+    "Lap",
+    "LogConfig",
+    "RecordError",
+    "RecordWriter",
+    "StepRecord",
+    "StepTimer",
+    "draw_curves",
+    "peak_memory_bytes",
+    "read_records",
+]

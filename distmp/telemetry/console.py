@@ -1,0 +1,188 @@
+"""What the first rank prints: messages, and one line about the step a run is at."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections import deque
+from types import TracebackType
+from typing import TextIO
+
+from distmp.telemetry.line import progress_line
+from distmp.telemetry.records import StepRecord
+from distmp.telemetry.settings import LogConfig
+
+_SECONDS_BETWEEN_DRAWS = 0.1
+_STEPS_AVERAGED = 50
+
+
+class Console:
+    """Prints to standard output; a live line on a terminal, plain lines anywhere else.
+
+    Close it (or use it in a `with` block) to leave the last state of the live line on the screen.
+
+    Args:
+        settings: Mode, and the number of steps between plain lines.
+        quiet: Print nothing at all: for every rank but the first.
+        stream: Where to print; standard output unless given.
+    """
+
+    def __init__(
+        self,
+        settings: LogConfig | None = None,
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+    ) -> None:
+        settings = settings or LogConfig()
+        self._every = settings.every
+        self._stream = stream or sys.stdout
+        self._silent = quiet or settings.console == "off"
+        self._live: _LiveLine | None = None
+        if not self._silent and _is_live(settings, self._stream):
+            self._live = _LiveLine(self._stream)
+        self._pace = _Pace()
+        self._started = False
+
+    def message(self, text: str) -> None:
+        """Print one line, above the live line if there is one."""
+        if self._silent:
+            return
+        text = _encodable(text, self._stream)
+        if self._live is not None:
+            self._live.print_above(text)
+        else:
+            self._print(text)
+
+    def step(self, record: StepRecord, total_steps: int) -> None:
+        """Report a step.
+
+        The live line is redrawn at most ten times per second. A plain line is printed every
+        `log.every` steps and for the first, the last, each skipped and each validated step.
+
+        Args:
+            record: The step that has ended.
+            total_steps: Number of the last step of the run.
+        """
+        if self._silent:
+            return
+        self._pace.add(record.step_seconds)
+        if self._live is not None:
+            self._live.offer(record, total_steps, self._pace)
+        elif self._deserves_line(record, total_steps):
+            left = self._pace.seconds_left(total_steps - record.step)
+            self._print(progress_line(record, total_steps, left))
+        self._started = True
+
+    def close(self) -> None:
+        """Draw the last step and give the terminal back. Messages may still follow."""
+        if self._live is not None:
+            self._live.close()
+            self._live = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _deserves_line(self, record: StepRecord, total_steps: int) -> bool:
+        return (
+            not self._started
+            or record.step % self._every == 0
+            or record.step >= total_steps
+            or record.skipped
+            or record.validation_loss is not None
+        )
+
+    def _print(self, text: str) -> None:
+        # One write per line keeps lines of several processes apart in a shared log.
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+
+class _Pace:
+    """Moving average of the time per step."""
+
+    def __init__(self) -> None:
+        self._seconds: deque[float] = deque(maxlen=_STEPS_AVERAGED)
+        self._steps = 0
+
+    def add(self, step_seconds: float) -> None:
+        if self._steps == 1:
+            # The first step compiles, allocates and opens connections: no measure for the rest.
+            self._seconds.clear()
+        self._seconds.append(step_seconds)
+        self._steps += 1
+
+    def seconds_left(self, steps: int) -> float:
+        return steps * math.fsum(self._seconds) / len(self._seconds)
+
+
+class _LiveLine:
+    """One line at the bottom of the terminal, redrawn in place; other output scrolls above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        from rich.console import Console as RichConsole
+        from rich.live import Live
+
+        self._console = RichConsole(
+            file=stream, force_terminal=True, force_jupyter=False, legacy_windows=False
+        )
+        self._live = Live(
+            console=self._console,
+            auto_refresh=False,
+            # What a user's code prints goes above the line; what goes to a file stays there.
+            redirect_stdout=stream is sys.stdout,
+            redirect_stderr=sys.stderr.isatty(),
+        )
+        self._pending: tuple[StepRecord, int, _Pace] | None = None
+        self._drawn_at = -math.inf
+
+    def offer(self, record: StepRecord, total_steps: int, pace: _Pace) -> None:
+        self._pending = (record, total_steps, pace)
+        if time.monotonic() - self._drawn_at >= _SECONDS_BETWEEN_DRAWS:
+            self._draw()
+
+    def print_above(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+    def close(self) -> None:
+        self._draw()
+        self._live.stop()
+
+    def _draw(self) -> None:
+        if self._pending is None:
+            return
+        from rich.text import Text
+
+        record, total_steps, pace = self._pending
+        left = pace.seconds_left(total_steps - record.step)
+        line = progress_line(record, total_steps, left, self._console.width)
+        self._live.update(Text(line, no_wrap=True, overflow="crop"))
+        if not self._live.is_started:
+            self._live.start()
+            # Live hides the cursor; a process that is killed could not bring it back.
+            self._console.show_cursor(True)
+        self._live.refresh()
+        self._pending = None
+        self._drawn_at = time.monotonic()
+
+
+def _is_live(settings: LogConfig, stream: TextIO) -> bool:
+    if settings.console != "auto":
+        return settings.console == "live"
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
+def _encodable(text: str, stream: TextIO) -> str:
+    """Escape what the stream cannot encode: a locale without Unicode must not end a run."""
+    encoding = getattr(stream, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)

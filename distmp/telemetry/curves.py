@@ -1,0 +1,209 @@
+"""The picture of a run: loss, learning rate, gradient norm and loss scale over the steps."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from distmp.telemetry.files import replacing
+from distmp.telemetry.records import StepRecord
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Values = NDArray[np.float64]
+
+# Okabe and Ito's palette, made to be told apart with every kind of colour blindness.
+_BLUE, _SKY, _VERMILION, _GREEN = "#0072B2", "#56B4E9", "#D55E00", "#009E73"
+
+_MOST_POINTS = 2000
+"""Points per line: about one per pixel; more take time and memory and cannot be seen."""
+
+
+def draw_curves(records: Sequence[StepRecord], path: str | os.PathLike[str]) -> bool:
+    """Draw four panels over a shared axis of steps into one PNG, replaced whole or not at all.
+
+    Values that are not finite leave gaps. Leaves matplotlib's global state alone and opens no
+    window.
+
+    Args:
+        records: Steps in ascending order.
+        path: The PNG file; its folder must exist.
+
+    Returns:
+        Whether there was anything to draw. Without records no file is written.
+    """
+    if not records:
+        return False
+    # pyplot would load a window system's backend, and takes most of a second to import.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(
+        figsize=(10, 11), dpi=110, layout=ConstrainedLayoutEngine(h_pad=0.08, w_pad=0.08)
+    )
+    canvas = FigureCanvasAgg(figure)
+    loss, learning_rate, norm, scale = figure.subplots(
+        4, 1, sharex=True, height_ratios=[3, 1, 2, 2]
+    )
+    _draw_loss(loss, records)
+    _draw_learning_rate(learning_rate, records)
+    _draw_norm(norm, records)
+    _draw_scale(scale, records)
+    scale.set_xlabel("step")
+    scale.xaxis.set_major_locator(
+        MaxNLocator("auto", steps=[1, 2, 2.5, 5, 10], integer=True, min_n_ticks=1)
+    )
+    with replacing(path) as file:
+        canvas.print_png(file)
+    return True
+
+
+def _draw_loss(axes: Any, records: Sequence[StepRecord]) -> None:
+    steps, losses = _steps(records), _values([record.loss for record in records])
+    _raw_line(axes, steps, losses, _SKY, "training")
+    _smooth_line(axes, steps, losses, _BLUE, "training, smoothed")
+    validated = [record for record in records if record.validation_loss is not None]
+    if validated:
+        values = _values([record.validation_loss for record in validated])
+        style = {"color": _VERMILION, "marker": "o", "markersize": 4, "linewidth": 1}
+        axes.plot(_steps(validated), values, **style, label="validation")
+    if _spans_decades(losses):
+        _logarithmic_axis(axes, losses)
+    _finish(axes, "Loss", "mean loss")
+
+
+def _draw_learning_rate(axes: Any, records: Sequence[StepRecord]) -> None:
+    rates = _values([record.learning_rate for record in records])
+    axes.plot(*_thinned(_steps(records), rates), color=_BLUE, marker=_marker(records))
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
+    axes.set_ylim(bottom=0)
+    _finish(axes, "Learning rate", "rate", legend=False)
+
+
+def _draw_norm(axes: Any, records: Sequence[StepRecord]) -> None:
+    steps, norms = _steps(records), _values([record.grad_norm for record in records])
+    norms[norms <= 0] = float("nan")
+    _raw_line(axes, steps, norms, _SKY, "each step")
+    _smooth_line(axes, steps, norms, _BLUE, "smoothed")
+    _logarithmic_axis(axes, norms)
+    _finish(axes, "Gradient norm before clipping", "norm")
+
+
+def _logarithmic_axis(axes: Any, values: Values) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    axes.set_yscale("log")
+    # Plain numbers (0.5), and between the powers of ten only where there are few of those.
+    subdivisions = (1.0,) if _spans_decades(values) else (1.0, 2.0, 5.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=subdivisions))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _draw_scale(axes: Any, records: Sequence[StepRecord]) -> None:
+    import numpy as np
+
+    scales = _values([record.loss_scale for record in records])
+    axes.plot(_steps(records), scales, color=_GREEN, drawstyle="steps-mid", marker=_marker(records))
+    skipped = [record.step for record in records if record.skipped]
+    axes.plot(
+        skipped,
+        # Along the lower edge, whatever the scale is.
+        np.full(len(skipped), 0.06),
+        transform=axes.get_xaxis_transform(),
+        color=_VERMILION,
+        marker="|",
+        markersize=14,
+        markeredgewidth=1.5,
+        linestyle="none",
+        label=f"{len(skipped)} of {len(records)} steps skipped",
+    )
+    known = scales[scales > 0]
+    # A logarithmic axis without a single value warns and has no ticks.
+    if known.size:
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(known.min() / 4, known.max() * 4)
+    _finish(axes, "Loss scale", "scale")
+
+
+def _finish(axes: Any, title: str, label: str, *, legend: bool = True) -> None:
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    axes.set_ylabel(label)
+    axes.grid(visible=True, color="0.9", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(x=0.01)
+    if legend:
+        axes.legend(loc="upper right", fontsize=9, frameon=True, framealpha=0.8, edgecolor="none")
+
+
+def _raw_line(axes: Any, steps: Values, values: Values, color: str, label: str) -> None:
+    x, y = _thinned(steps, values)
+    axes.plot(x, y, color=color, alpha=0.6, linewidth=0.8, marker=_marker(steps), label=label)
+
+
+def _smooth_line(axes: Any, steps: Values, values: Values, color: str, label: str) -> None:
+    axes.plot(*_smoothed(steps, values), color=color, linewidth=1.6, label=label)
+
+
+def _marker(points: Sequence[Any] | Values) -> str | None:
+    """Mark the points while they are few: a line shows nothing of a point between two gaps."""
+    return "." if len(points) <= 50 else None
+
+
+def _steps(records: Sequence[StepRecord]) -> Values:
+    return _values([record.step for record in records])
+
+
+def _values(values: Sequence[float | None]) -> Values:
+    """Convert to float64, with NaN for what cannot be drawn (infinite, or too large for axes)."""
+    import numpy as np
+
+    array = np.array(values, dtype=np.float64)
+    array[~(np.abs(array) < 1e100)] = np.nan
+    return array
+
+
+def _spans_decades(values: Values) -> bool:
+    known = values[values == values]
+    return bool(known.size and known.min() > 0 and known.max() > 1000 * known.min())
+
+
+def _thinned(steps: Values, values: Values) -> tuple[Values, Values]:
+    """Keep the smallest and the largest value of each run of neighbours, so that spikes stay."""
+    import numpy as np
+
+    size = -(-len(values) // (_MOST_POINTS // 2))
+    if size <= 2:
+        return steps, values
+    runs = np.array_split(values, -(-len(values) // size))
+    starts = np.cumsum([0] + [len(run) for run in runs[:-1]])
+    kept = [
+        start + index for start, run in zip(starts, runs, strict=True) for index in _extremes(run)
+    ]
+    return steps[kept], values[kept]
+
+
+def _extremes(values: Values) -> list[int]:
+    import numpy as np
+
+    if np.isnan(values).all():
+        return [0]
+    return sorted({int(np.nanargmin(values)), int(np.nanargmax(values))})
+
+
+def _smoothed(steps: Values, values: Values) -> tuple[Values, Values]:
+    """Average over a centred window of a fortieth of the run, so that the line does not lag."""
+    import numpy as np
+
+    half = len(values) // 80
+    centres = np.unique(np.linspace(0, len(values) - 1, _MOST_POINTS // 2).astype(int))
+    windows = (values[max(0, c - half) : c + half + 1] for c in centres)
+    known = (window[~np.isnan(window)] for window in windows)
+    means = [window.mean() if window.size else np.nan for window in known]
+    return steps[centres], np.array(means)

@@ -1,0 +1,188 @@
+"""One record per training step, kept as JSON Lines: one JSON object per line.
+
+The lines are strict JSON. JSON has no NaN and no infinities, so they stand as the strings "NaN",
+"Infinity" and "-Infinity". A record is complete once its line break is on disk; whatever follows
+the last line break was cut off by the death of the writing process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import operator
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from distmp.errors import DistmpError
+from distmp.telemetry.files import replacing
+
+
+class RecordError(DistmpError, ValueError):
+    """A line of a record file that is not a step record."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What is known about one step, the same on every rank except for `memory_bytes`.
+
+    Attributes:
+        step: Number of the step, counted from 1; skipped steps count.
+        samples: Samples consumed by the whole job, this step included.
+        loss: Mean loss over the global batch.
+        weight: Tokens or samples in the global batch over which `loss` is the mean.
+        grad_norm: Norm of the unscaled gradient before clipping; not finite on an overflow.
+        learning_rate: Learning rate of the step.
+        loss_scale: Loss scale under which the step was computed.
+        skipped: Whether the update was skipped.
+        skipped_total: Skipped steps so far, this one included.
+        applied_total: Applied updates so far, this one included.
+        tokens_per_second: Tokens of the global batch per second, over all ranks.
+        step_seconds: Wall time of the step, without pauses for validation.
+        memory_bytes: Peak memory of the recording rank, in bytes.
+        validation_loss: Validation loss after this step, where there was a validation.
+        overflow: What is known about the cause of a skipped step. Values JSON can hold; floats
+            that are not finite come back as strings, since a string may stand here too.
+    """
+
+    step: int
+    samples: int
+    loss: float
+    weight: float
+    grad_norm: float
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    skipped_total: int
+    applied_total: int
+    tokens_per_second: float
+    step_seconds: float
+    memory_bytes: int
+    validation_loss: float | None = None
+    overflow: dict[str, Any] | None = None
+
+
+class RecordWriter:
+    """Appends step records to a file, each on disk (in the system's cache) when `write` returns.
+
+    Args:
+        path: The file; it and its folder are created where missing.
+        resume_after_step: Drop records of later steps first, so that a run resumed after that
+            step has every step once (0 drops all). None keeps every complete record.
+
+    Raises:
+        RecordError: If an existing line is not a step record.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], resume_after_step: int | None) -> None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _drop_later_records(path, math.inf if resume_after_step is None else resume_after_step)
+        self._file = path.open("ab")
+
+    def write(self, record: StepRecord) -> None:
+        """Append one record.
+
+        Raises:
+            TypeError: If `record.overflow` holds something that JSON cannot.
+        """
+        self._file.write(_line(record))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
+    """Read all complete records, in the order in which they were written.
+
+    A last line without a line break is ignored, and so are fields this version does not know.
+
+    Raises:
+        RecordError: If a complete line is not a step record; names the file and the line.
+        FileNotFoundError: If there is no such file.
+    """
+    with Path(path).open("rb") as file:
+        return [_record(path, number, line) for number, line in _complete_lines(file)]
+
+
+def _drop_later_records(path: Path, last_step: float) -> None:
+    with path.open("rb") as old, replacing(path) as new:
+        for number, line in _complete_lines(old):
+            if _record(path, number, line).step <= last_step:
+                new.write(line)
+
+
+def _complete_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
+    return ((number, line) for number, line in enumerate(file, 1) if line.endswith(b"\n"))
+
+
+def _line(record: StepRecord) -> bytes:
+    values = {name: _strict(getattr(record, name)) for name in _CONVERTERS}
+    return json.dumps(values, allow_nan=False, separators=(",", ":")).encode("ascii") + b"\n"
+
+
+def _strict(value: Any) -> Any:
+    """Replace every NaN and infinity, however deep, by its name."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: _strict(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(item) for item in value]
+    return value
+
+
+def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecord:
+    try:
+        values = json.loads(line)
+        known = {n: convert(values[n]) for n, convert in _CONVERTERS.items() if n in values}
+        return StepRecord(**known)
+    except (ValueError, TypeError) as error:
+        message = f"{os.fspath(path)}, line {number}: not a step record ({error})"
+        raise RecordError(f"{message}; mend or delete that line") from error
+
+
+def _boolean(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{value!r} is neither true nor false")
+    return value
+
+
+def _optional_float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _optional_mapping(value: Any) -> dict[str, Any] | None:
+    if not isinstance(value, (dict, type(None))):
+        raise TypeError(f"{value!r} is not an object")
+    return value
+
+
+_CONVERTER_OF_TYPE: dict[str, Callable[[Any], Any]] = {
+    "int": operator.index,
+    "float": float,  # reads "NaN", "Infinity" and "-Infinity" too
+    "bool": _boolean,
+    "float | None": _optional_float,
+    "dict[str, Any] | None": _optional_mapping,
+}
+_CONVERTERS = {
+    field.name: _CONVERTER_OF_TYPE[str(field.type)] for field in dataclasses.fields(StepRecord)
+}

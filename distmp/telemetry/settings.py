@@ -1,0 +1,39 @@
+"""Settings of what a run reports about itself (section `log`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from distmp.errors import ConfigError, nearest
+
+ConsoleMode = Literal["auto", "live", "plain", "off"]
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What the first rank prints and draws while training.
+
+    Raises:
+        ConfigError: If `every` is below 1 or `console` is not one of its choices.
+    """
+
+    every: int = 10
+    """Steps between two plain lines. First, last, skipped and validated steps always get one."""
+
+    console: ConsoleMode = "auto"
+    """`live`: one line redrawn in place; `plain`: a line every `every` steps; `off`: nothing.
+    `auto` is `live` on a terminal and `plain` elsewhere."""
+
+    curves: bool = True
+    """Draw loss, learning rate, gradient norm and loss scale into a PNG."""
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ConfigError(
+                "log.every", self.every, "use 1 or more; `log.console: off` prints nothing"
+            )
+        if self.console not in get_args(ConsoleMode):
+            raise ConfigError(
+                "log.console", self.console, nearest(str(self.console), get_args(ConsoleMode))
+            )

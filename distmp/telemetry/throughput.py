@@ -1,0 +1,51 @@
+"""Time per step and tokens per second."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Lap(NamedTuple):
+    """Duration and speed of one step."""
+
+    step_seconds: float
+    tokens_per_second: float
+
+
+class StepTimer:
+    """Measures each step from the end of the one before it, so that no time goes uncounted.
+
+    Reads a monotonic clock on the host, does not smooth and does not wait for a device: while
+    kernels queue up single steps look short, but over many steps the times add up.
+
+    Args:
+        clock: Returns seconds; never goes back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._started = clock()
+
+    def lap(self, tokens: float) -> Lap:
+        """End a step and begin the next.
+
+        Args:
+            tokens: Tokens of the global batch, over all ranks.
+        """
+        now = self._clock()
+        # Coarse clocks may not have moved.
+        seconds = max(now - self._started, 1e-9)
+        self._started = now
+        return Lap(seconds, tokens / seconds)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time spent inside the block out of the step: validation, for one."""
+        started, begin = self._started, self._clock()
+        try:
+            yield
+        finally:
+            self._started = started + (self._clock() - begin)

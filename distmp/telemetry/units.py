@@ -1,0 +1,46 @@
+"""Numbers as people read them. Every result is ASCII."""
+
+from __future__ import annotations
+
+import math
+
+
+def quantity(value: float) -> str:
+    """Three significant digits and a decimal prefix: 12345 -> "12.3k"; at most 5 characters."""
+    if abs(value) < 1:
+        return f"{value:.2f}"
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        if abs(value) < 999.5:
+            return f"{value:#.3g}".rstrip(".") + prefix
+        value /= 1000
+    return "inf" if value > 0 else "nan"
+
+
+def bytes_text(value: float) -> str:
+    """A binary prefix and one decimal below 100: 1288490188 -> "1.2 GiB"; up to 8 characters."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1023.5 and len(units) > 1:
+        value /= 1024
+        del units[0]
+    decimals = 1 if value < 99.95 and units[0] != "B" else 0
+    return f"{value:.{decimals}f} {units[0]}"
+
+
+def duration(seconds: float) -> str:
+    """Minutes, with hours or days where needed: "3:41", "1:02:03", "2d 03h"; up to 8 characters."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, second = divmod(max(0, round(seconds)), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}h" if days < 100 else f"{days}d"
+    return f"{hour}:{minute:02}:{second:02}" if hour else f"{minute}:{second:02}"
+
+
+def scale_text(scale: float) -> str:
+    """A loss scale: powers of two from 1024 up and below 1 as "2^16", others as a number."""
+    mantissa, exponent = math.frexp(scale)
+    if mantissa == 0.5 and not 1 <= scale < 1024:
+        return f"2^{exponent - 1}"
+    return f"{scale:.4g}"

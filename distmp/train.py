@@ -1,0 +1,84 @@
+"""`torchrun -m distmp.train --config FILE`: train as configured, as one rank of any number."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from distmp.config import RunConfig, load
+from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
+from distmp.launcher.environment import RankEnvironment
+from distmp.parallel.world import join, leave
+from distmp.stopping import StopSignals
+from distmp.telemetry import Console
+from distmp.trainer import Trainer
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and return the exit code of this rank.
+
+    Returns:
+        0 after the last step; 2 for a configuration that cannot run; 128 plus the signal after an
+        orderly stop; 3 if another rank was lost; 1 for any other failure.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    local_rank = 0
+    try:
+        environment = RankEnvironment.from_variables()
+        local_rank = environment.local_rank
+        with _speaking_once(local_rank):
+            config = load(argv)
+        return _train(config, environment)
+    except DistmpError as error:
+        # Every rank finds the same error; one of them says it. Setup errors are gathered on rank 0.
+        speaks = environment.rank == 0 if isinstance(error, SetupError) else local_rank == 0
+        if speaks:
+            sys.stderr.write(f"distmp: {error}\n")
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except Exception as error:  # noqa: BLE001  # the last resort of a process, which reports it
+        return _report_failure(environment, error)
+
+
+def _train(config: RunConfig, environment: RankEnvironment) -> int:
+    with StopSignals() as stop, Console(config.log, quiet=environment.rank != 0) as console:
+        world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+        finished = Trainer(config, world, console).run(stop)
+        leave()
+    return 0 if finished else 128 + (stop.received or signal.SIGTERM)
+
+
+def _speaking_once(local_rank: int) -> contextlib.AbstractContextManager[object]:
+    """Let only the first rank of each machine print the help."""
+    if local_rank == 0:
+        return contextlib.nullcontext()
+    return contextlib.redirect_stdout(open(os.devnull, "w"))  # ends with the process
+
+
+def _report_failure(environment: RankEnvironment, error: Exception) -> int:
+    """Print the cause with its traceback, and a consequence of another rank's failure as a line."""
+    where = f"rank {environment.rank} of {environment.world_size}"
+    if environment.world_size > 1 and _is_lost_connection(error):
+        sys.stderr.write(f"distmp: {where} stopped because it lost another rank\n")
+        return LOST_PEER_EXIT_CODE
+    sys.stderr.write(f"distmp: {where} failed:\n{''.join(traceback.format_exception(error))}")
+    return 1
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether a collective failed because the process at its other end is gone."""
+    if isinstance(error, torch.distributed.DistNetworkError):
+        return True
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

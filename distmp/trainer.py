@@ -1,0 +1,333 @@
+"""A whole training run: setup, loop, validation, checkpoints, and what is told about it."""
+
+from __future__ import annotations
+
+import hashlib
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distmp import config_io
+from distmp.checkpoint import store
+from distmp.config import RunConfig
+from distmp.data.build import Datasets, build_datasets
+from distmp.data.loading import evaluation_batches, step_batches
+from distmp.data.order import microbatches_per_rank
+from distmp.data.text import decode, encode
+from distmp.engine import Engine
+from distmp.errors import TrainingError
+from distmp.models.build import Loss, build_loss, build_model
+from distmp.models.sampling import generate
+from distmp.optim.build import optimizer_factory, schedule_factory
+from distmp.outcome import StepOutcome
+from distmp.parallel.world import World, all_or_none
+from distmp.run_directory import RunDirectory, create_run, latest_run
+from distmp.stopping import StopSignals
+from distmp.telemetry import (
+    Console,
+    RecordWriter,
+    StepRecord,
+    StepTimer,
+    draw_curves,
+    peak_memory_bytes,
+    read_records,
+)
+
+
+class Parts(NamedTuple):
+    """What a run is made of, before anything is distributed."""
+
+    datasets: Datasets
+    model: nn.Module
+    loss: Loss
+    microbatches: int
+
+
+@dataclass
+class Progress:
+    """Where a run stands; all that is needed to find the next sample.
+
+    Attributes:
+        step: Steps done, skipped ones included.
+        samples: Samples consumed by all ranks together.
+    """
+
+    step: int = 0
+    samples: int = 0
+
+
+class Trainer:
+    """Carries out one `RunConfig` on the ranks of `world`.
+
+    Args:
+        config: What to do.
+        world: The ranks, this one among them.
+        console: Where to say what happens; a quiet one on all ranks but the first.
+
+    Raises:
+        SetupError: On every rank, if some rank cannot do what is configured.
+    """
+
+    def __init__(self, config: RunConfig, world: World, console: Console) -> None:
+        self.config = config
+        self.world = world
+        self.console = console
+        self.progress = Progress()
+        self.timer = StepTimer()
+        self.stopping = False
+        self.parts = all_or_none(world, lambda: prepare(config, world))
+        self.engine = all_or_none(world, self._build_engine)
+        checkpoint = all_or_none(world, self._find_checkpoint)
+        self.directory = self._agree_on_directory(checkpoint)
+        self._introduce(checkpoint)
+        if checkpoint is not None:
+            all_or_none(world, lambda: self._load(checkpoint))
+        self.records = (
+            RecordWriter(self.directory.records, resume_after_step=self.progress.step)
+            if world.rank == 0
+            else None
+        )
+
+    def run(self, stop: StopSignals) -> bool:
+        """Train to the end or to a request to stop; return whether the end was reached."""
+        self.train(stop)
+        self._save()
+        finished = self.progress.step >= self.config.steps
+        if finished:
+            self._show_sample()
+        else:
+            self.console.message(
+                f"stopped after step {self.progress.step}; continue with --checkpoint.resume auto"
+            )
+        self._draw_curves()
+        if self.records is not None:
+            self.records.close()
+        return finished
+
+    def train(self, stop: StopSignals) -> None:
+        """Run the steps that are left, or those until some rank was asked to stop."""
+        config, progress = self.config, self.progress
+        batches = step_batches(
+            self.parts.datasets.train,
+            seed=config.seed,
+            first_sample=progress.samples,
+            global_batch_size=config.batch.global_batch_size,
+            microbatch_size=config.batch.microbatch_size,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            workers=config.data.workers,
+            pin_memory=self.world.device.type == "cuda",
+        )
+        unread: _Unread | None = None
+        with closing(batches):
+            while progress.step < config.steps and not self.stopping:
+                self._seed_step()
+                outcome = self.engine.step(next(batches), stop=stop.received is not None)
+                progress.step += 1
+                progress.samples += config.batch.global_batch_size
+                # The step before has ended on the device by now: reading it does not wait.
+                self._report(unread)
+                unread = _Unread(
+                    progress.step, progress.samples, outcome, self.timer.lap(0).step_seconds
+                )
+                last = progress.step == config.steps
+                if last or self._is_due(config.validation.every):
+                    self._report(unread, self._validate(last=last))
+                    unread = None
+                if self._is_due(config.checkpoint.every):
+                    self._report(unread)
+                    unread = None
+                    self._save()
+        self._report(unread)
+
+    def _seed_step(self) -> None:
+        """Make dropout and the like a function of the seed and the position, as the data is."""
+        key = f"{self.config.seed} {self.progress.samples} {self.world.rank}"
+        digest = hashlib.sha256(key.encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "big"))
+
+    def _is_due(self, every: int) -> bool:
+        step = self.progress.step
+        return every > 0 and step % every == 0 and step < self.config.steps
+
+    def _report(self, unread: _Unread | None, validation_loss: float | None = None) -> None:
+        """Read a step's numbers, record them, and draw the conclusions that all ranks draw."""
+        if unread is None:
+            return
+        numbers = unread.outcome.numbers
+        record = StepRecord(
+            step=unread.step,
+            samples=unread.samples,
+            loss=numbers.loss,
+            weight=numbers.weight,
+            grad_norm=numbers.grad_norm,
+            learning_rate=numbers.learning_rate,
+            loss_scale=numbers.loss_scale,
+            skipped=numbers.skipped,
+            skipped_total=numbers.skipped_total,
+            applied_total=numbers.applied_total,
+            tokens_per_second=numbers.weight / unread.seconds,
+            step_seconds=unread.seconds,
+            memory_bytes=peak_memory_bytes(self.world.device),
+            validation_loss=validation_loss,
+        )
+        if self.records is not None:
+            self.records.write(record)
+        self.console.step(record, self.config.steps)
+        self.stopping = self.stopping or numbers.stop
+        if numbers.skipped_in_a_row >= self.config.precision.max_consecutive_skips:
+            raise TrainingError(
+                f"precision.max_consecutive_skips = {numbers.skipped_in_a_row}: so many steps in a "
+                f"row had nothing finite to apply, the last with loss {numbers.loss:.4g} and loss "
+                f"scale {numbers.loss_scale:g}; if the loss is finite lower "
+                "precision.loss_scale.min_scale or use a bf16 policy, if it is not lower optim.lr"
+            )
+
+    def _validate(self, *, last: bool) -> float | None:
+        """Return the mean loss on held-out data, or None where there is none."""
+        if self.parts.datasets.validation is None:
+            return None
+        settings = self.config.validation
+        with self.timer.paused():
+            loss = self.engine.evaluate(
+                evaluation_batches(
+                    self.parts.datasets.validation,
+                    samples=settings.final_samples if last else settings.samples,
+                    microbatch_size=self.config.batch.microbatch_size,
+                    rank=self.world.rank,
+                    world_size=self.world.world_size,
+                )
+            )
+        if last:
+            unit = "byte" if self.config.data.source == "text" else "unit of weight"
+            self.console.message(f"held-out loss {loss:.4f} nats per {unit}")
+        return loss
+
+    def _show_sample(self) -> None:
+        # The loss `next_token` says that the model turns token ids into logits.
+        writes_text = self.config.data.source == "text" and self.config.model.loss == "next_token"
+        if writes_text and self.config.sample.length > 0:
+            self.console.message(f"a sample of what it writes:\n{self._sample()}")
+
+    def _sample(self) -> str:
+        prompt = encode(self.config.sample.prompt).to(self.world.device)
+        # Every rank writes the same text, because the forward of a sharded model needs all ranks.
+        tokens = generate(
+            self.engine.module,
+            prompt,
+            count=self.config.sample.length,
+            sequence_length=self.config.data.sequence_length,
+            temperature=self.config.sample.temperature,
+            generator=torch.Generator().manual_seed(self.config.seed),
+        )
+        return decode(tokens)
+
+    def _draw_curves(self) -> None:
+        if self.records is not None and self.config.log.curves:
+            draw_curves(read_records(self.directory.records), self.directory.curves)
+
+    def _build_engine(self) -> Engine:
+        config = self.config
+        return Engine(
+            self.parts.model,
+            self.parts.loss,
+            optimizer_factory(config.optim),
+            policy=config.precision.policy,
+            strategy=config.strategy,
+            schedule=schedule_factory(config.schedule, config.steps),
+            max_norm=config.optim.max_norm,
+            loss_scale=config.precision.loss_scale,
+            device=self.world.device,
+        )
+
+    def _find_checkpoint(self) -> Path | None:
+        if self.config.checkpoint.resume is None:
+            return None
+        newest = latest_run(self.config.run_dir)
+        directory = newest or RunDirectory(Path(self.config.run_dir))
+        return store.resolve(self.config.checkpoint.resume, directory.checkpoints)
+
+    def _agree_on_directory(self, checkpoint: Path | None) -> RunDirectory:
+        """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
+
+        def choose() -> str:
+            if self.world.rank != 0:
+                return ""
+            newest = latest_run(self.config.run_dir)
+            if checkpoint is not None and newest is not None and newest.owns(checkpoint):
+                return str(newest.path)
+            return str(create_run(self.config.run_dir).path)
+
+        chosen = [all_or_none(self.world, choose)]
+        if self.world.group is not None:
+            dist.broadcast_object_list(chosen, src=0, group=self.world.group)
+        return RunDirectory(Path(chosen[0]))
+
+    def _introduce(self, checkpoint: Path | None) -> None:
+        """Say what is about to run, with the reason of every automatic choice."""
+        engine, batch = self.engine, self.config.batch
+        parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+        say = self.console.message
+        say(f"data: {self.parts.datasets.description}")
+        say(
+            f"model: {self.config.model.name}, {parameters:,} parameters; "
+            f"precision {engine.policy.name} ({engine.policy_reason})"
+        )
+        say(
+            f"ranks: {self.world.world_size} on {self.world.device.type}, strategy "
+            f"{engine.strategy}; batch {batch.global_batch_size} = {self.world.world_size} ranks x "
+            f"{self.parts.microbatches} microbatches x {batch.microbatch_size} samples"
+        )
+        say(f"run directory: {self.directory.path}")
+        if checkpoint is not None:
+            say(f"continuing from {checkpoint}")
+        if self.world.rank == 0:
+            config_io.write_yaml(self.config, self.directory.config)
+
+    def _save(self) -> None:
+        with self.timer.paused():
+            store.save(
+                self.directory.checkpoints,
+                self.progress.step,
+                self.engine.state_dict(),
+                {"step": self.progress.step, "samples": self.progress.samples},
+                keep=self.config.checkpoint.keep,
+            )
+
+    def _load(self, checkpoint: Path) -> None:
+        self.engine.prepare_to_load(store.stored_tensors(checkpoint))
+        state = self.engine.state_dict()
+        store.load(checkpoint, state)
+        self.engine.load_state_dict(state)
+        numbers: dict[str, Any] = store.read_numbers(checkpoint)
+        self.progress.step = numbers["step"]
+        self.progress.samples = numbers["samples"]
+
+
+class _Unread(NamedTuple):
+    """A step whose numbers have not been read yet."""
+
+    step: int
+    samples: int
+    outcome: StepOutcome
+    seconds: float
+
+
+def prepare(config: RunConfig, world: World) -> Parts:
+    """Build everything that needs no other rank.
+
+    Raises:
+        ConfigError: If data, model or batch cannot be had as configured.
+    """
+    microbatches = microbatches_per_rank(
+        config.batch.global_batch_size, config.batch.microbatch_size, world.world_size
+    )
+    datasets = build_datasets(config.data)
+    torch.manual_seed(config.seed)
+    model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
+    return Parts(datasets, model, build_loss(config.model), microbatches)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
+
+from distmp.checkpoint import store
+from distmp.checkpoint.index import read_index
+from distmp.checkpoint.layout import INDEX_FILE
+from distmp.errors import CheckpointError
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    tensors = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in DTYPES}
+    return store.save(tmp_path, 1, tensors, {}, keep=1)
+
+
+class Payload:
+    """Runs `function(*args)` when it is unpickled."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = (function, args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def rewrite(path: Path, index: Any) -> None:
+    (path / INDEX_FILE).write_bytes(pickle.dumps(index))
+
+
+def test_same_as_dcp_reads_it(path: Path) -> None:
+    trusted = pickle.loads((path / INDEX_FILE).read_bytes())
+    assert read_index(path) == trusted
+
+
+@pytest.mark.parametrize("function", [os.mkdir, torch.save, eval], ids=["os", "torch", "eval"])
+def test_code_in_the_index_is_refused(path: Path, function: Callable[..., Any]) -> None:
+    mark = path / "executed"
+    args = {os.mkdir: (mark,), torch.save: (0, mark), eval: (f"__import__('os').mkdir('{mark}')",)}
+    rewrite(path, Payload(function, *args[function]))
+    pickle.loads((path / INDEX_FILE).read_bytes())
+    assert mark.exists(), "the attack must work on somebody who just unpickles"
+    mark.rmdir() if mark.is_dir() else mark.unlink()
+
+    tensors = {"torch.float32": torch.ones(2, 3)}
+    for read in (read_index, store.stored_tensors, lambda path: store.load(path, tensors)):
+        with pytest.raises(CheckpointError, match="which no checkpoint needs"):
+            read(path)
+    assert not mark.exists()
+
+
+def test_pickled_object_in_place_of_a_tensor_is_refused(path: Path) -> None:
+    mark = path / "executed"
+    index = read_index(path)
+    index.state_dict_metadata["torch.float32"] = BytesStorageMetadata()
+    [entry] = [e for i, e in index.storage_data.items() if i.fqn == "torch.float32"]
+    attack = path / entry.relative_path
+    torch.save(Payload(os.mkdir, mark), attack)
+    entry.offset, entry.length = 0, attack.stat().st_size
+    rewrite(path, index)
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        store.load(path, {"torch.float32": torch.ones(2, 3)})
+    assert not mark.exists()
+
+
+def test_pickled_object_in_a_data_file_is_refused(path: Path) -> None:
+    mark = path / "executed"
+    index = read_index(path)
+    index.storage_data = {
+        key: entry for key, entry in index.storage_data.items() if key.fqn == "torch.float32"
+    }
+    index.state_dict_metadata = {"torch.float32": index.state_dict_metadata["torch.float32"]}
+    [entry] = index.storage_data.values()
+    attack = path / entry.relative_path
+    torch.save(Payload(os.mkdir, mark), attack)
+    entry.offset, entry.length = 0, attack.stat().st_size
+    rewrite(path, index)
+    read_index(path)
+    with pytest.raises(CheckpointError, match="Weights only load failed"):
+        store.load(path, {"torch.float32": torch.ones(2, 3)})
+    assert not mark.exists()
+
+
+def test_file_outside_the_checkpoint_is_refused(path: Path) -> None:
+    index = read_index(path)
+    for entry in index.storage_data.values():
+        entry.relative_path = f"../{path.name}/{entry.relative_path}"
+    rewrite(path, index)
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        read_index(path)
+
+
+def _truncate(path: Path) -> None:
+    [data] = path.glob("*.distcp")
+    os.truncate(data, data.stat().st_size - 1)
+
+
+def _remove_data(path: Path) -> None:
+    [data] = path.glob("*.distcp")
+    data.unlink()
+
+
+def _truncate_index(path: Path) -> None:
+    os.truncate(path / INDEX_FILE, (path / INDEX_FILE).stat().st_size // 2)
+
+
+def _lose_a_chunk(path: Path) -> None:
+    index = read_index(path)
+    half = ChunkStorageMetadata(offsets=torch.Size([0, 0]), sizes=torch.Size([1, 3]))
+    index.state_dict_metadata["torch.bool"].chunks = [half]
+    rewrite(path, index)
+
+
+def _declare_something_else(path: Path) -> None:
+    index = read_index(path)
+    index.state_dict_metadata["torch.bool"] = index.storage_meta
+    rewrite(path, index)
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (_declare_something_else, "'torch.bool' is not a tensor"),
+        (_truncate, "is shorter than the"),
+        (_remove_data, "there is no"),
+        (_truncate_index, "cannot be used"),
+        (_lose_a_chunk, "'torch.bool' is stored incompletely"),
+        (lambda path: rewrite(path, {"a": 1}), "it holds a dict"),
+        (shutil.rmtree, "FileNotFoundError"),
+    ],
+)
+def test_damage_is_found_before_loading(
+    path: Path, damage: Callable[[Path], None], problem: str
+) -> None:
+    damage(path)
+    with pytest.raises(CheckpointError, match=problem):
+        read_index(path)

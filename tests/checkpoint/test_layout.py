@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import itertools
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from distmp.checkpoint import layout
+from distmp.errors import ConfigError
+
+REMOVE_TREE = shutil.rmtree
+
+
+def write(directory: Path, step: int, content: str = "") -> None:
+    """Write a checkpoint as `store.save` does, with `content` in place of tensors."""
+    writing = layout.prepare(directory, step)
+    (writing / layout.NUMBERS_FILE).write_text(content)
+    (writing / layout.INDEX_FILE).touch()
+    (writing / "data").touch()
+
+
+def save(directory: Path, step: int, keep: int = 2, content: str = "") -> None:
+    write(directory, step, content)
+    layout.publish(directory, step)
+    layout.tidy(directory, step, keep)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_latest_of_nothing(tmp_path: Path) -> None:
+    assert layout.latest(tmp_path / "missing") is None
+    assert layout.latest(tmp_path) is None
+
+
+def test_latest_is_by_number_not_by_letters(tmp_path: Path) -> None:
+    save(tmp_path, 999_999)
+    save(tmp_path, 1_000_000)
+    assert layout.latest(tmp_path) == tmp_path / "step-1000000"
+
+
+def test_keep(tmp_path: Path) -> None:
+    for step in range(10, 60, 10):
+        save(tmp_path, step, keep=3)
+    assert names(tmp_path) == ["step-000030", "step-000040", "step-000050"]
+
+
+def test_unfinished_and_foreign_directories_are_not_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    write(tmp_path, 2)
+    save(tmp_path / "elsewhere", 3)
+    for name in ("step-000004.removing", "step-000005.abandoned", "step-6", "step-000007x"):
+        shutil.copytree(tmp_path / "step-000001", tmp_path / name)
+    (tmp_path / "step-000008").mkdir()
+    assert layout.latest(tmp_path) == tmp_path / "step-000001"
+
+
+def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    (tmp_path / "step-000003.removing").mkdir()
+    save(tmp_path, 2)
+    assert names(tmp_path) == ["step-000002"]
+
+
+def test_same_step_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, 1, content="old")
+    save(tmp_path, 1, content="new")
+    assert names(tmp_path) == ["step-000001"]
+    assert (tmp_path / "step-000001" / layout.NUMBERS_FILE).read_text() == "new"
+
+
+def test_later_steps_are_set_aside(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=3)
+    save(tmp_path, 15, keep=3)
+    assert layout.latest(tmp_path) == tmp_path / "step-000015"
+    aside = ["step-000020.abandoned", "step-000030.abandoned"]
+    assert names(tmp_path) == ["step-000010", "step-000015", *aside]
+    assert layout.is_checkpoint(tmp_path / "step-000030.abandoned")
+
+
+def test_resolve(tmp_path: Path) -> None:
+    assert layout.resolve("auto", tmp_path / "run") is None
+    save(tmp_path / "run", 1)
+    save(tmp_path / "run", 2)
+    newest = tmp_path / "run" / "step-000002"
+    assert layout.resolve("auto", tmp_path / "run") == newest
+    assert layout.resolve(str(newest), tmp_path / "other") == newest
+    assert layout.resolve(str(tmp_path / "run"), tmp_path / "other") == newest
+
+
+@pytest.mark.parametrize(("name", "problem"), [("missing", "does not exist"), ("", "holds none")])
+def test_resolve_refuses_what_is_no_checkpoint(tmp_path: Path, name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        layout.resolve(str(tmp_path / name), tmp_path)
+    assert error.value.setting == "checkpoint.resume"
+
+
+class Killed(BaseException):
+    """The process stops here."""
+
+
+def mortal(operation: Callable[..., Any], lives: Iterator[int]) -> Callable[..., Any]:
+    """Return `operation`, which kills when no life is left; a removal only half-way through."""
+
+    def run(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if next(lives) > 0:
+            return operation(path, *args, **kwargs)
+        if operation is REMOVE_TREE:
+            (path / "data").unlink(missing_ok=True)
+        raise Killed
+
+    return run
+
+
+def killed_save(directory: Path, step: int, keep: int, content: str, lives: int) -> bool:
+    """Save, but be killed after `lives` operations on the file system; return whether it was."""
+    countdown = itertools.count(lives, -1)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in [(Path, "mkdir"), (Path, "rename"), (shutil, "rmtree")]:
+            patch.setattr(owner, name, mortal(getattr(owner, name), countdown))
+        try:
+            save(directory, step, keep, content)
+        except Killed:
+            return True
+    return False
+
+
+def found(directory: Path) -> tuple[int, str] | None:
+    path = layout.latest(directory)
+    if path is None:
+        return None
+    return int(path.name[5:11]), (path / layout.NUMBERS_FILE).read_text()
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
+    """The latest is the old or the new one, and the next save goes well."""
+    for lives in itertools.count():
+        directory = tmp_path / str(lives)
+        for earlier in (1, 2, 3):
+            save(directory, earlier, keep=3, content="old")
+        killed = killed_save(directory, step, 2, "new", lives)
+        assert found(directory) in ((3, "old"), (step, "new"))
+        assert all((path / "data").exists() for path in layout.checkpoints(directory).values())
+        save(directory, step, keep=1, content="newer")
+        assert found(directory) == (step, "newer")
+        assert [n for n in names(directory) if "abandoned" not in n] == [f"step-{step:06d}"]
+        if not killed:
+            break
+    assert lives > 3
+
+
+class CrashingSaves(RuleBasedStateMachine):
+    """Saves that are killed at any one of their operations on the file system."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp())
+        self.contents = map(str, itertools.count())
+        self.current: tuple[int, str] | None = None  # step and content of the latest checkpoint
+
+    def teardown(self) -> None:
+        shutil.rmtree(self.directory)
+
+    @rule(step=st.integers(0, 4), keep=st.integers(1, 3))
+    def save(self, step: int, keep: int) -> None:
+        self.current = (step, next(self.contents))
+        save(self.directory, step, keep, self.current[1])
+        assert len(layout.checkpoints(self.directory)) <= keep
+
+    @rule(step=st.integers(0, 4), keep=st.integers(1, 3), lives=st.integers(0, 8))
+    def crash(self, step: int, keep: int, lives: int) -> None:
+        content = next(self.contents)
+        killed_save(self.directory, step, keep, content, lives)
+        latest = found(self.directory)
+        assert latest in (self.current, (step, content))
+        self.current = latest
+
+    @invariant()
+    def latest_is_the_last_one_saved(self) -> None:
+        assert found(self.directory) == self.current
+
+
+TestCrashingSaves = CrashingSaves.TestCase
+TestCrashingSaves.settings = settings(max_examples=50, stateful_step_count=10, deadline=None)

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from distmp.checkpoint import store
+from distmp.errors import CheckpointError
+from tests.ranks import ranks, run_ranks
+
+NUMBERS = {"step": 7, "loss": 0.1 + 0.2, "name": "run", "nested": {"list": [1, None, True]}}
+
+
+def plain_tensors() -> dict[str, Tensor]:
+    """Tensors of every kind that training has, with values that bfloat16 or FP32 would round."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "layer.weight": torch.randn(7, 5, generator=generator),
+        "layer.half": torch.randn(6, 4, generator=generator).bfloat16(),
+        "optimizer.0.exp_avg": torch.randn(9, generator=generator, dtype=torch.float64),
+        "optimizer.step": torch.tensor(2**60 + 1),
+        "scale": torch.tensor(65536.0),
+        "empty": torch.empty(0, 3),
+        "random state": torch.arange(100, dtype=torch.uint8),
+        "transposed": torch.randn(3, 8, generator=generator).t(),
+        "view": torch.randn(100, generator=generator)[10:13],
+        "parameter": torch.nn.Parameter(torch.randn(4, generator=generator)),
+    }
+
+
+def distributed(tensors: dict[str, Tensor], placement: Placement) -> dict[str, Tensor]:
+    """Make DTensors of the first three; the others stay plain."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sharded = ("layer.weight", "layer.half", "optimizer.0.exp_avg")
+    return {
+        name: distribute_tensor(tensor, mesh, [placement]) if name in sharded else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def zeros(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def assert_all_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(
+            whole(found[name]), expected[name].detach(), rtol=0, atol=0, msg=name
+        )
+
+
+def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    path = store.save(tmp_path / "run", 7, plain_tensors(), NUMBERS, keep=1)
+    assert path == store.latest(tmp_path / "run") == tmp_path / "run" / "step-000007"
+    found = zeros(plain_tensors())
+    addresses = {name: tensor.data_ptr() for name, tensor in found.items()}
+    assert store.load(path, found) == []
+    assert_all_equal(found, plain_tensors())
+    assert {name: tensor.data_ptr() for name, tensor in found.items()} == addresses
+    assert store.read_numbers(path) == NUMBERS
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_no_tensors(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 1, {}, {}, keep=1)
+    assert store.load(path, {}) == []
+
+
+def test_stored_tensors(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
+    expected = {name: (tensor.shape, tensor.dtype) for name, tensor in plain_tensors().items()}
+    assert store.stored_tensors(path) == expected
+
+
+def test_everything_is_on_disk_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recording_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(Path(f"/proc/self/fd/{descriptor}").resolve().name)
+
+    def recording_rename(path: Path, target: Path) -> Path:
+        events.append(f"{path.name} -> {target.name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(Path, "rename", recording_rename)
+    path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
+
+    published = events.index("step-000001.writing -> step-000001")
+    files = {".metadata.tmp" if file.name == ".metadata" else file.name for file in path.iterdir()}
+    assert files | {"step-000001.writing"} <= set(events[:published])
+    assert events[published + 1] == tmp_path.name
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_round_trip(world_size: int, tmp_path: Path) -> None:
+    numbers = {"rank": dist.get_rank()}
+    tensors = distributed(plain_tensors(), Shard(0))
+    path = store.save(tmp_path, 1, tensors, numbers, keep=1)
+    found = zeros(tensors)
+    store.load(path, found)
+    assert_all_equal(found, plain_tensors())
+    assert store.read_numbers(path) == {"rank": 0}
+
+
+def _save_sharded(directory: Path, placement: Placement) -> None:
+    store.save(directory, 1, distributed(plain_tensors(), placement), {}, keep=1)
+
+
+def _load_sharded(directory: Path, placement: Placement | None) -> None:
+    tensors = zeros(plain_tensors())
+    if placement is not None:
+        tensors = distributed(tensors, placement)
+    store.load(directory / "step-000001", tensors)
+    assert_all_equal(tensors, plain_tensors())
+
+
+@pytest.mark.parametrize("saved", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize(
+    ("world_size", "loaded"), [(1, None), (1, Shard(0)), (4, Shard(0)), (4, Replicate())]
+)
+def test_other_world_size_and_sharding(
+    tmp_path: Path, saved: Placement, world_size: int, loaded: Placement | None
+) -> None:
+    run_ranks(_save_sharded, 2, tmp_path, saved)
+    run_ranks(_load_sharded, world_size, tmp_path, loaded)
+
+
+def test_plain_tensors_load_into_shards_of_another_dimension(tmp_path: Path) -> None:
+    expected = torch.randn(6, 5)
+    store.save(tmp_path, 1, {"weight": expected}, {}, keep=1)
+    columns = run_ranks(_load_columns, 2, tmp_path)
+    assert torch.equal(torch.cat(columns, dim=1), expected)
+
+
+def _load_columns(directory: Path) -> Tensor:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = distribute_tensor(torch.zeros(6, 5), mesh, [Shard(1)])
+    store.load(directory / "step-000001", {"weight": weight})
+    return weight.to_local()
+
+
+@ranks(2)
+def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
+    tensors = {f"weight {i}": torch.zeros(1000, 250) for i in range(4)}
+    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    written = [file.stat().st_size for file in path.glob("*.distcp")]
+    assert len(written) == 2
+    assert 4_000_000 < sum(written) < 4_100_000
+
+
+# Errors
+
+
+def test_misfits_are_listed_in_one_error(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 1, {"a": torch.ones(2, 3), "b": torch.ones(1)}, {}, keep=1)
+    tensors = {"a": torch.zeros(3, 2), "b": torch.zeros(1), "c": torch.zeros(1)}
+    with pytest.raises(CheckpointError) as error:
+        store.load(path, tensors)
+    misfits = "'a' has shape [2, 3] in it, not [3, 2]; there is no 'c' in it"
+    assert str(error.value) == f"cannot load {path}: it does not fit: {misfits}"
+    assert torch.equal(tensors["b"], torch.zeros(1)), "nothing may be read"
+
+
+def test_five_misfits_are_enough(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
+    with pytest.raises(CheckpointError, match=r"no '4' in it; and more$"):
+        store.load(path, {str(i): torch.zeros(1) for i in range(6)})
+
+
+def test_tensor_without_memory_is_refused(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 1, {"a": torch.ones(1)}, {}, keep=1)
+    with pytest.raises(CheckpointError, match="'a' is to be loaded but has no memory"):
+        store.load(path, {"a": torch.zeros(1, device="meta")})
+
+
+def test_extra_names_are_returned(tmp_path: Path) -> None:
+    tensors = {name: torch.ones(1) for name in ("c", "b", "a")}
+    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    assert store.load(path, {"b": torch.zeros(1)}) == ["a", "c"]
+
+
+def test_conversion_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = store.save(tmp_path, 1, {"a": torch.tensor([1 / 3]), "b": torch.ones(1)}, {}, keep=1)
+    found = {"a": torch.zeros(1, dtype=torch.bfloat16), "b": torch.zeros(1)}
+    with caplog.at_level(logging.WARNING, logger="distmp"):
+        store.load(path, found)
+    assert torch.equal(found["a"], torch.tensor([1 / 3]).bfloat16())
+    assert "converted from torch.float32 to torch.bfloat16" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1}', '{"format": 2, "numbers": {}}'])
+def test_unreadable_numbers(tmp_path: Path, text: str) -> None:
+    path = store.save(tmp_path, 1, {}, {}, keep=1)
+    (path / "state.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"state\.json cannot be read|has format 2"):
+        store.read_numbers(path)
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str, float]:
+    """Save step 1, then step 2 with a failure; return the error and what can be loaded after."""
+    tensors = distributed(plain_tensors(), Shard(0))
+    store.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
+    if dist.get_rank() == failing_rank:
+        owner: Any = FileSystemWriter if hasattr(FileSystemWriter, point) else store
+        setattr(owner, point, _fail)
+    with pytest.raises(CheckpointError) as error:
+        store.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)
+    found = {"mark": torch.tensor(0.0)}
+    latest = store.latest(directory)
+    assert latest is not None
+    store.load(latest, found)
+    return str(error.value), found["mark"].item()
+
+
+@pytest.mark.parametrize(
+    ("point", "failing_rank"),
+    [("_begin", 0), ("prepare_local_plan", 1), ("write_data", 1), ("finish", 0), ("publish", 0)],
+)
+def test_failure_leaves_the_previous_checkpoint(
+    tmp_path: Path, point: str, failing_rank: int
+) -> None:
+    results = run_ranks(_save_and_fail, 2, tmp_path, point, failing_rank)
+    path = tmp_path / "step-000002"
+    error = f"cannot save {path}: rank {failing_rank}: OSError: [Errno 28] No space left on device"
+    assert results == [(error, 1.0)] * 2
+    assert [p.name for p in tmp_path.glob("step-*") if p.suffix != ".writing"] == ["step-000001"]
+
+
+def _save_step_3(directory: Path) -> None:
+    store.save(directory, 3, {"mark": torch.tensor(3.0)}, {}, keep=1)
+
+
+def test_save_after_a_failure_cleans_up(tmp_path: Path) -> None:
+    run_ranks(_save_and_fail, 2, tmp_path, "write_data", 1)
+    assert (tmp_path / "step-000002.writing").is_dir()
+    run_ranks(_save_step_3, 2, tmp_path)
+    assert os.listdir(tmp_path) == ["step-000003"]
+
+
+def _save_to_storage_of_its_own(directory: Path) -> str:
+    """Rank 1 writes to a place that rank 0 does not see."""
+    tensors = {f"weight {i}": torch.zeros(10) for i in range(4)}
+    if dist.get_rank() == 1:
+        directory = directory / "other host"
+    with pytest.raises(CheckpointError) as error:
+        store.save(directory, 1, tensors, {}, keep=1)
+    return str(error.value)
+
+
+def test_storage_must_be_shared(tmp_path: Path) -> None:
+    messages = run_ranks(_save_to_storage_of_its_own, 2, tmp_path)
+    assert "all hosts must write to the same, shared storage" in messages[0]
+    assert store.latest(tmp_path) is None
+
+
+def test_numbers_must_fit_json(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        store.save(tmp_path, 1, {}, {"tensor": torch.ones(1)}, keep=1)
+    assert store.latest(tmp_path) is None
+
+
+@ranks(2)
+def test_damage_seen_by_one_rank_ends_all(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
+    tensors = {"layer.weight": torch.zeros(7, 5 + dist.get_rank())}
+    with pytest.raises(CheckpointError, match=r"rank 1: it does not fit: 'layer\.weight'"):
+        store.load(path, tensors)

@@ -1,0 +1,160 @@
+"""Fails the test that leaves something behind, instead of the one that stumbles over it later."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+# Written by tools around the tests, whenever they like.
+FOREIGN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
+# torch sets its caches' places when a test is the first to need its compiler.
+FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+# Helpers that multiprocessing keeps for the life of the interpreter.
+SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# For threads and processes that are on their way out when the test returns.
+GRACE_SECONDS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _no_leaks() -> Iterator[None]:
+    """Compare the process before and after each test; put right what can be."""
+    directory = Path.cwd()
+    environment = _environment()
+    files = set(os.listdir(directory))
+    threads = set(threading.enumerate())
+    processes = _child_pids()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    flags = _torch_flags()
+    yield
+    leaks = [
+        *_moved(directory),
+        *_changed_variables(environment),
+        *_left_files(directory, files),
+        *_left_threads(threads),
+        *_left_processes(processes),
+        *_changed_handlers(handlers),
+        *_changed_flags(flags),
+        *_left_process_group(),
+    ]
+    if leaks:
+        pytest.fail("the test leaks: " + "; ".join(leaks), pytrace=False)
+
+
+def _moved(directory: Path) -> Iterator[str]:
+    if Path.cwd() != directory:
+        yield f"working directory {Path.cwd()}"
+        os.chdir(directory)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in FOREIGN_VARIABLES}
+
+
+def _changed_variables(before: dict[str, str]) -> Iterator[str]:
+    after = _environment()
+    if after == before:
+        return
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) != after.get(name):
+            yield f"environment variable {name} = {after.get(name)!r}"
+            _restore_variable(name, before.get(name))
+
+
+def _restore_variable(name: str, value: str | None) -> None:
+    if value is None:
+        del os.environ[name]
+    else:
+        os.environ[name] = value
+
+
+def _left_files(directory: Path, before: set[str]) -> Iterator[str]:
+    for name in sorted(set(os.listdir(directory)) - before - FOREIGN_FILES):
+        yield f"file {directory / name}"
+
+
+def _left_threads(before: set[threading.Thread]) -> Iterator[str]:
+    for thread in set(threading.enumerate()) - before:
+        if not thread.daemon:
+            thread.join(GRACE_SECONDS)
+            if thread.is_alive():
+                yield f"thread {thread.name}"
+
+
+def _child_pids() -> set[int]:
+    """Return the children of all threads of this process (Linux's own list: no search)."""
+    pids: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # the thread has ended
+            pids.update(map(int, (task / "children").read_text().split()))
+    return pids
+
+
+def _left_processes(before: set[int]) -> Iterator[str]:
+    new = _child_pids() - before
+    if not new:
+        return
+    multiprocessing.active_children()  # reaps the ones that have ended
+    processes = [psutil.Process(pid) for pid in new if psutil.pid_exists(pid)]
+    foreign = [process for process in processes if not _is_server(process)]
+    _, alive = psutil.wait_procs(foreign, timeout=GRACE_SECONDS)
+    for process in alive:
+        yield f"process {process.pid} ({' '.join(process.cmdline())})"
+        process.kill()
+        process.wait()
+
+
+def _is_server(process: psutil.Process) -> bool:
+    return any(server in " ".join(process.cmdline()) for server in SERVERS)
+
+
+def _changed_handlers(before: dict[signal.Signals, Any]) -> Iterator[str]:
+    for number, handler in before.items():
+        if signal.getsignal(number) != handler:
+            yield f"handler of {number.name}"
+            signal.signal(number, handler)
+
+
+def _torch_flags() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
+    """Return torch's global settings by name, each with the function that sets it."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "use_deterministic_algorithms"):
+        return {}
+    return {
+        "default dtype": (torch.get_default_dtype(), torch.set_default_dtype),
+        "number of threads": (torch.get_num_threads(), torch.set_num_threads),
+        "deterministic algorithms": (
+            torch.get_deterministic_debug_mode(),
+            torch.set_deterministic_debug_mode,
+        ),
+        "matmul precision": (
+            torch.get_float32_matmul_precision(),
+            torch.set_float32_matmul_precision,
+        ),
+        "gradient mode": (torch.is_grad_enabled(), torch.set_grad_enabled),
+    }
+
+
+def _changed_flags(before: dict[str, tuple[Any, Callable[[Any], Any]]]) -> Iterator[str]:
+    after = _torch_flags()
+    for name, (value, restore) in before.items():
+        if after[name][0] != value:
+            yield f"torch's {name} = {after[name][0]}"
+            restore(value)
+
+
+def _left_process_group() -> Iterator[str]:
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        yield "default process group"
+        distributed.destroy_process_group()

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import sysconfig
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmp.data.build import build_datasets, is_held_out
+from distmp.data.settings import DataConfig
+from distmp.errors import ConfigError
+
+
+def text(folder: Path, sizes: dict[str, int]) -> str:
+    for name, size in sizes.items():
+        (folder / name).write_bytes(bytes(i % 251 for i in range(size)))
+    return str(folder)
+
+
+# --- text ---
+
+
+def test_default_is_the_standard_library_and_quick_to_index() -> None:
+    start = time.perf_counter()
+    data = build_datasets(DataConfig())
+    assert time.perf_counter() - start < 2.0
+    assert data.vocabulary_size == 257
+    assert data.validation is not None
+    names = {file.name for file in data.train.files}
+    held_out = {file.name for file in data.validation.files}
+    assert "json/decoder.py" in names | held_out
+    assert not names & held_out
+    assert not any("site-packages" in name for name in names | held_out)
+    assert 0.01 < len(held_out) / len(names) < 0.12
+    folder = Path(sysconfig.get_path("stdlib"))
+    first = (folder / data.train.files[0].name).read_bytes()[:256]
+    assert bytes(data.train[0]["inputs"].tolist()) == first
+    version = sysconfig.get_python_version()
+    assert data.description.startswith(f"standard library of Python {version}: {len(names):,} file")
+    assert f"{len(held_out)} files, " in data.description
+
+
+@given(st.text(), st.floats(0, 1), st.floats(0, 1))
+def test_larger_share_holds_out_the_same_files_and_more(name: str, a: float, b: float) -> None:
+    low, high = sorted((a, b))
+    assert is_held_out(name, high) or not is_held_out(name, low)
+    assert not is_held_out(name, 0.0)
+    assert is_held_out(name, 1.0)
+
+
+def test_share_of_held_out_names_is_as_asked() -> None:
+    count = sum(is_held_out(f"folder/file_{i}.py", 0.05) for i in range(20_000))
+    assert abs(count - 1000) < 4 * (20_000 * 0.05 * 0.95) ** 0.5
+
+
+def test_new_files_do_not_move_others(tmp_path: Path) -> None:
+    path = text(tmp_path, {f"{i}.py": 50 for i in range(60)})
+    config = DataConfig(path=path, held_out=0.3, sequence_length=8)
+    before = build_datasets(config)
+    text(tmp_path, {f"new_{i}.py": 50 for i in range(60)})
+    after = build_datasets(config)
+    assert {f.name for f in before.train.files} < {f.name for f in after.train.files}
+    assert {f.name for f in before.validation.files} < {f.name for f in after.validation.files}
+
+
+def test_single_file_is_split_by_tokens(tmp_path: Path) -> None:
+    config = DataConfig(path=text(tmp_path, {"a.py": 999}), held_out=0.1, sequence_length=9)
+    data = build_datasets(config)
+    assert (len(data.train), len(data.validation)) == (99, 11)
+    assert data.train[98]["targets"][-1] == 891 % 251
+    assert data.validation[0]["inputs"][0] == 900 % 251
+
+
+def test_nothing_is_held_out_at_zero(tmp_path: Path) -> None:
+    path = text(tmp_path, {"a.py": 300, "b.py": 300})
+    data = build_datasets(DataConfig(path=path, held_out=0.0, sequence_length=16))
+    assert data.validation is None
+    assert data.train.last == 602
+    assert data.description == f"text below {path}: 2 files, 0.0 MB for training, nothing held out"
+
+
+def test_validation_folder_keeps_all_of_the_other_for_training(tmp_path: Path) -> None:
+    for name in ("train", "other"):
+        (tmp_path / name).mkdir()
+    config = DataConfig(
+        path=text(tmp_path / "train", {f"{i}.py": 30 for i in range(40)}),
+        validation_path=text(tmp_path / "other", {"v.py": 30}),
+        held_out=0.5,
+        sequence_length=8,
+    )
+    data = build_datasets(config)
+    assert len(data.train.files) == 40
+    assert [file.name for file in data.validation.files] == ["v.py"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held_out", "setting", "message"),
+    [
+        ({"a.py": 15}, 0.0, "data.path", "16 tokens are too few where one sample needs 17"),
+        ({"a.py": 20}, 0.2, "data.path", "21 tokens are too few"),
+        ({"a.py": 99}, 0.05, "data.held_out", "leaves 95 for training and 5 held out"),
+    ],
+)
+def test_too_little_text_is_refused(
+    tmp_path: Path, sizes: dict[str, int], held_out: float, setting: str, message: str
+) -> None:
+    config = DataConfig(path=text(tmp_path, sizes), held_out=held_out, sequence_length=16)
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_datasets(config)
+    assert caught.value.setting == setting
+
+
+@pytest.mark.parametrize(("name", "message"), [("none", "no such folder"), ("short", "too few")])
+def test_errors_of_the_validation_folder_name_its_setting(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    (tmp_path / "short").mkdir()
+    text(tmp_path / "short", {"v.py": 5})
+    config = DataConfig(
+        path=text(tmp_path, {"a.py": 100}),
+        validation_path=str(tmp_path / name),
+        sequence_length=50,
+    )
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_datasets(config)
+    assert caught.value.setting == "data.validation_path"
+
+
+# --- token files ---
+
+
+def tokens(path: Path, count: int) -> str:
+    np.arange(count, dtype=np.uint16).tofile(path)
+    return str(path)
+
+
+def test_last_tokens_are_held_out(tmp_path: Path) -> None:
+    path = tokens(tmp_path / "a.bin", 1000)
+    config = DataConfig(source="tokens", path=path, held_out=0.1, sequence_length=9)
+    data = build_datasets(config)
+    assert data.vocabulary_size == 65536
+    assert data.train[len(data.train) - 1]["targets"][-1] == 891
+    assert data.validation[0]["inputs"][0] == 900
+    assert data.description == (
+        f"tokens of {path}: 900 for training, 100 held out, vocabulary of 65,536"
+    )
+
+
+def test_validation_file_and_none(tmp_path: Path) -> None:
+    values: dict[str, Any] = {"source": "tokens", "path": tokens(tmp_path / "a.bin", 100)}
+    other = tokens(tmp_path / "b.bin", 50)
+    data = build_datasets(DataConfig(**values, validation_path=other, sequence_length=9))
+    assert (data.train.last, data.validation.last) == (100, 50)
+    alone = build_datasets(DataConfig(**values, held_out=0.0, sequence_length=9))
+    assert alone.validation is None
+    with pytest.raises(ConfigError, match="50 tokens are too few") as caught:
+        build_datasets(DataConfig(**values, validation_path=other, sequence_length=60))
+    assert caught.value.setting == "data.validation_path"
+
+
+# --- a user's own ---
+
+
+class Squares:
+    """Map-style dataset without tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> int:
+        return index * index
+
+
+def squares(split: str, sequence_length: int, count: int = 10, **flags: bool) -> Any:
+    if flags.get("nothing"):
+        return None
+    if split == "validation":
+        return Squares(3) if flags.get("validate") else None
+    dataset = Squares(count + sequence_length)
+    dataset.vocabulary_size = 17  # type: ignore[attr-defined]
+    return dataset
+
+
+def iterator(split: str, sequence_length: int) -> Any:
+    return iter([1, 2])
+
+
+HERE = "tests.data.test_build"
+
+
+def test_callable_gets_split_length_and_options() -> None:
+    config = DataConfig(
+        source=f"{HERE}:squares", sequence_length=5, options={"count": 20, "validate": True}
+    )
+    data = build_datasets(config)
+    assert (len(data.train), len(data.validation), data.vocabulary_size) == (25, 3, 17)
+    assert data.description == f"{HERE}:squares: 25 samples for training, 3 held out"
+    alone = build_datasets(DataConfig(source=f"{HERE}:squares", vocabulary_size=40))
+    assert alone.validation is None
+    assert alone.vocabulary_size == 40
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("HERE", {}, "is not callable"),
+        ("iterator", {}, "returned a list_iterator for split='train'; return a map-style"),
+        ("squares", {"nothing": True}, "returned None for split='train'"),
+        ("squares", {"count": -256}, "returned no sample for split='train'"),
+    ],
+)
+def test_callable_of_the_wrong_kind_is_refused(
+    source: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_datasets(DataConfig(source=f"{HERE}:{source}", options=options))
+    assert caught.value.setting == "data.source"

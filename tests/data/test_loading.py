@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from distmp.data import IGNORED
+from distmp.data.errors import DataError
+from distmp.data.loading import evaluation_batches, step_batches
+from distmp.data.order import sample_indices
+from distmp.errors import ConfigError
+
+
+class Numbers:
+    """Sample i is {"inputs": [i], "targets": [i]}."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": torch.tensor([index]), "targets": torch.tensor([index])}
+
+
+class Pairs(Numbers):
+    """The same as a tuple, which no general rule can ignore."""
+
+    def __getitem__(self, index: int) -> Any:
+        return (torch.tensor([index]), torch.tensor([float(index)]))
+
+
+class WeightedPairs(Pairs):
+    def ignored(self, batch: list[Tensor]) -> list[Tensor]:
+        return [batch[0], torch.full_like(batch[1], float("nan"))]
+
+
+def batches(size: int = 50, **changes: int) -> Any:
+    values: dict[str, int] = {
+        "seed": 3,
+        "first_sample": 0,
+        "global_batch_size": 24,
+        "microbatch_size": 2,
+        "rank": 0,
+        "world_size": 1,
+    }
+    return step_batches(Numbers(size), **(values | changes))
+
+
+def inputs(steps: Any, count: int) -> list[list[list[int]]]:
+    return [[m["inputs"].flatten().tolist() for m in step] for step in islice(steps, count)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_ranks_together_get_the_global_batches(workers: int, world_size: int) -> None:
+    gathered: list[list[int]] = [[], [], []]
+    for rank in range(world_size):
+        steps = batches(first_sample=7, rank=rank, world_size=world_size, workers=workers)
+        for step, microbatches in enumerate(inputs(steps, 3)):
+            assert len(microbatches) == 12 // world_size
+            gathered[step] += [index for microbatch in microbatches for index in microbatch]
+        steps.close()
+    for step in range(3):
+        assert gathered[step] == sample_indices(3, 7 + 24 * step, 24, 50).tolist()
+
+
+def test_resuming_continues_identically_at_another_world_size() -> None:
+    whole = inputs(batches(), 4)
+    halves = [inputs(batches(first_sample=48, rank=r, world_size=2), 2) for r in (0, 1)]
+    assert [halves[0][step] + halves[1][step] for step in (0, 1)] == whole[2:]
+
+
+def test_batch_that_does_not_divide_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"batch\.global_batch_size = 24.*nearest: 20 or 30"):
+        batches(world_size=5)
+
+
+def test_random_numbers_of_the_model_are_left_alone() -> None:
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    next(batches())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_closing_ends_the_workers() -> None:
+    steps = batches(workers=2)
+    next(steps)
+    assert len(multiprocessing.active_children()) == 2
+    steps.close()
+    assert multiprocessing.active_children() == []
+
+
+def test_dropping_ends_the_workers_too() -> None:
+    steps = batches(workers=1)
+    next(steps)
+    assert len(multiprocessing.active_children()) == 1
+    del steps
+    assert multiprocessing.active_children() == []
+
+
+def test_workers_leave_stop_signals_to_the_training_process() -> None:
+    steps = batches(workers=2)
+    next(steps)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        for worker in multiprocessing.active_children():
+            os.kill(worker.pid or 0, number)
+    time.sleep(0.2)
+    assert len(inputs(steps, 20)) == 20
+    steps.close()
+
+
+class Failing(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        raise DataError("file x.txt is gone")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_errors_of_data_come_through_workers_and_end_them(workers: int) -> None:
+    steps = step_batches(
+        Failing(10),
+        seed=0,
+        first_sample=0,
+        global_batch_size=2,
+        microbatch_size=1,
+        rank=0,
+        world_size=1,
+        workers=workers,
+    )
+    with pytest.raises(DataError, match=r"file x\.txt is gone"):
+        next(steps)
+    steps.close()
+    assert multiprocessing.active_children() == []
+
+
+# --- evaluation ---
+
+
+@settings(deadline=None)
+@given(
+    st.integers(1, 60),
+    st.one_of(st.none(), st.integers(1, 80)),
+    st.integers(1, 7),
+    st.integers(1, 6),
+)
+def test_each_sample_is_evaluated_once_and_ranks_run_equally_often(
+    size: int, samples: int | None, microbatch_size: int, world_size: int
+) -> None:
+    seen: list[int] = []
+    forwards = []
+    for rank in range(world_size):
+        own = list(
+            evaluation_batches(
+                Numbers(size),
+                samples=samples,
+                microbatch_size=microbatch_size,
+                rank=rank,
+                world_size=world_size,
+            )
+        )
+        forwards.append(len(own))
+        for batch in own:
+            assert 1 <= len(batch["inputs"]) <= microbatch_size
+            counted = batch["targets"] != IGNORED
+            assert counted.all() or not counted.any()
+            seen += batch["inputs"][counted].tolist()
+    assert len(set(forwards)) == 1
+    chosen = size if samples is None else min(samples, size)
+    assert sorted(seen) == [i * size // chosen for i in range(chosen)]
+    assert len(set(seen)) == chosen
+
+
+def evaluate(dataset: Any, rank: int = 1, world_size: int = 2) -> list[Any]:
+    return list(
+        evaluation_batches(
+            dataset, samples=None, microbatch_size=2, rank=rank, world_size=world_size
+        )
+    )
+
+
+def test_dataset_may_say_itself_what_is_ignored() -> None:
+    own = evaluate(WeightedPairs(6))
+    assert [len(batch[0]) for batch in own] == [2, 1]
+    assert own[1][1].isnan().all()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_dataset_that_cannot_be_ignored_is_refused_on_every_rank(rank: int) -> None:
+    with pytest.raises(ConfigError, match="give the dataset a method ignored") as caught:
+        evaluation_batches(Pairs(6), samples=None, microbatch_size=2, rank=rank, world_size=2)
+    assert caught.value.setting == "data.source"
+
+
+def test_dataset_that_divides_needs_nothing() -> None:
+    assert [batch[0].flatten().tolist() for batch in evaluate(Pairs(8))] == [[2, 3], [6, 7]]
+
+
+def test_empty_evaluation_has_no_batches() -> None:
+    assert evaluate(Numbers(0)) == []

@@ -1,0 +1,200 @@
+"""Windows over files, against the same thing done in one piece of memory."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmp.data.errors import DataError
+from distmp.data.text import END_OF_FILE, TextFolder, decode, encode, list_text_files
+from distmp.errors import ConfigError
+
+
+def write(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return folder
+
+
+def joined(contents: list[bytes]) -> list[int]:
+    return [token for content in contents for token in (*content, END_OF_FILE)]
+
+
+contents = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=8)
+
+
+@given(contents, st.integers(1, 20), st.integers(0, 20), st.integers(0, 20))
+def test_samples_are_windows_of_the_joined_bytes(
+    contents: list[bytes], length: int, skip: int, cut: int
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = write(Path(name), {f"{i}.txt": c for i, c in enumerate(contents)})
+        tokens = joined(contents)
+        last = max(skip, len(tokens) - cut)
+        files = list_text_files(folder, "*.txt")
+        data = TextFolder(folder, files, length, skip, last)
+        windows = [tokens[i : i + length + 1] for i in range(skip, last - length, length)]
+        assert len(data) == len(windows)
+        for i, window in enumerate(windows):
+            sample = data[i]
+            assert sample["inputs"].tolist() == window[:-1]
+            assert sample["targets"].tolist() == window[1:]
+            assert sample["inputs"].dtype == sample["targets"].dtype == torch.int64
+
+
+def test_files_are_sorted_by_path_and_empty_ones_left_out(tmp_path: Path) -> None:
+    write(tmp_path, {"b.py": b"bb", "a/z.py": b"z", "a.py": b"", "a/b/c.py": b"ccc", "x.md": b"x"})
+    files = list_text_files(tmp_path, "**/*.py")
+    assert [(f.name, f.size) for f in files] == [("a/b/c.py", 3), ("a/z.py", 1), ("b.py", 2)]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("*.py", {"a.py", "b.py"}),
+        ("**/*.py", {"a.py", "b.py", "d/a.py", "d/e/a.py"}),
+        ("d/**", {"d/a.py", "d/e/a.py", "d/e/note.md"}),
+        ("**/e/*", {"d/e/a.py", "d/e/note.md"}),
+        ("[!b].py", {"a.py"}),
+        ("?.p[xy]", {"a.py", "b.py"}),
+    ],
+)
+def test_patterns(tmp_path: Path, pattern: str, expected: set[str]) -> None:
+    write(
+        tmp_path,
+        dict.fromkeys(
+            ["a.py", "b.py", "d/a.py", "d/e/a.py", "d/e/note.md", ".hidden.py", ".git/a.py"], b"1"
+        ),
+    )
+    assert {f.name for f in list_text_files(tmp_path, pattern)} == expected
+
+
+def test_skipped_folders_and_dead_links_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": b"1", "site-packages/b.py": b"1"})
+    (tmp_path / "dead.py").symlink_to(tmp_path / "nowhere")
+    assert [f.name for f in list_text_files(tmp_path, "**/*.py", ["site-packages"])] == ["a.py"]
+
+
+def test_missing_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data\.path = .*there is no such folder"):
+        list_text_files(tmp_path / "none", "*")
+
+
+def test_file_in_place_of_folder_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": b"1"})
+    with pytest.raises(ConfigError, match="is not a folder"):
+        list_text_files(tmp_path / "a.py", "*")
+
+
+def test_folder_without_a_match_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"a.md": b"1"})
+    with pytest.raises(ConfigError, match=r"no file below it matches data.pattern = '\*.py'"):
+        list_text_files(tmp_path, "*.py")
+
+
+def test_folder_of_empty_files_is_refused(tmp_path: Path) -> None:
+    write(tmp_path, {"a.py": b"", "b.py": b""})
+    with pytest.raises(ConfigError, match="all 2 files"):
+        list_text_files(tmp_path, "*.py")
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that any user may enter, used without the rights of root."""
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as name:
+        os.chmod(name, 0o755)
+        write(Path(name), {"a.py": b"1", "secret.py": b"1", "closed/b.py": b"1"})
+        if user == 0:
+            os.seteuid(65534)
+        try:
+            yield Path(name)
+        finally:
+            os.seteuid(user)
+            os.chmod(Path(name) / "closed", 0o755)
+
+
+def restrict(path: Path) -> None:
+    user = os.geteuid()
+    os.seteuid(os.getuid())
+    os.chmod(path, 0)
+    os.seteuid(user)
+
+
+def test_unreadable_file_is_refused(open_folder: Path) -> None:
+    restrict(open_folder / "secret.py")
+    with pytest.raises(ConfigError, match=r"cannot read secret\.py: Permission denied; allow"):
+        list_text_files(open_folder, "**/*.py")
+    assert len(list_text_files(open_folder, "a.py")) == 1
+
+
+def test_unreadable_folder_is_refused(open_folder: Path) -> None:
+    restrict(open_folder / "closed")
+    with pytest.raises(ConfigError, match=r"cannot list .*closed: Permission denied"):
+        list_text_files(open_folder, "**/*.py")
+
+
+def folder_of(tmp_path: Path, files: dict[str, bytes], length: int = 4) -> TextFolder:
+    write(tmp_path, files)
+    return TextFolder(tmp_path, list_text_files(tmp_path, "**/*"), length)
+
+
+@pytest.mark.parametrize("content", [b"123456789ab", b"123"])
+def test_file_that_changed_is_named(tmp_path: Path, content: bytes) -> None:
+    data = folder_of(tmp_path, {"a.txt": b"123456789a"})
+    (tmp_path / "a.txt").write_bytes(content)
+    with pytest.raises(DataError, match=rf"a\.txt had 10 bytes .* and has {len(content)} now"):
+        data[0]
+
+
+def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
+    data = folder_of(tmp_path, {"a.txt": b"123456789a"})
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*a\.txt any more: No such file"):
+        data[0]
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_index_outside_is_an_index_error(tmp_path: Path, index: int) -> None:
+    data = folder_of(tmp_path, {"a.txt": b"12345678"})
+    assert len(data) == 2
+    with pytest.raises(IndexError):
+        data[index]
+
+
+def test_no_file_stays_open_and_copies_are_small(tmp_path: Path) -> None:
+    data = folder_of(tmp_path, {f"{i}.txt": b"x" * 100_000 for i in range(3)}, length=64)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        before = len(os.listdir("/proc/self/fd"))
+        for i in range(0, len(data), 500):
+            data[i]
+        assert len(os.listdir("/proc/self/fd")) == before
+    copy = pickle.dumps(data)
+    assert len(copy) < 2000
+    assert torch.equal(pickle.loads(copy)[7]["inputs"], data[7]["inputs"])
+
+
+@given(st.text())
+def test_text_survives_encoding(text: str) -> None:
+    text = text.encode(errors="replace").decode()
+    ids = encode(text)
+    assert ids.dtype == torch.int64
+    assert ids.tolist() == list(text.encode())
+    assert decode(ids) == decode(ids.tolist()) == text
+
+
+def test_decoding_leaves_out_what_is_no_byte_and_replaces_bad_text() -> None:
+    assert decode(np.array([72, 105, END_OF_FILE, 0xFF])) == "Hi\ufffd"

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed.run import get_args_parser
+
+from distmp.errors import ConfigError
+from distmp.launcher import local
+from distmp.launcher.local import default_ranks, launch, run_ranks
+
+LAUNCHER = """
+import sys
+from distmp.launcher.local import run_ranks
+sys.exit(run_ranks(sys.argv[1:-2], "tests.launcher.worker", sys.argv[-2:]))
+"""
+# A launch takes seconds (torch is imported), a stop one second of the worker's own.
+START_SECONDS = 60
+STOP_SECONDS = 5
+
+
+@dataclass
+class Launched:
+    process: subprocess.Popen[str]
+    folder: Path
+
+    def ranks(self) -> list[int]:
+        """Wait until both ranks have started and return their process ids."""
+        deadline = time.monotonic() + START_SECONDS
+        while len(list(self.folder.glob("*.rank"))) < 2:
+            assert time.monotonic() < deadline, "the ranks have not started"
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+        return [int(file.read_text().split()[0]) for file in self.folder.glob("*.rank")]
+
+    def finish(self, seconds: float = START_SECONDS) -> tuple[int, str]:
+        """Return the launcher's exit code and all that it and its ranks have written."""
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+
+@contextlib.contextmanager
+def launched(ending: str, folder: Path, *torchrun_arguments: str) -> Iterator[Launched]:
+    """Run the launcher as a process, in a group of its own as a terminal would."""
+    variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, *torchrun_arguments, ending, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=variables,
+        start_new_session=True,
+    )
+    try:
+        yield Launched(process, folder)
+    finally:
+        left = (
+            [*psutil.Process(process.pid).children(recursive=True)]
+            if process.poll() is None
+            else []
+        )
+        for child in [*left, process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
+        process.communicate()
+
+
+def last_line(output: str) -> str:
+    return output.strip().splitlines()[-1]
+
+
+def test_success(tmp_path: Path) -> None:
+    with launched("succeed", tmp_path, "--nproc-per-node", "2") as run:
+        code, output = run.finish()
+    assert code == 0
+    threads = {file.read_text().split()[1] for file in tmp_path.glob("*.rank")}
+    assert threads == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
+    # What was run, and nothing else: no banner of torchrun's.
+    command = "torchrun --standalone --nproc-per-node 2 -m tests.launcher.worker succeed"
+    assert output.splitlines() == [
+        f"distmp launch: OMP_NUM_THREADS={threads.pop()} {command} {tmp_path}"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected", "message"),
+    [
+        ("4", 4, "rank 1 failed with exit code 4"),
+        ("2", 2, "rank 1 failed with exit code 2"),
+        ("killed", 137, "rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_failing_rank_is_named(ending: str, expected: int, message: str, tmp_path: Path) -> None:
+    with launched(ending, tmp_path, "--nproc-per-node", "2") as run:
+        ranks = run.ranks()
+        code, output = run.finish()
+    assert code == expected
+    assert message in last_line(output)
+    assert len(output.splitlines()) == 2, output
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+def test_exception_of_a_rank_is_shown_once(tmp_path: Path) -> None:
+    with launched("raise", tmp_path, "--nproc-per-node", "2") as run:
+        code, output = run.finish()
+    assert code == 1
+    assert output.count("RuntimeError: the worker's own error") == 1
+    assert output.count("Traceback") == 1
+    assert "rank 1 failed with exit code 1" in last_line(output)
+
+
+@pytest.mark.parametrize(
+    ("number", "everywhere", "expected"),
+    [
+        pytest.param(signal.SIGINT, True, 130, id="SIGINT to launcher and ranks"),
+        pytest.param(signal.SIGINT, False, 130, id="SIGINT to the launcher"),
+        pytest.param(signal.SIGTERM, False, 143, id="SIGTERM to the launcher"),
+    ],
+)
+def test_signal_stops_in_order(
+    number: signal.Signals, everywhere: bool, expected: int, tmp_path: Path
+) -> None:
+    with launched("obey", tmp_path, "--nproc-per-node", "2") as run:
+        ranks = run.ranks()
+        if everywhere:
+            for rank in ranks:
+                os.kill(rank, number)
+        os.killpg(run.process.pid, number)
+        code, output = run.finish(STOP_SECONDS)
+    assert code == expected
+    assert f"stopped by {number.name}" in last_line(output)
+    assert "Traceback" not in output
+    assert len(output.splitlines()) == 2, output
+    assert not any(map(psutil.pid_exists, ranks))
+    # Each rank came to its own end.
+    for file in ("0.stopped", "1.stopped"):
+        assert str(int(number)) in (tmp_path / file).read_text().split()
+
+
+def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
+    with launched("ignore", tmp_path, "--nproc-per-node", "2") as run:
+        ranks = run.ranks()
+        for _ in range(3):
+            run.process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        code, output = run.finish(STOP_SECONDS)
+    assert code == 130
+    assert "Traceback" not in output
+    assert not any(map(psutil.pid_exists, ranks))
+
+
+@pytest.mark.skipif(
+    not any("--shutdown-timeout" in action.option_strings for action in get_args_parser()._actions),
+    reason="this torchrun waits for half a minute",
+)
+def test_forced_stop_is_reported(tmp_path: Path) -> None:
+    """Filtering torchrun's noise must not hide that ranks had to be killed."""
+    with launched("ignore", tmp_path, "--nproc-per-node", "2", "--shutdown-timeout", "1") as run:
+        run.ranks()
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish(STOP_SECONDS)
+    assert code == 143
+    assert "forcefully exiting" in output
+
+
+@pytest.fixture
+def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Remove torchrun's options from the environment, and OMP_NUM_THREADS again at the end."""
+    for name in [*os.environ]:
+        if name.startswith("PET_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return monkeypatch
+
+
+def commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return the torchrun command for these options of torchrun, without running it."""
+    assert run_ranks(arguments, "distmp.train", ["--seed", "1"]) == 0
+    return last_line(capsys.readouterr().err).partition("torchrun ")[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "command"),
+    [
+        ([], "--nproc-per-node=3 --standalone"),
+        (["--nproc_per_node", "2"], "--standalone --nproc_per_node 2"),
+        (["--standalone"], "--nproc-per-node=3 --standalone"),
+        (["--nnodes", "1"], "--nproc-per-node=3 --nnodes 1"),
+        (["--master-port", "1234"], "--nproc-per-node=3 --master-port 1234"),
+        (["--rdzv-endpoint=host:1"], "--nproc-per-node=3 --rdzv-endpoint=host:1"),
+        (["--max-restarts", "1"], "--nproc-per-node=3 --standalone --max-restarts 1"),
+    ],
+)
+def test_completes_torchruns_options(
+    arguments: list[str],
+    command: str,
+    unset: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    unset.setattr(local, "default_ranks", lambda: (3, "for this test"))
+    unset.setattr(local, "_run", lambda options: 0)
+    assert commands(arguments, capsys) == f"{command} -m distmp.train --seed 1"
+
+
+def test_number_of_ranks_from_the_environment(
+    unset: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    unset.setattr(local, "_run", lambda options: int(options.nproc_per_node) - 4)
+    unset.setenv("PET_NPROC_PER_NODE", "4")
+    assert commands([], capsys).startswith("--standalone -m")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--nproc-per-nod"], "expected one argument"),
+        (["--nproc-per-node", "many"], "many"),
+        (["--nproc-per-node", "0"], "at least 1"),
+        (["--nnodes", "x"], "x"),
+        (["--nnodes", "3:2"], "MIN <= MAX"),
+        (["--optim.lr", "1"], "--optim.lr"),
+        (["script.py"], "'script.py' is not an option"),
+    ],
+)
+def test_wrong_torchrun_options_are_one_message(
+    arguments: list[str],
+    problem: str,
+    unset: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    unset.setattr(local, "_run", lambda options: pytest.fail("a rank was started"))
+    with pytest.raises(ConfigError) as error:
+        run_ranks(arguments, "distmp.train", [])
+    assert problem in str(error.value)
+    assert "usage" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "expected"),
+    [(8, 64, 8), (1, 64, 1), (0, 64, 2), (0, 1, 1)],
+)
+def test_default_ranks(
+    devices: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(cores))
+    ranks, reason = default_ranks()
+    assert ranks == expected
+    assert "CUDA" in reason
+
+
+@pytest.mark.parametrize(
+    ("devices", "cores", "given", "expected"),
+    [(0, 8, None, "4"), (0, 1, None, "1"), (8, 4, None, "1"), (0, 8, "3", "3")],
+)
+def test_threads_per_rank(
+    devices: int, cores: int, given: str | None, expected: str, unset: pytest.MonkeyPatch
+) -> None:
+    unset.setattr(torch.cuda, "is_available", lambda: devices > 0)
+    unset.setattr(torch.cuda, "device_count", lambda: devices)
+    unset.setattr(os, "sched_getaffinity", lambda pid: range(cores))
+    unset.setattr(local, "_run", lambda options: 0)
+    if given is None:
+        unset.delenv("OMP_NUM_THREADS")
+    else:
+        unset.setenv("OMP_NUM_THREADS", given)
+    run_ranks([], "distmp.train", [])
+    assert os.environ["OMP_NUM_THREADS"] == expected
+
+
+@dataclass
+class Failure:
+    exitcode: int
+    timestamp: int
+
+
+@pytest.mark.parametrize(
+    ("failures", "expected"),
+    [
+        pytest.param([(1, 7), (-9, 7)], "rank 1 was killed by SIGKILL", id="the peer of a crash"),
+        pytest.param([(3, 7), (1, 8)], "rank 1 failed with exit code 1", id="a lost peer"),
+        pytest.param([(143, 7), (143, 7)], "rank 0 was stopped by SIGTERM", id="orderly stop"),
+        pytest.param([(255, 7)], "rank 0 was stopped by signal 127", id="no such signal"),
+        pytest.param([(-6, 7), (5, 7)], "rank 1 failed with exit code 5", id="NCCL's watchdog"),
+        pytest.param([(-15, 7), (5, 7)], "rank 1 failed with exit code 5", id="torchrun's stop"),
+        pytest.param([(-9, 40), (5, 7)], "rank 1 failed with exit code 5", id="torchrun's kill"),
+        pytest.param([(5, 7), (5, 7)], "rank 0 failed with exit code 5", id="the first seen"),
+    ],
+)
+def test_the_cause_is_reported(
+    failures: list[tuple[int, int]], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    local._report({rank: Failure(*failure) for rank, failure in enumerate(failures)})  # type: ignore[misc]
+    assert expected in capsys.readouterr().err
+
+
+def stub_config(monkeypatch: pytest.MonkeyPatch, load: object) -> None:
+    module = types.ModuleType("distmp.config")
+    module.load = load  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "distmp.config", module)
+
+
+def test_wrong_configuration_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(argv: list[str]) -> None:
+        raise ConfigError("optim.lr", argv[1], "must be positive")
+
+    stub_config(monkeypatch, load)
+    monkeypatch.setattr(local, "run_ranks", lambda *_: pytest.fail("a rank was started"))
+    with pytest.raises(ConfigError, match=r"optim\.lr = '-1'"):
+        launch([], ["--optim.lr", "-1"])
+
+
+def test_right_configuration_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub_config(monkeypatch, lambda argv: None)
+    monkeypatch.setattr(local, "run_ranks", lambda *arguments: arguments)
+    result = launch(["--nproc-per-node=2"], ["--seed", "1"])
+    assert result == (["--nproc-per-node=2"], "distmp.train", ["--seed", "1"])

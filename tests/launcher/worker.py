@@ -1,0 +1,50 @@
+"""A rank that ends in a way its test chooses: `python -m tests.launcher.worker ENDING FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+GRACE_SECONDS = 1.0
+signals: list[int] = []
+
+
+def main(ending: str, folder: Path) -> None:
+    rank = os.environ["RANK"]
+    if ending == "obey":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda received, _: signals.append(received))
+    if ending == "ignore":
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+    # Complete once it exists under this name: whoever waits for it may read it.
+    unfinished = folder / f"{rank}.part"
+    unfinished.write_text(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']}")
+    unfinished.rename(folder / f"{rank}.rank")
+    if ending == "succeed":
+        return
+    if rank == "1" or ending == "obey":
+        end(ending, folder / f"{rank}.stopped")
+    time.sleep(60)
+
+
+def end(ending: str, stopped: Path) -> None:
+    if ending == "raise":
+        raise RuntimeError("the worker's own error")
+    if ending.isdigit():
+        sys.exit(int(ending))
+    if ending == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ending == "obey":
+        while not signals:
+            time.sleep(0.02)
+        time.sleep(GRACE_SECONDS)
+        stopped.write_text(" ".join(map(str, signals)))
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.models.build import build_loss, build_model
+from distmp.models.loss import next_token_loss
+from distmp.models.settings import SIZES, ModelConfig
+from distmp.models.transformer import Transformer, TransformerConfig
+
+HERE = "tests.models.test_build"
+
+
+def linear(width: int) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+def number() -> int:
+    return 3
+
+
+def square_loss(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    return torch.zeros(()), torch.ones(())
+
+
+def count(size: str) -> int:
+    with torch.device("meta"):
+        model = build_model(ModelConfig(size=size), 257, 256)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("size", "low", "high"),
+    [
+        ("1m", 0.9e6, 1.2e6),
+        ("22m", 21.8e6, 22.0e6),
+        # Named for a vocabulary of about 50,000: without it, what the blocks hold.
+        ("125m", 84e6, 87e6),
+        ("350m", 300e6, 310e6),
+        ("1.3b", 1.2e9, 1.3e9),
+    ],
+)
+def test_sizes_have_the_parameters_of_their_names(size: str, low: float, high: float) -> None:
+    assert low < count(size) < high
+    assert len(SIZES) == 5
+
+
+def test_settings_reach_the_transformer() -> None:
+    config = ModelConfig(
+        size="1m", layers=1, heads=2, dimension=8, hidden=12, options={"tied_head": True}
+    )
+    model = build_model(config, 99, 16)
+    assert isinstance(model, Transformer)
+    assert model.config == TransformerConfig(99, 16, 1, 8, 2, 12, tied_head=True)
+
+
+def test_vocabulary_and_length_may_be_larger_than_those_of_the_data() -> None:
+    model = build_model(ModelConfig(vocabulary_size=320, sequence_length=512), 257, 256)
+    assert isinstance(model, Transformer)
+    assert (model.config.vocabulary_size, model.config.sequence_length) == (320, 512)
+
+
+@pytest.mark.parametrize(
+    ("values", "vocabulary", "setting", "message"),
+    [
+        ({}, None, "model.vocabulary_size", "the data does not say"),
+        ({"vocabulary_size": 256}, 257, "model.vocabulary_size", "the data has 257"),
+        ({"sequence_length": 8}, 257, "model.sequence_length", "data.sequence_length = 16"),
+    ],
+)
+def test_models_too_small_for_the_data_are_refused(
+    values: dict[str, Any], vocabulary: int | None, setting: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_model(ModelConfig(**values), vocabulary, 16)
+    assert caught.value.setting == setting
+
+
+@pytest.mark.parametrize(
+    ("values", "setting", "message"),
+    [
+        ({"name": "transformr"}, "model.name", "write 'transformer' or"),
+        ({"loss": "mse"}, "model.loss", "write 'next_token' or"),
+        ({"size": "2m"}, "model.size", "did you mean '2?2m'"),
+        ({"layers": 0}, "model.layers", "at least 1"),
+        ({"vocabulary_size": 0}, "model.vocabulary_size", "at least 1"),
+        ({"dimension": 128, "heads": 5}, "model.heads", "choose 4"),
+        ({"dimension": 12, "heads": 4}, "model.heads", "even width .*choose 3"),
+        ({"dimension": 7, "heads": 1}, "model.heads", "choose an even model.dimension"),
+        ({"options": {"tied_heads": 1}}, "model.options.tied_heads", "did you mean 'tied_head'"),
+        ({"name": "m:f", "layers": 3}, "model.layers", "pass it in model.options"),
+    ],
+)
+def test_impossible_settings_are_refused(
+    values: dict[str, Any], setting: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        ModelConfig(**values)
+    assert caught.value.setting == setting
+
+
+def test_callable_gets_its_options() -> None:
+    model = build_model(ModelConfig(name=f"{HERE}:linear", options={"width": 7}), None, 16)
+    assert isinstance(model, nn.Linear)
+    assert model.in_features == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("number", "returned a int; return a torch.nn.Module"),
+        ("HERE", "is a str; name something callable"),
+        ("nothing", "has no 'nothing'"),
+    ],
+)
+def test_callable_of_the_wrong_kind_is_refused(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_model(ModelConfig(name=f"{HERE}:{name}"), 257, 16)
+    assert caught.value.setting == "model.name"
+
+
+def test_losses() -> None:
+    assert build_loss(ModelConfig()) is next_token_loss
+    assert build_loss(ModelConfig(loss=f"{HERE}:square_loss")) is square_loss
+    with pytest.raises(ConfigError, match="is a str") as caught:
+        build_loss(ModelConfig(loss=f"{HERE}:HERE"))
+    assert caught.value.setting == "model.loss"

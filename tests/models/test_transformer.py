@@ -1,0 +1,218 @@
+"""The transformer, against a float64 implementation written with loops and complex numbers."""
+
+from __future__ import annotations
+
+import cmath
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmp.models.transformer import (
+    RMSNorm,
+    Transformer,
+    TransformerBlock,
+    TransformerConfig,
+    rotary_tables,
+    rotate,
+)
+
+CONFIG = TransformerConfig(
+    vocabulary_size=31, sequence_length=24, layers=2, dimension=16, heads=2, hidden=20
+)
+
+
+def model(config: TransformerConfig = CONFIG, seed: int = 0) -> Transformer:
+    torch.manual_seed(seed)
+    return Transformer(config)
+
+
+def tokens(batch: int = 2, time: int = 9) -> Tensor:
+    return torch.randint(31, (batch, time), generator=torch.Generator().manual_seed(1))
+
+
+# --- reference ---
+
+
+def reference_norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+
+def reference_rotation(x: Tensor, position: int, base: float) -> Tensor:
+    """Turn the pairs of one head's vector, as complex numbers."""
+    half = len(x) // 2
+    turned = [
+        complex(x[i], x[i + half]) * cmath.exp(1j * position * base ** (-2 * i / len(x)))
+        for i in range(half)
+    ]
+    return torch.tensor([z.real for z in turned] + [z.imag for z in turned], dtype=torch.float64)
+
+
+def reference_attention(block: TransformerBlock, x: Tensor, config: TransformerConfig) -> Tensor:
+    width = config.dimension // config.heads
+    query, key, value = (x @ block.attention.query_key_value.weight.T).split(config.dimension, -1)
+    mixed = torch.zeros_like(x)
+    for head in range(config.heads):
+        part = slice(head * width, (head + 1) * width)
+        q = [reference_rotation(v[part], t, config.rotary_base) for t, v in enumerate(query)]
+        k = [reference_rotation(v[part], t, config.rotary_base) for t, v in enumerate(key)]
+        for t in range(len(x)):
+            scores = torch.stack([q[t] @ k[s] for s in range(t + 1)]) / math.sqrt(width)
+            mixed[t, part] = torch.softmax(scores, 0) @ value[: t + 1, part]
+    return mixed @ block.attention.output.weight.T
+
+
+def reference_logits(model: Transformer, ids: Tensor) -> Tensor:
+    x = model.embedding.weight[ids]
+    for block in model.blocks:
+        assert isinstance(block, TransformerBlock)
+        normed = reference_norm(x, block.attention_norm.weight)
+        x = x + reference_attention(block, normed, model.config)
+        normed = reference_norm(x, block.feed_forward_norm.weight)
+        gate, up = (normed @ block.feed_forward.gate_up.weight.T).chunk(2, -1)
+        x = x + (gate * torch.sigmoid(gate) * up) @ block.feed_forward.down.weight.T
+    head = model.embedding if model.head is None else model.head
+    return reference_norm(x, model.norm.weight) @ head.weight.T
+
+
+def spread(model: Transformer) -> Transformer:
+    """Give every parameter values that matter, so that no part hides behind small weights."""
+    generator = torch.Generator().manual_seed(3)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.data = 0.3 * noise + (parameter.dim() == 1)
+    return model
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_logits_agree_with_the_reference(tied: bool) -> None:
+    config = TransformerConfig(31, 24, 2, 16, 2, 20, tied_head=tied)
+    ours = spread(model(config))
+    ids = tokens(batch=3)
+    logits = ours(ids)
+    assert logits.shape == (3, 9, 31)
+    exact = spread(model(config)).double()
+    for row in range(3):
+        expected = reference_logits(exact, ids[row])
+        torch.testing.assert_close(logits[row].double(), expected, rtol=1e-4, atol=1e-4)
+
+
+# --- rotary positions ---
+
+
+def test_rotation_agrees_with_complex_numbers_far_out() -> None:
+    cosine, sine = rotary_tables(3000, 8, 10_000.0, torch.device("cpu"))
+    x = torch.randn(1, 3000, 2, 8, generator=torch.Generator().manual_seed(0))
+    turned = rotate(x, cosine, sine)
+    for position in (0, 1, 255, 257, 2999):
+        expected = reference_rotation(x[0, position, 1].double(), position, 10_000.0)
+        torch.testing.assert_close(turned[0, position, 1].double(), expected, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_leave_the_angles_alone(dtype: torch.dtype) -> None:
+    # In bfloat16 the positions 257 and 258 are both 256 or 258: tables would repeat.
+    seen: list[Tensor] = []
+    config = TransformerConfig(31, 600, 1, 16, 2, 20)
+    ours = model(config).to(dtype)
+    ours.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.extend(inputs[1:]))
+    ours(tokens(1, 600))
+    angles = torch.arange(600, dtype=torch.float64)[:, None] * 10_000.0 ** (
+        -torch.arange(0, 8, 2, dtype=torch.float64) / 8
+    )
+    cosine, sine = (table[:, 0].double() for table in seen)
+    torch.testing.assert_close(cosine, angles.cos().repeat(1, 2), rtol=0, atol=1e-4)
+    torch.testing.assert_close(sine, torch.cat((-angles.sin(), angles.sin()), 1), rtol=0, atol=1e-4)
+
+
+# --- norm ---
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
+def test_norm_is_computed_in_fp32(dtype: torch.dtype, weight_dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    norm = RMSNorm(512)
+    norm.weight.data = torch.rand(512, generator=generator).to(weight_dtype)
+    # In float16 the squares of these would overflow.
+    x = (300 * torch.randn(64, 512, generator=generator)).to(dtype)
+    expected = reference_norm(x.double(), norm.weight.double()).to(dtype)
+    result = norm(x)
+    assert result.dtype == dtype
+    # At most the last bit may differ, through rounding in another place.
+    torch.testing.assert_close(result, expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
+
+
+# --- behaviour ---
+
+
+def test_later_tokens_do_not_change_earlier_logits() -> None:
+    ours = spread(model())
+    ids = tokens()
+    changed = ids.clone()
+    changed[:, 5] = (changed[:, 5] + 1) % 31
+    before, after = ours(ids), ours(changed)
+    torch.testing.assert_close(before[:, :5], after[:, :5])
+    assert (before[:, 5:] - after[:, 5:]).abs().amax(-1).min() > 1e-4
+
+
+def test_every_parameter_gets_a_gradient() -> None:
+    ours = spread(model())
+    ours(tokens()).logsumexp(-1).sum().backward()
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_sequence_that_is_too_long_is_refused() -> None:
+    model()(tokens(1, 24))
+    with pytest.raises(ValueError, match=r"25 tokens, and model\.sequence_length is 24"):
+        model()(tokens(1, 25))
+
+
+def test_initial_weights() -> None:
+    ours = model(TransformerConfig(257, 16, 4, 128, 4, 384))
+    deviations = {name: p.std().item() for name, p in ours.named_parameters() if p.dim() == 2}
+    for name, deviation in deviations.items():
+        residual = name.endswith(("attention.output.weight", "down.weight"))
+        expected = 0.02 / math.sqrt(8) if residual else 0.02
+        assert deviation == pytest.approx(expected, rel=0.02), name
+    assert len(deviations) == 18
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_model_from_the_meta_device_gets_the_same_values(tied: bool) -> None:
+    config = TransformerConfig(31, 24, 2, 16, 2, 20, tied_head=tied)
+    with torch.device("meta"):
+        ours = Transformer(config)
+    ours.to_empty(device="cpu")
+    for parameter in ours.parameters():
+        parameter.data.fill_(float("nan"))
+    torch.manual_seed(5)
+    for module in ours.modules():
+        owned = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if owned:
+            assert isinstance(module, nn.Module)
+            module.reset_parameters()  # type: ignore[operator]
+    expected = model(config, seed=5)
+    for (name, value), other in zip(
+        ours.state_dict().items(), expected.state_dict().values(), strict=True
+    ):
+        assert torch.equal(value, other), name
+    assert torch.equal(ours(tokens()), expected(tokens()))
+
+
+def test_nothing_but_parameters_is_stored() -> None:
+    # A buffer would be cast with the model, and missing after `to_empty`.
+    assert list(model().buffers()) == []
+    assert set(model().state_dict()) == {name for name, _ in model().named_parameters()}
+
+
+def test_autocast_changes_logits_by_rounding_only() -> None:
+    ours = spread(model())
+    expected = ours(tokens())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        logits = ours(tokens())
+    assert (logits - expected).norm() < 0.03 * expected.norm()

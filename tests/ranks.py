@@ -1,0 +1,381 @@
+"""Tests whose body runs on several ranks: real processes that talk over gloo.
+
+    @ranks(2)
+    def test_sum() -> None:
+        total = torch.tensor(dist.get_rank() + 1.0)
+        dist.all_reduce(total)
+        assert total == 3
+
+    @pytest.mark.parametrize("world_size", [1, 2, 4])
+    @ranks()
+    def test_any(world_size: int, tmp_path: Path) -> None: ...
+
+Fixtures and parameters are pickled and given to every rank. `run_ranks` is the function below the
+decorator, for tests that compare what ranks return.
+
+Processes are forked from a server that has imported torch once, so starting one costs a fraction of
+a second. The server never runs a tensor operation: a thread started there would be lost in its
+children.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import functools
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pytest
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
+
+Test = TypeVar("Test", bound=Callable[..., None])
+
+PRELOAD = (
+    "pytest",
+    "torch",
+    "torch._dynamo",  # DTensor imports it when it is first used
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+)
+
+# How long the other ranks may still run after one has failed, to tell the cause from its effects.
+GRACE_SECONDS = 0.3
+# How long a rank may take to end after its body has returned on every rank.
+EXIT_SECONDS = 10.0
+
+# Bodies of decorated tests by (module, qualified name), filled on import in the ranks too.
+_bodies: dict[tuple[str, str], Callable[..., Any]] = {}
+
+
+def ranks(
+    world_size: int | None = None, *, timeout: float = 60.0, initialize: bool = True
+) -> Callable[[Test], Test]:
+    """Run the decorated test on `world_size` ranks.
+
+    Args:
+        world_size: Number of processes; None takes the test's own argument `world_size`.
+        timeout: Seconds after which the ranks are ended and the test fails.
+        initialize: Whether the default process group (gloo) exists when the body starts.
+    """
+
+    def decorate(body: Test) -> Test:
+        if world_size is None and "world_size" not in inspect.signature(body).parameters:
+            raise TypeError(f"{body.__qualname__} needs an argument `world_size`, or ranks(N)")
+        key = (body.__module__, body.__qualname__)
+        _bodies[key] = body
+
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            size = world_size if world_size is not None else kwargs["world_size"]
+            call = (key, args, kwargs)
+            run_ranks(_call_body, size, *call, timeout=timeout, initialize=initialize)
+
+        return test  # type: ignore[return-value]
+
+    return decorate
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    initialize: bool = True,
+) -> list[Any]:
+    """Call `function(*args)` on every rank.
+
+    Args:
+        function: Importable by its module and name; it and `args` are pickled.
+        world_size: Number of processes.
+        *args: Given to every rank.
+        timeout: Seconds after which all ranks are ended and the test fails.
+        initialize: Whether the default process group (gloo) exists when the function starts.
+
+    Returns:
+        What the ranks returned, in rank order.
+    """
+    __tracebackhide__ = True
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        job = _Job(
+            world_size=world_size,
+            call=pickle.dumps((function, args)),
+            environment=dict(os.environ),
+            directory=Path(directory),
+            timeout=timeout,
+            initialize=initialize,
+        )
+        with _started(job) as team:
+            reports = _collect(job, team)
+            if all(report.outcome == "returned" for report in reports):
+                return [report.result for report in _dismiss(job, team, reports)]
+    return _fail(job, reports)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every rank of one run is told."""
+
+    world_size: int
+    call: bytes  # pickled (function, args)
+    environment: dict[str, str]
+    directory: Path  # rendezvous, outputs and stacks
+    timeout: float
+    initialize: bool
+
+    def name(self, rank: int) -> str:
+        return f"rank {rank} of {self.world_size}"
+
+    def output(self, rank: int) -> Path:
+        return self.directory / f"output-{rank}"
+
+    def stack(self, rank: int) -> Path:
+        return self.directory / f"stack-{rank}"
+
+
+@dataclass(frozen=True)
+class _Report:
+    """How a rank ended."""
+
+    rank: int
+    outcome: Literal["returned", "raised", "skipped", "died", "unfinished"]
+    # Monotonic clock, the same for all processes. A rank that died without a word comes first:
+    # what others report is the lost connection.
+    time: float = 0.0
+    text: str = ""
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A rank as the test's process sees it."""
+
+    rank: int
+    process: ForkServerProcess
+    connection: Connection
+
+
+# In the test's process
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    return context
+
+
+@contextlib.contextmanager
+def _started(job: _Job) -> Iterator[list[_Member]]:
+    """Start the ranks; none of them lives on, and all their output is shown, however it ends."""
+    team: list[_Member] = []
+    try:
+        for rank in range(job.world_size):
+            ours, theirs = _context().Pipe()
+            process = _context().Process(
+                target=_rank_main, args=(job, rank, theirs), name=job.name(rank), daemon=True
+            )
+            team.append(_Member(rank, process, ours))
+            process.start()
+            theirs.close()
+        yield team
+    finally:
+        for member in team:
+            _end(member)
+            _show_output(job, member.rank)
+
+
+def _end(member: _Member) -> None:
+    member.connection.close()
+    if member.process.pid is not None:
+        member.process.kill()
+        member.process.join()
+    member.process.close()
+
+
+def _show_output(job: _Job, rank: int) -> None:
+    path = job.output(rank)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    if text:
+        sys.stdout.write(f"--- output of {job.name(rank)} ---\n{text.rstrip()}\n")
+
+
+def _collect(job: _Job, team: list[_Member]) -> list[_Report]:
+    """Wait until every rank has reported, one has failed, or time is up."""
+    reports: dict[int, _Report] = {}
+    deadline = time.monotonic() + job.timeout
+    while len(reports) < len(team):
+        waiting = {m.connection: m for m in team if m.rank not in reports}
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            member = waiting[connection]  # type: ignore[index]
+            reports[member.rank] = report = _receive(member)
+            if report.outcome != "returned":
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+    unfinished = [m for m in team if m.rank not in reports]
+    return [*reports.values(), *_ask_where(job, unfinished)]
+
+
+def _receive(member: _Member) -> _Report:
+    try:
+        return pickle.loads(member.connection.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        member.process.join()
+        return _Report(member.rank, "died", text=_how_it_died(member.process.exitcode))
+
+
+def _how_it_died(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"died of signal {signal.Signals(-code).name}"
+    return f"died with exit code {code}"
+
+
+def _ask_where(job: _Job, unfinished: list[_Member]) -> list[_Report]:
+    """Have the ranks that still run write down their stacks."""
+    for member in unfinished:
+        if member.process.pid is not None and member.process.is_alive():
+            os.kill(member.process.pid, signal.SIGUSR1)
+    if unfinished:
+        time.sleep(0.1)
+    reports = []
+    for member in unfinished:
+        path = job.stack(member.rank)
+        stack = path.read_text() if path.exists() else ""
+        reports.append(_Report(member.rank, "unfinished", text=stack or "(no stack: starting)\n"))
+    return reports
+
+
+def _dismiss(job: _Job, team: list[_Member], reports: list[_Report]) -> list[_Report]:
+    """Let the ranks close down; a crash or a hang on the way out is a failure too."""
+    __tracebackhide__ = True
+    deadline = time.monotonic() + EXIT_SECONDS
+    for member in team:
+        member.connection.close()
+    for member in team:
+        member.process.join(max(0.0, deadline - time.monotonic()))
+        code = member.process.exitcode
+        if code is None:
+            pytest.fail(f"{job.name(member.rank)} returned but did not end", pytrace=False)
+        if code != 0:
+            how = _how_it_died(code)
+            pytest.fail(f"{job.name(member.rank)} returned, then {how}", pytrace=False)
+    return sorted(reports, key=lambda report: report.rank)
+
+
+def _fail(job: _Job, reports: list[_Report]) -> Any:
+    """Raise in pytest what went wrong first."""
+    __tracebackhide__ = True
+    failed = [r for r in reports if r.outcome in ("raised", "skipped", "died")]
+    if not failed:
+        stuck = [r for r in reports if r.outcome == "unfinished"]
+        names = ", ".join(job.name(r.rank) for r in stuck)
+        stacks = "".join(f"\n{job.name(r.rank)}:\n{r.text}" for r in stuck)
+        pytest.fail(f"not finished after {job.timeout:g} s: {names}\n{stacks}", pytrace=False)
+    first = min(failed, key=lambda report: report.time)
+    if first.outcome == "skipped":
+        pytest.skip(first.text)
+    separator = " " if first.outcome == "died" else " raised\n"
+    pytest.fail(f"{job.name(first.rank)}{separator}{first.text}", pytrace=False)
+
+
+# In a rank's process
+
+
+def _rank_main(job: _Job, rank: int, connection: Connection) -> None:
+    """Run the job's function, report, and stay until the other ranks are done as well."""
+    _prepare_process(job, rank)
+    report = _run(job, rank)
+    sys.stdout.flush()
+    connection.send_bytes(report)
+    # A rank that left now would break the connections that the others still use.
+    with contextlib.suppress(EOFError):
+        connection.recv_bytes()
+    _destroy_process_group()
+
+
+def _prepare_process(job: _Job, rank: int) -> None:
+    # Linux's PR_SET_PDEATHSIG: no rank outlives a test run that was killed.
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    output = os.open(job.output(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    stack = job.stack(rank).open("w")
+    faulthandler.register(signal.SIGUSR1, file=stack)
+    # pytest's rewriting of assert, so that a failing one shows its values here too. There is no
+    # public way to it outside pytest's own process.
+    install_importhook(get_config())
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+
+
+def _run(job: _Job, rank: int) -> bytes:
+    """Return the pickled report."""
+    try:
+        _prepare_torch(job, rank)
+        function, args = pickle.loads(job.call)
+        return pickle.dumps(_Report(rank, "returned", result=function(*args)))
+    except pytest.skip.Exception as skip:
+        return pickle.dumps(_Report(rank, "skipped", time.monotonic(), str(skip)))
+    except BaseException:  # noqa: BLE001  (whatever it is, the test's process raises it again)
+        return pickle.dumps(_Report(rank, "raised", time.monotonic(), traceback.format_exc()))
+
+
+def _prepare_torch(job: _Job, rank: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if job.initialize:
+        dist.init_process_group(
+            "gloo",
+            store=dist.FileStore(  # type: ignore[attr-defined]
+                str(job.directory / "rendezvous"), job.world_size
+            ),
+            rank=rank,
+            world_size=job.world_size,
+            # The job's own limit comes first and shows where every rank stands.
+            timeout=timedelta(seconds=job.timeout + 10),
+        )
+
+
+def _destroy_process_group() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _call_body(key: tuple[str, str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    importlib.import_module(key[0])
+    _bodies[key](*args, **kwargs)

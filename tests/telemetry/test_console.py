@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distmp.telemetry.console import Console
+from distmp.telemetry.settings import LogConfig
+from tests.telemetry.samples import record
+from tests.telemetry.terminal import run_on_terminal, screen
+
+
+def _plain(every: int = 10) -> tuple[Console, io.StringIO]:
+    stream = io.StringIO()
+    return Console(LogConfig(every=every), stream=stream), stream
+
+
+def _shown_steps(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"step +(\d+)/", text)]
+
+
+def test_plain_lines_come_at_their_steps() -> None:
+    console, stream = _plain(every=10)
+    for step in range(3, 46):
+        validation_loss = 2.5 if step == 33 else None
+        console.step(record(step, skipped=step in (7, 8), validation_loss=validation_loss), 45)
+    console.close()
+    assert _shown_steps(stream.getvalue()) == [3, 7, 8, 10, 20, 30, 33, 40, 45]
+    assert "\x1b" not in stream.getvalue()
+    assert stream.getvalue().count("\n") == 9
+
+
+def test_plain_messages_stand_in_order_and_as_they_are() -> None:
+    console, stream = _plain()
+    console.message("[bold]model[/bold] :smile: 12")
+    console.step(record(1), 45)
+    console.message("saved")
+    first, second, third = stream.getvalue().splitlines()
+    assert first == "[bold]model[/bold] :smile: 12"
+    assert second.startswith("step  1/45")
+    assert third == "saved"
+
+
+@pytest.mark.parametrize("settings", [LogConfig(console="off"), LogConfig(console="live")])
+def test_silent(settings: LogConfig) -> None:
+    stream = io.StringIO()
+    quiet = settings.console != "off"
+    with Console(settings, quiet=quiet, stream=stream) as console:
+        console.message("hello")
+        console.step(record(1, skipped=True), 1)
+    assert stream.getvalue() == ""
+
+
+def test_time_left_ignores_the_first_step_and_old_ones() -> None:
+    console, stream = _plain(every=1)
+    for step in range(1, 101):
+        seconds = 500.0 if step == 1 else 2.0 if step <= 30 else 1.0
+        console.step(record(step, step_seconds=seconds), 3700)
+    lines = stream.getvalue().splitlines()
+    assert lines[1].endswith(f"{'2:03:16':>8} left")  # 3698 steps of 2 s
+    assert lines[99].endswith(f"{'1:00:00':>8} left")  # 3600 steps of 1 s
+
+
+def test_a_stream_without_unicode() -> None:
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding="ascii")
+    Console(LogConfig(), stream=stream).message("größe → 1")
+    assert raw.getvalue() == b"gr\\xf6\\xdfe \\u2192 1\n"
+
+
+def _live_run() -> None:
+    with Console() as console:
+        console.message("before")
+        for step in range(1, 201):
+            console.step(record(step, skipped_total=3), 200)
+            if step == 50:
+                console.message("[b]a message[/b]")
+            if step == 100:
+                sys.stdout.write("printed by somebody\n")
+            if step == 150:
+                sys.stderr.write("a warning\n")
+            time.sleep(0.002)
+    console.message("after")
+
+
+@pytest.mark.parametrize("columns", [30, 40, 80, 100, 125, 200])
+def test_live_line_stays_at_the_bottom(columns: int) -> None:
+    *above, live, after, rest = screen(run_on_terminal(_live_run, columns), columns)
+    assert above == ["before", "[b]a message[/b]", "printed by somebody", "a warning"]
+    assert live.startswith("step 200/200  loss   2.3456"[:columns])
+    assert (after, rest) == ("after", "")
+    assert ("left" in live, "GiB" in live) == (columns >= 80, columns >= 125)
+
+
+def test_live_line_is_drawn_ten_times_a_second() -> None:
+    def run_for_a_second() -> None:
+        begin, step = time.monotonic(), 0
+        with Console() as console:
+            while time.monotonic() - begin < 1:
+                step += 1
+                console.step(record(step), 10**6)
+
+    shown = _shown_steps(run_on_terminal(run_for_a_second, 80))
+    # The last one is drawn a second time, when the line is left on the screen.
+    assert 3 <= len(set(shown)) <= 12
+
+
+def test_the_cursor_stays_visible_when_the_process_is_killed() -> None:
+    output = run_on_terminal(lambda: Console().step(record(1), 9), 80)
+    assert output.rfind("\x1b[?25h") >= output.rfind("\x1b[?25l")
+
+
+def test_no_color() -> None:
+    output = run_on_terminal(_live_run, 80, {"NO_COLOR": "1"})
+    assert not re.search(r"\x1b\[[\d;]*m", output)
+    assert screen(output, 80)[-3].startswith("step 200/200")
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment"),
+    [(LogConfig(console="plain"), {}), (LogConfig(), {"TERM": "dumb"})],
+)
+def test_plain_on_a_terminal(settings: LogConfig, environment: dict[str, str]) -> None:
+    def run() -> None:
+        with Console(settings) as console:
+            for step in range(1, 31):
+                console.step(record(step), 30)
+
+    output = run_on_terminal(run, 80, environment)
+    assert _shown_steps(output) == [1, 10, 20, 30]
+    assert "\x1b" not in output
+
+
+def test_errors_that_go_to_a_file_stay_there(tmp_path: Path) -> None:
+    def run() -> None:
+        with (tmp_path / "errors").open("w") as sys.stderr:
+            _live_run()
+
+    assert "a warning" not in run_on_terminal(run, 80)
+    assert (tmp_path / "errors").read_text() == "a warning\n"
+
+
+def test_a_pipe_gets_plain_lines_at_once() -> None:
+    script = """
+import sys
+from distmp.telemetry.console import Console
+from tests.telemetry.samples import record
+Console().step(record(1), 30)
+sys.stdin.read()
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        # Where it is set, rich takes a pipe for a terminal.
+        env={**os.environ, "FORCE_COLOR": "1"},
+    )
+    assert process.stdout is not None
+    # The process waits for us, so this returns only if the line was flushed.
+    line = process.stdout.readline()
+    rest, _ = process.communicate()
+    assert line.startswith("step  1/30  loss   2.3456")
+    assert "\x1b" not in line
+    assert rest == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("settings", [LogConfig(console="live"), LogConfig(console="plain")])
+def test_a_step_that_draws_nothing_is_cheap(settings: LogConfig, monkeypatch: Any) -> None:
+    monkeypatch.setattr("distmp.telemetry.console._SECONDS_BETWEEN_DRAWS", 1e9)
+    console = Console(settings, stream=io.StringIO())
+    console.step(record(1), 10**6)
+    records = [record(step) for step in range(11, 20)]
+    best = min(_seconds_per_step(console, records) for _ in range(50))
+    console.close()
+    assert best < 50e-6
+
+
+def _seconds_per_step(console: Console, records: list[Any]) -> float:
+    begin = time.perf_counter()
+    for item in records:
+        console.step(item, 10**6)
+    return (time.perf_counter() - begin) / len(records)

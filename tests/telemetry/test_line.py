@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmp.telemetry.line import progress_line
+from tests.telemetry.samples import record
+
+
+def test_all_fields() -> None:
+    assert progress_line(record(120, skipped_total=3), 5000, 221.0) == (
+        "step  120/5000  loss   2.3456  12.3k tok/s  lr 3.00e-04  norm    0.987"
+        "  scale  2^16  skipped   3   1.2 GiB      3:41 left"
+    )
+
+
+def test_notes_come_last_so_that_columns_stay() -> None:
+    plain = progress_line(record(7), 100, 60.0)
+    noted = progress_line(record(7, skipped=True, validation_loss=2.5), 100, 60.0)
+    assert noted == plain + "  validation loss 2.5000  this step skipped"
+
+
+_SOME = st.sampled_from([0.0, 1e-7, 0.5, 9.99, 123.456, 999.9, 1e5, 1e38, math.inf, math.nan])
+
+
+@given(_SOME, _SOME, st.integers(-14, 24), st.integers(0, 999), st.floats(0, 1e7))
+def test_columns_do_not_move(
+    loss: float, norm: float, exponent: int, skips: int, left: float
+) -> None:
+    typical = progress_line(record(1), 5000, 60.0)
+    other = record(4999, loss=loss, grad_norm=norm, loss_scale=2.0**exponent, skipped_total=skips)
+    line = progress_line(other, 5000, left)
+    assert line.isascii()
+    for word in ("loss", "tok/s", "lr", "norm", "scale", "skipped", "left"):
+        assert line.index(word) == typical.index(word)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 100, 120, 200])
+def test_fits_the_width(width: int) -> None:
+    line = progress_line(record(120, validation_loss=2.5, skipped=True), 5000, 221.0, width)
+    assert len(line) <= width
+
+
+def test_least_important_fields_go_first() -> None:
+    names = {
+        name: next(w for w in range(15, 200) if name in progress_line(record(1), 99, 9.0, w))
+        for name in ("loss", "left", "tok/s", "norm", "skipped", "scale", "lr", "GiB")
+    }
+    assert list(names.values()) == sorted(names.values())
+    assert len(set(names.values())) == len(names)
+
+
+def test_forty_columns_show_whole_fields() -> None:
+    assert progress_line(record(120), 5000, 221.0, 40) == "step  120/5000  loss   2.3456"
+
+
+def test_a_hopeless_width_cuts() -> None:
+    assert progress_line(record(120), 5000, 221.0, 8) == "step  12"

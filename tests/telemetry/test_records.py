@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
+from tests.telemetry.samples import record
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+_STRATEGY_OF_TYPE: dict[str, st.SearchStrategy[Any]] = {
+    "int": st.integers(),
+    "float": st.floats(),
+    "bool": st.booleans(),
+    "float | None": st.none() | st.floats(),
+    "dict[str, Any] | None": st.none() | st.dictionaries(st.text(), _JSON, max_size=3),
+}
+_RECORDS = st.builds(
+    StepRecord,
+    **{field.name: _STRATEGY_OF_TYPE[str(field.type)] for field in dataclasses.fields(StepRecord)},
+)
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def _named(value: Any) -> Any:
+    """NaN and infinities as what they are documented to be inside `overflow`."""
+    if isinstance(value, dict):
+        return {key: _named(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_named(item) for item in value]
+    return (
+        {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value) or value
+        if (isinstance(value, float))
+        else value
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(_RECORDS, max_size=4))
+def test_round_trip(records: list[StepRecord]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "records.jsonl"
+        with RecordWriter(path, None) as writer:
+            for item in records:
+                writer.write(item)
+        lines = path.read_text(encoding="ascii").split("\n")
+        found = read_records(path)
+    assert lines.pop() == ""
+    assert [json.loads(line, parse_constant=_refuse)["step"] for line in lines] == [
+        item.step for item in records
+    ]
+    expected = [dataclasses.replace(item, overflow=_named(item.overflow)) for item in records]
+    # repr tells NaN from inf, -0.0 from 0.0 and 1 from 1.0, and NaN equals NaN.
+    assert repr(found) == repr(expected)
+
+
+def test_nan_and_infinities_stay_apart(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with RecordWriter(path, None) as writer:
+        writer.write(record(loss=math.nan, grad_norm=math.inf, validation_loss=-math.inf))
+    (found,) = read_records(path)
+    assert math.isnan(found.loss)
+    assert found.grad_norm == math.inf
+    assert found.validation_loss == -math.inf
+
+
+def test_each_line_can_be_read_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    writer = RecordWriter(path, None)
+    for step in (1, 2, 3):
+        writer.write(record(step))
+        assert [found.step for found in read_records(path)] == list(range(1, step + 1))
+    writer.close()
+
+
+def _written(path: Path, steps: range, resume_after_step: int | None = None) -> None:
+    with RecordWriter(path, resume_after_step) as writer:
+        for step in steps:
+            writer.write(record(step))
+
+
+def _steps(path: Path) -> list[int]:
+    return [found.step for found in read_records(path)]
+
+
+def test_a_file_cut_at_any_byte_keeps_its_complete_records(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    _written(path, range(1, 3))
+    content = path.read_bytes()
+    for length in range(len(content) + 1):
+        path.write_bytes(content[:length])
+        complete = content[:length].count(b"\n")
+        assert _steps(path) == list(range(1, complete + 1)), length
+        # Writing on after the cut: no line may be glued to the torn one.
+        _written(path, range(complete + 1, 4), resume_after_step=complete)
+        assert _steps(path) == [1, 2, 3], length
+
+
+@pytest.mark.parametrize("resume_after_step", [0, 1, 4, 9, 10, 25])
+def test_a_resumed_run_has_every_step_once(tmp_path: Path, resume_after_step: int) -> None:
+    path = tmp_path / "records.jsonl"
+    _written(path, range(1, 11))
+    _written(path, range(resume_after_step + 1, 31), resume_after_step)
+    expected = [*range(1, min(resume_after_step, 10) + 1), *range(resume_after_step + 1, 31)]
+    assert _steps(path) == expected
+
+
+def test_without_a_step_to_resume_from_all_complete_records_stay(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    _written(path, range(1, 4))
+    with path.open("ab") as file:
+        file.write(b'{"step": 4, "sam')
+    _written(path, range(4, 6))
+    assert _steps(path) == [1, 2, 3, 4, 5]
+
+
+def test_dropping_records_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "records.jsonl"
+    _written(path, range(1, 4))
+    content = path.read_bytes()
+
+    def fail(*_: Any, **__: Any) -> None:
+        assert path.read_bytes() == content
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="no space"):
+        RecordWriter(path, 1)
+    assert path.read_bytes() == content
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_creates_missing_folders(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "first" / "records.jsonl"
+    _written(path, range(1, 3), resume_after_step=0)
+    assert _steps(path) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"7",
+        b"\xff\xfe",
+        b"\0\0\0",
+        b'{"step":2}',
+        b'{"step":"two"}',
+        b'{"step":2.5}',
+        b'{"loss":"high"}',
+        b'{"loss":null}',
+        b'{"skipped":1}',
+        b'{"overflow":[]}',
+    ],
+)
+def test_a_broken_line_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "records.jsonl"
+    _written(path, range(1, 4))
+    lines = path.read_bytes().splitlines(keepends=True)
+    if line.startswith(b'{"') and line != b'{"step":2}':
+        line = json.dumps({**json.loads(lines[1]), **json.loads(line)}).encode()
+    path.write_bytes(lines[0] + line + b"\n" + lines[2])
+    with pytest.raises(RecordError) as caught:
+        read_records(path)
+    assert f"{path}, line 2: " in str(caught.value)
+
+
+def test_fields_of_later_versions_are_ignored(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    _written(path, range(1, 2))
+    values = {**json.loads(path.read_text()), "temperature": 71.5}
+    del values["overflow"]
+    path.write_text(json.dumps(values) + "\n")
+    assert read_records(path) == [record(1)]
+
+
+def test_overflow_that_is_not_json_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    with RecordWriter(path, None) as writer:
+        with pytest.raises(TypeError):
+            writer.write(record(1, overflow={"where": object()}))
+        writer.write(record(2, overflow={"largest": [math.nan, 1.5]}))
+    (found,) = read_records(path)
+    assert found.step == 2
+    assert found.overflow == {"largest": ["NaN", 1.5]}

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from distmp import __version__, cli
+from distmp.errors import CheckpointError, ConfigError
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def subcommand(monkeypatch: pytest.MonkeyPatch, main: object) -> None:
+    """Make `distmp train` run `main`."""
+    module = types.ModuleType("distmp.train")
+    module.main = main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "distmp.train", module)
+
+
+def test_runs_the_subcommand_with_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def main(argv: list[str]) -> int:
+        seen.append(argv)
+        return 7
+
+    subcommand(monkeypatch, main)
+    assert cli.main(["train", "--config", "x.yaml"]) == 7
+    assert seen == [["--config", "x.yaml"]]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("optim.lr", -1, "must be positive"), 2),
+        (CheckpointError("the disk is full"), 1),
+    ],
+)
+def test_errors_of_the_user_are_one_message(
+    error: Exception,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def main(argv: list[str]) -> int:
+        raise error
+
+    subcommand(monkeypatch, main)
+    assert cli.main(["train"]) == code
+    assert capsys.readouterr().err == f"distmp train: {error}\n"
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(argv: list[str]) -> int:
+        raise ZeroDivisionError
+
+    subcommand(monkeypatch, main)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["train"])
+
+
+def test_interrupt_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def main(argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    subcommand(monkeypatch, main)
+    assert cli.main(["train"]) == 130
+
+
+def test_reader_that_has_seen_enough() -> None:
+    """`distmp launch -- --help | head -1` ends without a traceback."""
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        finished = subprocess.run(
+            [sys.executable, "-m", "distmp", "launch", "--", "--help"],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    finally:
+        os.close(write)
+    assert finished.stderr == ""
+    assert finished.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize("name", ["trian", "Train", "lunch", "--verison", "xyzzy"])
+def test_unknown_subcommand(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name]) == 2
+    message = capsys.readouterr().err
+    assert repr(name) in message
+    assert "train" in message or "launch" in message
+
+
+def test_help_lists_every_subcommand(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in cli._SUBCOMMANDS)
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize("name", cli._SUBCOMMANDS)
+def test_every_subcommand_exists(name: str) -> None:
+    module = importlib.import_module(cli._SUBCOMMANDS[name][0])
+    assert callable(module.main)
+
+
+def test_module_is_the_command() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-m", "distmp", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert finished.stdout.startswith(f"distmp {__version__}, torch ")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> dict[str, str]:
+    """Give an environment in which `launch/local.sh` finds a Python that shows its arguments."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    return {**os.environ, "PYTHON": str(python)}
+
+
+def test_local_job_runs_from_any_directory(job: dict[str, str], tmp_path: Path) -> None:
+    script = REPOSITORY / "launch" / "local.sh"
+    arguments = ["--data.path", "a folder"]
+    finished = subprocess.run(
+        [script, *arguments], cwd=tmp_path, env=job, capture_output=True, text=True, timeout=20
+    )
+    *words, config, option, value = finished.stdout.splitlines()
+    assert words == ["-m", "distmp", "launch", "--", "--config"]
+    assert Path(config).is_file()
+    assert [option, value] == arguments
+
+
+def test_local_job_takes_a_configuration(job: dict[str, str]) -> None:
+    script = REPOSITORY / "launch" / "local.sh"
+    finished = subprocess.run(
+        [script], env={**job, "CONFIG": "my.yaml"}, capture_output=True, text=True, timeout=20
+    )
+    assert finished.stdout.splitlines()[-2:] == ["--config", "my.yaml"]

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distmp.config import BatchConfig, RunConfig, load
+from distmp.config_io import from_mapping, read_yaml, write_yaml
+from distmp.errors import ConfigError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_shipped_config_loads_and_says_what_it_is_for(path: Path) -> None:
+    assert load(["--config", str(path)]) != RunConfig()
+    assert path.read_text().startswith("# ")
+
+
+def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
+    config = load(["--config", str(CONFIGS[0]), "--optim.lr", "3e-4", "--optim.max-norm", "None"])
+    write_yaml(config, tmp_path / "config.yaml")
+    assert from_mapping(RunConfig, read_yaml(tmp_path / "config.yaml")) == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "-3"], "steps = -3: use 1 or more steps"),
+        (["--steps", "many"], "steps = 'many': must be a whole number"),
+        (["--seed", "-1"], "seed = -1"),
+        (["--strategy", "fdsp"], "strategy = 'fdsp': did you mean 'fsdp'?"),
+        (["--precision.policy", "bf61"], "precision.policy = 'bf61': did you mean 'bf16'?"),
+        (["--precision.loss-scale.init", "0"], "precision.loss_scale.init"),
+        (["--precision.loss-scale.growth-factor", "1"], "precision.loss_scale.growth_factor"),
+        (["--precision.max-consecutive-skips", "0"], "precision.max_consecutive_skips"),
+        (["--optim.lr", "nan"], "optim.lr"),
+        (["--optim.name", "adamww"], "optim.name = 'adamww': did you mean 'adamw'?"),
+        (["--optim.options", "{beta: 1}"], "optim.options.beta = 1: did you mean 'betas'?"),
+        (["--optim.weight-decay", "-1"], "optim.weight_decay"),
+        (["--optim.max-norm", "0"], "optim.max_norm"),
+        (["--optim.lrr", "1"], "optim.lrr"),
+        (["--schedule.name", "cosin"], "schedule.name = 'cosin': did you mean 'cosine'?"),
+        (["--schedule.name", "ReduceLROnPlateau"], "schedule.name"),
+        (["--schedule.warmup-steps", "1000"], "must be less than steps = 1000"),
+        (["--schedule.options", "{a: 1}"], "schedule.options"),
+        (["--schedule.final", "2"], "schedule.final"),
+        (["--batch.global-batch-size", "0"], "batch.global_batch_size"),
+        (["--batch.microbatch-size", "5"], "must be a multiple of batch.microbatch_size"),
+        (["--validation.every", "-1"], "validation.every"),
+        (["--validation.samples", "0"], "validation.samples"),
+        (["--sample.length", "-1"], "sample.length"),
+        (["--sample.prompt", ""], "sample.prompt"),
+        (["--sample.temperature", "inf"], "sample.temperature"),
+        (["--timeout-minutes", "0"], "timeout_minutes"),
+        (["--run-dir", ""], "run_dir"),
+    ],
+)
+def test_what_cannot_run_is_refused_by_name(arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_that_does_not_divide_names_those_that_do() -> None:
+    with pytest.raises(ConfigError, match="nearest: 32 or 48"):
+        BatchConfig(global_batch_size=40, microbatch_size=16)
