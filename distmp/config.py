@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.config_io import command_line
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
 from distmp.errors import ConfigError, nearest
@@ -17,6 +16,7 @@ from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 from distmp.parallel import STRATEGIES
 from distmp.precision import PRESETS
 from distmp.scaling import LossScaleConfig
+from distmp.settings import command_line
 from distmp.telemetry.settings import LogConfig
 
 

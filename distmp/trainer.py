@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distmp import config_io
+from distmp import settings
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -132,9 +132,7 @@ class Trainer:
                 progress.samples += config.batch.global_batch_size
                 # The step before has ended on the device by now: reading it does not wait.
                 self._report(unread)
-                unread = _Unread(
-                    progress.step, progress.samples, outcome, self.timer.lap(0).step_seconds
-                )
+                unread = _Unread(progress.step, progress.samples, outcome, self.timer.lap())
                 last = progress.step == config.steps
                 if last or self._is_due(config.validation.every):
                     self._report(unread, self._validate(last=last))
@@ -287,7 +285,7 @@ class Trainer:
         if checkpoint is not None:
             say(f"continuing from {checkpoint}")
         if self.world.rank == 0:
-            config_io.write_yaml(self.config, self.directory.config)
+            settings.write_yaml(self.config, self.directory.config)
 
     def _save(self) -> None:
         with self.timer.paused():

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from distmp.config import BatchConfig, RunConfig, load
-from distmp.config_io import from_mapping, read_yaml, write_yaml
+from distmp.settings import from_mapping, read_yaml, write_yaml
 from distmp.errors import ConfigError
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))

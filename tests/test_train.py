@@ -16,7 +16,7 @@ import torch
 
 from distmp.checkpoint import store
 from distmp.config import RunConfig
-from distmp.config_io import from_mapping, read_yaml
+from distmp.settings import from_mapping, read_yaml
 from distmp.telemetry import StepRecord, read_records
 from distmp.train import main
 from tests.torchrun import TINY, corpus, environment, python, run, torchrun

@@ -128,9 +128,7 @@ def train(
 ) -> list[StepNumbers]:
     """Take steps on this rank's part of each step's samples; return their numbers."""
     return [
-        engine.step(
-            microbatches(step, sizes[step % len(sizes)], engine.world.rank)
-        ).numbers
+        engine.step(microbatches(step, sizes[step % len(sizes)], engine.world.rank)).numbers
         for step in range(first, first + steps)
     ]
 
@@ -142,6 +140,22 @@ def weights(engine: Engine) -> dict[str, Tensor]:
         for name, tensor in engine.state_dict().items()
         if name.startswith("model/")
     }
+
+
+def snapshot(engine: Engine) -> dict[str, Tensor]:
+    """Return a copy of everything that training continues from, whole."""
+    return {name: whole(tensor) for name, tensor in engine.state_dict().items()}
+
+
+def trained(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights and the optimizer's state of a snapshot."""
+    return {k: v for k, v in state.items() if k.startswith(("model/", "optimizer/"))}
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert different == []
 
 
 def whole(tensor: Tensor) -> Tensor:

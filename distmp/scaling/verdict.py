@@ -35,7 +35,7 @@ class Verdict(NamedTuple):
     """What all ranks agreed on; every field is a 0-dim tensor on the device.
 
     Attributes:
-        overflow: bool, whether a gradient of any rank was not finite.
+        overflow: bool, whether a gradient or the weight of any rank was not finite.
         empty: bool, whether no rank had anything to learn from (N = 0).
         found_inf: FP32, 1 where the optimizer has to skip (overflow or empty), else 0.
         grad_scale: FP32, what the optimizer divides gradients by.
@@ -101,7 +101,7 @@ def decide(
     """
     squares, non_finite, loss_sum, weight, stop = total.unbind()
     scaled_norm = squares.sqrt()
-    overflow = ~scaled_norm.isfinite() | (non_finite > 0)
+    overflow = ~(scaled_norm.isfinite() & weight.isfinite()) | (non_finite > 0)
     empty = weight <= 0
     unscale = loss_scale.to(torch.float64) * weight / nominal_weight
     grad_norm = scaled_norm / unscale

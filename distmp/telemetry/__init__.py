@@ -8,11 +8,10 @@ from distmp.telemetry.curves import draw_curves
 from distmp.telemetry.memory import peak_memory_bytes
 from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
 from distmp.telemetry.settings import LogConfig
-from distmp.telemetry.throughput import Lap, StepTimer
+from distmp.telemetry.throughput import StepTimer
 
 __all__ = [
     "Console",
-    "Lap",
     "LogConfig",
     "RecordError",
     "RecordWriter",

@@ -1,18 +1,10 @@
-"""Time per step and tokens per second."""
+"""Time per step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
-
-
-class Lap(NamedTuple):
-    """Duration and speed of one step."""
-
-    step_seconds: float
-    tokens_per_second: float
 
 
 class StepTimer:
@@ -29,17 +21,13 @@ class StepTimer:
         self._clock = clock
         self._started = clock()
 
-    def lap(self, tokens: float) -> Lap:
-        """End a step and begin the next.
-
-        Args:
-            tokens: Tokens of the global batch, over all ranks.
-        """
+    def lap(self) -> float:
+        """End a step and begin the next; return the seconds that it took, above 0."""
         now = self._clock()
         # Coarse clocks may not have moved.
         seconds = max(now - self._started, 1e-9)
         self._started = now
-        return Lap(seconds, tokens / seconds)
+        return seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:

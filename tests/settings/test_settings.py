@@ -15,8 +15,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distmp.config_io import command_line, from_mapping, read_yaml, to_mapping, write_yaml
 from distmp.errors import ConfigError
+from distmp.settings import command_line, from_mapping, read_yaml, to_mapping, write_yaml
 
 
 @dataclass(frozen=True)
@@ -535,7 +535,7 @@ def test_help_shows_the_values_of_the_file(
 
 def test_importing_does_not_import_tyro(tmp_path: Path) -> None:
     program = (
-        "import sys; from tests.test_config_io import Run, command_line;"
+        "import sys; from tests.settings.test_settings import Run, command_line;"
         f"command_line(Run, ['--config', {str(file_of(tmp_path, 'steps: 20'))!r}], 'p', 'd');"
         "assert 'tyro' not in sys.modules"
     )

@@ -1,0 +1,210 @@
+"""Mappings into (nested) frozen dataclasses, strictly, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import get_type_hints as _type_hints
+
+from distmp.errors import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """Return a dataclass instance as nested dictionaries and lists, ready for YAML."""
+    return cast("dict[str, Any]", _plain(config))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def from_mapping(cls: type[T], values: Mapping[Any, Any], where: str = "") -> T:
+    """Build a (nested) dataclass from a mapping such as `read_yaml` returns.
+
+    Settings that are absent keep their defaults. Conversion is strict: a whole number is taken
+    for a float, a list for a tuple, an empty section for one of defaults, and nothing else.
+
+    Args:
+        cls: Dataclass whose fields are int, float, str, bool, None, Literal, tuple, dict, Any,
+            dataclasses of such, or unions of these; every field has a default.
+        values: Setting name to value.
+        where: Dotted name of the section that `cls` stands for, for messages.
+
+    Raises:
+        ConfigError: If a name is unknown (with the nearest right one) or a value has the wrong
+            type, or whatever the dataclass's own checks raise.
+    """
+    return cast("T", _build(cls, values, where, frozenset(setting_names(cls, where))))
+
+
+def join(section: str, name: str) -> str:
+    """Return the dotted name of a setting in a section."""
+    return f"{section}.{name}" if section else name
+
+
+def _fields(cls: type[Any]) -> dict[str, Any]:
+    """Return field name to resolved annotation, for the fields that can be set."""
+    hints = _type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def setting_names(cls: type[Any], where: str = "") -> Iterator[str]:
+    """Give the dotted names of all settings and sections of `cls`."""
+    for name, annotation in _fields(cls).items():
+        full = join(where, name)
+        yield full
+        for member in members_of(annotation):
+            if dataclasses.is_dataclass(member):
+                yield from setting_names(cast("type[Any]", member), full)
+
+
+def annotation_of(cls: type[Any], setting: str) -> Any:
+    """Return the annotation of the setting with this dotted name below `cls`."""
+    name, _, rest = setting.partition(".")
+    annotation = _fields(cls)[name]
+    if not rest:
+        return annotation
+    section = next(item for item in members_of(annotation) if dataclasses.is_dataclass(item))
+    return annotation_of(cast("type[Any]", section), rest)
+
+
+def members_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the annotation alone."""
+    if get_origin(annotation) in (Union, types.UnionType):
+        return get_args(annotation)
+    return (annotation,)
+
+
+def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> Any:
+    fields = _fields(cls)
+    arguments = {}
+    for name, value in values.items():
+        setting = join(where, str(name))
+        if name not in fields:
+            raise ConfigError(setting, value, unknown_setting(setting, known))
+        arguments[name] = _convert(fields[name], value, setting, known)
+    return cls(**arguments)
+
+
+def unknown_setting(setting: str, known: frozenset[str]) -> str:
+    """Say that there is no such setting, and which one was probably meant."""
+    section, _, name = setting.rpartition(".")
+    if setting in known:
+        return f"unknown name; write {name!r} as a line below the section {section!r}"
+    same_name = [full for full in known if full.rpartition(".")[2] == name]
+    if same_name:
+        return (
+            f"unknown setting; did you mean {min(same_name, key=lambda full: (len(full), full))!r}?"
+        )
+    if section in known and not any(full.startswith(f"{section}.") for full in known):
+        return f"unknown setting; did you mean {section!r}?"
+    siblings = [full for full in known if full.rpartition(".")[0] == section]
+    for candidates in (siblings, sorted(known)):
+        full_names = {full.rpartition(".")[2]: full for full in candidates}
+        if close := difflib.get_close_matches(name, full_names, n=1):
+            return f"unknown setting; did you mean {full_names[close[0]]!r}?"
+    return f"unknown setting; {nearest(name, siblings or known)}"
+
+
+def _convert(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:
+    """Return `value` as the annotated type, or raise an error that says what is wanted."""
+    for member in members_of(annotation):
+        if dataclasses.is_dataclass(member) and isinstance(value, Mapping):
+            return _build(cast("type[Any]", member), value, setting, known)
+        if _accepts(member, value):
+            return _coerce(member, value, setting, known)
+    # A section whose lines are all commented out.
+    if value is None and dataclasses.is_dataclass(annotation):
+        return _build(cast("type[Any]", annotation), {}, setting, known)
+    raise ConfigError(setting, value, f"must be {wanted(annotation)}{_hint(annotation, value)}")
+
+
+def _accepts(annotation: Any, value: Any) -> bool:
+    origin = get_origin(annotation)
+    if annotation is Any:
+        return True
+    if origin is Literal:
+        # True == 1, so equality alone would take one for the other.
+        return any(value == item and type(value) is type(item) for item in get_args(annotation))
+    if origin is tuple:
+        return isinstance(value, (list, tuple)) and _right_length(annotation, value)
+    if origin is dict:
+        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
+    if annotation is float:
+        return type(value) is float or (type(value) is int and abs(value) < 2**1023)
+    if annotation in (int, str, bool, type(None)):
+        return type(value) is annotation
+    if dataclasses.is_dataclass(annotation):
+        return False
+    raise TypeError(f"a setting cannot have the type {annotation!r}")
+
+
+def _right_length(annotation: Any, value: Sequence[Any]) -> bool:
+    items = get_args(annotation)
+    return items[-1] is Ellipsis or len(items) == len(value)
+
+
+def _coerce(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:
+    items = get_args(annotation)
+    if annotation is float:
+        return float(value)
+    if get_origin(annotation) is tuple:
+        kinds = items[:1] * len(value) if items[-1] is Ellipsis else items
+        return tuple(
+            _convert(kind, item, f"{setting}[{index}]", known)
+            for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
+    if get_origin(annotation) is dict:
+        return {
+            key: _convert(items[1], item, join(setting, key), known) for key, item in value.items()
+        }
+    return value
+
+
+_WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+
+
+def wanted(annotation: Any) -> str:
+    """Say in words which values an annotation stands for."""
+    members = members_of(annotation)
+    if len(members) > 1:
+        return " or ".join(wanted(member) for member in members)
+    if get_origin(annotation) is Literal:
+        choices = [repr(item) for item in get_args(annotation)]
+        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
+    if get_origin(annotation) is tuple:
+        items = get_args(annotation)
+        number = "" if items[-1] is Ellipsis else f" of length {len(items)}"
+        return f"a list{number}, each item {wanted(items[0])}"
+    return _WORDS.get(annotation, "a section of 'name: value' lines")
+
+
+def _hint(annotation: Any, value: Any) -> str:
+    """Say how to write what was probably meant."""
+    members = members_of(annotation)
+    if int in members and isinstance(value, float) and value.is_integer():
+        return f"; write {int(value)}"
+    if str in members and isinstance(value, (bool, int, float)):
+        return "; put it in quotes"
+    if isinstance(value, str) and any(member in (bool, int, float) for member in members):
+        return ", not text"
+    return ""
