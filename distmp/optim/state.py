@@ -7,8 +7,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
+
+# The optimizers whose fused kernels DTensor can call (torch 2.13).
+FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
 
 logger = logging.getLogger("distmp")
 
@@ -19,11 +23,17 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     torch's fused optimizers do, from their attributes `grad_scale` and `found_inf`. Fused SGD
     leaves its momentum uninitialised when the very first step is skipped, and reads it in the next
     (seen on torch 2.13), so its momentum starts at zero here, which gives the same first update.
+    An optimizer whose fused kernel cannot take sharded parameters is switched to its other one.
 
     Raises:
         ConfigError: For fused SGD with dampening, whose first update differs from a zero start.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    if not isinstance(optimizer, FUSED_WHEN_SHARDED) and _holds_sharded(optimizer):
+        logger.info("%s of sharded parameters is not fused", type(optimizer).__name__)
+        for group in optimizer.param_groups:
+            group["fused"] = None
         return False
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:
@@ -37,6 +47,15 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
                 for parameter in group["params"]:
                     optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return True
+
+
+def _holds_sharded(optimizer: torch.optim.Optimizer) -> bool:
+    # A DTensor is such a subclass; importing it to ask would take half a second.
+    return any(
+        is_traceable_wrapper_subclass(parameter)
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    )
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:

@@ -37,9 +37,10 @@ def fsdp2_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
     return MixedPrecisionPolicy(
         param_dtype=policy.compute_dtype,
         reduce_dtype=torch.float32,
-        # The root module casts its outputs once; between blocks nothing is cast.
+        # The root module casts its inputs and outputs once (`cast_inputs_and_outputs`); between
+        # blocks nothing is cast, so that a block gets what it gets without sharding.
         output_dtype=None,
-        cast_forward_inputs=True,
+        cast_forward_inputs=False,
     )
 
 

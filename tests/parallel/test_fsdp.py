@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from distmp.errors import ConfigError
+from distmp.parallel.fsdp import FullySharded, blocks
+from distmp.parallel.world import World
+from distmp.precision import policy
+from tests.parallel.test_replicated import SIZES, train_rank
+from tests.ranks import ranks, run_ranks
+from tests.training import (
+    ONE_RANK,
+    TWO_RANKS,
+    Batch,
+    adagrad,
+    adamw,
+    assert_same_bits,
+    error,
+    foreach_adamw,
+    fused_adagrad,
+    fused_adamw,
+    fused_sgd,
+    loss,
+    make_engine,
+    make_model,
+    plain_training,
+    sgd,
+    snapshot,
+    train,
+    trained,
+    weights,
+)
+
+PLAIN = {fused_adamw: adamw, foreach_adamw: adamw, fused_sgd: sgd, fused_adagrad: adagrad}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "optimizer"),
+    [
+        (1, fused_adamw),
+        (2, fused_adamw),
+        (4, fused_adamw),
+        (2, foreach_adamw),
+        (2, fused_sgd),
+        (2, fused_adagrad),
+    ],
+)
+def test_fsdp_equals_plain_torch_on_the_same_samples(
+    world_size: int, optimizer: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    options = {"strategy": "fsdp", "optimizer": optimizer, "max_norm": 1.3}
+    results = run_ranks(train_rank, world_size, 10, SIZES[world_size], options)
+    expected, losses_and_norms = plain_training(10, ONE_RANK, PLAIN[optimizer], 1.3)
+    for numbers, found, state in results:
+        assert error(found, expected) < 1e-5
+        assert_same_bits(state, results[0][2])
+        assert numbers == results[0][0]
+        assert [(step.loss, step.grad_norm) for step in numbers] == [
+            (pytest.approx(loss, rel=3e-6), pytest.approx(norm, rel=3e-6))
+            for loss, norm in losses_and_norms
+        ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-autocast", "fp16"])
+def test_fsdp_and_ddp_agree_in_mixed_precision(precision: str) -> None:
+    sharded, replicated = (
+        run_ranks(train_rank, 2, 8, TWO_RANKS, {"strategy": strategy, "policy": precision})[0]
+        for strategy in ("fsdp", "ddp")
+    )
+    fp32, _ = plain_training(8, ONE_RANK)
+    assert error(sharded[1], replicated[1]) < 1e-2
+    assert error(sharded[1], fp32) < 0.1
+    assert [step.skipped for step in sharded[0]] == [step.skipped for step in replicated[0]]
+
+
+class WideAngles(nn.Module):
+    """Hands an FP32 tensor to its blocks, as rotary tables are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Turned()])
+        self.register_buffer("angles", torch.full((6,), 1.001))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, self.angles)
+        return x
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6, bias=False)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:
+        self.seen += [x.dtype, angles.dtype]
+        return self.linear(x) * angles.to(x.dtype)
+
+
+@ranks(2)
+def test_blocks_get_what_they_get_without_sharding() -> None:
+    for strategy in ("ddp", "fsdp"):
+        model = WideAngles()
+        output = make_engine(model=model, policy="bf16", strategy=strategy).module(torch.ones(2, 6))
+        assert model.blocks[0].seen == [torch.bfloat16, torch.float32]
+        assert output.dtype == torch.float32
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@ranks(2)
+def test_shards_are_fp32_and_a_group_stands_for_each_block(precision: str) -> None:
+    engine = make_engine(policy=precision, strategy="fsdp")
+    train(engine, 1, TWO_RANKS)
+    units = [name for name, part in engine.module.named_modules() if isinstance(part, FSDPModule)]
+    assert units == ["", "blocks.0", "blocks.1"]
+    for name, parameter in engine.module.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        assert parameter.to_local().numel() < parameter.numel()
+    assert all(isinstance(value, DTensor) for _, value in model_entries(engine.state_dict()))
+
+
+def model_entries(state: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in state.items() if name.startswith("model/")]
+
+
+@ranks(2)
+def test_gradients_accumulate_in_fp32() -> None:
+    engine = make_engine(policy="bf16", strategy="fsdp")
+    # In bfloat16 the small ones would all be lost beside the first.
+    batch = Batch(torch.ones(1, 6), torch.zeros(1, dtype=torch.int64))
+    parts = [batch._replace(factor=1.0), *[batch._replace(factor=2.0**-9)] * 16]
+    engine.step(parts)
+    found = engine.module.head.weight.grad.full_tensor().clone()
+    reference = make_engine(policy="bf16", strategy="ddp")
+    reference.step(parts)
+    assert found.norm() > 0
+    # The optimizer has written the unscaled gradient back in both.
+    views = dict(reference._strategy.optimizer_parameters())  # type: ignore[attr-defined]
+    assert torch.allclose(found, views["head.weight"].grad, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd, fused_adagrad])
+@ranks(2)
+def test_a_loaded_state_continues_bit_by_bit(
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    def new_engine(seed: int) -> Any:
+        model = make_model(seed)
+        return make_engine(model=model, optimizer=optimizer, policy="fp16", strategy="fsdp")
+
+    engine, resumed = new_engine(0), new_engine(1)
+    train(engine, 4, TWO_RANKS)
+    saved = {name: value.clone() for name, value in engine.state_dict().items()}
+    resumed.load_state_dict(saved)
+    expected = train(engine, 4, TWO_RANKS, first=4)
+    assert train(resumed, 4, TWO_RANKS, first=4) == expected
+    assert_same_bits(snapshot(resumed), snapshot(engine))
+
+
+class Faulty(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", ["forward", "loss"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@ranks(2)
+def test_an_abandoned_step_leaves_nothing_behind(precision: str, place: str) -> None:
+    def faulty_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+        total, weight = loss(model, batch)
+        if place == "loss" and batch.factor == 2:
+            raise Faulty
+        return total, weight
+
+    def stumble(module: nn.Module, args: Any) -> None:
+        if stumbling:
+            raise Faulty
+
+    stumbling = False
+    engine = make_engine(policy=precision, strategy="fsdp")
+    engine._loss = faulty_loss
+    engine.module.blocks[1].register_forward_pre_hook(stumble)
+    reference = make_engine(policy=precision, strategy="fsdp")
+    for one in (engine, reference):
+        train(one, 2, TWO_RANKS)
+    batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(Faulty):
+        stumbling = place == "forward"
+        engine.step([batch._replace(factor=float("inf")), batch._replace(factor=2.0)])
+    stumbling = False
+    for one in (engine, reference):
+        train(one, 2, TWO_RANKS, first=2)
+    assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
+
+
+@ranks(2)
+def test_evaluation_between_steps_changes_nothing() -> None:
+    engine, reference = (make_engine(strategy="fsdp", policy="bf16") for _ in range(2))
+    batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
+    for step in range(3):
+        train(engine, 1, TWO_RANKS, first=step)
+        mean = engine.evaluate([batch, batch])
+        state = snapshot(engine)
+        assert engine.evaluate([batch]) == pytest.approx(mean)
+        assert_same_bits(snapshot(engine), state)
+    train(reference, 3, TWO_RANKS)
+    assert_same_bits(weights(engine), weights(reference))
+
+
+def test_fsdp_needs_a_process_group() -> None:
+    with pytest.raises(ConfigError, match="strategy = 'fsdp': needs a process group"):
+        FullySharded(make_model(), policy("fp32"), World.current("cpu"))
+
+
+@ranks(2)
+def test_parameters_that_cannot_be_trained_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'first\.weight' is float64"):
+        make_engine(model=make_model().double(), strategy="fsdp")
+
+
+def test_blocks_are_the_entries_of_the_outermost_lists() -> None:
+    inner = nn.ModuleDict({"parts": nn.ModuleList([nn.Linear(1, 1), nn.Identity()])})
+    model = nn.ModuleDict(
+        {
+            "stem": nn.Linear(1, 1),
+            "body": nn.Sequential(nn.ModuleList([inner, nn.Linear(2, 2), nn.ReLU()])),
+        }
+    )
+    found = list(blocks(model))
+    assert [id(block) for block in found] == [id(inner), id(model["body"][0][1])]
+    assert [type(block) for block in blocks(inner)] == [nn.Linear]
+    assert dist.is_available()

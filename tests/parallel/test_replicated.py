@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.outcome import StepNumbers
+from distmp.parallel.replicated import Replicated
+from distmp.parallel.world import World
+from distmp.precision import policy
+from tests.ranks import ranks, run_ranks
+from tests.training import (
+    FOUR_RANKS,
+    ONE_RANK,
+    TWO_RANKS,
+    adamw,
+    assert_same_bits,
+    error,
+    foreach_adamw,
+    fused_adamw,
+    fused_sgd,
+    make_engine,
+    make_model,
+    plain_training,
+    sgd,
+    snapshot,
+    train,
+    weights,
+)
+
+ALONE = World(0, 1, torch.device("cpu"), None)
+SIZES = {1: ONE_RANK, 2: TWO_RANKS, 4: FOUR_RANKS}
+
+Result = tuple[list[StepNumbers], dict[str, Tensor], dict[str, Tensor]]
+
+
+def train_rank(steps: int, sizes: Sequence[Any], options: dict[str, Any]) -> Result:
+    """Train from a start of this rank's own; return numbers, weights and the whole state."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    engine = make_engine(model=make_model(seed=rank), **options)
+    numbers = train(engine, steps, sizes)
+    return numbers, weights(engine), snapshot(engine)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd, sgd])
+def test_ddp_equals_plain_torch_on_the_same_samples(
+    optimizer: Callable[[Any], torch.optim.Optimizer], world_size: int
+) -> None:
+    options = {"strategy": "ddp", "optimizer": optimizer, "max_norm": 1.3}
+    results = run_ranks(train_rank, world_size, 10, SIZES[world_size], options)
+    plain = sgd if optimizer in (sgd, fused_sgd) else adamw
+    expected, losses_and_norms = plain_training(10, ONE_RANK, plain, 1.3)
+    for numbers, found, state in results:
+        assert error(found, expected) < 1e-5
+        assert_same_bits(state, results[0][2])
+        assert numbers == results[0][0]
+        assert [(step.loss, step.grad_norm) for step in numbers] == [
+            (pytest.approx(loss, rel=3e-6), pytest.approx(norm, rel=3e-6))
+            for loss, norm in losses_and_norms
+        ]
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-autocast", "fp16"])
+def test_mixed_precision_does_not_depend_on_the_number_of_ranks(precision: str) -> None:
+    options = {"policy": precision}
+    alone = train_rank(8, ONE_RANK, options)[1]
+    together = run_ranks(train_rank, 2, 8, TWO_RANKS, options)
+    fp32, _ = plain_training(8, ONE_RANK)
+    assert error(together[0][1], alone) < 1e-2
+    assert error(together[0][1], fp32) < 0.1
+    assert_same_bits(together[1][2], together[0][2])
+
+
+@ranks(2)
+def test_ranks_start_as_rank_0_has_it() -> None:
+    import torch.distributed as dist
+
+    model = nn.Sequential(make_model(seed=dist.get_rank()), nn.BatchNorm1d(5))
+    model[1].register_buffer("mask", torch.full((3,), dist.get_rank() == 0))
+    model[1].running_mean.fill_(dist.get_rank())
+    make_engine(model=model)
+    for found, expected in zip(model[0].parameters(), make_model(0).parameters(), strict=True):
+        assert torch.equal(found, expected)
+    assert model[1].mask.tolist() == [True] * 3
+    assert model[1].running_mean.tolist() == [0] * 5
+
+
+# What happens to the parameters
+
+
+def test_frozen_parameters_are_cast_and_never_touched() -> None:
+    model = make_model()
+    model.first.requires_grad_(False)
+    before = [parameter.clone() for parameter in model.first.parameters()]
+    engine = make_engine(model=model, policy="bf16")
+    train(engine, 5, ONE_RANK)
+    for parameter, old in zip(model.first.parameters(), before, strict=True):
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, old.bfloat16())
+        assert parameter.grad is None
+    trained_names = [name for group in engine.optimizer.param_groups for name in group["param_names"]]
+    assert trained_names == [name for name, p in model.named_parameters() if p.requires_grad]
+    assert "model/first.weight" in engine.state_dict()
+
+
+def test_narrow_parameters_are_widened_without_loss() -> None:
+    model = make_model().bfloat16()
+    before = {name: value.float() for name, value in model.named_parameters()}
+    engine = make_engine(model=model, policy="fp32")
+    assert_same_bits(weights(engine), before)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16-autocast"])
+def test_float64_parameters_are_refused(precision: str) -> None:
+    with pytest.raises(ConfigError, match=r"'first\.weight' is float64; convert .* \.float\(\)"):
+        Replicated(make_model().double(), policy(precision), ALONE)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = make_model()
+        self.table = nn.Parameter(torch.arange(300), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(x)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_integer_parameters_are_refused_where_they_would_be_rounded(precision: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'table' is int64; .* or use {precision}-autocast"):
+        Replicated(Counting(), policy(precision), ALONE)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-autocast"])
+def test_integer_parameters_stay_where_nothing_is_cast(precision: str) -> None:
+    engine = make_engine(model=Counting(), policy=precision)
+    assert not train(engine, 1, ONE_RANK)[0].skipped
+    assert torch.equal(engine.module.table, torch.arange(300))
+
+
+def test_policy_decides_what_the_optimizer_steps() -> None:
+    for name in ("fp32", "bf16-autocast"):
+        model = make_model()
+        strategy = Replicated(model, policy(name), ALONE)
+        assert [id(value) for _, value in strategy.optimizer_parameters()] == [
+            id(value) for value in model.parameters()
+        ]
+    model = make_model()
+    strategy = Replicated(model, policy("bf16"), ALONE)
+    masters = dict(strategy.optimizer_parameters())
+    assert list(masters) == [name for name, _ in model.named_parameters()]
+    assert {master.dtype for master in masters.values()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert_same_bits(masters, dict(make_model().named_parameters()))
