@@ -21,8 +21,8 @@ def load_object(setting: str, path: str) -> Any:
         ConfigError: If the path is malformed, or the module or attribute does not exist. An error
             raised *inside* an existing module is not caught: its traceback is what the user needs.
     """
-    module_name, separator, attribute = path.partition(":")
-    if not separator or not module_name or not attribute:
+    module_name, _, attribute = path.partition(":")
+    if not module_name or module_name.startswith(".") or not attribute:
         raise ConfigError(setting, path, "write an import path as 'package.module:attribute'")
     # `python -m` and torchrun differ in whether they put the working directory on the path.
     working_directory = os.getcwd()

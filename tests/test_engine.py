@@ -10,16 +10,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.engine import Engine
 from distmp.errors import CheckpointError, ConfigError
 from distmp.outcome import StepNumbers
 from distmp.precision import PrecisionPolicy
 from distmp.scaling import LossScaleConfig
-from tests.ranks import ranks, run_ranks
+from tests.ranks import ranks
+from tests.recording import Collectives, HostReads
 from tests.training import (
-    FOUR_RANKS,
+    CLASSES,
     INPUTS,
     ONE_RANK,
     TWO_RANKS,
@@ -43,6 +43,7 @@ from tests.training import (
     train,
     trained,
     weights,
+    whole,
 )
 
 OPTIMIZERS = (fused_adamw, foreach_adamw, fused_sgd, sgd, fused_adagrad, adagrad)
@@ -318,7 +319,7 @@ def test_skips_in_a_row_are_counted() -> None:
 # What must leave nothing behind
 
 
-class Faulty(Exception):
+class FaultyError(Exception):
     pass
 
 
@@ -327,7 +328,7 @@ def test_an_abandoned_step_leaves_nothing_behind(policy: str) -> None:
     def faulty_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         total, weight = loss(model, batch)
         if math.isnan(batch.factor):
-            raise Faulty
+            raise FaultyError
         return total, weight
 
     engine = Engine(make_model(), faulty_loss, fused_adamw, policy=policy, device="cpu")
@@ -336,7 +337,7 @@ def test_an_abandoned_step_leaves_nothing_behind(policy: str) -> None:
         train(one, 2, ONE_RANK)
     broken = bad_batches(50, math.nan)
     broken[0] = broken[0]._replace(factor=math.inf)  # accumulated before the fault
-    with pytest.raises(Faulty):
+    with pytest.raises(FaultyError):
         engine.step(broken)
     for one in (engine, reference):
         train(one, 2, ONE_RANK, first=2)
@@ -355,19 +356,159 @@ def test_zero_grad_between_steps_is_harmless(set_to_none: bool, policy: str) -> 
     assert_same_bits(weights(engine), weights(reference))
 
 
-def test_a_second_engine_takes_over_the_model() -> None:
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_a_second_engine_takes_over_the_model(world_size: int) -> None:
+    sizes = ONE_RANK if world_size == 1 else TWO_RANKS
     first = make_engine()
-    train(first, 2, ONE_RANK)
+    train(first, 2, sizes)
     second = make_engine(model=first.module)
     reference = make_engine(model=make_model())
     reference.load_state_dict({**snapshot(reference), **model_part(first)})
     for engine in (second, reference):
-        train(engine, 3, ONE_RANK, first=2)
+        train(engine, 3, sizes, first=2)
     assert_same_bits(weights(second), weights(reference))
 
 
 def model_part(engine: Engine) -> dict[str, Tensor]:
     return {k: v for k, v in snapshot(engine).items() if k.startswith("model/")}
+
+
+# One decision for all ranks
+
+
+class Spoilable(nn.Module):
+    """A classifier with a bias, of whose gradient single elements can be spoiled.
+
+    Under FSDP each element of it stands on one rank only, and no other gradient depends on it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = make_model()
+        self.bias = nn.Parameter(torch.zeros(CLASSES))
+        self.factors = torch.ones(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.clone()
+        if bias.requires_grad:
+            bias.register_hook(lambda gradient: gradient * self.factors)
+        return self.classifier(x) + bias
+
+
+def same_on_all_ranks(value: Any) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, repr(value))
+    return len(set(found)) == 1
+
+
+@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_all_ranks_skip_what_one_of_them_cannot_apply(
+    strategy: str, optimizer: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    def new_engine() -> Engine:
+        return make_engine(
+            model=Spoilable(),
+            strategy=strategy,
+            optimizer=optimizer,
+            policy=SCALED,
+            schedule=lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+        )
+
+    engine, reference = new_engine(), new_engine()
+    for one in (engine, reference):
+        train(one, 2, TWO_RANKS)
+    before = trained(snapshot(engine))
+    spoilers = [(1, math.inf, -1), (0, math.nan, -1), (0, -math.inf, 0)]
+    for count, (rank, factor, element) in enumerate(spoilers, start=1):
+        if dist.get_rank() == rank:
+            engine.module.factors[element] = factor
+        (numbers,) = train(engine, 1, TWO_RANKS, first=50 + count)
+        engine.module.factors.fill_(1)
+        assert (numbers.overflow, numbers.skipped) == (True, True)
+        assert (numbers.applied_total, numbers.skipped_total) == (2, count)
+        assert numbers.loss_scale == 2.0 ** (17 - count)
+        assert same_on_all_ranks(numbers)
+        assert_same_bits(trained(snapshot(engine)), before)
+    found = train(engine, 3, TWO_RANKS, first=2)
+    expected = train(reference, 3, TWO_RANKS, first=2)
+    assert [step.learning_rate for step in found] == [step.learning_rate for step in expected]
+    assert [step.loss_scale for step in found] == [2.0**13] * 3
+    assert found[-1].applied_total == 5
+    assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
+    assert same_on_all_ranks([value.tolist() for value in snapshot(engine).values()])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_scale_stays_the_same_on_all_ranks_where_one_overflows_in_fp16(strategy: str) -> None:
+    engine = make_engine(strategy=strategy, policy="fp16")
+    overflows = []
+    for step in range(12):
+        batches = microbatches(step, TWO_RANKS[0], dist.get_rank())
+        if dist.get_rank() == 1:  # a large loss; its gradient is too large only times the scale
+            batches = [batch._replace(factor=1000.0) for batch in batches]
+        numbers = engine.step(batches).numbers
+        overflows.append(numbers.overflow)
+        assert numbers.skipped == numbers.overflow
+        assert same_on_all_ranks(numbers)
+    assert overflows[:3] == [True] * 3
+    assert overflows[-3:] == [False] * 3
+    assert numbers.loss_scale == 65536 * 0.5 ** sum(overflows)
+    assert same_on_all_ranks([value.tolist() for value in snapshot(engine).values()])
+    assert same_on_all_ranks([value.tolist() for value in map(whole, engine.module.parameters())])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_a_step_in_which_no_rank_has_a_sample(strategy: str) -> None:
+    engine = make_engine(strategy=strategy, policy=SCALED)
+    train(engine, 2, TWO_RANKS)
+    before = snapshot(engine)
+    (numbers,) = train(engine, 1, (((0, 0), (0, 0)),))
+    assert (numbers.skipped, numbers.overflow, numbers.weight) == (True, False, 0)
+    after = snapshot(engine)
+    assert after.pop("engine/counts").tolist() == [2, 1, 1]
+    before.pop("engine/counts")
+    assert_same_bits(after, before)
+    assert not train(engine, 1, TWO_RANKS)[0].skipped
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_one_small_collective_beside_the_gradients(strategy: str) -> None:
+    engine = make_engine(strategy=strategy, policy="bf16", max_norm=1.0)
+    train(engine, 2, TWO_RANKS)
+    batches = microbatches(2, TWO_RANKS[0], dist.get_rank())
+    with Collectives() as collectives:
+        engine.step(batches)
+    of_fsdp = {"_allgather_base_", "_reduce_scatter_base_"}
+    own = [name for name in collectives.names() if name not in of_fsdp]
+    if strategy == "ddp":
+        assert own == ["allreduce_"] * 2  # the one bucket, and the verdict
+        assert len(collectives.found) == 2
+    else:
+        assert own == ["allreduce_"]
+        assert len(collectives.found) > 1
+
+
+@ranks(2)
+def test_a_stop_request_of_one_rank_reaches_all() -> None:
+    engine = make_engine()
+    batches = microbatches(0, TWO_RANKS[0], dist.get_rank())
+    asked = [engine.step(batches, stop=dist.get_rank() == rank).numbers.stop for rank in (0, 1, 2)]
+    assert asked == [True, True, False]
+
+
+@ranks(2)
+def test_evaluation_over_ranks_with_different_amounts() -> None:
+    engine = make_engine()
+    found = engine.evaluate(microbatches(3, ((5, 1, 9), (2,)), dist.get_rank()))
+    batch = samples(3, 17)
+    mean = F.cross_entropy(make_model().double()(batch.inputs.double()), batch.labels)
+    assert found == pytest.approx(mean.item(), rel=1e-6)
 
 
 # Evaluation
@@ -526,20 +667,6 @@ def test_scale_is_limited_by_the_rules_of_the_resumed_run() -> None:
 # Host and device
 
 
-class Waits(TorchDispatchMode):
-    """Notes the operations by which, on CUDA, the host waits for the device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A tensor's value read (.item(), bool(), indexing), a tensor made from Python values.
-        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.lift_fresh):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp16-autocast"])
 def test_the_host_reads_nothing_in_a_fused_step(policy: str) -> None:
     engine = make_engine(
@@ -549,17 +676,17 @@ def test_the_host_reads_nothing_in_a_fused_step(policy: str) -> None:
     )
     train(engine, 2, ONE_RANK)
     batches = microbatches(2, ONE_RANK[0])
-    with Waits() as waits:
+    with HostReads() as reads:
         outcome = engine.step(batches)
-    assert waits.found == []
+    assert reads.found == []
     assert not outcome.numbers.skipped
 
 
 def test_reading_on_the_host_is_noticed() -> None:
     engine = make_engine(optimizer=foreach_adamw)
-    with Waits() as waits:
+    with HostReads() as reads:
         train(engine, 1, ONE_RANK)
-    assert "aten._local_scalar_dense.default" in waits.found
+    assert "aten._local_scalar_dense.default" in reads.found
 
 
 @pytest.mark.gpu

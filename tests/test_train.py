@@ -109,6 +109,61 @@ def test_a_run_leaves_everything_in_its_folder(
     assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
 
 
+def test_data_model_and_loss_by_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = _module(tmp_path)
+    arguments = [
+        f"--data.source={module}:line",
+        "--data.options={slope: 3.0}",
+        f"--model.name={module}:affine",
+        f"--model.loss={module}:squared",
+        "--batch.global-batch-size=8",
+        "--batch.microbatch-size=4",
+        "--precision.policy=fp32",
+        "--optim.name=sgd",
+        "--optim.lr=0.3",
+        "--optim.weight-decay=0",
+        "--optim.max-norm=None",
+        "--schedule.name=constant",
+        "--steps=60",
+        "--run-dir=run",
+    ]
+    assert main(arguments) == 0
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    assert records[0].loss > 0.1
+    assert records[-1].loss < 1e-6
+    assert records[-1].validation_loss is not None
+    assert records[-1].validation_loss < 1e-6
+    assert records[-1].weight == 8
+
+
+def test_a_run_that_only_skips_gives_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        f"--data.source={_module(tmp_path)}:line",
+        "--data.options={slope: .nan}",
+        "--model.name=users_models:affine",
+        "--model.loss=users_models:squared",
+        "--precision.policy=fp32",
+        "--precision.max-consecutive-skips=3",
+        "--run-dir=run",
+    ]
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("distmp: ")
+    assert "max_consecutive_skips" in told
+    assert "Traceback" not in told
+    assert [record.skipped for record in read_records(tmp_path / "run" / "steps.jsonl")] == [
+        True,
+        True,
+        True,
+    ]
+
+
 WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown key": (
         lambda tmp: ["--config", _file(tmp / "c.yaml", "optim:\n  learning_rate: 1\n")],
@@ -198,6 +253,14 @@ def _module(folder: Path) -> str:
         "        return self.table(tokens)\n"
         "def failing():\n"
         "    return Failing()\n"
+        "def line(split, sequence_length, slope):\n"
+        "    points = torch.linspace(-1, 1, 64 if split == 'train' else 8)\n"
+        "    return [(x.view(1), slope * x.view(1) + 1) for x in points]\n"
+        "def affine():\n"
+        "    return nn.Linear(1, 1)\n"
+        "def squared(model, batch):\n"
+        "    x, y = batch\n"
+        "    return (model(x) - y).square().sum(), len(x)\n"
     )
     return "users_models"
 

@@ -13,6 +13,9 @@ from torch.distributed.tensor import DTensor
 from distmp.engine import Engine
 from distmp.outcome import StepNumbers
 
+# Tensors are so small here that a second thread would cost more than it brings.
+torch.set_num_threads(1)
+
 INPUTS, WIDTH, CLASSES = 6, 12, 5
 
 # Microbatch sizes of each rank, step after step; nowhere the same twice, and rank 1 once has none.
@@ -118,7 +121,7 @@ def fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make_engine(**options: Any) -> Engine:
-    """Build an engine on the CPU for `make_model`, with fused AdamW in FP32 unless told otherwise."""
+    """Build an engine on the CPU: `make_model`, fused AdamW and FP32 unless told otherwise."""
     options = {"optimizer": fused_adamw, "policy": "fp32", "device": "cpu", **options}
     return Engine(options.pop("model", None) or make_model(), loss, **options)
 

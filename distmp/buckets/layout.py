@@ -48,13 +48,16 @@ def plan_buckets(
     """Divide parameters into buckets in reverse order of registration.
 
     Backward produces gradients roughly in that order, so the first bucket is full early and its
-    reduction runs while backward goes on. A parameter that is registered twice stands in one place.
+    reduction runs while backward goes on. A parameter that is registered twice stands in one
+    place, under its first name.
 
     Args:
         named_parameters: Names and parameters, in order of registration.
         bucket_bytes: A bucket is closed once its FP32 buffer has this many bytes.
     """
-    unique = {id(parameter): (name, parameter) for name, parameter in named_parameters}
+    unique: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, parameter in named_parameters:
+        unique.setdefault(id(parameter), (name, parameter))
     by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in reversed(unique.values()):
         by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))

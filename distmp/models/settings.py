@@ -18,7 +18,7 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "1m": Size(layers=4, dimension=128, heads=4, hidden=384),
+    "1m": Size(layers=3, dimension=160, heads=5, hidden=480),
     "22m": Size(layers=12, dimension=384, heads=6, hidden=1056),
     "125m": Size(layers=12, dimension=768, heads=12, hidden=2048),
     "350m": Size(layers=24, dimension=1024, heads=16, hidden=2816),

@@ -38,8 +38,8 @@ class TransformerConfig:
     hidden: int
     """Width inside the feed-forward part."""
 
-    tied_head: bool = False
-    """Whether the embedding also serves as the output matrix."""
+    tied_head: bool = True
+    """Whether the embedding also serves as the output matrix. Small models learn faster so."""
 
     rotary_base: float = 10_000.0
     """Ratio, nearly, of the slowest to the fastest wavelength of the rotary positions."""

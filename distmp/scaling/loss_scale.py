@@ -34,9 +34,9 @@ class LossScaleConfig:
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(f"{section}.{name}", value, "use a positive finite number")
-        if not self.growth_factor > 1:
+        if not 1 < self.growth_factor < math.inf:
             raise ConfigError(
-                f"{section}.growth_factor", self.growth_factor, "use a number above 1"
+                f"{section}.growth_factor", self.growth_factor, "use a finite number above 1"
             )
         if not 0 < self.backoff_factor < 1:
             raise ConfigError(

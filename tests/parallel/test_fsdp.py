@@ -167,7 +167,7 @@ def test_a_loaded_state_continues_bit_by_bit(
     assert_same_bits(snapshot(resumed), snapshot(engine))
 
 
-class Faulty(Exception):
+class FaultyError(Exception):
     pass
 
 
@@ -178,12 +178,12 @@ def test_an_abandoned_step_leaves_nothing_behind(precision: str, place: str) -> 
     def faulty_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
         total, weight = loss(model, batch)
         if place == "loss" and batch.factor == 2:
-            raise Faulty
+            raise FaultyError
         return total, weight
 
     def stumble(module: nn.Module, args: Any) -> None:
         if stumbling:
-            raise Faulty
+            raise FaultyError
 
     stumbling = False
     engine = make_engine(policy=precision, strategy="fsdp")
@@ -193,8 +193,8 @@ def test_an_abandoned_step_leaves_nothing_behind(precision: str, place: str) -> 
     for one in (engine, reference):
         train(one, 2, TWO_RANKS)
     batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
-    with pytest.raises(Faulty):
-        stumbling = place == "forward"
+    stumbling = place == "forward"
+    with pytest.raises(FaultyError):
         engine.step([batch._replace(factor=float("inf")), batch._replace(factor=2.0)])
     stumbling = False
     for one in (engine, reference):

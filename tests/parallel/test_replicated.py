@@ -105,7 +105,9 @@ def test_frozen_parameters_are_cast_and_never_touched() -> None:
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, old.bfloat16())
         assert parameter.grad is None
-    trained_names = [name for group in engine.optimizer.param_groups for name in group["param_names"]]
+    trained_names = [
+        name for group in engine.optimizer.param_groups for name in group["param_names"]
+    ]
     assert trained_names == [name for name, p in model.named_parameters() if p.requires_grad]
     assert "model/first.weight" in engine.state_dict()
 

@@ -1,0 +1,341 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from distmp.buckets import Fp32GradBuckets
+from distmp.errors import TrainingError
+from tests.ranks import ranks
+from tests.recording import Collectives
+
+WIDTH = 8
+ONE_EACH = 1  # bytes: every parameter a bucket of its own
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def accumulate(
+    buckets: Fp32GradBuckets, backwards: Sequence[Callable[[], Tensor]]
+) -> dict[str, Tensor]:
+    """Run one step; return the accumulated gradients by name."""
+    buckets.begin_step()
+    for index, forward in enumerate(backwards):
+        buckets.begin_microbatch(last=index == len(backwards) - 1)
+        forward().backward()
+    buckets.finish()
+    return {
+        name: view.clone()
+        for layout, views in zip(buckets.layouts, buckets.views, strict=True)
+        for name, view in zip(layout.names, views, strict=True)
+    }
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+# Accumulation on one rank
+
+
+@pytest.mark.parametrize("microbatches", [1, 8, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_accumulation_is_as_good_as_fp32(dtype: torch.dtype, microbatches: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).to(dtype)
+    plain = copy.deepcopy(model)
+    inputs = torch.randn(microbatches, 8, 16).to(dtype)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    found = accumulate(
+        buckets, [lambda batch=batch: model(batch).float().square().sum() for batch in inputs]
+    )
+    expected = dict.fromkeys(found, torch.zeros((), dtype=torch.float64))
+    for batch in inputs:
+        parameters = dict(plain.named_parameters())
+        gradients = torch.autograd.grad(
+            plain(batch).float().square().sum(), list(parameters.values())
+        )
+        for name, gradient in zip(parameters, gradients, strict=True):
+            expected[name] = expected[name] + gradient.double()
+    for name in expected:
+        assert relative_error(found[name], expected[name]) < 1e-6
+
+
+def test_uses_of_one_weight_in_one_backward_sum_in_fp32() -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(16, 16, dtype=torch.bfloat16))
+    inputs = torch.randn(64, 16, 16, dtype=torch.bfloat16)
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+
+    def total(weights: Sequence[Tensor]) -> Tensor:
+        products = [x @ w for x, w in zip(inputs, weights, strict=True)]
+        return torch.stack([product.float().square().sum() for product in products]).sum()
+
+    found = accumulate(buckets, [lambda: total([weight] * 64)])["weight"]
+    separate = [weight.detach().clone().requires_grad_() for _ in inputs]
+    of_uses = torch.autograd.grad(total(separate), separate)
+    expected = torch.stack([gradient.double() for gradient in of_uses]).sum(0)
+    assert relative_error(found, expected) < 1e-6
+    plain = weight.detach().clone().requires_grad_()
+    narrow = torch.autograd.grad(total([plain] * 64), plain)[0]
+    assert relative_error(narrow, expected) > 1e-3  # what it is without buckets
+
+
+def test_tied_weights_are_one_parameter() -> None:
+    model = Tied()
+    plain = copy.deepcopy(model)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    batch = torch.randn(5, WIDTH)
+    found = accumulate(buckets, [lambda: model(batch).square().sum()] * 3)
+    plain(batch).square().sum().backward()
+    assert sorted(found) == ["bias", "first.weight"]
+    assert plain.first.weight.grad is not None
+    torch.testing.assert_close(found["first.weight"], 3 * plain.first.weight.grad)
+
+
+def test_a_step_starts_from_zero_whatever_was_left() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    batch = torch.randn(5, WIDTH)
+    expected = accumulate(buckets, [lambda: model(batch).sum()])
+    for spoil in (
+        lambda: model.zero_grad(set_to_none=True),
+        lambda: model.zero_grad(set_to_none=False),
+        lambda: (model(batch).sum() * float("nan")).backward(),
+    ):
+        buckets.begin_microbatch(last=False)
+        spoil()
+        found = accumulate(buckets, [lambda: model(batch).sum()])
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x) + self.bias))
+
+
+# Reduction over ranks
+
+
+class Branches(nn.Module):
+    """Six weights, of which a forward uses any, in any order and number."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        weights = torch.randn(6, WIDTH, WIDTH) / WIDTH**0.5
+        self.weights = nn.ParameterList(weight.to(dtype) for weight in weights)
+
+    def forward(self, x: Tensor, used: Sequence[int]) -> Tensor:
+        for index in used:
+            x = torch.tanh(x @ self.weights[index])
+        return x.float().square().sum()
+
+
+Usage = list[list[list[int]]]
+"""Which weights each microbatch of each rank uses."""
+
+
+def random_usage(generator: random.Random, world_size: int) -> Usage:
+    microbatches = generator.randint(1, 3)
+    return [
+        [generator.choices(range(6), k=generator.randint(1, 7)) for _ in range(microbatches)]
+        for _ in range(world_size)
+    ]
+
+
+def check_usage(model: Branches, buckets: Fp32GradBuckets, usage: Usage) -> None:
+    plain = Branches().double()
+    for rank, of_rank in enumerate(usage):
+        for index, used in enumerate(of_rank):
+            plain(inputs_of(rank, index).double(), used).backward()
+    mine = dist.get_rank()
+    with Collectives() as collectives:
+        found = accumulate(
+            buckets,
+            [
+                lambda index=index, used=used: model(inputs_of(mine, index), used)
+                for index, used in enumerate(usage[mine])
+            ],
+        )
+    for name, parameter in plain.named_parameters():
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        torch.testing.assert_close(found[name].double(), expected, rtol=1e-5, atol=1e-5)
+    assert collectives.addresses("allreduce_") == [buffer.data_ptr() for buffer in buckets.buffers]
+
+
+def inputs_of(rank: int, microbatch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + microbatch)
+    return torch.randn(3, WIDTH, generator=generator)
+
+
+@pytest.mark.parametrize("bucket_bytes", [ONE_EACH, 2 * 4 * WIDTH**2, 10**6])
+@ranks(2)
+def test_ranks_that_use_different_weights(bucket_bytes: int) -> None:
+    model = Branches()
+    buckets = Fp32GradBuckets(model.named_parameters(), group(), bucket_bytes)
+    check_usage(model, buckets, [[[0, 1, 2], [2, 4]], [[0], [4, 3, 3, 1]]])
+    generator = random.Random(bucket_bytes)
+    for _ in range(25):
+        check_usage(model, buckets, random_usage(generator, dist.get_world_size()))
+
+
+@ranks(2)
+def test_reduction_starts_while_backward_goes_on() -> None:
+    model = Branches()
+    buckets = Fp32GradBuckets(model.named_parameters(), group(), ONE_EACH)
+    launched_at_the_first_weight: list[int] = []
+    model.weights[0].register_hook(
+        lambda gradient: launched_at_the_first_weight.append(len(collectives.found))
+    )
+    with Collectives() as collectives:
+        accumulate(buckets, [lambda: model(inputs_of(0, 0), range(6))] * 2)
+    assert launched_at_the_first_weight == [0, 5]
+
+
+@ranks(2)
+def test_narrow_parameters_are_reduced_in_fp32() -> None:
+    model = Branches(torch.bfloat16)
+    buckets = Fp32GradBuckets(model.named_parameters(), group())
+    mine = torch.tensor([1.0, 2.0**-12])[dist.get_rank()]
+    ones = torch.ones(1, WIDTH, dtype=torch.bfloat16)
+    found = accumulate(buckets, [lambda: (ones @ model.weights[5]).float().sum() * mine])
+    assert torch.equal(found["weights.5"], torch.full((WIDTH, WIDTH), 1 + 2.0**-12))
+
+
+@ranks(2)
+def test_tied_and_frozen_parameters_over_ranks() -> None:
+    model = Tied()
+    model.bias.requires_grad_(False)
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    buckets = Fp32GradBuckets(trainable, group(), ONE_EACH)
+    found = accumulate(
+        buckets, [lambda i=i: model(inputs_of(dist.get_rank(), i)).square().sum() for i in range(2)]
+    )
+    plain = Tied().double()
+    for rank in range(2):
+        for index in range(2):
+            plain(inputs_of(rank, index).double()).square().sum().backward()
+    assert list(found) == ["first.weight"]
+    torch.testing.assert_close(
+        found["first.weight"].double(), plain.first.weight.grad, rtol=1e-5, atol=1e-6
+    )
+
+
+# Activation checkpointing
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool, shared: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.second = self.first if shared else nn.Linear(WIDTH, WIDTH)
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in (self.first, self.second):
+            x = checkpoint(self.segment, part, x, use_reentrant=self.reentrant)
+        return x.square().sum()
+
+    def segment(self, part: nn.Module, x: Tensor) -> Tensor:
+        return torch.tanh(part(x))
+
+
+def checkpointed_step(model: Checkpointed, buckets: Fp32GradBuckets) -> dict[str, Tensor]:
+    mine = dist.get_rank() if dist.is_initialized() else 0
+    return accumulate(
+        buckets, [lambda i=i: model(inputs_of(mine, i).requires_grad_()) for i in range(2)]
+    )
+
+
+def checkpointed_reference(world_size: int, *, shared: bool) -> dict[str, Any]:
+    plain = Checkpointed(reentrant=False, shared=shared).double()
+    for rank in range(world_size):
+        for index in range(2):
+            x = inputs_of(rank, index).double()
+            for part in (plain.first, plain.second):
+                x = torch.tanh(part(x))
+            x.square().sum().backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+def assert_gradients(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name].double(), expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("bucket_bytes", [ONE_EACH, 10**6])
+@ranks(2)
+def test_checkpointing(bucket_bytes: int) -> None:
+    for reentrant, shared in ((False, False), (False, True), (True, False)):
+        model = Checkpointed(reentrant=reentrant, shared=shared)
+        buckets = Fp32GradBuckets(model.named_parameters(), group(), bucket_bytes)
+        for _ in range(2):
+            found = checkpointed_step(model, buckets)
+            assert_gradients(found, checkpointed_reference(2, shared=shared))
+
+
+@ranks(2)
+def test_reentrant_checkpointing_of_a_shared_weight_is_refused() -> None:
+    model = Checkpointed(reentrant=True, shared=True)
+    buckets = Fp32GradBuckets(model.named_parameters(), group(), ONE_EACH)
+    with pytest.raises(
+        TrainingError, match=r"'first\.(weight|bias)' arrived a second time .*=False"
+    ):
+        checkpointed_step(model, buckets)
+    model.reentrant = False
+    assert_gradients(checkpointed_step(model, buckets), checkpointed_reference(2, shared=True))
+
+
+def test_reentrant_checkpointing_of_a_shared_weight_alone() -> None:
+    model = Checkpointed(reentrant=True, shared=True)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    assert_gradients(checkpointed_step(model, buckets), checkpointed_reference(1, shared=True))
+
+
+# Steps that end early
+
+
+@ranks(2)
+def test_a_step_abandoned_after_buckets_were_launched() -> None:
+    model = Branches()
+    buckets = Fp32GradBuckets(model.named_parameters(), group(), ONE_EACH)
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError
+
+    hook = model.weights[2].register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        accumulate(buckets, [lambda: model(inputs_of(0, 0), range(6))])
+    hook.remove()
+    check_usage(model, buckets, [[[0, 1, 2], [2, 4]], [[0], [4, 3, 3, 1]]])
+
+
+@ranks(2)
+def test_a_backward_outside_of_a_step_reduces_nothing() -> None:
+    model = Branches()
+    buckets = Fp32GradBuckets(model.named_parameters(), group(), ONE_EACH)
+    accumulate(buckets, [lambda: model(inputs_of(0, 0), range(6))])
+    with Collectives() as collectives:
+        model(inputs_of(0, 0), range(6)).backward()
+    assert collectives.found == []

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from distmp.buckets import Fp32GradBuckets, MasterWeights
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 10**6])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masters_start_exact_and_parameters_are_their_rounding(
+    dtype: torch.dtype, bucket_bytes: int
+) -> None:
+    model, original = make_model(), dict(make_model().named_parameters())
+    identities = [id(parameter) for parameter in model.parameters()]
+    buckets = Fp32GradBuckets(model.named_parameters(), None, bucket_bytes)
+    masters = MasterWeights(buckets, dtype)
+    assert masters.named.keys() == original.keys()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(masters.named[name], original[name])
+        assert masters.named[name].dtype == torch.float32
+        assert torch.equal(parameter, original[name].to(dtype))
+        assert parameter.dtype == dtype
+    assert [id(parameter) for parameter in model.parameters()] == identities
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_optimizer_moves_masters_and_publishing_rounds_them(dtype: torch.dtype) -> None:
+    model = make_model()
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    masters = MasterWeights(buckets, dtype)
+    # Each update is far smaller than a 16-bit parameter can show; a hundred of them are not.
+    optimizer = torch.optim.SGD(masters.named.values(), lr=1e-5)
+    start = {name: master.detach().clone() for name, master in masters.named.items()}
+    for _ in range(100):
+        buckets.begin_step()
+        model(torch.ones(2, 5, dtype=dtype)).sum().backward()
+        optimizer.step()
+        masters.publish()
+    for name, parameter in model.named_parameters():
+        master = masters.named[name]
+        assert master.grad is not None
+        assert torch.equal(parameter, master.to(dtype))
+        # The gradient hardly changes along the way: 100 times the same step.
+        moved = (master - start[name]).detach()
+        assert torch.allclose(moved, -1e-3 * master.grad, rtol=0.05, atol=1e-5)
+    assert torch.equal(masters.named["2.bias"].detach(), start["2.bias"] - _steps(2e-5, 100, start))
+
+
+def _steps(size: float, count: int, start: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return how far FP32 gets in `count` steps of `size`: the bias has the gradient 2, exactly."""
+    position = start["2.bias"].clone()
+    for _ in range(count):
+        position -= torch.tensor(size)
+    return start["2.bias"] - position
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_parameters_and_masters_are_the_bucket(dtype: torch.dtype) -> None:
+    model = make_model()
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    masters = MasterWeights(buckets, dtype)
+    buckets.begin_step()
+    model(torch.ones(2, 5, dtype=dtype)).sum().backward()
+    first, last = buckets.buffers[0].data_ptr(), buckets.buffers[0][-1:].data_ptr()
+    for name, parameter in model.named_parameters():
+        gradient = masters.named[name].grad
+        assert gradient is not None
+        assert parameter.grad is not None
+        assert gradient.data_ptr() == parameter.grad.data_ptr()
+        assert first <= gradient.data_ptr() <= last
+        assert gradient.dtype == torch.float32
+        assert gradient.abs().sum() > 0
+
+
+def test_memory_order_is_kept() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 2))
+    model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    weight = model[0].weight.detach().clone()
+    masters = MasterWeights(Fp32GradBuckets(model.named_parameters(), None), torch.bfloat16)
+    assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(masters.named["0.weight"], weight)
+    assert torch.equal(model[0].weight, weight.bfloat16())

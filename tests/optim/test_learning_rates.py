@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import lr_scheduler
+
+from distmp.errors import ConfigError
+from distmp.optim import LearningRates
+from distmp.optim import learning_rates as module
+
+CPU = torch.device("cpu")
+
+
+def make_optimizer(*rates: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups, lr=1.0)
+
+
+def halving(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def count(number: int) -> torch.Tensor:
+    return torch.tensor(number)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_every_group_follows_the_schedule(on_device: bool) -> None:
+    optimizer = make_optimizer(0.8, 0.1)
+    rates = LearningRates(optimizer, halving, CPU, on_device=on_device)
+    for applied in range(4):
+        first = rates.set(count(applied), applied)
+        found = [float(group["lr"]) for group in optimizer.param_groups]
+        assert found == pytest.approx([0.8 * 0.5**applied, 0.1 * 0.5**applied])
+        assert first.item() == pytest.approx(found[0])
+        kinds = {type(group["lr"]) for group in optimizer.param_groups}
+        assert kinds == {torch.Tensor if on_device else float}
+
+
+@settings(deadline=None, max_examples=30)
+@given(skipped=st.lists(st.booleans(), max_size=20))
+def test_a_skipped_update_does_not_consume_the_schedule(skipped: list[bool]) -> None:
+    optimizer = make_optimizer(0.8)
+    rates = LearningRates(optimizer, halving, CPU, on_device=True)
+    applied = count(0)
+    for steps, skip in enumerate(skipped):  # the host does not know whether one was skipped
+        rates.set(applied, steps)
+        expected = 0.8 * 0.5 ** applied.item()
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected)
+        applied = applied + (not skip)
+
+
+def test_rates_on_the_device_stay_the_same_tensors() -> None:
+    optimizer = make_optimizer(0.8, 0.1)
+    rates = LearningRates(optimizer, halving, CPU, on_device=True)
+    tensors = [group["lr"] for group in optimizer.param_groups]
+    told = rates.set(count(1), 1)
+    rates.set(count(2), 2)
+    assert all(group["lr"] is lr for group, lr in zip(optimizer.param_groups, tensors, strict=True))
+    assert told.item() == pytest.approx(0.4)  # what was told of a step does not change later
+
+
+def test_without_a_schedule_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK", 3)
+    optimizer = make_optimizer(0.8, 0.1)
+    rates = LearningRates(optimizer, None, CPU, on_device=False)
+    for applied in (0, 1, 17, 4):
+        assert rates.set(count(applied), applied).item() == pytest.approx(0.8)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.8, 0.1]
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 7])
+def test_the_table_grows_without_a_seam(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(module, "CHUNK", chunk)
+    optimizer = make_optimizer(1.0)
+    rates = LearningRates(optimizer, halving, CPU, on_device=False)
+    found = [rates.set(count(n), n).item() for n in (0, 1, 2, 3, 9, 10, 30, 4)]
+    assert found == [0.5**n for n in (0, 1, 2, 3, 9, 10, 30, 4)]
+
+
+def test_a_resumed_run_looks_up_where_it_stands() -> None:
+    optimizer = make_optimizer(1.0)
+    rates = LearningRates(optimizer, halving, CPU, on_device=True)
+    assert rates.set(count(12), 12).item() == 0.5**12
+
+
+def test_a_schedule_with_an_end_can_be_used_up_to_it() -> None:
+    def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10, cycle_momentum=False)
+
+    optimizer = make_optimizer(1.0)
+    reference = one_cycle(plain := make_optimizer(1.0))
+    rates = LearningRates(optimizer, one_cycle, CPU, on_device=False)
+    for applied in range(11):
+        assert rates.set(count(applied), applied).item() == pytest.approx(
+            plain.param_groups[0]["lr"]
+        )
+        plain.step()
+        if applied < 10:
+            reference.step()
+    with pytest.raises(ConfigError, match=r"schedule\.name = 'OneCycleLR': update 12: .*10"):
+        rates.set(count(11), 11)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
+        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0),
+    ],
+)
+def test_a_schedule_of_the_momentum_is_refused(schedule: Any) -> None:
+    with pytest.raises(ConfigError, match=r"cycle_momentum = True: only learning rates .* false"):
+        LearningRates(make_optimizer(1.0), schedule, CPU, on_device=True)
+
+
+def test_a_schedule_that_follows_a_metric_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"schedule\.name = 'ReduceLROnPlateau'"):
+        LearningRates(make_optimizer(1.0), lr_scheduler.ReduceLROnPlateau, CPU, on_device=True)

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from distmp.errors import CheckpointError, ConfigError
+from distmp.optim.state import create_state, named_state, prepare_for_device_skip
+from tests.ranks import ranks
+
+Build = Callable[[Any], torch.optim.Optimizer]
+
+OPTIMIZERS: dict[str, Build] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamw-amsgrad": lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "sgd-fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adagrad-fused": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, centered=True),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {"a.weight": (3, 4), "a.bias": (3,), "scale": ()}
+    return {
+        name: nn.Parameter(torch.randn(shape, generator=generator))
+        for name, shape in shapes.items()
+    }
+
+
+def take_steps(
+    named: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer, *seeds: int
+) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in named.values():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def names_of(named: dict[str, nn.Parameter]) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in named.items()}
+
+
+def kinds(state: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (value.shape, value.dtype) for name, value in state.items()}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_stored_state_continues_in_a_fresh_optimizer(name: str) -> None:
+    first = parameters()
+    optimizer = OPTIMIZERS[name](first.values())
+    take_steps(first, optimizer, 1, 2)
+    stored = {key: value.clone() for key, value in named_state(optimizer, names_of(first)).items()}
+    weights = {key: value.detach().clone() for key, value in first.items()}
+    take_steps(first, optimizer, 3, 4)
+
+    second = parameters()
+    fresh = OPTIMIZERS[name](second.values())
+    create_state(fresh, names_of(second), kinds(stored))
+    live = named_state(fresh, names_of(second))
+    assert kinds(live) == kinds(stored)
+    with torch.no_grad():
+        for key, value in stored.items():
+            live[key].copy_(value)
+        for key, value in weights.items():
+            second[key].copy_(value)
+    take_steps(second, fresh, 3, 4)
+    for key in first:
+        assert torch.equal(first[key], second[key]), key
+
+
+def test_names_are_those_of_the_parameters() -> None:
+    named = parameters()
+    optimizer = OPTIMIZERS["adamw"](named.values())
+    take_steps(named, optimizer, 1)
+    state = named_state(optimizer, names_of(named))
+    assert set(state) == {
+        f"{name}/{key}" for name in named for key in ("step", "exp_avg", "exp_avg_sq")
+    }
+    assert state["a.weight/exp_avg"] is optimizer.state[named["a.weight"]]["exp_avg"]
+
+
+def test_state_that_exists_already_is_kept() -> None:
+    named = parameters()
+    optimizer = OPTIMIZERS["adamw"](named.values())
+    take_steps(named, optimizer, 1)
+    before = named_state(optimizer, names_of(named))
+    create_state(optimizer, names_of(named), kinds(before))
+    after = named_state(optimizer, names_of(named))
+    assert all(after[key] is before[key] for key in before)
+
+
+def test_state_that_is_not_a_tensor_is_refused_by_name() -> None:
+    named = parameters()
+    optimizer = torch.optim.LBFGS([named["a.weight"]])
+    optimizer.state[named["a.weight"]]["func_evals"] = 3
+    with pytest.raises(CheckpointError, match=r"LBFGS keeps 'func_evals' of 'a\.weight' as int"):
+        named_state(optimizer, names_of(named))
+
+
+def test_state_of_what_is_not_trained_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    named = parameters()
+    optimizer = OPTIMIZERS["adamw"](named.values())
+    with caplog.at_level(logging.WARNING, logger="distmp"):
+        create_state(optimizer, names_of(named), {"gone/exp_avg": (torch.Size([2]), torch.float32)})
+    assert "'gone', which is not trained" in caplog.text
+    assert named_state(optimizer, names_of(named)) == {}
+
+
+@ranks(2)
+def test_state_of_sharded_parameters_is_sharded_alike() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, [Shard(0)]))
+    optimizer = torch.optim.AdamW([parameter])
+    stored = {
+        "p/exp_avg": (torch.Size([5, 3]), torch.float32),
+        "p/step": (torch.Size([]), torch.float32),
+    }
+    create_state(optimizer, {id(parameter): "p"}, stored)
+    found = optimizer.state[parameter]
+    assert isinstance(found["exp_avg"], DTensor)
+    assert found["exp_avg"].placements == parameter.placements
+    assert found["exp_avg"].to_local().shape == parameter.to_local().shape
+    assert not isinstance(found["step"], DTensor)
+
+
+# Skipping on the device
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_only_fused_optimizers_skip_by_themselves(name: str) -> None:
+    optimizer = OPTIMIZERS[name](parameters().values())
+    assert prepare_for_device_skip(optimizer) == name.endswith("-fused")
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_fused_momentum_that_starts_at_zero_is_the_same(nesterov: bool) -> None:
+    def build(named: dict[str, nn.Parameter], *, fused: bool) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            named.values(), lr=0.1, momentum=0.9, nesterov=nesterov, weight_decay=0.1, fused=fused
+        )
+
+    first, second = parameters(), parameters()
+    take_steps(first, build(first, fused=False), 1, 2, 3)
+    optimizer = build(second, fused=True)
+    assert prepare_for_device_skip(optimizer)
+    take_steps(second, optimizer, 1, 2, 3)
+    for key in first:
+        torch.testing.assert_close(first[key], second[key])
+
+
+def test_fused_momentum_with_dampening_is_refused() -> None:
+    optimizer = torch.optim.SGD(
+        parameters().values(), lr=0.1, momentum=0.9, dampening=0.5, fused=True
+    )
+    with pytest.raises(ConfigError, match=r"dampening = 0\.5: .* set fused to false"):
+        prepare_for_device_skip(optimizer)
+
+
+@pytest.mark.parametrize("name", ["adamw-fused", "sgd-fused", "adagrad-fused"])
+@ranks(2)
+def test_sharded_parameters_are_stepped_by_a_kernel_that_takes_them(name: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = parameters()["a.weight"]
+    sharded = nn.Parameter(distribute_tensor(whole.detach(), mesh, [Shard(0)]))
+    optimizer = OPTIMIZERS[name]([sharded])
+    assert prepare_for_device_skip(optimizer) == (name == "adamw-fused")
+    reference = OPTIMIZERS[name.removesuffix("-fused").replace("sgd", "sgd-momentum")]([whole])
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(3):
+        whole.grad = torch.randn(whole.shape, generator=generator)
+        sharded.grad = distribute_tensor(whole.grad, mesh, [Shard(0)])
+        reference.step()
+        optimizer.step()
+    torch.testing.assert_close(sharded.full_tensor(), whole)

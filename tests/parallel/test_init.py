@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from distmp.errors import ConfigError
+from distmp.parallel import STRATEGIES, World, build_strategy, resolve_strategy
+from distmp.parallel.replicated import Replicated
+from distmp.precision import policy
+from tests.ranks import ranks
+from tests.training import make_model
+
+
+def world(size: int) -> World:
+    return World(0, size, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "expected"),
+    [
+        ("auto", 1, "single"),
+        ("auto", 2, "ddp"),
+        ("single", 1, "single"),
+        ("ddp", 1, "ddp"),
+        ("ddp", 4, "ddp"),
+        ("fsdp", 1, "fsdp"),
+        ("fsdp", 2, "fsdp"),
+    ],
+)
+def test_resolution(name: str, size: int, expected: str) -> None:
+    assert resolve_strategy(name, world(size)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("fdsp", 1, r"strategy = 'fdsp': did you mean 'fsdp'\?"),
+        ("zero", 1, f"choose one of {', '.join(sorted(STRATEGIES))}"),
+        ("single", 2, r"strategy = 'single': is for one rank, but 2 were started; use 'ddp'"),
+    ],
+)
+def test_what_does_not_fit_is_refused(name: str, size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_strategy(name, world(size))
+
+
+def test_single_is_replicated() -> None:
+    strategy = build_strategy("single", make_model(), policy("fp32"), world(1))
+    assert isinstance(strategy, Replicated)
+
+
+@ranks(1)
+def test_fsdp() -> None:
+    from distmp.parallel.fsdp import FullySharded
+
+    strategy = build_strategy("fsdp", make_model(), policy("fp32"), World.current("cpu"))
+    assert isinstance(strategy, FullySharded)
+
+
+def test_what_fsdp_needs_is_not_imported_without_it() -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import distmp
+from distmp.parallel import World, build_strategy
+build_strategy("single", torch.nn.Linear(1, 1), distmp.policy("bf16"), World.current("cpu"))
+print([name for name in sorted(set(sys.modules) - before) if "fsdp" in name or "_tensor" in name
+       or name in ("tyro", "rich", "matplotlib", "yaml", "accelerate")])
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

@@ -1,0 +1,50 @@
+"""Watching what torch really does: collectives, and operations that make the host wait."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Collectives(TorchDispatchMode):
+    """Notes every collective that the body starts, whoever starts it, with its first tensor.
+
+    Attributes:
+        found: Names of c10d operations and addresses of what they work on, in order.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
+            self.found.append((func.overloadpacket.__name__, tensors[0].data_ptr()))
+        return func(*args, **(kwargs or {}))
+
+    def names(self) -> list[str]:
+        """Return the names of the operations, in order."""
+        return [name for name, _ in self.found]
+
+    def addresses(self, name: str) -> list[int]:
+        """Return the addresses of what the operations called `name` worked on, in order."""
+        return [address for found, address in self.found if found == name]
+
+
+class HostReads(TorchDispatchMode):
+    """Notes the operations by which, on CUDA, the host waits for the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A tensor's value read (.item(), bool(), indexing), a tensor made from Python values.
+        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.lift_fresh):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import pytest
+
+from distmp.errors import (
+    CheckpointError,
+    ConfigError,
+    DistmpError,
+    SetupError,
+    TrainingError,
+    nearest,
+)
+
+
+def test_config_error_names_setting_value_and_remedy() -> None:
+    error = ConfigError("optim.lr", "fast", "use a number")
+    assert str(error) == "optim.lr = 'fast': use a number"
+    assert (error.setting, error.value) == ("optim.lr", "fast")
+
+
+@pytest.mark.parametrize(
+    ("error", "builtin", "exit_code"),
+    [
+        (ConfigError("a", 1, "b"), ValueError, 2),
+        (CheckpointError("a"), RuntimeError, 1),
+        (TrainingError("a"), RuntimeError, 1),
+        (SetupError({0: "a"}, 7), DistmpError, 7),
+    ],
+)
+def test_errors_are_ours_and_have_an_exit_code(
+    error: DistmpError, builtin: type[Exception], exit_code: int
+) -> None:
+    assert isinstance(error, DistmpError)
+    assert isinstance(error, builtin)
+    assert error.exit_code == exit_code
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        ({0: "no data"}, "no data"),
+        ({0: "no data", 1: "no data"}, "no data"),
+        ({3: "no data"}, "no data"),
+        ({0: "no data", 2: "no disk", 3: "no data"}, "rank 0, 3: no data; rank 2: no disk"),
+    ],
+)
+def test_setup_error_tells_ranks_apart_where_they_differ(
+    messages: dict[int, str], text: str
+) -> None:
+    assert str(SetupError(messages, 1)) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "choices", "expected"),
+    [
+        ("cosin", ["linear", "cosine"], "did you mean 'cosine'?"),
+        ("xyz", ["linear", "cosine"], "choose one of cosine, linear"),
+        ("x", (), "choose one of "),
+        ("adamw2", iter(["sgd", "adamw"]), "did you mean 'adamw'?"),
+    ],
+)
+def test_nearest(name: str, choices: list[str], expected: str) -> None:
+    assert nearest(name, choices) == expected

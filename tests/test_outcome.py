@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmp.outcome import StepNumbers, StepOutcome
+
+
+def tensors() -> dict[str, Tensor]:
+    return {
+        "loss": torch.tensor(1.25, dtype=torch.float64),
+        "weight": torch.tensor(2.0**40 + 1, dtype=torch.float64),
+        "grad_norm": torch.tensor(float("inf"), dtype=torch.float64),
+        "learning_rate": torch.tensor(0.5),
+        "loss_scale": torch.tensor(65536.0),
+        "overflow": torch.tensor(True),
+        "skipped": torch.tensor(1),
+        "stop": torch.tensor(False),
+        "applied_total": torch.tensor(10**9),
+        "skipped_total": torch.tensor(3),
+        "skipped_in_a_row": torch.tensor(2),
+    }
+
+
+def test_numbers_have_their_types_and_values() -> None:
+    numbers = StepOutcome(tensors()).numbers
+    assert numbers == StepNumbers(
+        loss=1.25,
+        weight=2.0**40 + 1,
+        grad_norm=float("inf"),
+        learning_rate=0.5,
+        loss_scale=65536.0,
+        overflow=True,
+        skipped=True,
+        stop=False,
+        applied_total=10**9,
+        skipped_total=3,
+        skipped_in_a_row=2,
+    )
+    kinds = [type(value) for value in numbers]
+    assert kinds == [float] * 5 + [bool] * 3 + [int] * 3
+
+
+def test_numbers_are_those_of_the_step_though_its_tensors_change_later() -> None:
+    live = tensors()
+    outcome = StepOutcome(live)
+    live["loss"].fill_(9)
+    live["applied_total"].add_(1)
+    assert (outcome.numbers.loss, outcome.numbers.applied_total) == (1.25, 10**9)
+    assert outcome.numbers is outcome.numbers
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_making_an_outcome_does_not_wait_for_the_device() -> None:
+    on_device = {name: value.cuda() for name, value in tensors().items()}
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # cycles: a tenth of a second or more
+    done = torch.cuda.Event()
+    outcome = StepOutcome(on_device)
+    done.record()
+    assert not done.query()
+    assert outcome.numbers == StepOutcome(tensors()).numbers
