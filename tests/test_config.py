@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from distmp.config import BatchConfig, RunConfig, load
-from distmp.settings import from_mapping, read_yaml, write_yaml
 from distmp.errors import ConfigError
+from distmp.settings import from_mapping, read_yaml, write_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

@@ -32,11 +32,13 @@ from tests.training import (
     make_engine,
     make_model,
     plain_training,
+    samples,
     sgd,
     snapshot,
     train,
     trained,
     weights,
+    whole,
 )
 
 PLAIN = {fused_adamw: adamw, foreach_adamw: adamw, fused_sgd: sgd, fused_adagrad: adagrad}
@@ -76,7 +78,7 @@ def test_fsdp_and_ddp_agree_in_mixed_precision(precision: str) -> None:
         for strategy in ("fsdp", "ddp")
     )
     fp32, _ = plain_training(8, ONE_RANK)
-    assert error(sharded[1], replicated[1]) < 1e-2
+    assert error(sharded[1], replicated[1]) < 1e-4
     assert error(sharded[1], fp32) < 0.1
     assert [step.skipped for step in sharded[0]] == [step.skipped for step in replicated[0]]
 
@@ -134,19 +136,24 @@ def model_entries(state: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 
 @ranks(2)
-def test_gradients_accumulate_in_fp32() -> None:
-    engine = make_engine(policy="bf16", strategy="fsdp")
+def test_gradients_are_summed_in_fp32_over_microbatches_and_ranks() -> None:
     # In bfloat16 the small ones would all be lost beside the first.
-    batch = Batch(torch.ones(1, 6), torch.zeros(1, dtype=torch.int64))
-    parts = [batch._replace(factor=1.0), *[batch._replace(factor=2.0**-9)] * 16]
-    engine.step(parts)
-    found = engine.module.head.weight.grad.full_tensor().clone()
-    reference = make_engine(policy="bf16", strategy="ddp")
-    reference.step(parts)
-    assert found.norm() > 0
-    # The optimizer has written the unscaled gradient back in both.
-    views = dict(reference._strategy.optimizer_parameters())  # type: ignore[attr-defined]
-    assert torch.allclose(found, views["head.weight"].grad, rtol=1e-6, atol=1e-9)
+    factors = [[1.0, *[2.0**-9] * 16], [2.0**-9] * 17][dist.get_rank()]
+    batches = [samples(step, 1)._replace(factor=factor) for step, factor in enumerate(factors)]
+    found = {}
+    for strategy in ("fsdp", "ddp"):
+        engine = make_engine(policy="bf16", strategy=strategy, optimizer=without_a_step)
+        engine.step(batches)
+        found[strategy] = {
+            name: whole(parameter.grad) for name, parameter in engine.module.named_parameters()
+        }
+    for name, expected in found["ddp"].items():  # which is checked against float64 elsewhere
+        assert found["fsdp"][name].dtype == torch.float32
+        torch.testing.assert_close(found["fsdp"][name], expected, rtol=1e-6, atol=1e-8)
+
+
+def without_a_step(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
 
 
 @pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd, fused_adagrad])
