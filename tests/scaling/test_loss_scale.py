@@ -182,7 +182,7 @@ def test_rules_that_cannot_be_followed_are_refused(name: str, value: Any, proble
         (LossScaleConfig(init=16, max_scale=64), 65536.0, 64),
         (LossScaleConfig(init=16, min_scale=8), 2.0, 8),
         (LossScaleConfig(dynamic=False, init=16), 2.0, 16),
-        (LossScaleConfig(init=0.01, max_scale=0.1), 0.5, 0.1),
+        (LossScaleConfig(init=0.1, min_scale=0.1, max_scale=0.1), 0.5, 0.1),
     ],
 )
 def test_the_configuration_wins_over_a_loaded_state_and_says_so(
