@@ -16,6 +16,7 @@ from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 from distmp.parallel import STRATEGIES
 from distmp.precision import PRESETS
 from distmp.scaling import LossScaleConfig
+from distmp.scaling.lockstep import LockstepConfig
 from distmp.settings import command_line
 from distmp.telemetry.settings import LogConfig
 
@@ -131,6 +132,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lockstep: LockstepConfig = field(default_factory=LockstepConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

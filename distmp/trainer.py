@@ -27,6 +27,7 @@ from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
 from distmp.parallel.world import World, all_or_none
 from distmp.run_directory import RunDirectory, create_run, latest_run
+from distmp.scaling import lockstep
 from distmp.stopping import StopSignals
 from distmp.telemetry import (
     Console,
@@ -133,6 +134,8 @@ class Trainer:
                 # The step before has ended on the device by now: reading it does not wait.
                 self._report(unread)
                 unread = _Unread(progress.step, progress.samples, outcome, self.timer.lap())
+                if config.lockstep.every and progress.step % config.lockstep.every == 0:
+                    self._check_lockstep()
                 last = progress.step == config.steps
                 if last or self._is_due(config.validation.every):
                     self._report(unread, self._validate(last=last))
@@ -185,6 +188,10 @@ class Trainer:
                 f"scale {numbers.loss_scale:g}; if the loss is finite lower "
                 "precision.loss_scale.min_scale or use a bf16 policy, if it is not lower optim.lr"
             )
+
+    def _check_lockstep(self) -> None:
+        with self.timer.paused():
+            lockstep.check(self.engine, self.config.lockstep.on_difference)
 
     def _validate(self, *, last: bool) -> float | None:
         """Return the mean loss on held-out data, or None where there is none."""
