@@ -7,7 +7,7 @@ from distmp.engine import Engine
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.outcome import StepNumbers, StepOutcome
 from distmp.precision import PrecisionPolicy, policy, resolve
-from distmp.scaling import LossScaleConfig
+from distmp.scaling import DistributedGradScaler, LossScaleConfig
 
 __version__ = "0.1.0"
 
@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DistmpError",
+    "DistributedGradScaler",
     "Engine",
     "Fp32GradBuckets",
     "LossScaleConfig",
