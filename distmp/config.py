@@ -46,10 +46,13 @@ class PrecisionConfig:
     """fp32, bf16, bf16-autocast, fp16, fp16-autocast, or auto: what the device supports."""
 
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    """Rules of the dynamic loss scale, for the fp16 policies."""
+    """Rules of the loss scale, for the fp16 policies."""
 
     max_consecutive_skips: int = 50
     """Give up after so many skipped steps in a row."""
+
+    attribution: bool = True
+    """Repeat a step that overflowed to say which rank, parameter and microbatch it was."""
 
     def __post_init__(self) -> None:
         if self.policy != "auto" and self.policy not in PRESETS:

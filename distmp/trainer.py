@@ -20,7 +20,6 @@ from distmp.data.loading import evaluation_batches, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
-from distmp.errors import TrainingError
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
@@ -131,7 +130,7 @@ class Trainer:
                 outcome = self.engine.step(next(batches), stop=stop.received is not None)
                 progress.step += 1
                 progress.samples += config.batch.global_batch_size
-                # The step before has ended on the device by now: reading it does not wait.
+                # Where the host runs ahead of the device, the step before has ended by now.
                 self._report(unread)
                 unread = _Unread(progress.step, progress.samples, outcome, self.timer.lap())
                 if config.lockstep.every and progress.step % config.lockstep.every == 0:
@@ -140,9 +139,11 @@ class Trainer:
                 if last or self._is_due(config.validation.every):
                     self._report(unread, self._validate(last=last))
                     unread = None
-                if self._is_due(config.checkpoint.every):
+                if self.engine.host_waits or self._is_due(config.checkpoint.every):
+                    # A step that was skipped is repeated exactly while the weights stand still.
                     self._report(unread)
                     unread = None
+                if self._is_due(config.checkpoint.every):
                     self._save()
         self._report(unread)
 
@@ -161,6 +162,8 @@ class Trainer:
         if unread is None:
             return
         numbers = unread.outcome.numbers
+        with self.timer.paused():
+            report = self.engine.explain(unread.outcome)
         record = StepRecord(
             step=unread.step,
             samples=unread.samples,
@@ -176,18 +179,15 @@ class Trainer:
             step_seconds=unread.seconds,
             memory_bytes=peak_memory_bytes(self.world.device),
             validation_loss=validation_loss,
+            overflow=None if report is None else report.to_record(),
         )
         if self.records is not None:
             self.records.write(record)
         self.console.step(record, self.config.steps)
+        if report is not None:
+            self.console.message(f"step {unread.step} skipped: {report}")
         self.stopping = self.stopping or numbers.stop
-        if numbers.skipped_in_a_row >= self.config.precision.max_consecutive_skips:
-            raise TrainingError(
-                f"precision.max_consecutive_skips = {numbers.skipped_in_a_row}: so many steps in a "
-                f"row had nothing finite to apply, the last with loss {numbers.loss:.4g} and loss "
-                f"scale {numbers.loss_scale:g}; if the loss is finite lower "
-                "precision.loss_scale.min_scale or use a bf16 policy, if it is not lower optim.lr"
-            )
+        self.engine.check(unread.outcome)
 
     def _check_lockstep(self) -> None:
         with self.timer.paused():
@@ -247,6 +247,8 @@ class Trainer:
             schedule=schedule_factory(config.schedule, config.steps),
             max_norm=config.optim.max_norm,
             loss_scale=config.precision.loss_scale,
+            max_consecutive_skips=config.precision.max_consecutive_skips,
+            attribution=config.precision.attribution,
             device=self.world.device,
         )
 

@@ -78,9 +78,9 @@ class LossScale:
         self.overflows_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
-    def moves(self) -> bool:
-        """Whether overflows and clean steps change the scale."""
-        return self.config is not None and self.config.dynamic
+    def floor(self) -> float | None:
+        """The value that overflows cannot push the scale below; None if they do not move it."""
+        return self.config.min_scale if self.config is not None and self.config.dynamic else None
 
     def update(self, overflow: Tensor, empty: Tensor) -> Tensor:
         """Follow one step.

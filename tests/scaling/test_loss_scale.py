@@ -117,13 +117,13 @@ def test_a_static_scale_never_moves_and_is_never_exhausted() -> None:
     scale = LossScale(config, CPU)
     assert follow(scale, [OVERFLOW] * 3 + [CLEAN] * 3) == [0.25] * 6
     assert not scale.update(torch.tensor(True), torch.tensor(False))
-    assert not scale.moves
+    assert scale.floor is None
 
 
 def test_without_rules_the_scale_is_one() -> None:
     scale = LossScale(None, CPU)
     assert follow(scale, [OVERFLOW, CLEAN]) == [1, 1]
-    assert not scale.moves
+    assert scale.floor is None
 
 
 def test_the_scale_is_exhausted_only_when_a_backoff_is_due_at_the_minimum() -> None:
