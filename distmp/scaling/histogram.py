@@ -29,6 +29,9 @@ SPECIAL = EXPONENTS - 1
 # largest numbers that it has.
 HALF_OF_SMALLEST, SMALLEST_NORMAL, LARGEST = -25, -14, 15
 
+# More would leave what a loss scale, an FP32 number, can be multiplied and divided by.
+MOST_SCALE_EXPONENT = 100
+
 # Values looked at in one go: bounds the memory of the intermediate integers.
 PIECE = 1 << 22
 
@@ -57,6 +60,11 @@ class ExponentHistogram:
 
     def __init__(self, counts: Tensor) -> None:
         self._rows: list[list[int]] = counts.tolist()
+
+    @classmethod
+    def empty(cls) -> ExponentHistogram:
+        """Return the histogram of no value at all."""
+        return cls(torch.zeros(EXPONENTS, CLASSES, dtype=torch.int64))
 
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
         return ExponentHistogram(torch.tensor(self._rows) + torch.tensor(other._rows))
@@ -106,7 +114,7 @@ class ExponentHistogram:
         """Return the power of two that float16 is served best by, or None without any value.
 
         It is the largest one at which the largest value stays 2^margin_exponent below overflow, or
-        the smallest one, from 1 on, at which no value is subnormal, if that is less.
+        the smallest one, from 1 on, at which no value is subnormal, if that is less; at most 2^100.
         """
         occupied = [
             (row, fraction_class)
@@ -120,7 +128,7 @@ class ExponentHistogram:
         overflows_early = largest_class == CLASSES - 1
         highest = LARGEST - overflows_early - (largest - BIAS) - margin_exponent
         useful = max(0, SMALLEST_NORMAL - (occupied[0][0] - BIAS))
-        return math.ldexp(1.0, min(highest, useful))
+        return math.ldexp(1.0, min(highest, useful, MOST_SCALE_EXPONENT))
 
     def _row(self, row: int) -> list[int]:
         """Return the counts of one exponent, without zeros."""
