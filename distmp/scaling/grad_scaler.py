@@ -423,7 +423,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         if isinstance(new_scale, float) or new_scale.numel() == 1:
-            value = float(new_scale)
+            value = new_scale if isinstance(new_scale, float) else new_scale.detach().item()
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError("new_scale", value, "use a positive finite number")
         super().update(new_scale)
