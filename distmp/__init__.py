@@ -8,6 +8,7 @@ from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingErr
 from distmp.outcome import StepNumbers, StepOutcome
 from distmp.precision import PrecisionPolicy, policy, resolve
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from distmp.scaling.attribution import OverflowReport
 
 __version__ = "0.1.0"
 
@@ -19,6 +20,7 @@ __all__ = [
     "Engine",
     "Fp32GradBuckets",
     "LossScaleConfig",
+    "OverflowReport",
     "PrecisionPolicy",
     "StepNumbers",
     "StepOutcome",

@@ -4,12 +4,17 @@ After the reduction an overflow stands on every rank, so what caused it has to b
 look at every gradient of every step would cost a pass over them. Instead the engine keeps what a
 step was made of by reference until its outcome has been read, and repeats a step that was skipped,
 one microbatch at a time, with hooks that look at outputs and gradients. A clean step pays for a
-copy of the random generators' states: a few microseconds and not one tensor operation.
+copy of the random generators' states: microseconds, and not one tensor operation. A skipped step
+costs two more where there is a loss scale, since it is tried at the lowest scale too: that tells a
+scale that is too high from a range that is too wide.
 
 A skip leaves the weights alone, so the repetition is exact if it takes place before the next update
 is applied. Where the host runs ahead of a CUDA device, the outcome is read when the next step has
 been started; weights may have moved by one update then, which the report says. Loss values are
 always those of the step itself.
+
+What cannot be repeated: random numbers that a model draws from elsewhere than torch's default
+generators, and batches that were written to after the step.
 """
 
 from __future__ import annotations
@@ -98,12 +103,11 @@ class Replay:
         probes = []
         with _generators_as(self._step.generators), _buffers_restored(strategy.module):
             for batch in self._step.microbatches:
-                strategy.begin_step()
                 strategy.begin_microbatch(last=False)
                 with Probe(strategy.module, strategy.units()) as probe:
                     self._backward(batch, torch.tensor(scale, device=device))
                 probes.append(probe)
-            strategy.begin_step()
+        strategy.begin_step()
         return probes
 
 

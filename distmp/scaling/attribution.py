@@ -343,7 +343,10 @@ def _backward_cause(
     if lost is not None and lost > MOST:
         text = f"{wide}: they fit at loss scale {_scale(fitting)}, where {lost:.0%} become zero"
         return "range_too_wide", text, _USE_BF16
-    text = f"loss scale {_scale(facts.scale)} was too high: the gradients fit at {_scale(fitting)}"
+    text = (
+        f"loss scale {_scale(facts.scale)} was too high: the parameters' gradients fit at "
+        f"{_scale(fitting)}"
+    )
     return "scale_too_high", text, _how_to_lower(facts.floor, fitting)
 
 
