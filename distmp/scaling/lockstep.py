@@ -298,7 +298,7 @@ def _in_words(name: str) -> str:
         "model": "parameter",
         "module": "16-bit parameter",
         "optimizer": "optimizer state",
-        "engine": "count",
+        "engine": "the engine's",
     }
     return f"{titles[section]} {rest!r}" if section in titles else repr(name)
 

@@ -275,7 +275,10 @@ def flip_a_bit(tensor: Tensor) -> None:
 def corrupt(engine: Engine, what: str) -> None:
     """Change the state of this rank alone."""
     name, _, key = what.partition(":")
-    if name == "16-bit":
+    if what == "engine/nominal_weight":
+        assert engine.nominal_weight is not None
+        engine.nominal_weight *= 2
+    elif name == "16-bit":
         flip_a_bit(dict(engine.module.named_parameters())[key])
     else:
         flip_a_bit(engine.state_dict()[what])
@@ -287,7 +290,8 @@ CORRUPTIONS = {
     "optimizer/head.weight/exp_avg": "optimizer state 'head.weight/exp_avg'",
     "optimizer/head.weight/step": "optimizer state 'head.weight/step'",
     "loss_scale/value": "the loss scale",
-    "engine/counts": "count 'counts'",
+    "engine/counts": "'counts'",
+    "engine/nominal_weight": "'nominal_weight'",
 }
 
 
