@@ -522,3 +522,24 @@ def test_microbatches_are_kept_for_two_steps_and_not_without_attribution() -> No
             train(engine, 1, ONE_RANK, first=step)
         assert alive == ([True, True, False] if attribution else [False] * 3)
         assert not outcome.numbers.skipped
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("change", [beyond_fp16, diverging, spoilt, steep])
+def test_on_cuda_a_step_is_explained_when_the_next_one_has_been_started(
+    change: Callable[[Batch], Batch],
+) -> None:
+    causes = []
+    for device in ("cpu", "cuda"):
+        engine = make_engine(policy="fp16", device=device)
+        assert engine.host_waits == (device == "cpu")
+        skipped = engine.step(step_batches(engine, change))
+        engine.step(step_batches(engine, clean))
+        before, generator = trained(snapshot(engine)), torch.cuda.get_rng_state()
+        report = engine.explain(skipped)
+        assert report is not None
+        assert_same_bits(trained(snapshot(engine)), before)
+        assert torch.equal(torch.cuda.get_rng_state(), generator)
+        causes.append((report.cause, report.module, report.microbatch, report.exact))
+    assert causes[0] == causes[1]
