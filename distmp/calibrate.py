@@ -13,7 +13,6 @@ from pathlib import Path
 
 import torch
 
-from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.data.loading import step_batches
 from distmp.engine import Engine
@@ -21,14 +20,13 @@ from distmp.errors import ConfigError
 from distmp.launcher.environment import RankEnvironment
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.world import World, all_or_none, join, leave
-from distmp.precision import resolve
-from distmp.run_directory import RunDirectory, latest_run
+from distmp.precision import PrecisionPolicy, Resolution, policy, resolve
 from distmp.scaling.gradient_recorder import GradientRecorder
 from distmp.settings import command_line
 from distmp.telemetry.calibration import Calibration, as_json, report
 from distmp.telemetry.gradient_ranges import draw_gradient_ranges
 from distmp.train import run_as_rank
-from distmp.trainer import Parts, prepare
+from distmp.trainer import Parts, Progress, find_checkpoint, prepare, restore
 
 
 @dataclass(frozen=True)
@@ -95,13 +93,16 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
         SetupError: On every rank, if some rank cannot do what is configured.
     """
     parts = all_or_none(world, lambda: prepare(config, world))
-    policy, reason = _policy(config.precision.policy, world.device)
-    engine = all_or_none(world, lambda: _build_engine(config, parts, policy, world))
-    first_sample = all_or_none(world, lambda: _resume(config, engine))
+    measured_in, reason = _policy(config.precision.policy, world.device)
+    engine = all_or_none(world, lambda: _build_engine(config, parts, measured_in, world))
+    checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+    progress = Progress()
+    if checkpoint is not None:
+        progress = all_or_none(world, lambda: restore(engine, checkpoint))
     batches = step_batches(
         parts.datasets.train,
         seed=config.seed,
-        first_sample=first_sample,
+        first_sample=progress.samples,
         global_batch_size=config.batch.global_batch_size,
         microbatch_size=config.batch.microbatch_size,
         rank=world.rank,
@@ -113,18 +114,22 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
         for _ in range(config.calibrate_steps):
             engine.step(next(batches))
         histograms = recorder.histograms(world.group)
-    return Calibration(config.calibrate_steps, world.world_size, f"{policy} ({reason})", histograms)
+    told = f"{measured_in.name} ({reason})"
+    return Calibration(config.calibrate_steps, world.world_size, told, histograms)
 
 
-def _policy(configured: str, device: torch.device) -> tuple[str, str]:
+def _policy(configured: str, device: torch.device) -> Resolution:
     """Return the policy to measure with: one in which no gradient is scaled or overflows."""
-    policy, _ = resolve(configured, device)
-    if policy.loss_scale is None:
-        return policy.name, "as configured; it has the exponents of float32"
-    return "fp32", f"in place of {policy.name}, which would hide what it cannot hold"
+    wanted, _ = resolve(configured, device)
+    if wanted.loss_scale is None:
+        return Resolution(wanted, "as configured; it has the exponents of float32")
+    reason = f"in place of {wanted.name}, which would hide what it cannot hold"
+    return Resolution(policy("fp32"), reason)
 
 
-def _build_engine(config: CalibrationConfig, parts: Parts, policy: str, world: World) -> Engine:
+def _build_engine(
+    config: CalibrationConfig, parts: Parts, policy: PrecisionPolicy, world: World
+) -> Engine:
     return Engine(
         parts.model,
         parts.loss,
@@ -133,23 +138,9 @@ def _build_engine(config: CalibrationConfig, parts: Parts, policy: str, world: W
         strategy=config.strategy,
         schedule=schedule_factory(config.schedule, config.steps),
         max_norm=config.optim.max_norm,
+        attribution=False,
         device=world.device,
     )
-
-
-def _resume(config: CalibrationConfig, engine: Engine) -> int:
-    """Load the checkpoint that is configured, if any; return the number of samples consumed."""
-    if config.checkpoint.resume is None:
-        return 0
-    newest = latest_run(config.run_dir) or RunDirectory(Path(config.run_dir))
-    checkpoint = store.resolve(config.checkpoint.resume, newest.checkpoints)
-    if checkpoint is None:
-        return 0
-    engine.prepare_to_load(store.stored_tensors(checkpoint))
-    state = engine.state_dict()
-    store.load(checkpoint, state)
-    engine.load_state_dict(state)
-    return int(store.read_numbers(checkpoint)["samples"])
 
 
 if __name__ == "__main__":

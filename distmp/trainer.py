@@ -82,11 +82,11 @@ class Trainer:
         self.stopping = False
         self.parts = all_or_none(world, lambda: prepare(config, world))
         self.engine = all_or_none(world, self._build_engine)
-        checkpoint = all_or_none(world, self._find_checkpoint)
+        checkpoint = all_or_none(world, lambda: find_checkpoint(config))
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
         if checkpoint is not None:
-            all_or_none(world, lambda: self._load(checkpoint))
+            self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
         self.records = (
             RecordWriter(self.directory.records, resume_after_step=self.progress.step)
             if world.rank == 0
@@ -252,13 +252,6 @@ class Trainer:
             device=self.world.device,
         )
 
-    def _find_checkpoint(self) -> Path | None:
-        if self.config.checkpoint.resume is None:
-            return None
-        newest = latest_run(self.config.run_dir)
-        directory = newest or RunDirectory(Path(self.config.run_dir))
-        return store.resolve(self.config.checkpoint.resume, directory.checkpoints)
-
     def _agree_on_directory(self, checkpoint: Path | None) -> RunDirectory:
         """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
 
@@ -306,15 +299,6 @@ class Trainer:
                 keep=self.config.checkpoint.keep,
             )
 
-    def _load(self, checkpoint: Path) -> None:
-        self.engine.prepare_to_load(store.stored_tensors(checkpoint))
-        state = self.engine.state_dict()
-        store.load(checkpoint, state)
-        self.engine.load_state_dict(state)
-        numbers: dict[str, Any] = store.read_numbers(checkpoint)
-        self.progress.step = numbers["step"]
-        self.progress.samples = numbers["samples"]
-
 
 class _Unread(NamedTuple):
     """A step whose numbers have not been read yet."""
@@ -338,3 +322,29 @@ def prepare(config: RunConfig, world: World) -> Parts:
     torch.manual_seed(config.seed)
     model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
     return Parts(datasets, model, build_loss(config.model), microbatches)
+
+
+def find_checkpoint(config: RunConfig) -> Path | None:
+    """Return the checkpoint to continue from, or None for a run that starts anew.
+
+    Raises:
+        CheckpointError: If there is none where `checkpoint.resume` says.
+    """
+    if config.checkpoint.resume is None:
+        return None
+    directory = latest_run(config.run_dir) or RunDirectory(Path(config.run_dir))
+    return store.resolve(config.checkpoint.resume, directory.checkpoints)
+
+
+def restore(engine: Engine, checkpoint: Path) -> Progress:
+    """Load a checkpoint into an engine; return where the run stood. Every rank has to call it.
+
+    Raises:
+        CheckpointError: If it cannot be read, or does not fit the engine.
+    """
+    engine.prepare_to_load(store.stored_tensors(checkpoint))
+    state = engine.state_dict()
+    store.load(checkpoint, state)
+    engine.load_state_dict(state)
+    numbers: dict[str, Any] = store.read_numbers(checkpoint)
+    return Progress(numbers["step"], numbers["samples"])
