@@ -56,8 +56,8 @@ def test_scale_too_high() -> None:
     assert (report.cause, report.fitting_scale) == ("scale_too_high", 2.0**14)
     assert str(report) == (
         "loss scale 2^16 was too high: the parameters' gradients fit at 2^14; first in the "
-        "gradient of 'layers.3.weight' (2 inf, 1 NaN, largest finite 512) on rank 1 of 2 only, microbatch "
-        "1; nothing to do: the scale backs off by itself"
+        "gradient of 'layers.3.weight' (2 inf, 1 NaN, largest finite 512) on rank 1 of 2 only, "
+        "microbatch 1; nothing to do: the scale backs off by itself"
     )
     assert (report.ranks, report.microbatch, report.module) == ((1,), 1, "layers.3")
     assert report.one_rank_only
