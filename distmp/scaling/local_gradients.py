@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from distmp.scaling.norms import chunk_norms
+
 
 class LocalGradient(NamedTuple):
     """What this rank holds of one gradient.
@@ -120,10 +122,8 @@ def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torc
     for shards, members in by_shards.items():
         if shards == 0:
             raise ValueError("the norm of a Partial DTensor gradient: redistribute it first")
-        for (_, dtype), tensors in _by_device_and_dtype(members).items():
-            widened = torch.float32 if dtype.itemsize < 4 else dtype
-            norms = torch.stack(torch._foreach_norm(tensors, 2, dtype=widened))
-            squares = norms.to(torch.float64).square().sum()
+        for tensors in _by_device_and_dtype(members).values():
+            squares = chunk_norms(tensors).to(torch.float64).square().sum()
             total = total + squares.to(device, non_blocking=True) * shards / world_size
     return total
 

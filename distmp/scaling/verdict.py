@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmp.scaling.norms import chunk_norms
+
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
 CLIP_EPSILON = 1e-6
 
@@ -65,14 +67,15 @@ def measure(
 ) -> Tensor:
     """Return this rank's contribution, FP64 of shape (5,), to be summed over all ranks.
 
-    It holds the squared norm (divided by the number of replicas), the number of non-finite tensors,
-    the loss sum, the weight and the stop request. One read of the gradients, no host wait.
+    It holds the squared norm (divided by the number of replicas), the number of non-finite chunks
+    of gradients, the loss sum, the weight and the stop request. One read of the gradients, no host
+    wait.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     non_finite = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts:
         if part.tensors:
-            norms = torch.stack(torch._foreach_norm(part.tensors)).to(torch.float64)
+            norms = chunk_norms(part.tensors).to(torch.float64)
             squares = squares + norms.square().sum() / part.replicas
             non_finite = non_finite + (~norms.isfinite()).sum()
     stop_request = torch.full((), float(stop), dtype=torch.float64, device=device)
