@@ -30,7 +30,36 @@ def quickstart(result: dict[str, Any]) -> str:
     )
 
 
-WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {"quickstart-cpu": quickstart}
+def step_tail(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.step_tail` and a line on its machine."""
+    taken = {name: Spread.of(values) for name, values in result["milliseconds"].items()}
+    bare = taken["bare fused AdamW"].median
+    stock = taken["torch: unscale, clip, step"].median - bare
+    # A copy reads and writes, so one read at its bandwidth is half of it.
+    floor = taken.pop("copy").median / 2
+    norm = taken.pop("norm alone").median
+    rows: list[dict[str, object]] = []
+    for name, spread in taken.items():
+        beyond = spread.median - bare
+        row: dict[str, object] = {"way": name, "ms": spread}
+        row["beyond the bare step, ms"] = f"{beyond:.3g}" if beyond else ""
+        row["of torch's"] = f"{beyond / stock:.2f}" if beyond else ""
+        row["of the floor"] = f"{beyond / floor:.1f}" if beyond else ""
+        rows.append(row)
+    machine = result["machine"]
+    return (
+        f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds']['copy'])} "
+        f"alternating turns, {result['elements'] / 1e6:.1f} M FP32 gradient elements; the floor, "
+        f"one read of them at copy bandwidth, is {floor:.3g} ms, their norm alone {norm:.3g} ms. "
+        f"{machine['threads']} threads on {machine['gpu'] or machine['cpu']}, "
+        f"torch {machine['torch']}, {machine['date']}."
+    )
+
+
+WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "quickstart-cpu": quickstart,
+    "step-tail-cpu": step_tail,
+}
 
 
 def with_figures(text: str) -> str:

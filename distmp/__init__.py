@@ -7,7 +7,8 @@ from distmp.engine import Engine
 from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.outcome import StepNumbers, StepOutcome
 from distmp.precision import PrecisionPolicy, policy, resolve
-from distmp.scaling import LossScaleConfig
+from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from distmp.scaling.attribution import OverflowReport
 
 __version__ = "0.1.0"
 
@@ -15,9 +16,11 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DistmpError",
+    "DistributedGradScaler",
     "Engine",
     "Fp32GradBuckets",
     "LossScaleConfig",
+    "OverflowReport",
     "PrecisionPolicy",
     "StepNumbers",
     "StepOutcome",

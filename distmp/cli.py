@@ -16,6 +16,7 @@ from distmp.errors import DistmpError, nearest
 # Name: module with a `main(argv) -> int`, imported when the subcommand is run; what it does.
 _SUBCOMMANDS = {
     "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
+    "calibrate": ("distmp.calibrate", "measure gradients against the range of float16"),
     "launch": ("distmp.launcher.command", "start the ranks of a run on this machine"),
 }
 

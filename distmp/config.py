@@ -16,6 +16,7 @@ from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 from distmp.parallel import STRATEGIES
 from distmp.precision import PRESETS
 from distmp.scaling import LossScaleConfig
+from distmp.scaling.lockstep import LockstepConfig
 from distmp.settings import command_line
 from distmp.telemetry.settings import LogConfig
 
@@ -45,10 +46,13 @@ class PrecisionConfig:
     """fp32, bf16, bf16-autocast, fp16, fp16-autocast, or auto: what the device supports."""
 
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    """Rules of the dynamic loss scale, for the fp16 policies."""
+    """Rules of the loss scale, for the fp16 policies."""
 
     max_consecutive_skips: int = 50
     """Give up after so many skipped steps in a row."""
+
+    attribution: bool = True
+    """Repeat a step that overflowed to say which rank, parameter and microbatch it was."""
 
     def __post_init__(self) -> None:
         if self.policy != "auto" and self.policy not in PRESETS:
@@ -131,6 +135,7 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    lockstep: LockstepConfig = field(default_factory=LockstepConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,14 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.errors import CheckpointError, ConfigError
+from distmp.errors import CheckpointError, ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
-from distmp.outcome import StepOutcome
+from distmp.outcome import StepNumbers, StepOutcome
 from distmp.parallel import World, build_strategy, resolve_strategy
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.precision.builders import autocast_context
+from distmp.replay import Replay, StepIngredients, generator_states
 from distmp.scaling import LossScale, LossScaleConfig, Verdict, agree, decide, measure
+from distmp.scaling.attribution import OverflowReport, StepFacts, diagnose
+
+# The outcome of a step is read at the latest when the next one has been started.
+STEPS_KEPT = 2
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -38,7 +44,10 @@ class Engine:
         strategy: "single", "ddp", "fsdp" or "auto".
         schedule: Builds a torch learning-rate scheduler on an optimizer.
         max_norm: Clip the norm of the global gradient to this.
-        loss_scale: Rules of the dynamic loss scale, for policies that have one.
+        loss_scale: Rules of the loss scale, for policies that have one.
+        max_consecutive_skips: `check` gives up after so many skipped steps in a row.
+        attribution: Keep the microbatches of the last two steps, so that `explain` can find out
+            why one of them overflowed.
         nominal_weight: Typical global weight of a step, a constant that keeps gradients at the
             magnitude of a mean. None takes that of the first step, agreed by all ranks.
         device: Where to train; None takes the current CUDA device if there is one.
@@ -65,6 +74,8 @@ class Engine:
         schedule: ScheduleFactory | None = None,
         max_norm: float | None = None,
         loss_scale: LossScaleConfig | None = None,
+        max_consecutive_skips: int = 50,
+        attribution: bool = True,
         nominal_weight: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -73,6 +84,9 @@ class Engine:
         self.policy, self.policy_reason = resolve(policy, self.device)
         self.max_norm = max_norm
         self.nominal_weight = None if nominal_weight is None else _power_of_two(nominal_weight)
+        self.max_consecutive_skips = max_consecutive_skips
+        self.attribution = attribution
+        self._recent: deque[tuple[StepOutcome, StepIngredients]] = deque(maxlen=STEPS_KEPT)
         self._loss = loss
         self.strategy = resolve_strategy(strategy, self.world)
         self._strategy = build_strategy(self.strategy, model, self.policy, self.world)
@@ -109,7 +123,9 @@ class Engine:
             raise ValueError("a step needs at least one microbatch")
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
-        loss_sum, weight = self._accumulate(microbatches, scale)
+        generators = generator_states(self.device) if self.attribution else {}
+        losses: list[Tensor] = []
+        loss_sum, weight = self._accumulate(microbatches, scale, losses)
         measured = measure(
             self._strategy.gradients(), loss_sum, weight, stop=stop, device=self.device
         )
@@ -118,11 +134,83 @@ class Engine:
             agree(measured, self.world.group), scale, self.nominal_weight, self.max_norm
         )
         self._update(verdict)
-        self.loss_scale.update(verdict.overflow, verdict.empty)
-        return self._outcome(verdict, rate, scale)
+        exhausted = self.loss_scale.update(verdict.overflow, verdict.empty)
+        outcome = self._outcome(verdict, rate, scale, exhausted)
+        if self.attribution:
+            ingredients = StepIngredients(tuple(microbatches), generators, losses)
+            self._recent.append((outcome, ingredients))
+        return outcome
 
-    def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> tuple[Tensor, Tensor]:
-        """Run forward and backward; return this rank's loss sum and weight, FP64, 0-dim."""
+    def explain(self, outcome: StepOutcome) -> OverflowReport | None:
+        """Find out why a step overflowed, by repeating it; every rank has to call it.
+
+        It waits for the device. The repetition runs `loss` again on the microbatches of the step,
+        with the random numbers it had, and leaves weights, buffers and generators as they are.
+        Gradients of the last step are gone afterwards.
+
+        Args:
+            outcome: Of one of the last two steps. The repetition is exact if no update has been
+                applied since: always right after the step, later only by luck.
+
+        Returns:
+            The same report on every rank, kept in `outcome.overflow_report` as well. None for a
+            step without overflow, for an older one, and where `attribution` is off.
+        """
+        if outcome.overflow_report is None and outcome.numbers.overflow:
+            for recent, ingredients in self._recent:
+                if recent is outcome:
+                    outcome.overflow_report = self._repeat(outcome.numbers, ingredients)
+        return outcome.overflow_report
+
+    def check(self, outcome: StepOutcome) -> None:
+        """Raise if it is pointless to go on after this step; every rank has to call it.
+
+        Raises:
+            TrainingError: On all ranks alike, with what `explain` has found: if the loss scale can
+                sink no further, or after `max_consecutive_skips`.
+        """
+        numbers = outcome.numbers
+        stuck = numbers.skipped_in_a_row >= self.max_consecutive_skips
+        if not (stuck or numbers.scale_exhausted):
+            return
+        if numbers.scale_exhausted:
+            problem = (
+                f"precision.loss_scale.min_scale = {numbers.loss_scale:g}: overflow at the lowest "
+                "loss scale that is allowed"
+            )
+        else:
+            problem = (
+                f"precision.max_consecutive_skips = {self.max_consecutive_skips}: so many steps in "
+                "a row had nothing finite to apply"
+            )
+        raise TrainingError(f"{problem}; {self.explain(outcome) or _general_advice(numbers)}")
+
+    def _repeat(self, numbers: StepNumbers, ingredients: StepIngredients) -> OverflowReport:
+        facts = StepFacts(
+            scale=numbers.loss_scale,
+            weight=numbers.weight,
+            floor=self.loss_scale.floor,
+            compute_dtype=self.policy.compute_dtype,
+            exact=int(self._counts[0]) == numbers.applied_total,
+        )
+        replay = Replay(self._strategy, self._repeat_microbatch, ingredients, self.world.rank)
+        evidence = replay.evidence(facts.scale, facts.lowest)
+        everyone: list[Any] = [evidence]
+        if self.world.group is not None:
+            everyone = [None] * self.world.world_size
+            dist.all_gather_object(everyone, evidence, group=self.world.group)
+        return diagnose(everyone, facts)
+
+    def _repeat_microbatch(self, batch: Any, scale: Tensor) -> None:
+        self._backward(self._forward(batch)[0], scale)
+
+    def _accumulate(
+        self, microbatches: Sequence[Any], scale: Tensor, losses: list[Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Run forward and backward; return this rank's loss sum and weight, FP64, 0-dim.
+
+        The loss sum of each microbatch is appended to `losses`.
+        """
         strategy = self._strategy
         strategy.begin_step()
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
@@ -132,11 +220,16 @@ class Engine:
             batch_loss, batch_weight = self._forward(batch)
             if self.nominal_weight is None:
                 self.nominal_weight = self._agree_on_nominal_weight(batch_weight, len(microbatches))
-            (batch_loss.float() * (scale / self.nominal_weight)).backward()
-            loss_sum += batch_loss.detach()
+            self._backward(batch_loss, scale)
+            losses.append(batch_loss.detach())
+            loss_sum += losses[-1]
             weight += batch_weight
         strategy.finish_gradients()
         return loss_sum, weight
+
+    def _backward(self, loss: Tensor, scale: Tensor) -> None:
+        assert self.nominal_weight is not None
+        (loss.float() * (scale / self.nominal_weight)).backward()
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = pytree.tree_map_only(
@@ -167,7 +260,9 @@ class Engine:
             self.optimizer.step()
         self._strategy.publish_parameters()
 
-    def _outcome(self, verdict: Verdict, rate: Tensor, scale: Tensor) -> StepOutcome:
+    def _outcome(
+        self, verdict: Verdict, rate: Tensor, scale: Tensor, exhausted: Tensor
+    ) -> StepOutcome:
         skipped = verdict.found_inf.to(torch.int64)
         self._counts = self._counts + torch.stack([1 - skipped, skipped, skipped])
         self._counts[2] *= skipped
@@ -184,8 +279,14 @@ class Engine:
                 "applied_total": self._counts[0],
                 "skipped_total": self._counts[1],
                 "skipped_in_a_row": self._counts[2],
+                "scale_exhausted": exhausted,
             }
         )
+
+    @property
+    def host_waits(self) -> bool:
+        """Whether the host waits for the device in every step, so that outcomes are at hand."""
+        return self.device.type == "cpu" or not self._skips_on_device
 
     @torch.no_grad()
     def evaluate(self, microbatches: Iterable[Any]) -> float:
@@ -271,6 +372,13 @@ class Engine:
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._strategy.publish_parameters()
+
+
+def _general_advice(numbers: StepNumbers) -> str:
+    return (
+        f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite use a "
+        "bf16 policy or a lower precision.loss_scale.min_scale, if it is not lower optim.lr"
+    )
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:

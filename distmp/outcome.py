@@ -9,6 +9,8 @@ from typing import NamedTuple, get_type_hints
 import torch
 from torch import Tensor
 
+from distmp.scaling.attribution import OverflowReport
+
 
 class StepNumbers(NamedTuple):
     """What a step did, as plain numbers; the same on every rank.
@@ -25,6 +27,7 @@ class StepNumbers(NamedTuple):
         applied_total: Updates applied since the beginning, this one included.
         skipped_total: Steps skipped since the beginning, this one included.
         skipped_in_a_row: Steps skipped since the last applied one.
+        scale_exhausted: There was an overflow, and the loss scale can sink no further.
     """
 
     loss: float
@@ -38,6 +41,7 @@ class StepNumbers(NamedTuple):
     applied_total: int
     skipped_total: int
     skipped_in_a_row: int
+    scale_exhausted: bool
 
 
 class StepOutcome:
@@ -45,7 +49,12 @@ class StepOutcome:
 
     Args:
         numbers: A 0-dim tensor for each field of `StepNumbers`, all on one device.
+
+    Attributes:
+        overflow_report: Why the step overflowed, once `Engine.explain` has found out.
     """
+
+    overflow_report: OverflowReport | None = None
 
     def __init__(self, numbers: Mapping[str, Tensor]) -> None:
         packed = torch.stack([numbers[name].to(torch.float64) for name in StepNumbers._fields])

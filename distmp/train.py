@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import torch
 
@@ -19,6 +20,8 @@ from distmp.stopping import StopSignals
 from distmp.telemetry import Console
 from distmp.trainer import Trainer
 
+Config = TypeVar("Config")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, and return the exit code of this rank.
@@ -27,14 +30,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 after the last step; 2 for a configuration that cannot run; 128 plus the signal after an
         orderly stop; 3 if another rank was lost; 1 for any other failure.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    return run_as_rank(sys.argv[1:] if argv is None else argv, load, _train)
+
+
+def run_as_rank(
+    argv: Sequence[str],
+    load: Callable[[Sequence[str]], Config],
+    work: Callable[[Config, RankEnvironment], int],
+) -> int:
+    """Do `work` as configured, and report what goes wrong once for all ranks.
+
+    Args:
+        argv: The command line.
+        load: Makes the configuration of it.
+        work: Joins the other ranks, and returns the exit code of this one.
+    """
     local_rank = 0
     try:
         environment = RankEnvironment.from_variables()
         local_rank = environment.local_rank
         with _speaking_once(local_rank):
             config = load(argv)
-        return _train(config, environment)
+        return work(config, environment)
     except DistmpError as error:
         # Every rank finds the same error; one of them says it. Setup errors are gathered on rank 0.
         speaks = environment.rank == 0 if isinstance(error, SetupError) else local_rank == 0

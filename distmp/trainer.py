@@ -20,13 +20,13 @@ from distmp.data.loading import evaluation_batches, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
-from distmp.errors import TrainingError
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
 from distmp.parallel.world import World, all_or_none
 from distmp.run_directory import RunDirectory, create_run, latest_run
+from distmp.scaling import lockstep
 from distmp.stopping import StopSignals
 from distmp.telemetry import (
     Console,
@@ -82,11 +82,11 @@ class Trainer:
         self.stopping = False
         self.parts = all_or_none(world, lambda: prepare(config, world))
         self.engine = all_or_none(world, self._build_engine)
-        checkpoint = all_or_none(world, self._find_checkpoint)
+        checkpoint = all_or_none(world, lambda: find_checkpoint(config))
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
         if checkpoint is not None:
-            all_or_none(world, lambda: self._load(checkpoint))
+            self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
         self.records = (
             RecordWriter(self.directory.records, resume_after_step=self.progress.step)
             if world.rank == 0
@@ -130,16 +130,20 @@ class Trainer:
                 outcome = self.engine.step(next(batches), stop=stop.received is not None)
                 progress.step += 1
                 progress.samples += config.batch.global_batch_size
-                # The step before has ended on the device by now: reading it does not wait.
+                # Where the host runs ahead of the device, the step before has ended by now.
                 self._report(unread)
                 unread = _Unread(progress.step, progress.samples, outcome, self.timer.lap())
+                if config.lockstep.every and progress.step % config.lockstep.every == 0:
+                    self._check_lockstep()
                 last = progress.step == config.steps
                 if last or self._is_due(config.validation.every):
                     self._report(unread, self._validate(last=last))
                     unread = None
-                if self._is_due(config.checkpoint.every):
+                if self.engine.host_waits or self._is_due(config.checkpoint.every):
+                    # A step that was skipped is repeated exactly while the weights stand still.
                     self._report(unread)
                     unread = None
+                if self._is_due(config.checkpoint.every):
                     self._save()
         self._report(unread)
 
@@ -158,6 +162,8 @@ class Trainer:
         if unread is None:
             return
         numbers = unread.outcome.numbers
+        with self.timer.paused():
+            report = self.engine.explain(unread.outcome)
         record = StepRecord(
             step=unread.step,
             samples=unread.samples,
@@ -173,18 +179,19 @@ class Trainer:
             step_seconds=unread.seconds,
             memory_bytes=peak_memory_bytes(self.world.device),
             validation_loss=validation_loss,
+            overflow=None if report is None else report.to_record(),
         )
         if self.records is not None:
             self.records.write(record)
         self.console.step(record, self.config.steps)
+        if report is not None:
+            self.console.message(f"step {unread.step} skipped: {report}")
         self.stopping = self.stopping or numbers.stop
-        if numbers.skipped_in_a_row >= self.config.precision.max_consecutive_skips:
-            raise TrainingError(
-                f"precision.max_consecutive_skips = {numbers.skipped_in_a_row}: so many steps in a "
-                f"row had nothing finite to apply, the last with loss {numbers.loss:.4g} and loss "
-                f"scale {numbers.loss_scale:g}; if the loss is finite lower "
-                "precision.loss_scale.min_scale or use a bf16 policy, if it is not lower optim.lr"
-            )
+        self.engine.check(unread.outcome)
+
+    def _check_lockstep(self) -> None:
+        with self.timer.paused():
+            lockstep.check(self.engine, self.config.lockstep.on_difference)
 
     def _validate(self, *, last: bool) -> float | None:
         """Return the mean loss on held-out data, or None where there is none."""
@@ -240,15 +247,10 @@ class Trainer:
             schedule=schedule_factory(config.schedule, config.steps),
             max_norm=config.optim.max_norm,
             loss_scale=config.precision.loss_scale,
+            max_consecutive_skips=config.precision.max_consecutive_skips,
+            attribution=config.precision.attribution,
             device=self.world.device,
         )
-
-    def _find_checkpoint(self) -> Path | None:
-        if self.config.checkpoint.resume is None:
-            return None
-        newest = latest_run(self.config.run_dir)
-        directory = newest or RunDirectory(Path(self.config.run_dir))
-        return store.resolve(self.config.checkpoint.resume, directory.checkpoints)
 
     def _agree_on_directory(self, checkpoint: Path | None) -> RunDirectory:
         """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
@@ -297,15 +299,6 @@ class Trainer:
                 keep=self.config.checkpoint.keep,
             )
 
-    def _load(self, checkpoint: Path) -> None:
-        self.engine.prepare_to_load(store.stored_tensors(checkpoint))
-        state = self.engine.state_dict()
-        store.load(checkpoint, state)
-        self.engine.load_state_dict(state)
-        numbers: dict[str, Any] = store.read_numbers(checkpoint)
-        self.progress.step = numbers["step"]
-        self.progress.samples = numbers["samples"]
-
 
 class _Unread(NamedTuple):
     """A step whose numbers have not been read yet."""
@@ -329,3 +322,29 @@ def prepare(config: RunConfig, world: World) -> Parts:
     torch.manual_seed(config.seed)
     model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
     return Parts(datasets, model, build_loss(config.model), microbatches)
+
+
+def find_checkpoint(config: RunConfig) -> Path | None:
+    """Return the checkpoint to continue from, or None for a run that starts anew.
+
+    Raises:
+        CheckpointError: If there is none where `checkpoint.resume` says.
+    """
+    if config.checkpoint.resume is None:
+        return None
+    directory = latest_run(config.run_dir) or RunDirectory(Path(config.run_dir))
+    return store.resolve(config.checkpoint.resume, directory.checkpoints)
+
+
+def restore(engine: Engine, checkpoint: Path) -> Progress:
+    """Load a checkpoint into an engine; return where the run stood. Every rank has to call it.
+
+    Raises:
+        CheckpointError: If it cannot be read, or does not fit the engine.
+    """
+    engine.prepare_to_load(store.stored_tensors(checkpoint))
+    state = engine.state_dict()
+    store.load(checkpoint, state)
+    engine.load_state_dict(state)
+    numbers: dict[str, Any] = store.read_numbers(checkpoint)
+    return Progress(numbers["step"], numbers["samples"])

@@ -89,6 +89,10 @@ class FullySharded(Strategy):
     def publish_parameters(self) -> None:
         """Nothing to publish: the next forward gathers and casts the shards."""
 
+    def units(self) -> list[tuple[str, nn.Module]]:
+        parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
+        return [(name, part) for name, part in parts if isinstance(part, FSDPModule)]
+
 
 def blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the repeated blocks of a model: the entries of its outermost module lists."""

@@ -53,6 +53,10 @@ class Strategy(ABC):
     def publish_parameters(self) -> None:
         """Make what the optimizer stepped visible to the next forward."""
 
+    def units(self) -> list[tuple[str, nn.Module]]:
+        """Return the modules, by name, on whose entry parameters become whole, the root first."""
+        return [("", self.module)]
+
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
     """Refuse parameters that the policy cannot store without changing what the model means.

@@ -1,9 +1,11 @@
 """Loss scaling: the scale, and the verdict by which all ranks apply or skip a step together."""
 
+from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
 from distmp.scaling.verdict import GradientPart, Verdict, agree, decide, measure
 
 __all__ = [
+    "DistributedGradScaler",
     "GradientPart",
     "LossScale",
     "LossScaleConfig",

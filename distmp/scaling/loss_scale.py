@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -10,48 +11,51 @@ from torch import Tensor
 
 from distmp.errors import ConfigError
 
+logger = logging.getLogger("distmp")
+
+# Within these the scale and its reciprocal are normal FP32 numbers, so neither is ever 0 or inf.
+SMALLEST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**126
+
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """Rules of a dynamic loss scale (Micikevicius et al. 2018, section 3.2)."""
+    """Rules of a loss scale (Micikevicius et al. 2018, section 3.2)."""
 
+    dynamic: bool = True
+    """Follow overflows; false keeps the scale at `init` for ever."""
     init: float = 2.0**16
     """Scale of the first step."""
     growth_factor: float = 2.0
     """Factor after `growth_interval` consecutive steps without overflow."""
     backoff_factor: float = 0.5
-    """Factor after a step with an overflow."""
+    """Factor after `hysteresis` consecutive steps with an overflow, and after each further one."""
     growth_interval: int = 2000
     """Consecutive clean steps before the scale grows."""
+    hysteresis: int = 1
+    """Consecutive overflows up to a backoff; 1 backs off at the first."""
     min_scale: float = 1.0
-    """The scale never sinks below this."""
+    """The scale never sinks below this; an overflow that would lower it further ends the run."""
     max_scale: float = 2.0**24
     """The scale never grows above this."""
 
     def __post_init__(self) -> None:
-        section = "precision.loss_scale"
         for name in ("init", "min_scale", "max_scale"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{section}.{name}", value, "use a positive finite number")
+            if not SMALLEST_SCALE <= getattr(self, name) <= LARGEST_SCALE:
+                self._refuse(name, "use a number from 2^-126 to 2^126")
         if not 1 < self.growth_factor < math.inf:
-            raise ConfigError(
-                f"{section}.growth_factor", self.growth_factor, "use a finite number above 1"
-            )
+            self._refuse("growth_factor", "use a finite number above 1")
         if not 0 < self.backoff_factor < 1:
-            raise ConfigError(
-                f"{section}.backoff_factor", self.backoff_factor, "use a number between 0 and 1"
-            )
-        if self.growth_interval < 1:
-            raise ConfigError(
-                f"{section}.growth_interval", self.growth_interval, "use 1 or more steps"
-            )
-        if not self.min_scale <= self.init <= self.max_scale:
-            raise ConfigError(
-                f"{section}.init",
-                self.init,
-                f"must lie between min_scale {self.min_scale} and max_scale {self.max_scale}",
-            )
+            self._refuse("backoff_factor", "use a number between 0 and 1")
+        for name in ("growth_interval", "hysteresis"):
+            if getattr(self, name) < 1:
+                self._refuse(name, "use 1 or more steps")
+        if self.dynamic and not self.min_scale <= self.init <= self.max_scale:
+            limits = f"min_scale {self.min_scale:g} and max_scale {self.max_scale:g}"
+            self._refuse("init", f"must lie between {limits}")
+
+    def _refuse(self, name: str, problem: str) -> None:
+        raise ConfigError(f"precision.loss_scale.{name}", getattr(self, name), problem)
 
 
 class LossScale:
@@ -62,49 +66,83 @@ class LossScale:
         device: Where the scale is used; updating it never waits for the device.
 
     Attributes:
-        value: The scale, 0-dim FP32.
-        clean_steps: Consecutive applied steps since the last change, 0-dim int64.
+        value: The scale, 0-dim FP32; never 0, infinite or NaN.
+        clean_steps: Consecutive steps without overflow since the last change, 0-dim int64.
+        overflows_in_a_row: Consecutive steps with an overflow, 0-dim int64.
     """
 
     def __init__(self, config: LossScaleConfig | None, device: torch.device) -> None:
         self.config = config
         self.value = torch.tensor(1.0 if config is None else config.init, device=device)
         self.clean_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.overflows_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
 
-    def update(self, overflow: Tensor, empty: Tensor) -> None:
+    @property
+    def floor(self) -> float | None:
+        """The value that overflows cannot push the scale below; None if they do not move it."""
+        return self.config.min_scale if self.config is not None and self.config.dynamic else None
+
+    def update(self, overflow: Tensor, empty: Tensor) -> Tensor:
         """Follow one step.
 
         Args:
             overflow: 0-dim bool, whether a gradient of any rank was not finite.
             empty: 0-dim bool, whether the step had nothing to learn from; it changes nothing.
+
+        Returns:
+            0-dim bool, whether a backoff was due but the scale stood at its minimum already: no
+            scale that the rules allow lets this step through.
         """
-        if self.config is None:
-            return
+        if self.config is None or not self.config.dynamic:
+            return torch.zeros_like(overflow)
         rules = self.config
         clean = self.clean_steps + 1
         grow = clean >= rules.growth_interval
-        after_clean = torch.where(grow, self.value * rules.growth_factor, self.value)
-        changed = torch.where(overflow, self.value * rules.backoff_factor, after_clean)
-        changed = changed.clamp(rules.min_scale, rules.max_scale)
+        in_a_row = torch.where(overflow, self.overflows_in_a_row + 1, 0)
+        back_off = in_a_row >= rules.hysteresis
+        exhausted = back_off & (self.value <= rules.min_scale) & ~empty
+        factor = torch.where(overflow | ~grow, 1.0, rules.growth_factor)
+        factor = torch.where(back_off, rules.backoff_factor, factor)
+        changed = (self.value * factor).clamp(rules.min_scale, rules.max_scale)
         self.value = torch.where(empty, self.value, changed)
-        self.clean_steps = torch.where(
-            empty, self.clean_steps, torch.where(overflow | grow, 0, clean)
-        )
+        clean = torch.where(overflow | grow, 0, clean)
+        self.clean_steps = torch.where(empty, self.clean_steps, clean)
+        self.overflows_in_a_row = torch.where(empty, self.overflows_in_a_row, in_a_row)
+        return exhausted
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the state as 0-dim tensors; a scale without rules has the value 0 in it."""
         value = self.value if self.config is not None else torch.zeros_like(self.value)
-        return {"value": value, "clean_steps": self.clean_steps}
+        return {
+            "value": value,
+            "clean_steps": self.clean_steps,
+            "overflows_in_a_row": self.overflows_in_a_row,
+        }
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Continue from a state; the configured limits hold for it too.
+        """Continue from a state as far as the configuration allows; say where it does not.
 
-        Without rules the scale stays 1; with rules it starts anew after a run that had none.
+        Without rules the scale stays 1, a static one stays what it is. A dynamic one keeps within
+        its limits, and starts anew after a run that had none.
         """
         if self.config is None:
             return
-        value = state["value"].to(self.value)
-        followed = value > 0
-        limited = value.clamp(self.config.min_scale, self.config.max_scale)
-        self.value = torch.where(followed, limited, self.config.init)
-        self.clean_steps = state["clean_steps"].to(self.clean_steps) * followed
+        stored = float(state["value"])
+        self.value = torch.full_like(self.value, self._allowed(stored))
+        value = float(self.value)  # rounded to FP32, as the stored one is
+        if value != stored and stored > 0:
+            logger.warning(
+                "loss scale %g of the loaded state becomes %g, as precision.loss_scale says",
+                stored,
+                value,
+            )
+        for name in ("clean_steps", "overflows_in_a_row"):
+            count = state[name].to(getattr(self, name))
+            setattr(self, name, count if stored > 0 else torch.zeros_like(count))
+
+    def _allowed(self, value: float) -> float:
+        """Return the scale to continue with after one of `value` (0 or NaN: there was none)."""
+        assert self.config is not None
+        if not self.config.dynamic or not value > 0:
+            return self.config.init
+        return min(max(value, self.config.min_scale), self.config.max_scale)

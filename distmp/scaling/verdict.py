@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmp.scaling.norms import chunk_norms
+
 # Keeps max_norm / norm finite for a zero gradient; torch's clip_grad_norm_ uses the same value.
 CLIP_EPSILON = 1e-6
-# Elements of which FP32 sums the squares to within 2e-6.
-LONGEST_SUM = 2**18
 
 
 class GradientPart(NamedTuple):
@@ -67,29 +67,21 @@ def measure(
 ) -> Tensor:
     """Return this rank's contribution, FP64 of shape (5,), to be summed over all ranks.
 
-    It holds the squared norm (divided by the number of replicas), the number of non-finite pieces,
-    the loss sum, the weight and the stop request. One read of the gradients, no host wait.
+    It holds the squared norm (divided by the number of replicas), the number of non-finite chunks
+    of gradients, the loss sum, the weight and the stop request. One read of the gradients, no host
+    wait.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     non_finite = torch.zeros((), dtype=torch.float64, device=device)
     for part in parts:
         if part.tensors:
-            norms = torch.stack(torch._foreach_norm(_pieces(part.tensors))).to(torch.float64)
+            norms = chunk_norms(part.tensors).to(torch.float64)
             squares = squares + norms.square().sum() / part.replicas
             non_finite = non_finite + (~norms.isfinite()).sum()
     stop_request = torch.full((), float(stop), dtype=torch.float64, device=device)
     return torch.stack(
         [squares, non_finite, loss_sum.to(torch.float64), weight.to(torch.float64), stop_request]
     )
-
-
-def _pieces(tensors: list[Tensor]) -> list[Tensor]:
-    """Cut tensors on the CPU, where a norm is one running FP32 sum: 0.3% off for 60 M elements."""
-    return [
-        piece
-        for tensor in tensors
-        for piece in ([tensor] if tensor.is_cuda else tensor.flatten().split(LONGEST_SUM))
-    ]
 
 
 def agree(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:

@@ -1,0 +1,147 @@
+"""`distmp calibrate --config FILE`: train a few steps and see what float16 would make of gradients.
+
+Also under torchrun (`torchrun -m distmp.calibrate`), where the counts are those of all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from distmp.config import RunConfig
+from distmp.data.loading import step_batches
+from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.launcher.environment import RankEnvironment
+from distmp.optim.build import optimizer_factory, schedule_factory
+from distmp.parallel.world import World, all_or_none, join, leave
+from distmp.precision import PrecisionPolicy, Resolution, policy, resolve
+from distmp.scaling.gradient_recorder import GradientRecorder
+from distmp.settings import command_line
+from distmp.telemetry.calibration import Calibration, as_json, report
+from distmp.telemetry.gradient_ranges import draw_gradient_ranges
+from distmp.train import run_as_rank
+from distmp.trainer import Parts, Progress, find_checkpoint, prepare, restore
+
+
+@dataclass(frozen=True)
+class CalibrationConfig(RunConfig):
+    """A training run of which only a few steps are taken, and how they are reported."""
+
+    calibrate_steps: int = 20
+    """Steps to take."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    picture: str | None = "calibration.png"
+    """PNG file for the histograms; null: none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.calibrate_steps < 1:
+            raise ConfigError("calibrate_steps", self.calibrate_steps, "use 1 or more steps")
+        if self.picture is not None and not Path(self.picture).absolute().parent.is_dir():
+            raise ConfigError("picture", self.picture, "name a file in a folder that exists")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Calibrate, and return the exit code of this rank, as `distmp.train.main` does."""
+    return run_as_rank(sys.argv[1:] if argv is None else argv, load, _calibrate)
+
+
+def load(argv: Sequence[str]) -> CalibrationConfig:
+    """Read `--config FILE` and the overrides behind it.
+
+    Raises:
+        ConfigError: If a name, type, value or combination is wrong.
+        SystemExit: With code 0, after printing the help that was asked for.
+    """
+    return command_line(
+        CalibrationConfig,
+        argv,
+        prog="distmp calibrate",
+        description="Train a few steps and compare gradients with the range of float16.",
+    )
+
+
+def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
+    world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+    calibration = measure(config, world)
+    if world.rank == 0:
+        lines = report(calibration, config.precision.loss_scale)
+        text = as_json(calibration) if config.json else "\n".join(lines)
+        sys.stdout.write(text + "\n")
+        if config.picture is not None:
+            scale = calibration.total.recommended_scale()
+            draw_gradient_ranges(calibration.histograms, scale, config.picture)
+    leave()
+    return 0
+
+
+def measure(config: CalibrationConfig, world: World) -> Calibration:
+    """Train for `calibrate_steps` and count gradients; every rank has to call it.
+
+    Nothing is written, and nothing is left of the training.
+
+    Raises:
+        SetupError: On every rank, if some rank cannot do what is configured.
+    """
+    parts = all_or_none(world, lambda: prepare(config, world))
+    measured_in, reason = _policy(config.precision.policy, world.device)
+    engine = all_or_none(world, lambda: _build_engine(config, parts, measured_in, world))
+    checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+    progress = Progress()
+    if checkpoint is not None:
+        progress = all_or_none(world, lambda: restore(engine, checkpoint))
+    batches = step_batches(
+        parts.datasets.train,
+        seed=config.seed,
+        first_sample=progress.samples,
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        workers=config.data.workers,
+        pin_memory=world.device.type == "cuda",
+    )
+    with closing(batches), GradientRecorder(engine.module, world.device) as recorder:
+        for _ in range(config.calibrate_steps):
+            engine.step(next(batches))
+        histograms = recorder.histograms(world.group)
+    told = f"{measured_in.name} ({reason})"
+    return Calibration(config.calibrate_steps, world.world_size, told, histograms)
+
+
+def _policy(configured: str, device: torch.device) -> Resolution:
+    """Return the policy to measure with: one in which no gradient is scaled or overflows."""
+    wanted, _ = resolve(configured, device)
+    if wanted.loss_scale is None:
+        return Resolution(wanted, "as configured; it has the exponents of float32")
+    reason = f"in place of {wanted.name}, which would hide what it cannot hold"
+    return Resolution(policy("fp32"), reason)
+
+
+def _build_engine(
+    config: CalibrationConfig, parts: Parts, policy: PrecisionPolicy, world: World
+) -> Engine:
+    return Engine(
+        parts.model,
+        parts.loss,
+        optimizer_factory(config.optim),
+        policy=policy,
+        strategy=config.strategy,
+        schedule=schedule_factory(config.schedule, config.steps),
+        max_norm=config.optim.max_norm,
+        attribution=False,
+        device=world.device,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

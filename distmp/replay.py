@@ -1,0 +1,169 @@
+"""Repeating a skipped step to see what overflowed, and where.
+
+After the reduction an overflow stands on every rank, so what caused it has to be seen before. To
+look at every gradient of every step would cost a pass over them. Instead the engine keeps what a
+step was made of by reference until its outcome has been read, and repeats a step that was skipped,
+one microbatch at a time, with hooks that look at outputs and gradients. A clean step pays for a
+copy of the random generators' states: microseconds, and not one tensor operation. A skipped step
+costs two more where there is a loss scale, since it is tried at the lowest scale too: that tells a
+scale that is too high from a range that is too wide.
+
+A skip leaves the weights alone, so the repetition is exact if it takes place before the next update
+is applied. Where the host runs ahead of a CUDA device, the outcome is read when the next step has
+been started; weights may have moved by one update then, which the report says. Loss values are
+always those of the step itself.
+
+What cannot be repeated: random numbers that a model draws from elsewhere than torch's default
+generators, and batches that were written to after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from distmp.parallel import Strategy
+from distmp.scaling.attribution import ParameterOverflow, RankEvidence
+from distmp.scaling.histogram import ExponentHistogram
+from distmp.scaling.probe import GradientSummary, Probe, count_non_finite
+
+# `backward(batch, scale)` runs forward and backward of one microbatch at a 0-dim loss scale.
+Backward = Callable[[Any, Tensor], object]
+
+
+class StepIngredients(NamedTuple):
+    """What a step was made of, by reference.
+
+    Attributes:
+        microbatches: What the step was called with on this rank.
+        generators: States of the random generators when it began, see `generator_states`.
+        losses: Loss sums of the microbatches, 0-dim, on the device.
+    """
+
+    microbatches: tuple[Any, ...]
+    generators: dict[torch.device, Tensor]
+    losses: list[Tensor]
+
+
+def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
+    """Return the states of the default random generators of the host and of `device`."""
+    states = {torch.device("cpu"): torch.get_rng_state()}
+    if device.type == "cuda":
+        states[device] = torch.cuda.get_rng_state(device)
+    return states
+
+
+class Replay:
+    """Repeats one step on this rank; with a sharded strategy all ranks have to do it together.
+
+    Args:
+        strategy: Whose module, parameters and gradients are used; its gradients are gone after it.
+        backward: Runs forward and backward of one microbatch at a given loss scale.
+        step: What the step was made of.
+        rank: The rank of this process, for the report.
+    """
+
+    def __init__(
+        self, strategy: Strategy, backward: Backward, step: StepIngredients, rank: int
+    ) -> None:
+        self._strategy = strategy
+        self._backward = backward
+        self._step = step
+        self._rank = rank
+
+    def evidence(self, scale: float, lowest: float) -> RankEvidence:
+        """Return what this rank sees at the step's scale and, if it is lower, at `lowest`."""
+        probes = self._run(scale)
+        gradients = [probe.gradients() for probe in probes]
+        losses = [float(loss) for loss in self._step.losses]
+        return RankEvidence(
+            losses=losses,
+            bad_inputs=[
+                count_non_finite(batch, but_negative_inf=loss - loss == 0)
+                for batch, loss in zip(self._step.microbatches, losses, strict=True)
+            ],
+            forward=[probe.forward for probe in probes],
+            bad_parameters=probes[0].bad_parameters,
+            parameters=first_overflows(gradients, self._rank),
+            largest=max(map(_largest_finite, gradients)),
+            histogram=_histogram(probes),
+            largest_at_lowest=self._largest_at(lowest) if lowest < scale else None,
+        )
+
+    def _largest_at(self, scale: float) -> float:
+        return max(_largest(probe.gradients()) for probe in self._run(scale))
+
+    def _run(self, scale: float) -> list[Probe]:
+        """Run every microbatch as the step did, but for the reduction of replicated gradients."""
+        strategy, device = self._strategy, self._step.losses[0].device
+        probes = []
+        with _generators_as(self._step.generators), _buffers_restored(strategy.module):
+            for batch in self._step.microbatches:
+                strategy.begin_microbatch(last=False)
+                with Probe(strategy.module, strategy.units()) as probe:
+                    self._backward(batch, torch.tensor(scale, device=device))
+                probes.append(probe)
+        strategy.begin_step()
+        return probes
+
+
+def first_overflows(
+    gradients: Sequence[dict[str, GradientSummary]], rank: int
+) -> list[ParameterOverflow]:
+    """Return each parameter's first microbatch with a non-finite gradient.
+
+    Args:
+        gradients: For each microbatch, the gradient of each parameter in the order of arrival.
+        rank: The rank they were seen on.
+    """
+    found: dict[str, ParameterOverflow] = {}
+    for microbatch, summaries in enumerate(gradients):
+        for name, summary in summaries.items():
+            if name not in found and (summary.inf or summary.nan):
+                module = name.rpartition(".")[0]
+                found[name] = ParameterOverflow(name, module, rank, microbatch, *summary)
+    return list(found.values())
+
+
+def _largest_finite(gradients: dict[str, GradientSummary]) -> float:
+    return max((summary.largest_finite for summary in gradients.values()), default=0.0)
+
+
+def _largest(gradients: dict[str, GradientSummary]) -> float:
+    if any(summary.inf or summary.nan for summary in gradients.values()):
+        return float("inf")
+    return _largest_finite(gradients)
+
+
+def _histogram(probes: Sequence[Probe]) -> ExponentHistogram:
+    counts = [probe.exponents.cpu() for probe in probes]
+    return ExponentHistogram(torch.stack(counts).sum(dim=0))
+
+
+@contextmanager
+def _generators_as(states: dict[torch.device, Tensor]) -> Iterator[None]:
+    """Set the default generators to `states`, and back to what they were afterwards."""
+    cuda = [device for device in states if device.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda):
+        for device, state in states.items():
+            if device.type == "cuda":
+                torch.cuda.set_rng_state(state, device)
+            else:
+                torch.set_rng_state(state)
+        yield
+
+
+@contextmanager
+def _buffers_restored(module: nn.Module) -> Iterator[None]:
+    """Undo what forward writes into buffers, such as running statistics."""
+    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in saved:
+                buffer.copy_(value)

@@ -1,0 +1,599 @@
+"""`torch.amp.GradScaler` whose ranks and optimizers apply or skip a step together.
+
+torch's scaler checks what one rank holds, optimizer by optimizer. Here the first `step` of an
+iteration sums one small vector over all ranks, and every rank reads the same flag and, for
+clipping, the same norm from it. That the scale is the same everywhere is checked on the way.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from distmp.errors import CheckpointError, ConfigError, TrainingError
+from distmp.scaling.agreement import Inspected, Report, Total, sum_over_ranks
+from distmp.scaling.local_gradients import (
+    local_gradients,
+    non_finite_names,
+    square_sum,
+    unscale,
+)
+from distmp.scaling.loss_scale import LossScale, LossScaleConfig
+from distmp.scaling.rank_group import RankGroup, current_device
+from distmp.scaling.verdict import CLIP_EPSILON
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+logger = logging.getLogger("distmp")
+
+STATE_VERSION = 1
+# Parameters named in an error.
+NAMED_AT_MOST = 5
+
+
+class DistributedGradScaler(torch.amp.GradScaler):
+    """Dynamic loss scaling in which every rank takes the same decision.
+
+    Used like `torch.amp.GradScaler`; every rank has to make the same calls in the same order. On a
+    process without a process group it scales, skips and steps as torch's does, bit by bit, with
+    these differences: the scale keeps between `min_scale` and `max_scale`, an overflow at
+    `min_scale` is an error, an optimizer without gradients is none, FP16 gradients are unscaled
+    instead of refused, and what `load_state_dict` finds about growth and backoff does not override
+    the arguments.
+
+    Gradients have to be reduced before they are stepped with, as DDP and FSDP do in backward.
+    Ranks that disagree on the scale all skip, and raise at `update`.
+
+    The first `step` of an iteration decides for its optimizer, for every optimizer that was
+    unscaled before and, if one of these is registered, for all registered ones, which therefore
+    need all their gradients by then. One all-reduce of five numbers per decision. Without a fused
+    optimizer `step` waits for the device once; with one it never does.
+
+    Args:
+        device: Device type of the scale.
+        init_scale: First scale.
+        growth_factor: Factor after `growth_interval` clean steps in a row.
+        backoff_factor: Factor after `hysteresis` overflows in a row, and after each further one.
+        growth_interval: Clean steps in a row before the scale grows.
+        enabled: False turns everything off, except clipping with `clip_grad_norm_`.
+        group: Ranks that decide together: a process group, a device mesh (all of its ranks), or
+            None for all ranks there are.
+        optimizers: Optimizers of one model, which apply or skip together; see `register`.
+        hysteresis: Overflows in a row up to a backoff.
+        min_scale: The scale never sinks below; None is 1, or `init_scale` where that is lower.
+        max_scale: The scale never grows above; None is 2^24, or `init_scale` where that is higher.
+        static: Keep the scale at `init_scale`; steps with an overflow are still skipped.
+        max_consecutive_skips: Raise when so many steps in a row were skipped; None never does.
+
+    Raises:
+        ConfigError: For a number that cannot work, and on a rank outside `group`.
+        AssertionError: For factors that torch's scaler refuses.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] = (),
+        hysteresis: int = 1,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        static: bool = False,
+        max_consecutive_skips: int | None = None,
+    ) -> None:
+        self._loss_scale: LossScale | None = None
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._rules = LossScaleConfig()
+        if self._enabled:
+            self._set_rules(
+                dynamic=not static,
+                init=init_scale,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=growth_interval,
+                hysteresis=hysteresis,
+                min_scale=min(1.0, init_scale) if min_scale is None else min_scale,
+                max_scale=max(2.0**24, init_scale) if max_scale is None else max_scale,
+            )
+        if max_consecutive_skips is not None and max_consecutive_skips < 1:
+            raise ConfigError(
+                "max_consecutive_skips", max_consecutive_skips, "use 1 or more steps, or None"
+            )
+        self._max_consecutive_skips = max_consecutive_skips
+        self._ranks = RankGroup(group)
+        self._registered: list[torch.optim.Optimizer] = []
+        self._warned_of_partial_update = False
+        self._init_counts = _Counts(0, 0, 0)
+        # Skips in a row and in total; on the device of the scale, made with it.
+        self._skips: Tensor | None = None
+        self._latest_found_inf: Tensor | None = None
+        self._unread: Report | None = None
+        self._begin_iteration()
+        self.register(*optimizers)
+
+    def register(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Let optimizers apply or skip together: an overflow in one skips all.
+
+        All their gradients have to be complete at the first `step` of an iteration.
+        """
+        self._registered = _distinct([*self._registered, *optimizers])
+
+    # One iteration
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale; ranks agree later, in `step`."""
+        known = self._inspected.get(id(optimizer))
+        if known is not None:
+            known.check_unchanged()
+        super().unscale_(optimizer)
+        if not self._enabled:
+            return
+        state = self._per_optimizer_states[id(optimizer)]
+        if known is None:
+            (flag,) = state["found_inf_per_device"].values()
+            self._inspected[id(optimizer)] = Inspected(optimizer, flag)
+        else:
+            known.gradients = None
+            state["found_inf_per_device"] = known.found_inf_per_device()
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step the optimizer, or leave everything as it is, as all ranks have decided.
+
+        Raises:
+            RuntimeError: As torch's scaler does; and if gradients of a registered optimizer changed
+                after the ranks had decided on them.
+        """
+        if self._enabled and "closure" not in kwargs:
+            self._check_scale_growth_tracker("step")
+            state = self._per_optimizer_states[id(optimizer)]
+            if state["stage"] is not OptState.STEPPED:
+                found_inf = self._decide_for(optimizer)
+                if _starts_momentum(optimizer) and found_inf.item():
+                    state["stage"] = OptState.STEPPED
+                    return None
+                if _skips_on_device(optimizer) and id(optimizer) in self._clips:
+                    # torch's scaler multiplies it by the scale, and removes it afterwards.
+                    inverse = self._clips[id(optimizer)].reciprocal()
+                    optimizer.grad_scale = inverse  # type: ignore[attr-defined]
+        return super().step(optimizer, *args, **kwargs)
+
+    def clip_grad_norm_(
+        self,
+        optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
+        max_norm: float,
+    ) -> Tensor:
+        """Clip the norm of the gradient over all ranks; stands in place of `unscale_`.
+
+        One read of the gradients. They are unscaled and clipped where `step` touches them anyway,
+        and not clipped if they are not finite. Plain tensors and DTensors on any meshes may stand
+        side by side: plain tensors count as the same on every rank of the group, what lies outside
+        a DTensor's mesh as copies. Where that is not so, as between pipeline stages, use `unscale_`
+        and a clipping of your own.
+
+        Args:
+            optimizers: One, or those whose common norm is meant, none of them unscaled.
+            max_norm: Largest norm of the unscaled gradient.
+
+        Returns:
+            The unscaled norm before clipping, 0-dim, FP64, without waiting for the device.
+
+        Raises:
+            RuntimeError: For an optimizer that was unscaled or stepped in this iteration.
+            ValueError: If a gradient is a DTensor with the placement Partial.
+        """
+        members = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
+        if not self._enabled:
+            return _clip_at_once(members, max_norm, self._ranks)
+        scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
+        if any(
+            self._per_optimizer_states[id(member)]["stage"] is not OptState.READY
+            for member in members
+        ):
+            raise RuntimeError("clip_grad_norm_() stands in place of unscale_(), before step().")
+        total = self._decide(members, measured=members)
+        norm = total.square_sum.sqrt() / scale
+        coefficient = _clip_coefficient(norm, max_norm).to(torch.float32)
+        for member in members:
+            found_inf = self._inspected[id(member)].agreed()
+            self._clips[id(member)] = torch.where(found_inf > 0, 1.0, coefficient)
+        return norm
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale, the same way on every rank.
+
+        Args:
+            new_scale: Set the scale instead, within `min_scale` and `max_scale`; a positive finite
+                number, the same on every rank.
+
+        Raises:
+            TrainingError: On all ranks alike: for an overflow at `min_scale`, for
+                `max_consecutive_skips` in a row, or if ranks disagree on the scale. On CUDA, where
+                the host does not wait, one `update` later.
+            ConfigError: For a `new_scale` of 0, infinity or NaN.
+        """
+        if not self._enabled:
+            return
+        self._check_scale_growth_tracker("update")
+        if any(inspected.found_inf is None for inspected in self._inspected.values()):
+            self._decide([])
+        if new_scale is not None:
+            self._set_scale(new_scale)
+        elif not self._totals:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        report = self._follow(moves=new_scale is None) if self._totals else None
+        optimizers = [inspected.optimizer for inspected in self._inspected.values()]
+        self._per_optimizer_states.clear()
+        self._begin_iteration()
+        if report is not None:
+            self._read(report, optimizers)
+
+    def step_scheduler(self, scheduler: Any, *args: Any) -> None:
+        """Call `scheduler.step(*args)` unless the latest step was skipped; waits for the device."""
+        if not self.step_skipped:
+            scheduler.step(*args)
+
+    @property
+    def step_skipped(self) -> bool:
+        """Whether an optimizer skipped in this iteration, or after `update` in the last one."""
+        return self._latest_found_inf is not None and bool(self._latest_found_inf.item())
+
+    @property
+    def consecutive_skips(self) -> int:
+        """Iterations in a row with a skipped step, up to the last `update`."""
+        return self._counts().consecutive_skips
+
+    @property
+    def total_skips(self) -> int:
+        """Iterations with a skipped step, up to the last `update`."""
+        return self._counts().total_skips
+
+    # The decision
+
+    def _begin_iteration(self) -> None:
+        self._inspected: dict[int, Inspected] = {}
+        self._totals: list[Total] = []
+        self._clips: dict[int, Tensor] = {}
+
+    def _decide_for(self, optimizer: torch.optim.Optimizer) -> Tensor:
+        """Make sure that ranks have agreed on what `optimizer` does; return its flag."""
+        known = self._inspected.get(id(optimizer))
+        if known is not None and known.found_inf is not None:
+            known.check_unchanged()
+        else:
+            if known is None and not _skips_on_device(optimizer):
+                self.unscale_(optimizer)
+            self._decide([optimizer])
+        return self._inspected[id(optimizer)].agreed()
+
+    def _decide(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        measured: Sequence[torch.optim.Optimizer] = (),
+    ) -> Total:
+        """Check what was not checked yet, and agree on all of it in one reduction.
+
+        Args:
+            optimizers: What has to be decided; those that belong to them join.
+            measured: Whose common norm is wanted as well.
+        """
+        scale, _ = self._check_scale_growth_tracker("step")
+        undecided = [i.optimizer for i in self._inspected.values() if i.found_inf is None]
+        members = _distinct([*optimizers, *undecided])
+        if len(_distinct([*members, *self._registered])) < len(members) + len(self._registered):
+            members = _distinct([*members, *self._registered])
+        square = torch.zeros((), dtype=torch.float64, device=scale.device)
+        for member in measured:
+            gradients = local_gradients(member)
+            part = square_sum(gradients, self._ranks.world_size, scale.device)
+            square = square + part
+            flag = (~part.isfinite()).to(torch.float32)
+            self._inspected.setdefault(id(member), Inspected(member, flag, gradients))
+        for member in members:
+            if id(member) not in self._inspected:
+                gradients = local_gradients(member)
+                flag = unscale(gradients, None, scale.device)
+                self._inspected[id(member)] = Inspected(member, flag, gradients)
+        waiting = [i for i in self._inspected.values() if i.found_inf is None]
+        total = sum_over_ranks(waiting, square, scale, self._ranks)
+        if waiting:
+            self._conclude(waiting, total)
+        return total
+
+    def _conclude(self, members: Sequence[Inspected], total: Total) -> None:
+        for member in members:
+            member.found_inf = total.found_inf
+            state = self._per_optimizer_states[id(member.optimizer)]
+            state["found_inf_per_device"] = member.found_inf_per_device()
+        latest = total.found_inf
+        if self._totals:
+            assert self._latest_found_inf is not None
+            latest = torch.maximum(latest, self._latest_found_inf)
+        self._latest_found_inf = latest
+        self._totals.append(total)
+
+    # What torch's scaler calls
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        if id(optimizer) in self._clips:
+            inv_scale = inv_scale * self._clips[id(optimizer)]
+        flag = unscale(local_gradients(optimizer), inv_scale, found_inf.device)
+        return {flag.device: flag}
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        self._decide_for(optimizer)
+        return super()._found_inf_per_device(optimizer)
+
+    def _found_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        if id(optimizer) in self._inspected:
+            self._decide_for(optimizer)
+        return super()._found_inf_per_device(optimizer)
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._scale is None and self._ranks.world_size > 1:
+            # A rank without data has no loss to scale, and decides all the same.
+            self._lazy_init_scale_growth_tracker(current_device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if self._loss_scale is not None:
+            return
+        counts = self._init_counts
+        loss_scale = LossScale(self._rules, dev)
+        loss_scale.value = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
+        loss_scale.clean_steps = torch.full_like(loss_scale.clean_steps, self._init_growth_tracker)
+        loss_scale.overflows_in_a_row = torch.full_like(
+            loss_scale.clean_steps, counts.overflows_in_a_row
+        )
+        self._skips = torch.tensor([counts.consecutive_skips, counts.total_skips], device=dev)
+        self._loss_scale = loss_scale
+        self._scale, self._growth_tracker = loss_scale.value, loss_scale.clean_steps
+
+    # The scale
+
+    def _follow(self, *, moves: bool) -> Report:
+        """Let the scale and the counts follow the iteration."""
+        assert self._loss_scale is not None
+        assert self._skips is not None
+        flags = torch.stack([total.found_inf for total in self._totals])
+        empty = torch.stack([total.empty for total in self._totals]).all()
+        skipped = flags.amax() > 0
+        exhausted = torch.zeros_like(skipped)
+        if moves:
+            exhausted = self._loss_scale.update(skipped, empty)
+            self._scale = self._loss_scale.value
+            self._growth_tracker = self._loss_scale.clean_steps
+        consecutive = torch.where(empty, self._skips[0], (self._skips[0] + 1) * skipped)
+        self._skips = torch.stack([consecutive, self._skips[1] + skipped])
+        return Report(
+            partial=skipped & (flags.amin() == 0),
+            exhausted=exhausted,
+            disagree=torch.stack([total.disagree for total in self._totals]).any(),
+            consecutive_skips=consecutive,
+        )
+
+    def _read(self, report: Report, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Warn or raise as the last iteration demands; on CUDA the one before, which is over."""
+        if report.on_device:
+            report, self._unread = self._unread, report  # type: ignore[assignment]
+            if report is None:
+                return
+        partial, exhausted, disagree, consecutive_skips = report.read()
+        if partial and not self._warned_of_partial_update:
+            self._warned_of_partial_update = True
+            logger.warning(
+                "an optimizer stepped and another one skipped in the same iteration; if they train "
+                "one model, let them decide together: DistributedGradScaler(optimizers=[...])"
+            )
+        if disagree:
+            raise TrainingError(
+                "the loss scale differs between ranks: give every rank's DistributedGradScaler the "
+                "same arguments and the same state, and let every rank make the same calls"
+            )
+        limit = self._max_consecutive_skips
+        if exhausted:
+            problem = f"gradients overflow at loss scale {self._rules.min_scale:g} (min_scale)"
+        elif limit is not None and consecutive_skips >= limit:
+            problem = f"{consecutive_skips} steps in a row were skipped (max_consecutive_skips)"
+        else:
+            return
+        raise TrainingError(problem + _cure(optimizers))
+
+    def _set_scale(self, new_scale: float | Tensor) -> None:
+        if isinstance(new_scale, float) or new_scale.numel() == 1:
+            value = new_scale if isinstance(new_scale, float) else new_scale.detach().item()
+            if not (math.isfinite(value) and value > 0):
+                raise ConfigError("new_scale", value, "use a positive finite number")
+        super().update(new_scale)
+        assert self._scale is not None
+        self._scale.clamp_(self._rules.min_scale, self._rules.max_scale)
+
+    def _set_rules(self, **changes: Any) -> None:
+        try:
+            self._rules = replace(self._rules, **changes)
+        except ConfigError as error:
+            name = error.setting.rpartition(".")[2]
+            problem = str(error).partition(": ")[2]
+            setting = "init_scale" if name == "init" else name
+            raise ConfigError(setting, error.value, problem) from None
+        if self._loss_scale is not None:
+            self._loss_scale.config = self._rules
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Set a new growth factor, above 1."""
+        self._set_rules(growth_factor=new_factor)
+        super().set_growth_factor(new_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Set a new backoff factor, between 0 and 1."""
+        self._set_rules(backoff_factor=new_factor)
+        super().set_backoff_factor(new_factor)
+
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set a new growth interval, 1 or more."""
+        self._set_rules(growth_interval=new_interval)
+        super().set_growth_interval(new_interval)
+
+    # State
+
+    def _counts(self) -> _Counts:
+        if self._loss_scale is None or self._skips is None:
+            return self._init_counts
+        consecutive, total = self._skips.tolist()
+        return _Counts(int(self._loss_scale.overflows_in_a_row.item()), consecutive, total)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain numbers, empty if disabled; torch's scaler can load it."""
+        if not self._enabled:
+            return {}
+        return {**super().state_dict(), "version": STATE_VERSION, **self._counts()._asdict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a state, also one of torch's scaler.
+
+        The arguments of this scaler win: a scale outside its limits becomes the nearest one inside,
+        a broken one (0, infinity, NaN) `init_scale`, and growth and backoff stay as configured.
+        What differs is logged. Load the same state on every rank.
+
+        Raises:
+            RuntimeError: If the state is empty.
+            CheckpointError: If a newer version of distmp wrote the state.
+        """
+        if not self._enabled:
+            return
+        if len(state_dict) == 0:
+            raise RuntimeError(
+                "The source state dict is empty, possibly because it was saved "
+                "from a disabled instance of GradScaler."
+            )
+        if state_dict.get("version", 0) > STATE_VERSION:
+            raise CheckpointError(
+                f"the scaler's state has version {state_dict['version']}, this distmp reads up to "
+                f"{STATE_VERSION}; install the distmp that wrote it"
+            )
+        stored = {name: state_dict.get(name, 0) for name in _Counts._fields}
+        self._init_counts = _Counts(**stored)
+        self._init_growth_tracker = int(state_dict["_growth_tracker"])
+        self._init_scale = self._allowed(state_dict["scale"])
+        self._report_differences(state_dict)
+        if self._scale is not None:
+            device = self._scale.device
+            self._loss_scale = None
+            self._lazy_init_scale_growth_tracker(device)
+
+    def _allowed(self, scale: float) -> float:
+        rules = self._rules
+        if not rules.dynamic or not (math.isfinite(scale) and scale > 0):
+            return rules.init
+        return min(max(scale, rules.min_scale), rules.max_scale)
+
+    def _report_differences(self, state_dict: Mapping[str, Any]) -> None:
+        ours = {
+            "scale": self._init_scale,
+            "growth_factor": self._growth_factor,
+            "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval,
+        }
+        for name, value in ours.items():
+            if state_dict.get(name, value) != value:
+                logger.warning(
+                    "the loaded scaler had %s = %s; this one keeps %s, as it is configured",
+                    name,
+                    state_dict[name],
+                    value,
+                )
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if not self._ranks.is_default:
+            logger.warning("a pickled scaler forgets its group: it will decide with all ranks")
+        return {
+            **state,
+            "_init_counts": self._counts(),
+            "_loss_scale": None,
+            "_skips": None,
+            "_latest_found_inf": None,
+            "_unread": None,
+            "_ranks": RankGroup(None),
+            "_registered": [],
+        }
+
+
+class _Counts(NamedTuple):
+    """What is counted besides torch's growth tracker."""
+
+    overflows_in_a_row: int
+    consecutive_skips: int
+    total_skips: int
+
+
+def _distinct(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    return list({id(optimizer): optimizer for optimizer in optimizers}.values())
+
+
+def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def _starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether fused SGD has no momentum yet: one that skipped would leave it uninitialised."""
+    return (
+        isinstance(optimizer, torch.optim.SGD)
+        and _skips_on_device(optimizer)
+        and any(
+            parameter.grad is not None and optimizer.state[parameter].get("momentum_buffer") is None
+            for group in optimizer.param_groups
+            if group["momentum"]
+            for parameter in group["params"]
+        )
+    )
+
+
+def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+
+
+@torch.no_grad()
+def _clip_at_once(
+    optimizers: Iterable[torch.optim.Optimizer], max_norm: float, ranks: RankGroup
+) -> Tensor:
+    """Clip gradients that were never scaled."""
+    gradients = [gradient for optimizer in optimizers for gradient in local_gradients(optimizer)]
+    device = gradients[0].tensor.device if gradients else torch.device("cpu")
+    norm = ranks.sum_(square_sum(gradients, ranks.world_size, device)).sqrt()
+    coefficient = torch.where(norm.isfinite(), _clip_coefficient(norm, max_norm), 1.0)
+    for gradient in gradients:
+        gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
+    return norm
+
+
+def _cure(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+    names = non_finite_names(optimizers)
+    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
+    where = f"; not finite on this rank: {', '.join(names[:NAMED_AT_MOST])}{more}" if names else ""
+    return (
+        f"{where}. Backing off the scale does not help: look for inf or NaN in the loss and the "
+        "input, lower the learning rate, or compute in bfloat16"
+    )

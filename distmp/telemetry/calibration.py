@@ -1,0 +1,186 @@
+"""The tables of a calibration: what float16 would make of a model's gradients."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+from distmp.scaling import LossScaleConfig
+from distmp.scaling.gradient_recorder import KINDS, Histograms
+from distmp.scaling.histogram import ExponentHistogram
+
+# What is printed for everybody, beside the recommended scale.
+SCALE_EXPONENTS = (0, 3, 8, 12, 16, 20, 24)
+# From this share on, values that are lost even at the best scale are a reason to use bfloat16.
+TOO_MANY_LOST = 0.01
+
+
+class Calibration(NamedTuple):
+    """What was measured.
+
+    Attributes:
+        steps: Steps taken.
+        world_size: Ranks that took them.
+        policy: Precision policy that they ran with, and why.
+        histograms: Counts of gradients by kind and layer group.
+    """
+
+    steps: int
+    world_size: int
+    policy: str
+    histograms: Histograms
+
+    @property
+    def total(self) -> ExponentHistogram:
+        """All gradients together."""
+        return _sum(self.of_kind(kind) for kind in KINDS)
+
+    @property
+    def groups(self) -> dict[str, ExponentHistogram]:
+        """Both kinds of gradients together, by layer group."""
+        names = dict.fromkeys(name for kind in KINDS for name in self.histograms[kind])
+        return {
+            name: _sum(
+                self.histograms[kind][name] for kind in KINDS if name in self.histograms[kind]
+            )
+            for name in names
+        }
+
+    def of_kind(self, kind: str) -> ExponentHistogram:
+        """All gradients of parameters, or of activations."""
+        return _sum(self.histograms[kind].values())
+
+
+def report(calibration: Calibration, rules: LossScaleConfig) -> Iterator[str]:
+    """Yield the lines of the tables and of the advice.
+
+    Args:
+        calibration: What was measured.
+        rules: Limits of the loss scale that the run is configured with.
+    """
+    total = calibration.total
+    scale = total.recommended_scale()
+    ranks = "1 rank" if calibration.world_size == 1 else f"{calibration.world_size} ranks"
+    yield f"{calibration.steps} steps on {ranks}, precision {calibration.policy}"
+    yield (
+        "float16 holds 2^-24 to 65504, with full precision from 2^-14; counted are the gradients "
+        "of each microbatch on each rank, before the loss scale"
+    )
+    if total.infinite or total.nan:
+        yield (
+            f"{total.infinite + total.nan} gradients are infinite or NaN already in this "
+            "precision: training diverges, whatever the loss scale is"
+        )
+    if scale is None:
+        yield "no gradient is finite and other than zero; there is nothing to recommend"
+        return
+    yield ""
+    yield from _scale_table(calibration, scale)
+    yield ""
+    yield from _group_table(calibration, scale)
+    yield ""
+    yield from _advice(total, scale, rules)
+
+
+def _scale_table(calibration: Calibration, scale: float) -> Iterator[str]:
+    yield "share of the gradients other than zero that become zero, subnormal or infinite"
+    yield f"{'':14}" + "".join(f"{kind:^36}" for kind in KINDS).rstrip()
+    yield f"{'loss scale':14}" + f"{'zero':>12}{'subnormal':>12}{'infinite':>12}" * len(KINDS)
+    recommended = _exponent(scale)
+    for exponent in sorted({*SCALE_EXPONENTS, recommended}):
+        shares = [share for kind in KINDS for share in calibration.of_kind(kind).shares(exponent)]
+        mark = "  recommended" if exponent == recommended else ""
+        name = _power(exponent)
+        yield f"{name:14}" + "".join(f"{_percent(share):>12}" for share in shares) + mark
+
+
+def _group_table(calibration: Calibration, scale: float) -> Iterator[str]:
+    recommended = _exponent(scale)
+    rows = {**calibration.groups, "total": calibration.total}
+    width = max(len("layer group"), *map(len, rows))
+    columns = ("smallest", "largest", "zero at 1", f"zero at {_power(recommended)}", "best scale")
+    yield f"{'layer group':{width}}" + "".join(f"{column:>15}" for column in columns)
+    for name, histogram in rows.items():
+        best = histogram.recommended_scale()
+        if best is None:
+            continue
+        cells = (
+            _power(min(histogram.exponents)),
+            _power(max(histogram.exponents)),
+            _percent(histogram.shares(0).zero),
+            _percent(histogram.shares(recommended).zero),
+            _power(_exponent(best)),
+        )
+        yield f"{name:{width}}" + "".join(f"{cell:>15}" for cell in cells)
+
+
+def _advice(total: ExponentHistogram, scale: float, rules: LossScaleConfig) -> Iterator[str]:
+    yield (
+        f"recommended: precision.loss_scale.init = {scale:g} ({_power(_exponent(scale))}); the "
+        "largest gradient stays a factor of 8 or more below overflow"
+    )
+    if not rules.min_scale <= scale <= rules.max_scale:
+        name = "min_scale" if scale < rules.min_scale else "max_scale"
+        yield (
+            f"precision.loss_scale.{name} = {getattr(rules, name):g} does not allow it; set "
+            f"{scale:g} there as well"
+        )
+    lost = total.shares(_exponent(scale)).zero
+    if lost > TOO_MANY_LOST:
+        yield (
+            f"even then {_percent(lost)} of the gradients become zero: their range is too wide for "
+            "float16; use a bf16 policy"
+        )
+
+
+def as_json(calibration: Calibration) -> str:
+    """Return everything that was measured as one JSON object."""
+    groups = {
+        kind: {name: _as_mapping(counts) for name, counts in of_kind.items()}
+        for kind, of_kind in calibration.histograms.items()
+    }
+    content = {
+        "steps": calibration.steps,
+        "world_size": calibration.world_size,
+        "policy": calibration.policy,
+        "total": _as_mapping(calibration.total),
+        **{kind: _as_mapping(calibration.of_kind(kind)) for kind in KINDS},
+        "groups": groups,
+    }
+    return json.dumps(content, indent=2)
+
+
+def _as_mapping(histogram: ExponentHistogram) -> dict[str, Any]:
+    return {
+        "values": histogram.values,
+        "zeros": histogram.zeros,
+        "infinite": histogram.infinite,
+        "nan": histogram.nan,
+        "exponents": {str(exponent): count for exponent, count in histogram.exponents.items()},
+        "float16": {
+            f"{2**exponent}": histogram.shares(exponent)._asdict() for exponent in SCALE_EXPONENTS
+        },
+        "recommended_scale": histogram.recommended_scale(),
+    }
+
+
+def _sum(histograms: Iterable[ExponentHistogram]) -> ExponentHistogram:
+    return reduce(add, histograms, ExponentHistogram.empty())
+
+
+def _exponent(scale: float) -> int:
+    return math.frexp(scale)[1] - 1
+
+
+def _power(exponent: int) -> str:
+    return "1" if exponent == 0 else f"2^{exponent}"
+
+
+def _percent(share: float) -> str:
+    if share == 0:
+        return "0"
+    return "<0.001%" if share < 1e-5 else f"{share:.3%}"

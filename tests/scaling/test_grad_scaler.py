@@ -1,0 +1,573 @@
+"""In place of torch's scaler: the same bits on one process, and what is different on purpose."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from distmp import CheckpointError, ConfigError, DistributedGradScaler, TrainingError
+from tests.ranks import ranks, run_ranks
+
+Scaler = torch.amp.GradScaler
+BOTH = (Scaler, DistributedGradScaler)
+KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "fused sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True),
+    "fused adamw": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "foreach adamw": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+}
+
+
+class Work:
+    """Two small models with an optimizer each, and inputs of which some overflow."""
+
+    def __init__(self, scaler: Scaler, kind: str) -> None:
+        torch.manual_seed(0)
+        self.scaler = scaler
+        self.models = [nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in "ab"]
+        self.optimizers = [KINDS[kind](model.parameters()) for model in self.models]
+        self.scales: list[float] = []
+
+    def loss(self, step: int, model: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + model)
+        inputs = torch.randn(3, 4, generator=generator)
+        if step % 5 == 3:
+            inputs = inputs * math.inf
+        return F.mse_loss(self.models[model](inputs), torch.ones(3, 2))
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def result(self) -> list[Any]:
+        weights = [p.tolist() for model in self.models for p in model.parameters()]
+        moments = [
+            value.tolist()
+            for optimizer in self.optimizers
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor)
+        ]
+        return [self.scales, weights, moments]
+
+
+# The patterns of torch's "Automatic Mixed Precision examples".
+
+
+def typical(work: Work, step: int) -> None:
+    work.scaler.scale(work.loss(step)).backward()
+    work.scaler.step(work.optimizers[0])
+
+
+def clipping(work: Work, step: int) -> None:
+    work.scaler.scale(work.loss(step)).backward()
+    work.scaler.unscale_(work.optimizers[0])
+    nn.utils.clip_grad_norm_(work.models[0].parameters(), 0.1)
+    work.scaler.step(work.optimizers[0])
+
+
+def accumulation(work: Work, step: int) -> None:
+    for part in range(2):
+        work.scaler.scale(work.loss(5 * step + part) / 2).backward()
+    work.scaler.step(work.optimizers[0])
+
+
+def penalty(work: Work, step: int) -> None:
+    loss, parameters = work.loss(step), list(work.models[0].parameters())
+    scaled = torch.autograd.grad(work.scaler.scale(loss), parameters, create_graph=True)
+    norm = sum((grad / work.scaler.get_scale()).pow(2).sum() for grad in scaled)
+    work.scaler.scale(loss + norm).backward()
+    work.scaler.step(work.optimizers[0])
+
+
+def two_losses_and_optimizers(work: Work, step: int) -> None:
+    losses = [work.loss(step, 0), work.loss(step + 1, 1)]
+    for loss in work.scaler.scale(losses):
+        loss.backward()
+    work.scaler.unscale_(work.optimizers[0])
+    work.scaler.step(work.optimizers[0])
+    work.scaler.step(work.optimizers[1])
+
+
+def alternating(work: Work, step: int) -> None:
+    for index, optimizer in enumerate(work.optimizers):
+        work.scaler.scale(work.loss(step + index, index)).backward()
+        work.scaler.step(optimizer)
+
+
+PATTERNS = (typical, clipping, accumulation, penalty, two_losses_and_optimizers, alternating)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_documented_patterns_give_the_bits_of_torch(
+    pattern: Callable[[Work, int], None], kind: str
+) -> None:
+    results = []
+    for scaler in BOTH:
+        work = Work(scaler("cpu", 2.0**12, growth_interval=2), kind)
+        for step in range(20):
+            work.zero_grad()
+            pattern(work, step)
+            work.scaler.update()
+            work.scales.append(work.scaler.get_scale())
+        results.append(work.result())
+    assert len(set(results[0][0])) > 2
+    assert str(results[0]) == str(results[1])
+
+
+def one_parameter(*gradient: float, fused: bool = False) -> torch.optim.Optimizer:
+    parameter = nn.Parameter(torch.zeros(len(gradient)))
+    parameter.grad = torch.tensor(gradient)
+    return torch.optim.Adam([parameter], fused=fused)
+
+
+def misuse(scaler: Scaler, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], Any]]:
+    """Yield calls that torch refuses, one after the other."""
+    yield lambda: scaler.step(optimizer)
+    yield lambda: scaler.unscale_(optimizer)
+    yield scaler.update
+    yield lambda: scaler.scale(1.0)  # type: ignore[call-overload]
+    yield lambda: scaler.load_state_dict({})
+    scaler.scale(torch.ones(()))
+    yield scaler.update
+    yield lambda: scaler.update(torch.ones(2))
+    yield lambda: scaler.update(torch.ones(1, requires_grad=True))
+    yield lambda: scaler.step(optimizer, closure=lambda: None)
+    scaler.unscale_(optimizer)
+    yield lambda: scaler.unscale_(optimizer)
+    yield lambda: pickle.dumps(scaler)
+    scaler.step(optimizer)
+    yield lambda: scaler.unscale_(optimizer)
+    yield lambda: scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_misuse_raises_what_torch_raises(fused: bool) -> None:
+    errors: list[list[str]] = []
+    for scaler in BOTH:
+        errors.append([])
+        for call in misuse(scaler("cpu"), one_parameter(1.0, fused=fused)):
+            with pytest.raises(Exception) as raised:  # noqa: PT011
+                call()
+            errors[-1].append(repr(raised.value))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("options", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}], ids=str)
+def test_constructor_refuses_what_torch_refuses(options: dict[str, float]) -> None:
+    messages = []
+    for scaler in BOTH:
+        with pytest.raises(AssertionError) as raised:
+            scaler("cpu", **options)
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "setting"),
+    [
+        ({"init_scale": 0.0}, "init_scale"),
+        ({"init_scale": math.nan}, "init_scale"),
+        ({"init_scale": 2.0, "min_scale": 4.0}, "init_scale"),
+        ({"min_scale": -1.0}, "min_scale"),
+        ({"max_scale": math.inf}, "max_scale"),
+        ({"growth_factor": math.inf}, "growth_factor"),
+        ({"backoff_factor": 0.0}, "backoff_factor"),
+        ({"hysteresis": 0}, "hysteresis"),
+        ({"max_consecutive_skips": 0}, "max_consecutive_skips"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused(options: dict[str, Any], setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting} = "):
+        DistributedGradScaler("cpu", **options)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_no_bad_scale_gets_in(value: float) -> None:
+    scaler = DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for new_scale in (value, torch.tensor(value)):
+        with pytest.raises(ConfigError, match="new_scale"):
+            scaler.update(new_scale)
+    state = {**scaler.state_dict(), "scale": value}
+    scaler.load_state_dict(state)
+    assert scaler.get_scale() == 2.0**16
+    with pytest.raises(ConfigError, match="backoff_factor"):
+        scaler.set_backoff_factor(value if value <= 0 else math.nan)
+
+
+def test_setters_work() -> None:
+    scaler = DistributedGradScaler("cpu", init_scale=16.0)
+    optimizer = one_parameter(1.0)
+    for _ in range(2):  # before and after the scale is created
+        scaler.set_growth_factor(4.0)
+        scaler.set_growth_interval(1)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 16.0 * 4 * 4
+
+
+def test_disabled_scaler_does_nothing() -> None:
+    optimizer = one_parameter(3.0, 4.0)
+    scaler = DistributedGradScaler("cpu", enabled=False, optimizers=[optimizer])
+    loss = torch.ones(())
+    assert scaler.scale(loss) is loss
+    scaler.unscale_(optimizer)
+    assert scaler.clip_grad_norm_(optimizer, 1.0) == 5
+    (parameter,) = optimizer.param_groups[0]["params"]
+    assert torch.allclose(parameter.grad, torch.tensor([0.6, 0.8]))
+    scaler.step(optimizer)
+    scaler.update()
+    assert parameter[0] < 0
+    assert (scaler.step_skipped, scaler.total_skips, scaler.state_dict()) == (False, 0, {})
+
+
+def test_state_goes_to_torch_and_back(caplog: pytest.LogCaptureFixture) -> None:
+    ours = DistributedGradScaler("cpu", init_scale=64.0, growth_interval=5)
+    optimizer = one_parameter(math.nan)
+    ours.scale(torch.ones(()))
+    ours.step(optimizer)
+    ours.update()
+    torchs = Scaler("cpu")
+    torchs.load_state_dict(ours.state_dict())
+    assert (torchs.get_scale(), torchs.get_growth_interval()) == (32.0, 5)
+    torchs.load_state_dict({**torchs.state_dict(), "_growth_tracker": 3})
+    back = DistributedGradScaler("cpu", growth_interval=7)
+    with caplog.at_level(logging.WARNING, "distmp"):
+        back.load_state_dict(torchs.state_dict())
+    assert "growth_interval = 5; this one keeps 7" in caplog.text
+    assert (back.get_scale(), back._get_growth_tracker()) == (32.0, 3)
+    assert (back.get_growth_interval(), back.total_skips) == (7, 0)
+    with pytest.raises(CheckpointError, match="version 99"):
+        back.load_state_dict({**ours.state_dict(), "version": 99})
+
+
+@pytest.mark.parametrize("copied", [lambda s: pickle.loads(pickle.dumps(s)), copy.deepcopy])
+def test_copies_continue(copied: Callable[[Any], Any]) -> None:
+    scaler = DistributedGradScaler("cpu", init_scale=64.0, hysteresis=2)
+    optimizer = one_parameter(math.nan)
+    scaler.scale(torch.ones(()))
+    for expected in (64.0, 32.0):
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == expected
+        scaler = copied(scaler)
+        assert scaler.get_scale() == expected
+        scaler.scale(torch.ones(()))
+    assert (scaler.consecutive_skips, scaler.total_skips) == (2, 2)
+
+
+def test_scheduler_rests_with_the_optimizer() -> None:
+    optimizer, scaler = one_parameter(1.0, fused=True), DistributedGradScaler("cpu")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    rates = []
+    for value in (1.0, math.inf, math.inf, 1.0):
+        parameter.grad = torch.tensor([value])
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.step_scheduler(scheduler)
+        rates.append((scheduler.get_last_lr()[0] / 1e-3, scaler.consecutive_skips))
+    assert rates == [(0.5, 0), (0.5, 1), (0.5, 2), (0.25, 0)]
+    assert scaler.total_skips == 2
+
+
+def test_fp16_gradients_are_unscaled_in_fp32() -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float16))
+    gradient = torch.tensor([60000.0, 1000.0, 3.0], dtype=torch.float16)
+    parameter.grad = gradient.clone()
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    norm = scaler.clip_grad_norm_(optimizer, 1e9)
+    assert math.isclose(norm.item(), gradient.double().norm().item() / 2**16, rel_tol=1e-6)
+    scaler.step(optimizer)
+    assert torch.equal(parameter, (-gradient.float() / 2.0**16).half())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_sparse_gradients(dtype: torch.dtype) -> None:
+    results = []
+    for last in (40000.0, 40000.0 if dtype is torch.float16 else math.inf):
+        rows = torch.tensor([[0, 2, 2]])
+        first = 1.0 if not results else last
+        values = torch.tensor([[4.0], [first], [last]], dtype=dtype)
+        parameter = nn.Parameter(torch.zeros(3, 1, dtype=dtype))
+        parameter.grad = torch.sparse_coo_tensor(rows, values, (3, 1), check_invariants=True)
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        scaler = DistributedGradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        results.append((scaler.step_skipped, parameter.flatten().tolist()))
+    sum_of_two = float(torch.tensor(40001.0, dtype=dtype) / 4)
+    assert results == [(False, [-1.0, 0.0, -sum_of_two]), (True, [0.0, 0.0, 0.0])]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("max_norm", [1.0, 100.0])
+def test_clipping_equals_that_of_torch(max_norm: float, fused: bool) -> None:
+    weights = []
+    for scaler in BOTH:
+        work = Work(scaler("cpu", 2.0**8), "fused adamw" if fused else "foreach adamw")
+        parameters = [p for model in work.models for p in model.parameters()]
+        for step in (0, 1, 2, 4):
+            for model in range(2):
+                scaled = work.scaler.scale(50 * work.loss(step, model))
+                scaled.backward()
+            if isinstance(work.scaler, DistributedGradScaler):
+                norm = work.scaler.clip_grad_norm_(work.optimizers, max_norm)
+            else:
+                for optimizer in work.optimizers:
+                    work.scaler.unscale_(optimizer)
+                norm = nn.utils.clip_grad_norm_(parameters, max_norm)
+            for optimizer in work.optimizers:
+                work.scaler.step(optimizer)
+            work.scaler.update()
+            work.zero_grad()
+        weights.append(torch.cat([p.detach().flatten() for p in parameters] + [norm.view(1)]))
+    assert torch.allclose(weights[0], weights[1].float(), rtol=1e-5, atol=1e-7)
+    assert weights[0][-1] > 1
+
+
+def test_clipping_stands_in_place_of_unscaling() -> None:
+    optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match="in place of unscale_"):
+        scaler.clip_grad_norm_(optimizer, 1.0)
+
+
+def test_late_gradients_of_a_registered_optimizer_are_refused() -> None:
+    optimizers = [one_parameter(1.0), one_parameter(1.0)]
+    scaler = DistributedGradScaler("cpu", optimizers=optimizers)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizers[0])
+    optimizers[1].param_groups[0]["params"][0].grad.fill_(math.nan)
+    with pytest.raises(RuntimeError, match="gradients changed"):
+        scaler.step(optimizers[1])
+
+
+def test_partial_update_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    optimizers = [one_parameter(1.0), one_parameter(math.inf)]
+    scaler = DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for _ in range(2):
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert len(caplog.records) == 1
+    assert "optimizers=[...]" in caplog.text
+
+
+def test_error_at_the_floor_names_parameters() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.named_parameters())
+    scaler = DistributedGradScaler("cpu", init_scale=2.0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    model[1].bias.grad.fill_(math.nan)  # type: ignore[union-attr, operator]
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.step(optimizer)
+    with pytest.raises(TrainingError, match=r"min_scale\); not finite on this rank: 1\.bias\. "):
+        scaler.update()
+
+
+def test_static_scale_ends_after_consecutive_skips() -> None:
+    scaler = DistributedGradScaler("cpu", init_scale=8.0, static=True, max_consecutive_skips=3)
+    optimizer = one_parameter(math.nan)
+    scaler.scale(torch.ones(()))
+    for _ in range(2):
+        scaler.step(optimizer)
+        scaler.update()
+    scaler.step(optimizer)
+    with pytest.raises(TrainingError, match=r"3 steps in a row .* parameter 0 of group 0 \(1,\)"):
+        scaler.update()
+    assert scaler.get_scale() == 8.0
+
+
+def test_fused_sgd_with_momentum_survives_a_skipped_start() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0, momentum=0.9, dampening=0.5, fused=True)
+    scaler = DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for value in (math.inf, 2.0**16):
+        parameter.grad = torch.full((2,), value)
+        scaler.step(optimizer)
+        scaler.update()
+        scaler.scale(torch.ones(()))
+    assert parameter.tolist() == [-2.0, -2.0]  # the scale had been halved
+
+
+class LegacyOptimizer(torch.optim.SGD):
+    """An optimizer of the kind that asks the scaler itself."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure: Any = None, *, grad_scaler: Any = None) -> None:  # type: ignore[override]
+        flags = grad_scaler._check_inf_per_device(self)
+        if not any(flag.item() for flag in flags.values()):
+            super().step()
+
+
+@ranks(2)
+def test_optimizer_that_asks_the_scaler_gets_the_flag_of_all_ranks() -> None:
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.tensor([math.inf if dist.get_rank() == 1 else 1.0])
+    optimizer, scaler = LegacyOptimizer([parameter], lr=1.0), DistributedGradScaler("cpu")
+    with pytest.warns(FutureWarning):
+        scaler.step(optimizer)
+    scaler.update()
+    assert (parameter.item(), scaler.get_scale()) == (0.0, 2.0**15)
+
+
+@ranks(2)
+def test_one_reduction_decides_for_all_registered_optimizers() -> None:
+    optimizers = [one_parameter(1.0, fused=fused) for fused in (True, False, True)]
+    scaler = DistributedGradScaler("cpu", optimizers=optimizers)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce:
+        scaler.unscale_(optimizers[1])
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert reduce.call_count == 1
+        scaler.clip_grad_norm_(optimizers, 1.0)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        assert reduce.call_count == 2
+
+
+def test_alone_nothing_is_reduced() -> None:
+    with mock.patch.object(dist, "all_reduce") as reduce:
+        scaler, optimizer = DistributedGradScaler("cpu"), one_parameter(1.0)
+        scaler.scale(torch.ones(()))
+        scaler.step(optimizer)
+        scaler.update()
+    reduce.assert_not_called()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_host_reads_the_flag_once_without_and_never_with_a_fused_optimizer(fused: bool) -> None:
+    optimizer, scaler = one_parameter(1.0, fused=fused), DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    reads = []
+    item = Tensor.item
+    with mock.patch.object(Tensor, "item", lambda tensor: reads.append(tensor) or item(tensor)):
+        scaler.step(optimizer)
+    flags = [tensor for tensor in reads if tensor is scaler._latest_found_inf]
+    assert len(flags) == (0 if fused else 1)
+
+
+@ranks(2)
+def test_ranks_that_disagree_on_the_scale_all_raise() -> None:
+    optimizer = one_parameter(1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=2.0 ** (10 + dist.get_rank()))
+    scaler.step(optimizer)
+    with pytest.raises(TrainingError, match="differs between ranks"):
+        scaler.update()
+    assert optimizer.param_groups[0]["params"][0].item() == 0.0
+
+
+@ranks(4)
+def test_groups_and_meshes() -> None:
+    me = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    pair = next(group for group in pairs() if me in dist.get_process_group_ranks(group))
+    for group, skipping in [
+        (None, {0, 1, 2, 3}),
+        (mesh, {0, 1, 2, 3}),
+        (mesh["tp"], {0, 1}),
+        (mesh["dp"], {1, 3}),
+        (pair, {1, 2}),
+    ]:
+        scaler = DistributedGradScaler("cpu", group=group)
+        optimizer = one_parameter(math.nan if me == 1 else 1.0)
+        scaler.step(optimizer)
+        assert scaler.step_skipped == (me in skipping), group
+    if me > 1:
+        foreign = dist.new_group([0, 1])
+    else:
+        dist.new_group([0, 1])
+        return
+    with pytest.raises(ConfigError, match="does not hold this rank"):
+        DistributedGradScaler("cpu", group=foreign)
+
+
+def pairs() -> list[dist.ProcessGroup]:
+    groups = [dist.new_group(members) for members in ([1, 2], [0, 3])]
+    return [group for group in groups if not isinstance(group, int)]
+
+
+def train(steps: int, overflowing: dict[int, int]) -> tuple[Any, ...]:
+    """Train on the same data everywhere, except that some ranks overflow in some steps."""
+    me, skips = (dist.get_rank(), False) if dist.is_initialized() else (0, True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler = DistributedGradScaler("cpu", growth_interval=50)
+    for step in range(steps):
+        if skips and step in overflowing:
+            continue
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        scaler.scale(F.mse_loss(model(inputs), inputs.sum(1, keepdim=True))).backward()
+        if overflowing.get(step) == me:
+            model[0].weight.grad[0, 0] = math.inf  # type: ignore[union-attr, index]
+        scaler.step(optimizer)
+        scaler.update()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    values = [tensor.detach().tolist() for tensor in (*model.parameters(), *moments)]
+    return scaler.get_scale(), scaler.total_skips, values
+
+
+def test_2000_steps_with_overflows_equal_a_run_that_leaves_these_steps_out() -> None:
+    generator = torch.Generator().manual_seed(0)
+    chance = torch.rand(2000, generator=generator)
+    culprits = torch.randint(2, (2000,), generator=generator).tolist()
+    overflowing = {step: culprits[step] for step in range(2000) if chance[step] < 0.01}
+    assert len(set(overflowing.values())) == 2
+    first, second = run_ranks(train, 2, 2000, overflowing)
+    assert first == second
+    assert first[1] == len(overflowing) > 10
+    assert first[2] == train(2000, overflowing)[2]
+
+
+@ranks(2)
+def test_accelerate() -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="no")
+    accelerator.scaler = DistributedGradScaler("cpu", init_scale=16.0)
+    torch.manual_seed(0)
+    model = nn.Linear(2, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert optimizer.scaler is accelerator.scaler
+    before = model.module.weight.detach().clone()
+    skipped = []
+    for step in range(3):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 100.0)
+        if step == 1 and accelerator.process_index == 1:
+            model.module.weight.grad.fill_(math.inf)
+        optimizer.step()
+        skipped.append(optimizer.step_was_skipped)
+    assert accelerator.scaler.get_scale() == 8.0
+    assert torch.allclose(model.module.weight, before - 0.2)
+    assert skipped == [False, True, False]
