@@ -717,7 +717,8 @@ class TestCuda:
             torch.cuda.set_sync_debug_mode("default")
         assert [outcome.numbers.applied_total for outcome in outcomes] == [3, 4, 5]
 
-    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    # Older releases of torch have no fused Adagrad for CUDA.
+    @pytest.mark.parametrize("optimizer", [one for one in OPTIMIZERS if one is not fused_adagrad])
     def test_training_equals_that_on_the_cpu(
         self, optimizer: Callable[[Any], torch.optim.Optimizer]
     ) -> None:

@@ -26,6 +26,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 # Settings of their own, which as an option of the optimizer would be overridden or override.
 OWN_SETTINGS = ("lr", "weight_decay")
+NOT_WITH_FUSED = ("foreach", "differentiable")
 SHAPES = ("cosine", "linear", "constant")
 
 
@@ -52,9 +53,10 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
             choices = [choice for choice in accepted if choice not in ("params", *OWN_SETTINGS)]
             raise ConfigError(f"optim.options.{name}", value, nearest(name, choices))
     options = {"lr": config.lr, **config.options}
-    if "fused" in accepted and not (options.get("foreach") or options.get("differentiable")):
+    if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
         # The fused kernel unscales, clips and skips by itself, without waiting for the device.
-        options.setdefault("fused", True)
+        # Older releases of torch have no fused Adagrad for CUDA.
+        options.setdefault("fused", build is not torch.optim.Adagrad)
 
     def create(named_parameters: NamedParameters) -> torch.optim.Optimizer:
         groups = weight_decay_groups(named_parameters, config.weight_decay)

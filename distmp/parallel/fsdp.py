@@ -31,7 +31,8 @@ class FullySharded(Strategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
 
     Gradients are reduced after every microbatch: the accumulator is then the FP32 shard, and an
-    abandoned step leaves nothing behind inside FSDP.
+    abandoned step leaves nothing behind inside FSDP. FSDP matches the collectives of ranks by their
+    order: in every microbatch all ranks have to run the same modules with the same parameters.
 
     Args:
         module: The model; it starts as rank 0 has it and is sharded in place, one group per block.

@@ -31,19 +31,19 @@ def named_parameters() -> NamedParameters:
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "fused"),
     [
-        ("adamw", torch.optim.AdamW),
-        ("adam", torch.optim.Adam),
-        ("sgd", torch.optim.SGD),
-        ("adagrad", torch.optim.Adagrad),
+        ("adamw", torch.optim.AdamW, True),
+        ("adam", torch.optim.Adam, True),
+        ("sgd", torch.optim.SGD, True),
+        ("adagrad", torch.optim.Adagrad, False),
     ],
 )
-def test_every_named_optimizer(name: str, kind: type) -> None:
+def test_every_named_optimizer(name: str, kind: type, fused: bool) -> None:
     optimizer = optimizer_factory(OptimizerConfig(name, lr=0.2))(named_parameters())
     assert type(optimizer) is kind
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.2]
-    assert all(group["fused"] for group in optimizer.param_groups)
+    assert [group["fused"] for group in optimizer.param_groups] == [fused] * 2
 
 
 def test_matrices_decay_and_vectors_do_not() -> None:
