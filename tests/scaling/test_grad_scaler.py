@@ -542,7 +542,7 @@ def test_2000_steps_with_overflows_equal_a_run_that_leaves_these_steps_out() -> 
     culprits = torch.randint(2, (2000,), generator=generator).tolist()
     overflowing = {step: culprits[step] for step in range(2000) if chance[step] < 0.01}
     assert len(set(overflowing.values())) == 2
-    first, second = run_ranks(train, 2, 2000, overflowing)
+    first, second = run_ranks(train, 2, 2000, overflowing, timeout=100)
     assert first == second
     assert first[1] == len(overflowing) > 10
     assert first[2] == train(2000, overflowing)[2]
