@@ -101,9 +101,11 @@ class LossScale:
         in_a_row = torch.where(overflow, self.overflows_in_a_row + 1, 0)
         back_off = in_a_row >= rules.hysteresis
         exhausted = back_off & (self.value <= rules.min_scale) & ~empty
-        factor = torch.where(overflow | ~grow, 1.0, rules.growth_factor)
-        factor = torch.where(back_off, rules.backoff_factor, factor)
-        changed = (self.value * factor).clamp(rules.min_scale, rules.max_scale)
+        # In FP64, as torch's scaler multiplies: a factor such as 1.1 is no FP32 number.
+        exact = self.value.to(torch.float64)
+        changed = torch.where(overflow | ~grow, exact, exact * rules.growth_factor)
+        changed = torch.where(back_off, exact * rules.backoff_factor, changed)
+        changed = changed.clamp(rules.min_scale, rules.max_scale).to(torch.float32)
         self.value = torch.where(empty, self.value, changed)
         clean = torch.where(overflow | grow, 0, clean)
         self.clean_steps = torch.where(empty, self.clean_steps, clean)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
@@ -80,7 +81,7 @@ def sequences_of(world_size: int, count: int) -> st.SearchStrategy[Sequence]:
         optimizers=st.tuples(*[st.sampled_from(OPTIMIZERS)] * count),
         registered=st.frozensets(st.integers(0, count - 1)),
         rules=st.fixed_dictionaries(rules),
-        iterations=st.lists(iterations(world_size, count), min_size=1, max_size=5).map(tuple),
+        iterations=st.lists(iterations(world_size, count), min_size=1, max_size=4).map(tuple),
     )
 
 
@@ -152,11 +153,12 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.detach().reshape(-1).view(torch.int32).tolist()
 
 
-Seen = list[dict[str, Any]]
+# What is seen after each iteration, and the parameters and moments in the end.
+Seen = tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]
 
 
 def play(sequence: Sequence, rank: int, prepare: Callable[[Any], None]) -> Seen:
-    """Run a sequence on one rank; return what is seen after each iteration."""
+    """Run a sequence on one rank; return what is seen."""
     mine = Rank(sequence, rank)
 
     def make() -> DistributedGradScaler:
@@ -166,7 +168,7 @@ def play(sequence: Sequence, rank: int, prepare: Callable[[Any], None]) -> Seen:
         return scaler
 
     scaler = make()
-    seen: Seen = []
+    seen: list[dict[str, Any]] = []
     for index, iteration in enumerate(sequence.iterations):
         if rank == 0:  # the others have no loss to scale
             scaler.scale(torch.ones(()))
@@ -190,7 +192,6 @@ def play(sequence: Sequence, rank: int, prepare: Callable[[Any], None]) -> Seen:
                 "consecutive": scaler.consecutive_skips,
                 "total": scaler.total_skips,
                 "error": error,
-                "state": mine.state(),
             }
         )
         if error:
@@ -198,7 +199,7 @@ def play(sequence: Sequence, rank: int, prepare: Callable[[Any], None]) -> Seen:
         if iteration.reload:
             scaler = make()
             scaler.load_state_dict(state)
-    return seen
+    return seen, mine.state()
 
 
 def expected(sequence: Sequence) -> list[Seen]:
@@ -206,7 +207,7 @@ def expected(sequence: Sequence) -> list[Seen]:
     ranks = [Rank(sequence, rank) for rank in range(sequence.world_size)]
     rules = sequence.rules
     scale, clean, in_a_row, consecutive, total = rules["init_scale"], 0, 0, 0, 0
-    seen: list[Seen] = [[] for _ in ranks]
+    seen: list[dict[str, Any]] = []
     for index, iteration in enumerate(sequence.iterations):
         for rank in ranks:
             rank.set_gradients(index, 1.0)
@@ -215,9 +216,7 @@ def expected(sequence: Sequence) -> list[Seen]:
         for number in [*iteration.stepped, None]:
             waiting = set(iteration.unscaled) - decided.keys()
             members = waiting | ({number} if number is not None else set())
-            if number in decided or not members:
-                pass
-            else:
+            if members and number not in decided:
                 if members & sequence.registered:
                     members |= sequence.registered
                 members -= decided.keys()
@@ -245,24 +244,22 @@ def expected(sequence: Sequence) -> list[Seen]:
         limit = rules["max_consecutive_skips"]
         if error is None and limit is not None and consecutive >= limit:
             error = f"{consecutive} steps in a row were skipped"
-        for rank, its in zip(ranks, seen, strict=True):
-            its.append(
-                {
-                    "scale": scale,
-                    "clean": clean,
-                    "overflows_in_a_row": in_a_row,
-                    "skipped": skipped,
-                    "consecutive": consecutive,
-                    "total": total,
-                    "error": error,
-                    "state": rank.state(),
-                }
-            )
+        seen.append(
+            {
+                "scale": scale,
+                "clean": clean,
+                "overflows_in_a_row": in_a_row,
+                "skipped": skipped,
+                "consecutive": consecutive,
+                "total": total,
+                "error": error,
+            }
+        )
         if error:
             break
         if iteration.reload and rules["static"]:
             scale = rules["init_scale"]  # the configuration wins
-    return seen
+    return [(seen, rank.state()) for rank in ranks]
 
 
 def overflows(iteration: Iteration, number: int) -> bool:
@@ -311,11 +308,11 @@ def play_in_threads(sequence: Sequence) -> list[Seen]:
 def check(found: list[Seen], sequence: Sequence) -> None:
     wanted = expected(sequence)
     assert found == wanted
-    for iterations_of_ranks in zip(*found, strict=True):
-        shared = [[pair[SHARED] for pair in seen["state"]] for seen in iterations_of_ranks]
-        assert all(state == shared[0] for state in shared)
+    shared = [[pair[SHARED] for pair in state] for _, state in found]
+    assert all(state == shared[0] for state in shared)
 
 
+@pytest.mark.timeout(300)
 @settings(max_examples=2000, deadline=None)
 @given(st.one_of(sequences(2), sequences(3)))
 def test_2000_random_sequences_follow_the_model(sequence: Sequence) -> None:
