@@ -26,6 +26,7 @@ from distmp.scaling import (
     decide,
     measure,
 )
+from distmp.scaling.norms import chunk_norms
 
 SCALE = 2.0**16
 MAX_NORM = 1.0
@@ -99,7 +100,7 @@ class Work:
 
     def norm(self) -> None:
         """Read the gradients once."""
-        torch._foreach_norm(self.buckets)
+        chunk_norms(self.buckets)
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ from distmp.scaling.gradient_recorder import GradientRecorder
 from distmp.settings import command_line
 from distmp.telemetry.calibration import Calibration, as_json, report
 from distmp.telemetry.gradient_ranges import draw_gradient_ranges
-from distmp.train import run_as_rank
+from distmp.train import end_process, run_as_rank
 from distmp.trainer import Parts, Progress, find_checkpoint, prepare, restore
 
 
@@ -144,4 +144,4 @@ def _build_engine(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -8,9 +8,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
-import torch
+import torch.distributed as dist
 
 from distmp.config import RunConfig, load
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
@@ -57,11 +57,25 @@ def run_as_rank(
         speaks = environment.rank == 0 if isinstance(error, SetupError) else local_rank == 0
         if speaks:
             sys.stderr.write(f"distmp: {error}\n")
+        leave()
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # noqa: BLE001  # the last resort of a process, which reports it
         return _report_failure(environment, error)
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """End this rank with an exit code.
+
+    After a failure, when the process group could not be left in order, the process ends without
+    its destructors: those of gloo abort it if the other ranks are gone, which hides the exit code.
+    """
+    if exit_code and dist.is_initialized():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
 
 
 def _train(config: RunConfig, environment: RankEnvironment) -> int:
@@ -91,11 +105,11 @@ def _report_failure(environment: RankEnvironment, error: Exception) -> int:
 
 def _is_lost_connection(error: Exception) -> bool:
     """Whether a collective failed because the process at its other end is gone."""
-    if isinstance(error, torch.distributed.DistNetworkError):
+    if isinstance(error, dist.DistNetworkError):
         return True
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

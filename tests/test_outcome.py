@@ -20,6 +20,7 @@ def tensors() -> dict[str, Tensor]:
         "applied_total": torch.tensor(10**9),
         "skipped_total": torch.tensor(3),
         "skipped_in_a_row": torch.tensor(2),
+        "scale_exhausted": torch.tensor(True),
     }
 
 
@@ -37,9 +38,10 @@ def test_numbers_have_their_types_and_values() -> None:
         applied_total=10**9,
         skipped_total=3,
         skipped_in_a_row=2,
+        scale_exhausted=True,
     )
     kinds = [type(value) for value in numbers]
-    assert kinds == [float] * 5 + [bool] * 3 + [int] * 3
+    assert kinds == [float] * 5 + [bool] * 3 + [int] * 3 + [bool]
 
 
 def test_numbers_are_those_of_the_step_though_its_tensors_change_later() -> None:

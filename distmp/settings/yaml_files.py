@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from distmp.errors import ConfigError, nearest
+from distmp.files import replacing
 from distmp.settings.convert import to_mapping
 
 # The scalars of YAML 1.2. PyYAML follows YAML 1.1, in which 3e-4 is a string, `no` is false,
@@ -131,16 +132,8 @@ def write_yaml(config: Any, path: str | os.PathLike[str]) -> None:
     text = yaml.dump(
         to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def dictionary_from_line(text: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from distmp.telemetry.files import replacing
+from distmp.files import replacing
 from distmp.telemetry.records import StepRecord
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from distmp.errors import DistmpError
-from distmp.telemetry.files import replacing
+from distmp.files import replacing
 
 
 class RecordError(DistmpError, ValueError):

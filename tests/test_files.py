@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.telemetry.files import replacing
+from distmp.files import replacing
 
 
 def test_replaces_the_content_and_leaves_nothing_else(tmp_path: Path) -> None:
