@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
@@ -21,6 +22,9 @@ from distmp.telemetry import Console
 from distmp.trainer import Trainer
 
 Config = TypeVar("Config")
+
+# How long a rank waits for torchrun to end it, which takes well under a second.
+GRACE_SECONDS = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,24 +49,35 @@ def run_as_rank(
         load: Makes the configuration of it.
         work: Joins the other ranks, and returns the exit code of this one.
     """
-    local_rank = 0
+    environment = RankEnvironment()
     try:
         environment = RankEnvironment.from_variables()
-        local_rank = environment.local_rank
-        with _speaking_once(local_rank):
+        with _speaking_once(environment.local_rank):
             config = load(argv)
         return work(config, environment)
     except DistmpError as error:
-        # Every rank finds the same error; one of them says it. Setup errors are gathered on rank 0.
-        speaks = environment.rank == 0 if isinstance(error, SetupError) else local_rank == 0
-        if speaks:
-            sys.stderr.write(f"distmp: {error}\n")
+        _say_once(error, environment)
         leave()
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # noqa: BLE001  # the last resort of a process, which reports it
         return _report_failure(environment, error)
+
+
+def _say_once(error: DistmpError, environment: RankEnvironment) -> None:
+    """Print an error that every rank has found: on the first rank, or the first of each machine.
+
+    The other ranks wait for torchrun to end them: if one of them ended first, torchrun would end
+    the one that speaks, before it has spoken. A rank that nobody ends has an error of its own.
+    """
+    gathered = isinstance(error, SetupError)
+    speaks = (environment.rank if gathered else environment.local_rank) == 0
+    if not speaks:
+        time.sleep(GRACE_SECONDS)
+    if speaks or not gathered:
+        sys.stderr.write(f"distmp: {error}\n")
+        sys.stderr.flush()
 
 
 def end_process(exit_code: int) -> NoReturn:
