@@ -25,13 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks import figures
 from benchmarks.report import Spread, machine, save
 from distmp.config import RunConfig, load
-from distmp.data.loading import step_batches
 from distmp.launcher.local import run_ranks
 from distmp.optim.build import schedule_factory, weight_decay_groups
 from distmp.parallel.world import World, join, leave
 from distmp.stopping import StopSignals
 from distmp.telemetry import Console, LogConfig
-from distmp.trainer import Trainer, prepare
+from distmp.trainer import Progress, Trainer, prepare, training_batches
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 
@@ -95,15 +94,7 @@ def _plain(config: RunConfig, world: World) -> float:
         **config.optim.options,
     )
     scheduler = schedule_factory(config.schedule, config.steps)(optimizer)
-    batches = step_batches(
-        parts.datasets.train,
-        seed=config.seed,
-        first_sample=0,
-        global_batch_size=config.batch.global_batch_size,
-        microbatch_size=config.batch.microbatch_size,
-        rank=world.rank,
-        world_size=world.world_size,
-    )
+    batches = training_batches(config, parts, world, Progress())
 
     def train() -> None:
         losses = []

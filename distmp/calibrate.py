@@ -14,19 +14,23 @@ from pathlib import Path
 import torch
 
 from distmp.config import RunConfig
-from distmp.data.loading import step_batches
-from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.launcher.environment import RankEnvironment
-from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.world import World, all_or_none, join, leave
-from distmp.precision import PrecisionPolicy, Resolution, policy, resolve
+from distmp.precision import Resolution, policy, resolve
 from distmp.scaling.gradient_recorder import GradientRecorder
 from distmp.settings import command_line
 from distmp.telemetry.calibration import Calibration, as_json, report
 from distmp.telemetry.gradient_ranges import draw_gradient_ranges
 from distmp.train import end_process, run_as_rank
-from distmp.trainer import Parts, Progress, find_checkpoint, prepare, restore
+from distmp.trainer import (
+    Progress,
+    build_engine,
+    find_checkpoint,
+    prepare,
+    restore,
+    training_batches,
+)
 
 
 @dataclass(frozen=True)
@@ -94,22 +98,15 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
     """
     parts = all_or_none(world, lambda: prepare(config, world))
     measured_in, reason = _policy(config.precision.policy, world.device)
-    engine = all_or_none(world, lambda: _build_engine(config, parts, measured_in, world))
+    engine = all_or_none(
+        world,
+        lambda: build_engine(config, parts, world, policy=measured_in, attribution=False),
+    )
     checkpoint = all_or_none(world, lambda: find_checkpoint(config))
     progress = Progress()
     if checkpoint is not None:
         progress = all_or_none(world, lambda: restore(engine, checkpoint))
-    batches = step_batches(
-        parts.datasets.train,
-        seed=config.seed,
-        first_sample=progress.samples,
-        global_batch_size=config.batch.global_batch_size,
-        microbatch_size=config.batch.microbatch_size,
-        rank=world.rank,
-        world_size=world.world_size,
-        workers=config.data.workers,
-        pin_memory=world.device.type == "cuda",
-    )
+    batches = training_batches(config, parts, world, progress)
     with closing(batches), GradientRecorder(engine.module, world.device) as recorder:
         for _ in range(config.calibrate_steps):
             engine.step(next(batches))
@@ -125,22 +122,6 @@ def _policy(configured: str, device: torch.device) -> Resolution:
         return Resolution(wanted, "as configured; it has the exponents of float32")
     reason = f"in place of {wanted.name}, which would hide what it cannot hold"
     return Resolution(policy("fp32"), reason)
-
-
-def _build_engine(
-    config: CalibrationConfig, parts: Parts, policy: PrecisionPolicy, world: World
-) -> Engine:
-    return Engine(
-        parts.model,
-        parts.loss,
-        optimizer_factory(config.optim),
-        policy=policy,
-        strategy=config.strategy,
-        schedule=schedule_factory(config.schedule, config.steps),
-        max_norm=config.optim.max_norm,
-        attribution=False,
-        device=world.device,
-    )
 
 
 if __name__ == "__main__":

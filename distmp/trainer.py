@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from distmp import settings
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
-from distmp.data.loading import evaluation_batches, step_batches
+from distmp.data.loading import Batch, evaluation_batches, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
@@ -25,6 +26,7 @@ from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
 from distmp.parallel.world import World, all_or_none
+from distmp.precision import PrecisionPolicy
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
 from distmp.stopping import StopSignals
@@ -81,7 +83,16 @@ class Trainer:
         self.timer = StepTimer()
         self.stopping = False
         self.parts = all_or_none(world, lambda: prepare(config, world))
-        self.engine = all_or_none(world, self._build_engine)
+        self.engine = all_or_none(
+            world,
+            lambda: build_engine(
+                config,
+                self.parts,
+                world,
+                policy=config.precision.policy,
+                attribution=config.precision.attribution,
+            ),
+        )
         checkpoint = all_or_none(world, lambda: find_checkpoint(config))
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
@@ -112,17 +123,7 @@ class Trainer:
     def train(self, stop: StopSignals) -> None:
         """Run the steps that are left, or those until some rank was asked to stop."""
         config, progress = self.config, self.progress
-        batches = step_batches(
-            self.parts.datasets.train,
-            seed=config.seed,
-            first_sample=progress.samples,
-            global_batch_size=config.batch.global_batch_size,
-            microbatch_size=config.batch.microbatch_size,
-            rank=self.world.rank,
-            world_size=self.world.world_size,
-            workers=config.data.workers,
-            pin_memory=self.world.device.type == "cuda",
-        )
+        batches = training_batches(config, self.parts, self.world, progress)
         unread: _Unread | None = None
         with closing(batches):
             while progress.step < config.steps and not self.stopping:
@@ -236,22 +237,6 @@ class Trainer:
         if self.records is not None and self.config.log.curves:
             draw_curves(read_records(self.directory.records), self.directory.curves)
 
-    def _build_engine(self) -> Engine:
-        config = self.config
-        return Engine(
-            self.parts.model,
-            self.parts.loss,
-            optimizer_factory(config.optim),
-            policy=config.precision.policy,
-            strategy=config.strategy,
-            schedule=schedule_factory(config.schedule, config.steps),
-            max_norm=config.optim.max_norm,
-            loss_scale=config.precision.loss_scale,
-            max_consecutive_skips=config.precision.max_consecutive_skips,
-            attribution=config.precision.attribution,
-            device=self.world.device,
-        )
-
     def _agree_on_directory(self, checkpoint: Path | None) -> RunDirectory:
         """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
 
@@ -322,6 +307,58 @@ def prepare(config: RunConfig, world: World) -> Parts:
     torch.manual_seed(config.seed)
     model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
     return Parts(datasets, model, build_loss(config.model), microbatches)
+
+
+def build_engine(
+    config: RunConfig,
+    parts: Parts,
+    world: World,
+    *,
+    policy: str | PrecisionPolicy,
+    attribution: bool,
+) -> Engine:
+    """Build the engine of a configuration.
+
+    Args:
+        config: The settings of optimizer, schedule, strategy and loss scale.
+        parts: What `prepare` returned.
+        world: The ranks, which all have to call it.
+        policy: What is computed in which type.
+        attribution: Whether the engine keeps what `Engine.explain` needs.
+
+    Raises:
+        ConfigError: If model, policy, strategy and optimizer do not fit together.
+    """
+    return Engine(
+        parts.model,
+        parts.loss,
+        optimizer_factory(config.optim),
+        policy=policy,
+        strategy=config.strategy,
+        schedule=schedule_factory(config.schedule, config.steps),
+        max_norm=config.optim.max_norm,
+        loss_scale=config.precision.loss_scale,
+        max_consecutive_skips=config.precision.max_consecutive_skips,
+        attribution=attribution,
+        device=world.device,
+    )
+
+
+def training_batches(
+    config: RunConfig, parts: Parts, world: World, progress: Progress
+) -> Generator[list[Batch], None, None]:
+    """Return the microbatches of this rank for each step from `progress` on; close it when done."""
+    return step_batches(
+        parts.datasets.train,
+        seed=config.seed,
+        first_sample=progress.samples,
+        global_batch_size=config.batch.global_batch_size,
+        microbatch_size=config.batch.microbatch_size,
+        rank=world.rank,
+        world_size=world.world_size,
+        workers=config.data.workers,
+        pin_memory=world.device.type == "cuda",
+    )
 
 
 def find_checkpoint(config: RunConfig) -> Path | None:
