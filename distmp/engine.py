@@ -17,10 +17,19 @@ from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome
 from distmp.parallel import World, build_strategy, resolve_strategy
-from distmp.precision import PrecisionPolicy, resolve
+from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context
+from distmp.precision.switches import product_switches
 from distmp.replay import Replay, StepIngredients, generator_states
-from distmp.scaling import LossScale, LossScaleConfig, Verdict, agree, decide, measure
+from distmp.scaling import (
+    LossScale,
+    LossScaleConfig,
+    Verdict,
+    agree,
+    decide,
+    loss_scale_rules,
+    measure,
+)
 from distmp.scaling.attribution import OverflowReport, StepFacts, diagnose
 
 # The outcome of a step is read at the latest when the next one has been started.
@@ -40,7 +49,8 @@ class Engine:
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
             its weight (how many tokens or samples were summed), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
-        policy: A `PrecisionPolicy`, the name of a preset, or "auto" for what the device supports.
+        policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
+            or "auto" for what the device supports.
         strategy: "single", "ddp", "fsdp" or "auto".
         schedule: Builds a torch learning-rate scheduler on an optimizer.
         max_norm: Clip the norm of the global gradient to this.
@@ -69,7 +79,7 @@ class Engine:
         loss: LossFunction,
         optimizer: OptimizerFactory,
         *,
-        policy: str | PrecisionPolicy = "auto",
+        policy: PolicyLike = "auto",
         strategy: str = "auto",
         schedule: ScheduleFactory | None = None,
         max_norm: float | None = None,
@@ -100,9 +110,8 @@ class Engine:
         self._learning_rates = LearningRates(
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
-        scales = self.policy.loss_scale == "dynamic"
         self.loss_scale = LossScale(
-            (loss_scale or LossScaleConfig()) if scales else None, self.device
+            loss_scale_rules(self.policy.loss_scale, loss_scale), self.device
         )
         # Updates applied, steps skipped, steps skipped since the last update.
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
@@ -229,13 +238,14 @@ class Engine:
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         assert self.nominal_weight is not None
-        (loss.float() * (scale / self.nominal_weight)).backward()
+        with product_switches(self.policy):
+            (loss.float() * (scale / self.nominal_weight)).backward()
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = pytree.tree_map_only(
             Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch
         )
-        with autocast_context(self.policy, self.device):
+        with product_switches(self.policy), autocast_context(self.policy, self.device):
             loss_sum, weight = self._loss(self.module, batch)
         return loss_sum, _scalar(weight, self.device)
 
@@ -252,11 +262,13 @@ class Engine:
             # What torch's fused optimizers look for: they divide by the one and skip for the other.
             self.optimizer.grad_scale = verdict.grad_scale  # type: ignore[attr-defined]
             self.optimizer.found_inf = verdict.found_inf  # type: ignore[attr-defined]
+            self._strategy.hand_over_gradients()
             self.optimizer.step()
         elif verdict.found_inf.item() == 0:
             self._most_applied += 1
             for part in self._strategy.gradients():
                 torch._foreach_div_(part.tensors, verdict.grad_scale)
+            self._strategy.hand_over_gradients()
             self.optimizer.step()
         self._strategy.publish_parameters()
 

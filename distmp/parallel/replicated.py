@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
-from distmp.buckets import Fp32GradBuckets, MasterWeights
+from distmp.buckets import Fp32GradBuckets, MasterWeights, PureWeights
+from distmp.errors import ConfigError
 from distmp.parallel.strategy import (
     Strategy,
     broadcast_from_rank_zero,
@@ -12,7 +14,8 @@ from distmp.parallel.strategy import (
     store_parameters_in_fp32,
 )
 from distmp.parallel.world import World
-from distmp.precision.builders import cast_inputs_and_outputs
+from distmp.precision.builders import prepare
+from distmp.precision.keep import storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 
@@ -22,11 +25,13 @@ class Replicated(Strategy):
 
     Args:
         module: The model; it is moved to the world's device and starts as rank 0 has it.
-        policy: With 16-bit parameters the optimizer steps FP32 masters, otherwise the parameters.
+        policy: With 16-bit parameters the optimizer steps FP32 masters, or the parameters if the
+            policy has none; otherwise the parameters.
         world: The ranks that hold a copy.
     """
 
     def __init__(self, module: nn.Module, policy: PrecisionPolicy, world: World) -> None:
+        _check_buckets(policy)
         check_parameters(module, policy)
         self.module = module.to(world.device)
         self._world_size = world.world_size
@@ -38,16 +43,21 @@ class Replicated(Strategy):
             if parameter.requires_grad
         ]
         self._buckets = Fp32GradBuckets(self._trainable, world.group)
-        self._masters = None
-        if policy.casts_parameters:
-            self._masters = MasterWeights(self._buckets, policy.compute_dtype)
-            _cast_frozen_parameters(module, policy)
-        cast_inputs_and_outputs(module, policy)
+        dtypes = storage_dtypes(module, policy)
+        self._masters = self._pure = None
+        if policy.has_masters:
+            kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+            self._masters = MasterWeights(self._buckets, policy.compute_dtype, kept)
+        elif policy.casts_parameters:
+            self._pure = PureWeights(self._buckets, dtypes)
+        # With what is trained this changes nothing, it has its type already.
+        prepare(module, policy, world.device.type)
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        if self._masters is None:
+        weights = self._masters or self._pure
+        if weights is None:
             return list(self._trainable)
-        return [(name, self._masters.named[name]) for name, _ in self._trainable]
+        return [(name, weights.named[name]) for name, _ in self._trainable]
 
     def begin_step(self) -> None:
         self._buckets.begin_step()
@@ -61,12 +71,23 @@ class Replicated(Strategy):
     def gradients(self) -> list[GradientPart]:
         return [GradientPart(self._buckets.buffers, replicas=self._world_size)]
 
+    def hand_over_gradients(self) -> None:
+        if self._pure is not None:
+            self._pure.round_gradients()
+
     def publish_parameters(self) -> None:
         if self._masters is not None:
             self._masters.publish()
+        if self._pure is not None:
+            self._pure.drop_gradients()
 
 
-def _cast_frozen_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
-    for parameter in module.parameters():
-        if not parameter.requires_grad:
-            parameter.data = parameter.data.to(policy.compute_dtype)
+def _check_buckets(policy: PrecisionPolicy) -> None:
+    """Refuse what the buckets would do better, but otherwise, than the policy says."""
+    for key, dtype in (("reduce", policy.reduce_dtype), ("accumulate", policy.accumulate_dtype)):
+        if dtype != torch.float32:
+            raise ConfigError(
+                f"precision.policy.{key}",
+                dtype,
+                "the strategies single and ddp have FP32 buckets; use fp32",
+            )

@@ -21,7 +21,7 @@ class Strategy(ABC):
     """Prepares a module for distributed training and carries its gradients through one step.
 
     A step calls, in this order: `begin_step`; for every microbatch `begin_microbatch`, forward and
-    backward; `finish_gradients`; the optimizer; `publish_parameters`.
+    backward; `finish_gradients`; `hand_over_gradients`; the optimizer; `publish_parameters`.
 
     Attributes:
         module: The prepared module; forward goes through it.
@@ -48,6 +48,9 @@ class Strategy(ABC):
     @abstractmethod
     def gradients(self) -> list[GradientPart]:
         """Return this rank's part of the reduced gradients, FP32."""
+
+    def hand_over_gradients(self) -> None:  # noqa: B027 - most have nothing to do
+        """Give the optimizer the reduced gradients, where it does not step the tensors itself."""
 
     @abstractmethod
     def publish_parameters(self) -> None:

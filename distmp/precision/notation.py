@@ -18,6 +18,9 @@ from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype
 
 SETTING = "precision.policy"
 
+# A policy, its name, its text, or its mapping.
+PolicyLike = PrecisionPolicy | str | Mapping[str, Any]
+
 # How a field is called in text and in mappings.
 _KEYS = {field.name: field.name.removesuffix("_dtype") for field in fields(PrecisionPolicy)}
 _FIELDS = {key: name for name, key in _KEYS.items()}
@@ -42,7 +45,7 @@ def policy(wanted: str | Mapping[str, Any]) -> PrecisionPolicy:
         if wanted in PRESETS:
             return PRESETS[wanted]
         return _build(_split(wanted), default_name=wanted.strip())
-    if isinstance(wanted, Mapping):
+    if isinstance(wanted, Mapping) and wanted:
         return _build(dict(wanted), default_name=None)
     raise ConfigError(
         SETTING, wanted, "use the name of a preset, 'key=value,...', or a mapping of these keys"
