@@ -132,7 +132,8 @@ def _averaging_hook(dtype: torch.dtype) -> CommHook:
         assert work is not None  # None means that this rank is no member of the group
         return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
-    return average
+    # DDP insists on its own annotation of the bucket, as an object and not as text, or on none.
+    return lambda group, bucket: average(group, bucket)
 
 
 def _refuse(policy: PrecisionPolicy, problem: str) -> NoReturn:

@@ -167,7 +167,7 @@ def run_in_fp32(
 ) -> None:
     """Make `module` compute in FP32: FP32 inputs, and autocast off inside.
 
-    It survives `copy.deepcopy`, `torch.compile`, activation checkpointing and FSDP.
+    It survives `copy.deepcopy`, `torch.compile` and activation checkpointing.
 
     Args:
         module: A module that holds FP32 parameters when it is called.
