@@ -28,6 +28,7 @@ class PrecisionPolicy:
             are cast. True: the module holds FP32 parameters, and `torch.autocast` casts per
             operation (norms, softmax and losses stay in FP32).
         output_dtype: The type in which the outermost module returns floating-point outputs.
+        reduce_dtype: What gradients travel in between ranks; they are summed in FP32 all the same.
         loss_scale: "dynamic" scales the loss and follows overflows, None leaves the loss alone. A
             step with a non-finite gradient is skipped on every rank in both cases.
 
@@ -39,6 +40,7 @@ class PrecisionPolicy:
     compute_dtype: torch.dtype = torch.float32
     autocast: bool = False
     output_dtype: torch.dtype = torch.float32
+    reduce_dtype: torch.dtype = torch.float32
     loss_scale: Literal["dynamic"] | None = None
 
     def __post_init__(self) -> None:

@@ -2,7 +2,8 @@
 
 from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
-from distmp.scaling.verdict import GradientPart, Verdict, agree, decide, measure
+from distmp.scaling.ordered import ordered_total
+from distmp.scaling.verdict import GradientPart, Verdict, agree, decide, measure, pack
 
 __all__ = [
     "DistributedGradScaler",
@@ -13,4 +14,6 @@ __all__ = [
     "agree",
     "decide",
     "measure",
+    "ordered_total",
+    "pack",
 ]
