@@ -2,7 +2,8 @@
 
 from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig, loss_scale_rules
-from distmp.scaling.verdict import GradientPart, Verdict, agree, decide, measure
+from distmp.scaling.ordered import ordered_total
+from distmp.scaling.verdict import GradientPart, Verdict, agree, decide, measure, pack
 
 __all__ = [
     "DistributedGradScaler",
@@ -14,4 +15,6 @@ __all__ = [
     "decide",
     "loss_scale_rules",
     "measure",
+    "ordered_total",
+    "pack",
 ]
