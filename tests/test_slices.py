@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,9 @@ def test_a_slice_is_a_plain_tensor_to_every_operation() -> None:
     assert whole_shape(part) == (4, 5)
     assert whole_shape(values) == (6,)
     assert type(part + 1) is Tensor
+    again = pickle.loads(pickle.dumps(part))
+    assert (type(again), again.start, again.whole_shape) == (FlatSlice, 7, (4, 5))
+    assert torch.equal(again + 0, values)
     part.copy_(torch.ones(6))
     assert values.tolist() == [1.0] * 6
 
