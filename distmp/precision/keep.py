@@ -94,7 +94,8 @@ def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torc
     """Return the dtype in which the module holds each parameter, by its name.
 
     A parameter in 16 bits has an FP32 master where the policy has masters; one in FP32 is stepped
-    itself. Integer parameters stay as they are.
+    itself. Integer parameters stay as they are, and so do frozen ones (a base model in 16 bits)
+    where the policy has FP32 parameters.
 
     Raises:
         ConfigError: As `kept_modules`.
@@ -113,7 +114,11 @@ def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torc
 def _storage_dtype(parameter: Tensor, policy: PrecisionPolicy, *, kept: bool) -> torch.dtype:
     if not parameter.is_floating_point():
         return parameter.dtype
-    return torch.float32 if kept else policy.module_dtype
+    if kept:
+        return torch.float32
+    if not (policy.casts_parameters or parameter.requires_grad):
+        return parameter.dtype
+    return policy.module_dtype
 
 
 def cast_buffers(module: nn.Module, policy: PrecisionPolicy) -> None:

@@ -378,6 +378,17 @@ def test_nothing_is_wrapped_in_fp32_policies() -> None:
     assert keep_in_fp32(Model(), policy("fp32"), "cpu") == {}
 
 
+@pytest.mark.parametrize(("text", "dtype"), [("bf16-autocast", FP16), ("bf16", BF16)])
+def test_frozen_parameters_stay_among_fp32_ones(text: str, dtype: torch.dtype) -> None:
+    model = Model()
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.half()
+    kept = policy(f"{text},keep_fp32=norm")
+    assert storage_dtypes(model, kept)["blocks.0.attention.weight"] == dtype
+    assert storage_dtypes(model, kept)["blocks.0.ln.weight"] == FP32
+
+
 def test_integer_parameters_stay() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     counter = nn.Parameter(torch.tensor(1), requires_grad=False)
