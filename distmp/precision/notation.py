@@ -1,8 +1,7 @@
 """Policies as people write them: presets, one line of text, and mappings as in YAML.
 
-bf16
-bf16,reduce=bf16,keep_fp32=norm|head
-{preset: bf16, reduce: bf16, keep_fp32: [norm, head]}
+The preset `bf16`, the text `bf16,reduce=bf16,keep_fp32=norm|head`, and the mapping
+`{preset: bf16, reduce: bf16, keep_fp32: [norm, head]}`, which says the same as the text.
 """
 
 from __future__ import annotations
