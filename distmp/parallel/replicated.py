@@ -56,9 +56,9 @@ class Replicated(Strategy):
         settings: AccumulationSettings | None = None,
     ) -> None:
         self._settings = settings or AccumulationSettings()
+        _check_buckets(policy, self._settings)
         self._policy = policy
         self._world = world
-        _check_buckets(policy, self._settings)
         check_parameters(module, policy)
         if world.group is not None and hasattr(module, "_orig_mod"):
             logger.warning(
@@ -68,19 +68,23 @@ class Replicated(Strategy):
         self.module = module.to(world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
-        self._shapes: dict[str, torch.Size] = {}
-        self._parts = [self._put_into_buckets(module, trainable(module))]
-        # Trainable parameters have their types already; this is for all the rest.
-        prepare(module, policy, world.device.type)
-
-    def _put_into_buckets(self, module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> _Part:
-        """Give parameters of the module, which have FP32 values, their types and buckets."""
-        dtypes = storage_dtypes(module, self._policy)
-        self._shapes.update((name, parameter.shape) for name, parameter in named)
+        named = trainable(module)
         values = {name: parameter.data for name, parameter in named}
-        for name, parameter in named:
-            parameter.data = parameter.data.to(dtypes[name])
-            if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
+        prepare(module, policy, world.device.type)
+        self._shapes: dict[str, torch.Size] = {}
+        self._parts = [self._lay_out(named, values)]
+
+    def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
+        """Put parameters, in the type that the module holds them in, into buckets.
+
+        Args:
+            named: The parameters.
+            values: Their FP32 values by name.
+        """
+        first = not self._shapes
+        self._shapes.update((name, parameter.shape) for name, parameter in named)
+        if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
+            for _, parameter in named:
                 parameter.data = parameter.data.contiguous()
         buckets = Fp32GradBuckets(
             named,
@@ -89,7 +93,7 @@ class Replicated(Strategy):
             shard=self._settings.shard_optimizer,
             reproducible=self._settings.reproducible,
             drop_non_finite=self._settings.drop_non_finite,
-            overlap=not self._shapes.keys() - values.keys(),
+            overlap=first,
         )
         if self._policy.casts_parameters and not self._policy.has_masters:
             return _Part(buckets, PureParameters(buckets))
@@ -101,8 +105,12 @@ class Replicated(Strategy):
             return []
         for _, parameter in named:
             parameter.grad = None
-        store_parameters_in_fp32(parameter for _, parameter in named)
-        self._parts.append(self._put_into_buckets(self.model, named))
+        values = {name: parameter.data.float() for name, parameter in named}
+        # While it was frozen a parameter may have had a type of its own.
+        dtypes = storage_dtypes(self.model, self._policy)
+        for name, parameter in named:
+            parameter.data = parameter.data.to(dtypes[name])
+        self._parts.append(self._lay_out(named, values))
         return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
