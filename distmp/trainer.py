@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from distmp.data.loading import Batch, evaluation_batches, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
+from distmp.launcher.accelerate import overruled
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
@@ -268,6 +270,8 @@ class Trainer:
             f"{engine.strategy}; batch {batch.global_batch_size} = {self.world.world_size} ranks x "
             f"{self.parts.microbatches} microbatches x {batch.microbatch_size} samples"
         )
+        for line in overruled(os.environ, engine.policy, engine.strategy):
+            say(line)
         say(f"run directory: {self.directory.path}")
         if checkpoint is not None:
             say(f"continuing from {checkpoint}")
