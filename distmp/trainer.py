@@ -40,7 +40,9 @@ from distmp.telemetry import (
     draw_curves,
     peak_memory_bytes,
     read_records,
+    trackers,
 )
+from distmp.telemetry.trackers import Trackers
 
 
 class Parts(NamedTuple):
@@ -105,10 +107,12 @@ class Trainer:
             if world.rank == 0
             else None
         )
+        self.trackers = all_or_none(world, self._start_trackers)
 
     def run(self, stop: StopSignals) -> bool:
         """Train to the end or to a request to stop; return whether the end was reached."""
-        self.train(stop)
+        with closing(self.trackers):
+            self.train(stop)
         self._save()
         finished = self.progress.step >= self.config.steps
         if finished:
@@ -186,6 +190,7 @@ class Trainer:
         )
         if self.records is not None:
             self.records.write(record)
+        self.trackers.write(record)
         self.console.step(record, self.config.steps)
         if report is not None:
             self.console.message(f"step {unread.step} skipped: {report}")
@@ -277,6 +282,18 @@ class Trainer:
             say(f"continuing from {checkpoint}")
         if self.world.rank == 0:
             settings.write_yaml(self.config, self.directory.config)
+
+    def _start_trackers(self) -> Trackers:
+        log = self.config.log
+        return trackers.start(
+            log.trackers if self.world.rank == 0 else (),
+            log.tracker_options,
+            project=log.project,
+            directory=self.directory.path,
+            hyperparameters=settings.to_mapping(self.config),
+            after_step=self.progress.step,
+            complain=self.console.message,
+        )
 
     def _save(self) -> None:
         with self.timer.paused():
