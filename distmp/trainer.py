@@ -23,6 +23,7 @@ from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
 from distmp.launcher.accelerate import overruled
+from distmp.models import huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
@@ -116,6 +117,7 @@ class Trainer:
         self._save()
         finished = self.progress.step >= self.config.steps
         if finished:
+            self._save_model()
             self._show_sample()
         else:
             self.console.message(
@@ -304,6 +306,17 @@ class Trainer:
                 {"step": self.progress.step, "samples": self.progress.samples},
                 keep=self.config.checkpoint.keep,
             )
+
+    def _save_model(self) -> None:
+        """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""
+        if not self.config.model.is_hugging_face:
+            return
+        prefix = "model/"
+        state = self.engine.state_dict().items()
+        weights = [(k.removeprefix(prefix), v) for k, v in state if k.startswith(prefix)]
+        folder = self.directory.model
+        huggingface.save(folder, self.parts.model, weights, writes=self.world.rank == 0)
+        self.console.message(f"model in the format of Hugging Face: {folder}")
 
 
 class _Unread(NamedTuple):
