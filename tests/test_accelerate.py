@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,10 +21,12 @@ from accelerate.utils import (
     GradScalerKwargs,
 )
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
 
 from distmp.accelerate import Accelerator
 from distmp.errors import ConfigError
-from distmp.precision import PrecisionPolicy
+from distmp.precision import PrecisionPolicy, policy
+from distmp.precision.accelerate import fsdp1_mixed_precision
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
 from tests.ranks import ranks
 from tests.torchrun import python, run
@@ -174,9 +177,9 @@ def test_what_would_overrule_the_policy_is_refused() -> None:
         # accelerate ignores the plugin on a CPU.
         ("bf16", {"fsdp_plugin": FullyShardedDataParallelPlugin()}, "precision.policy", "FSDP"),
     )
-    for policy, arguments, setting, message in cases:
+    for wanted, arguments, setting, message in cases:
         with pytest.raises(ConfigError, match=message) as caught:
-            Accelerator(policy, **arguments)
+            Accelerator(wanted, **arguments)
         assert caught.value.setting == setting
 
 
@@ -209,3 +212,68 @@ def test_the_example_skips_on_both_ranks(tmp_path: Path) -> None:
 def launch(*arguments: str) -> list[str]:
     launcher = python("-m", "accelerate.commands.launch", "--multi-gpu", "--num-processes", "2")
     return [*launcher, "--main-process-port", "0", *arguments]
+
+
+@ranks(2)
+def test_what_the_documentation_says_of_accelerate_itself() -> None:
+    """The second column of the table in docs/accelerate.md."""
+    rank = dist.get_rank()
+    alone = accelerate.Accelerator()
+    assert alone.num_processes == 1  # two ranks on CPUs, each by itself
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
+    assert accelerator.num_processes == 2
+    assert accelerator.scaler is None
+    model = accelerator.prepare_model(make_model())
+    seen: list[torch.dtype] = []
+    model.module[0].register_forward_hook(_recorder(seen))
+    model(batch(0, 0))
+    assert seen == [torch.float32, torch.float32]
+
+    # What it has on a GPU.
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+    accelerator.native_amp = True
+    model = make_model()
+    model._ddp_params_and_buffers_to_ignore = ["3.bias"]  # type: ignore[assignment]
+    adam = torch.optim.AdamW(model[0].parameters(), lr=0.1, fused=True)
+    second = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    model, *optimizers = accelerator.prepare(model, adam, second)
+    accelerator.backward(model(batch(0, rank)).square().mean())
+    before, gradient = model.module[3].weight.clone(), model.module[3].weight.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    step = before - model.module[3].weight
+    torch.testing.assert_close(step, 0.1 * gradient / 2.0**9)  # half of what it should be
+    accelerator.backward(model(batch(1, rank)).square().mean())
+    for parameter in (model.module[0].weight, model.module[3].bias):
+        parameter.grad.fill_(torch.inf if rank == 1 else 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    fused, unfused = (optimizer.step_was_skipped for optimizer in optimizers)
+    assert not fused
+    assert unfused == (rank == 1)
+    assert not same_on_all_ranks(accelerator.scaler.get_scale())
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    _let_accelerate_shard_on_cpu()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
+    plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    module = make_model()
+    seen.clear()
+    module[0].register_forward_hook(_recorder(seen))
+    model, _ = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+    model(batch(0, 0))
+    assert seen == [torch.float32, torch.float32]
+
+    # FSDP1 with 16-bit parameters, whatever it reduces in.
+    wide = fsdp1_mixed_precision(policy("bf16"))
+    sharded = FullyShardedDataParallel(
+        make_model(), mixed_precision=wide, device_id=torch.device("cpu")
+    )
+    with sharded.no_sync():
+        sharded(batch(0, 0)).square().mean().backward()
+    (handle,) = sharded._all_handles
+    assert handle.flat_param.grad.dtype == torch.bfloat16
