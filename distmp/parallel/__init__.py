@@ -5,11 +5,18 @@ from __future__ import annotations
 from torch import nn
 
 from distmp.errors import ConfigError, nearest
-from distmp.parallel.strategy import STRATEGIES, Strategy
+from distmp.parallel.strategy import STRATEGIES, AccumulationSettings, Strategy
 from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy
 
-__all__ = ["STRATEGIES", "Strategy", "World", "build_strategy", "resolve_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "AccumulationSettings",
+    "Strategy",
+    "World",
+    "build_strategy",
+    "resolve_strategy",
+]
 
 
 def resolve_strategy(name: str, world: World) -> str:
@@ -29,14 +36,21 @@ def resolve_strategy(name: str, world: World) -> str:
     return name
 
 
-def build_strategy(name: str, module: nn.Module, policy: PrecisionPolicy, world: World) -> Strategy:
+def build_strategy(
+    name: str,
+    module: nn.Module,
+    policy: PrecisionPolicy,
+    world: World,
+    accumulation: AccumulationSettings | None = None,
+) -> Strategy:
     """Prepare `module` for a strategy.
 
     Args:
-        name: "single", "ddp" or "fsdp".
+        name: "single", "ddp", "ddp-torch" or "fsdp".
         module: The model, with FP32 or 16-bit parameters; it is changed in place.
         policy: What is computed in which type.
         world: The ranks that take part.
+        accumulation: How gradients of whole models are accumulated and stepped.
 
     Raises:
         ConfigError: If the module does not fit the policy or the strategy.
@@ -45,7 +59,13 @@ def build_strategy(name: str, module: nn.Module, policy: PrecisionPolicy, world:
         # Imported here: FSDP brings half a second of imports that the other strategies do not need.
         from distmp.parallel.fsdp import FullySharded
 
+        if accumulation is not None:
+            accumulation.refuse_for(name)
         return FullySharded(module, policy, world)
+    if name == "ddp-torch":
+        from distmp.parallel.torch_ddp import TorchDistributedDataParallel
+
+        return TorchDistributedDataParallel(module, policy, world, accumulation)
     from distmp.parallel.replicated import Replicated
 
-    return Replicated(module, policy, world)
+    return Replicated(module, policy, world, accumulation)
