@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import fields
 from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import (
     AutocastKwargs,
@@ -22,18 +25,21 @@ from accelerate.utils import (
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from distmp.errors import ConfigError
-from distmp.parallel.strategy import check_parameters, store_parameters_in_fp32
-from distmp.precision import PrecisionPolicy, Resolution, policy, resolve
+from distmp.parallel.strategy import check_parameters
+from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
 from distmp.precision.accelerate import (
     autocast_kwargs,
     check_replicated,
     fsdp_plugin,
     mixed_precision,
+    prepare_to_shard,
 )
-from distmp.precision.builders import autocast_context, cast_inputs_and_outputs
-from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from distmp.precision.builders import autocast_context, ddp_comm_hook, prepare
+from distmp.precision.switches import product_switches
+from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules
 
 logger = logging.getLogger("distmp")
 
@@ -44,17 +50,20 @@ _OTHER_ENGINES = ("deepspeed", "megatron_lm")
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """`accelerate.Accelerator` that computes as a policy says, on all ranks alike.
 
-    In place of `mixed_precision` it takes a policy. Gradients are accumulated and reduced in FP32,
-    with FSDP too. With a float16 policy `scaler` is a `distmp.DistributedGradScaler`: all ranks
-    apply or skip a step together, `step_was_skipped` is right for fused optimizers as well, so that
-    schedulers rest, and float16 works on the CPU, where accelerate silently computes in float32.
+    In place of `mixed_precision` it takes a policy and does what it says, with FSDP too. With a
+    float16 policy `scaler` is a `distmp.DistributedGradScaler`: all ranks apply or skip a
+    step together, `step_was_skipped` is right for fused optimizers as well, so that schedulers
+    rest, and float16 works on the CPU, where accelerate silently computes in float32.
 
     Optimizers that belong to one model may be registered, to be skipped together:
     `accelerator.scaler.register(...)`. The scale moves when the next backward begins, once for all
     of them, and that is when a scale that can sink no further raises.
 
+    Products use TF32 or not as the policy says, in the whole process, until `end_training`.
+
     Args:
-        policy: A `PrecisionPolicy`, the name of a preset, or "auto" for what the device supports.
+        policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
+            or "auto" for what the device supports.
         loss_scale: Rules of the loss scale, for float16 policies.
         max_consecutive_skips: Raise when so many steps in a row were skipped; None never does.
         **arguments: Those of `accelerate.Accelerator`, but for `mixed_precision`.
@@ -69,7 +78,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(
         self,
-        policy: str | PrecisionPolicy = "auto",
+        policy: PolicyLike = "auto",
         *,
         loss_scale: LossScaleConfig | None = None,
         max_consecutive_skips: int | None = 50,
@@ -81,12 +90,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             arguments["cpu"] = True  # unless told so, accelerate leaves CPU ranks to themselves
         on_cpu = bool(arguments.get("cpu")) or _is_set("ACCELERATE_USE_CPU")
         self.policy, self.policy_reason = _resolve(policy, on_cpu=on_cpu, shards=shards)
-        rules = loss_scale or LossScaleConfig()
+        rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
         arguments["mixed_precision"] = mixed_precision(self.policy)
         arguments["kwargs_handlers"] = [
             *(arguments.get("kwargs_handlers") or ()),
             autocast_kwargs(self.policy),
-            *([_grad_scaler_kwargs(rules)] if self.policy.loss_scale else ()),
+            *([_grad_scaler_kwargs(rules)] if rules else ()),
         ]
         if shards:
             arguments["fsdp_plugin"] = fsdp_plugin(
@@ -98,14 +107,20 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             check_replicated(self.policy)
         _say_who_wins(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
-        if self.policy.casts_parameters and self.distributed_type != DistributedType.FSDP:
+        if not self._shards:
             # accelerate ignores the plugin on a CPU, and where it started one process alone.
             check_replicated(self.policy)
-        if self.policy.loss_scale is not None:
+        if rules is not None:
             self.native_amp = True  # what accelerate leaves out on the CPU
             self.scaler = _Scaler(
                 self.device.type, rules, max_consecutive_skips=max_consecutive_skips
             )
+        self._switches = ExitStack()
+        self._switches.enter_context(product_switches(self.policy))
+
+    @property
+    def _shards(self) -> bool:
+        return bool(self.distributed_type == DistributedType.FSDP)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers and the rest, as accelerate does."""
@@ -121,10 +136,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Prepare a model; parameters to be trained become FP32, as the optimizer steps them."""
-        if not evaluation_mode:
-            self._store_in_fp32(model)
+        """Prepare a model: what it holds, takes, computes and returns is what the policy says."""
+        if not getattr(model, "_is_accelerate_prepared", False):
+            check_parameters(model, self.policy)
+            (prepare_to_shard if self._shards else prepare)(model, self.policy, self.device.type)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        if isinstance(prepared, DistributedDataParallel):
+            hook = ddp_comm_hook(self.policy)
+            if hook is not None:
+                prepared.register_comm_hook(None, hook)
         return prepared
 
     def prepare_optimizer(
@@ -136,16 +156,25 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
+    def end_training(self) -> None:
+        """End training, as accelerate does, and put torch's switches back."""
+        if dist.is_initialized():
+            # Seen with torch 2.13: a group that only a DDP model still holds is destroyed with the
+            # interpreter locked, and waits for a thread of gloo that waits for the interpreter.
+            atexit.register(_let_go, dist.group.WORLD)
+        super().end_training()
+        self._switches.close()
+
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
-        """Do what accelerate does with DDP and FSDP1 only: autocast, and outputs in FP32."""
-        self._store_in_fp32(module)
-        cast_inputs_and_outputs(module, self.policy)
+        """Do what accelerate does with DDP and FSDP1 only: prepare the model, and autocast."""
+        check_parameters(module, self.policy)
+        prepare_to_shard(module, self.policy, self.device.type)
         if self.policy.autocast:
             module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
 
-    def _store_in_fp32(self, module: nn.Module) -> None:
-        check_parameters(module, self.policy)
-        store_parameters_in_fp32(module.parameters())
+
+def _let_go(_: object) -> None:
+    """Hold a reference until the process ends."""
 
 
 class _Scaler(DistributedGradScaler):
@@ -223,10 +252,10 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self._found_inf is not None and bool(self._found_inf.item())
 
 
-def _resolve(wanted: str | PrecisionPolicy, *, on_cpu: bool, shards: bool) -> Resolution:
+def _resolve(wanted: PolicyLike, *, on_cpu: bool, shards: bool) -> Resolution:
     device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
     found = resolve(wanted, device)
-    if wanted == "auto" and found.policy.casts_parameters and not shards:
+    if wanted == "auto" and found.policy.has_masters and not shards:
         instead = policy(f"{found.policy.name}-autocast")
         return Resolution(instead, f"{found.reason}; accelerate has no FP32 master weights")
     return found

@@ -25,8 +25,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 
 from distmp.accelerate import Accelerator
 from distmp.errors import ConfigError
-from distmp.precision import PrecisionPolicy, policy
-from distmp.precision.accelerate import fsdp1_mixed_precision
+from distmp.precision import policy
+from distmp.precision.builders import fsdp1_policy
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
 from tests.ranks import ranks
 from tests.torchrun import python, run
@@ -109,6 +109,7 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
     _let_accelerate_shard_on_cpu()
     cases = {
         "fp32": (torch.float32, torch.float32),
+        "bf16-pure,accumulate=bf16": (torch.bfloat16, torch.bfloat16),
         "bf16": (torch.bfloat16, torch.bfloat16),
         "bf16-autocast": (torch.float32, torch.bfloat16),
         "fp16": (torch.float16, torch.float16),
@@ -139,7 +140,8 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
             plain.step()
         assert output.dtype == torch.float32
         assert seen[:2] == [parameter, computed], name
-        assert {value.dtype for value in model.parameters()} == {torch.float32}
+        stored = torch.bfloat16 if "pure" in name else torch.float32
+        assert {value.dtype for value in model.parameters()} == {stored}
         final = reference(batch(9, 0))
         rounding = {} if name == "fp32" else {"rtol": 0.1, "atol": 0.1}
         torch.testing.assert_close(model(batch(9, 0)), final, **rounding)
@@ -158,16 +160,44 @@ def _recorder(seen: list[torch.dtype]) -> Callable[..., None]:
     return lambda module, _, output: seen.extend([module.weight.dtype, output.dtype])
 
 
+@ranks(2)
+def test_every_field_holds_with_ddp() -> None:
+    before = torch.get_float32_matmul_precision()
+    text = "bf16-autocast,keep_fp32=norm,reduce=bf16,buffer=fp32"
+    accelerator = Accelerator(text, loss_scale=RULES)
+    assert accelerator.scaler is None
+    model = make_model()
+    model.register_buffer("table", torch.zeros(2, dtype=torch.bfloat16))
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(_recorder(seen))
+    model[2].register_forward_hook(_recorder(seen))
+    model = accelerator.prepare_model(model)
+    output = model(batch(0, dist.get_rank()).double())  # cast to what the parameters are
+    accelerator.backward(output.square().mean())
+    assert output.dtype == torch.float32
+    assert seen == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+    assert model.module.table.dtype == torch.float32
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
+    assert same_on_all_ranks([gradient.tolist() for gradient in gradients])
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it left
+
+    accelerator = Accelerator("tf32")
+    assert torch.get_float32_matmul_precision() == "high"
+    accelerator.end_training()
+    assert torch.get_float32_matmul_precision() == before
+
+
 @ranks(1)
 def test_what_would_overrule_the_policy_is_refused() -> None:
-    narrow = PrecisionPolicy(
-        "mine", compute_dtype=torch.bfloat16, autocast=True, output_dtype=torch.bfloat16
-    )
     compressed = DistributedDataParallelKwargs(comm_hook="fp16")
     cases: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
-        ("fp99", {}, "precision.policy", "choose one of"),
-        ("bf16", {}, "precision.policy", "use bf16-autocast"),
-        (narrow, {}, "precision.output_dtype", "in float32"),
+        ("fp99", {}, "precision.policy", "fp99"),
+        ("bf16", {}, "precision.policy", "use a policy with autocast"),
+        ("bf16-pure", {}, "precision.policy", "sums microbatches in float32"),
+        ("bf16-autocast,output=bf16", {}, "precision.policy.output", "in float32"),
         ("bf16-autocast", {"mixed_precision": "fp16"}, "mixed_precision", "leave it out"),
         ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "neither policy nor"),
         ("fp32", {"megatron_lm_plugin": object()}, "megatron_lm_plugin", "neither policy nor"),
@@ -269,11 +299,11 @@ def test_what_the_documentation_says_of_accelerate_itself() -> None:
     assert seen == [torch.float32, torch.float32]
 
     # FSDP1 with 16-bit parameters, whatever it reduces in.
-    wide = fsdp1_mixed_precision(policy("bf16"))
+    wide = fsdp1_policy(policy("bf16"))
     sharded = FullyShardedDataParallel(
         make_model(), mixed_precision=wide, device_id=torch.device("cpu")
     )
     with sharded.no_sync():
-        sharded(batch(0, 0)).square().mean().backward()
+        sharded(batch(0, 0).bfloat16()).square().mean().backward()
     (handle,) = sharded._all_handles
     assert handle.flat_param.grad.dtype == torch.bfloat16

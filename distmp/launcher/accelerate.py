@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
-
 from distmp.errors import ConfigError
+from distmp.precision.accelerate import ACCELERATE_WORDS
 from distmp.precision.policy import PrecisionPolicy
 
 # accelerate sets it for every process that it launches.
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
-_WORD_OF = {torch.float32: "no", torch.bfloat16: "bf16", torch.float16: "fp16"}
 _ENGINES = {
     "ACCELERATE_USE_FSDP": "FSDP",
     "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
@@ -48,7 +46,7 @@ def overruled(
 ) -> Iterator[str]:
     """Yield, for people, what accelerate was told and the configuration decides otherwise."""
     word = variables.get(_PRECISION, "no")
-    if word not in ("no", _WORD_OF[policy.compute_dtype]):
+    if word not in ("no", ACCELERATE_WORDS[policy.compute_dtype]):
         yield (
             f"accelerate launch was told mixed precision {word}; precision.policy decides, and "
             f"computes in {policy.name}"

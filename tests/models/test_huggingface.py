@@ -128,10 +128,9 @@ def distance(
     found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]
 ) -> float:
     """Return how far two trainings are apart, relative to how far the second has come."""
-    apart = sum((found[k].double() - expected[k]).square().sum() for k in expected)
-    moved = sum((expected[k] - start[k]).square().sum() for k in expected)
-    assert moved > 0
-    return float((apart / moved) ** 0.5)
+    apart = torch.cat([(found[k].double() - expected[k]).flatten() for k in expected])
+    moved = torch.cat([(expected[k] - start[k]).flatten() for k in expected])
+    return float((apart.norm() / moved.norm()).detach())
 
 
 def test_a_run_saves_what_another_starts_from(
