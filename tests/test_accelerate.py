@@ -190,6 +190,22 @@ def test_every_field_holds_with_ddp() -> None:
     assert torch.get_float32_matmul_precision() == before
 
 
+@ranks(2)
+def test_the_process_group_ends_before_the_model() -> None:
+    """On one core the group's thread is often late, and the model's last collective with it."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+    def train() -> None:
+        accelerator = Accelerator("fp32")
+        model = accelerator.prepare_model(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(4))
+        accelerator.end_training()
+
+    train()
+
+
 @ranks(1)
 def test_what_would_overrule_the_policy_is_refused() -> None:
     compressed = DistributedDataParallelKwargs(comm_hook="fp16")
