@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, nearest
+from distmp.slices import FlatSlice
 
 PREFIX = "hf:"
 _CONFIG = "config.json"
@@ -77,13 +80,13 @@ def save(
     Args:
         folder: Where `from_pretrained` will find it; a folder that is there is replaced.
         model: What `build` returned, by now perhaps sharded.
-        weights: Names and live tensors of the model's state, each tied weight once; DTensors are
-            gathered one by one.
+        weights: Names and live tensors of the model's state, each tied weight once; DTensors and
+            slices are gathered one by one.
         writes: Whether this rank writes.
     """
     state = {}
     for name, tensor in weights:
-        whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        whole = _whole(tensor)
         if writes:
             state[name] = whole.detach().to("cpu", copy=True)
     if not writes:
@@ -97,6 +100,19 @@ def save(
         bare.save_pretrained(temporary, state_dict=state)
     shutil.rmtree(folder, ignore_errors=True)
     temporary.replace(folder)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor of which ranks may hold parts, bit by bit."""
+    if isinstance(tensor, FlatSlice):
+        size = math.prod(tensor.whole_shape)
+        flat = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
+        flat[tensor.start : tensor.start + tensor.numel()] = tensor.as_subclass(Tensor)
+        # As integers: a sum with zeros would lose the sign of a zero.
+        dist.all_reduce(flat.view(torch.uint8))
+        return flat.view(tensor.whole_shape)
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
 
 
 def _read_config(name: str, path: Path, options: Mapping[str, Any]) -> Any:
