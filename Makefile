@@ -28,6 +28,7 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.quickstart
 	$(VENV)/bin/python -m benchmarks.step_tail
+	$(VENV)/bin/python -m benchmarks.precision
 	$(VENV)/bin/python -m benchmarks.figures
 
 # A stamp, so that the environment is prepared once and again when what it holds has changed.

@@ -18,6 +18,7 @@ class RunDirectory:
         self.curves = path / "curves.png"
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
+        self.profile = path / "profile"
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint was written by this run."""

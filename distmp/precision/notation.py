@@ -100,7 +100,7 @@ def _split(text: str) -> dict[str, Any]:
 
 
 def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
-    base = _preset(items.pop("preset", "fp32"), alone=not items)
+    base = _preset(items.pop("preset", "fp32"))
     for key in items:
         if key not in _FIELDS:
             problem = nearest(str(key), [*_FIELDS, "preset"])
@@ -122,9 +122,14 @@ def _name_of(built: PrecisionPolicy) -> str:
     return ",".join(_changes(built))
 
 
-def _preset(name: Any, *, alone: bool) -> PrecisionPolicy:
-    if name == "auto" and not alone:
-        raise ConfigError(SETTING, name, "is chosen by the device; name a preset to change it")
+def _preset(name: Any) -> PrecisionPolicy:
+    if name == "auto":
+        raise ConfigError(
+            SETTING,
+            name,
+            "is what distmp.resolve chooses for a device, and stands alone; name a preset to "
+            "change something in it",
+        )
     if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(SETTING, name, nearest(str(name), [*PRESETS, "auto"]))
     return PRESETS[name]
