@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distmp.errors import DistmpError, SetupError
+from distmp.launcher.accelerate import wants_cpu
 
 T = TypeVar("T")
 
@@ -49,9 +50,9 @@ class World:
 def local_device(local_rank: int) -> torch.device:
     """Return the device of a rank: its own GPU where each rank of this machine has one, else CPU.
 
-    With fewer GPUs than ranks the ranks share them.
+    With fewer GPUs than ranks the ranks share them. `accelerate launch --cpu` keeps off them.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or wants_cpu(os.environ):
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
