@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from distmp.precision.keep import floating_point_cast
 from distmp.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
     Inputs are cast only where the module holds 16-bit parameters; autocast casts by itself.
     """
     if policy.casts_parameters:
-        to_compute = _floating_point_cast(policy.compute_dtype)
+        to_compute = floating_point_cast(policy.compute_dtype)
         module.register_forward_pre_hook(
             lambda _, args, kwargs: (
                 pytree.tree_map_only(Tensor, to_compute, args),
@@ -58,11 +58,7 @@ def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
             ),
             with_kwargs=True,
         )
-    to_output = _floating_point_cast(policy.output_dtype)
+    to_output = floating_point_cast(policy.output_dtype)
     module.register_forward_hook(
         lambda _, args, output: pytree.tree_map_only(Tensor, to_output, output)
     )
-
-
-def _floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor

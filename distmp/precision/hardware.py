@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from distmp.precision.policy import PrecisionPolicy, policy
+from distmp.precision.notation import policy
+from distmp.precision.policy import PrecisionPolicy
 
 # First compute capabilities with tensor cores for the type; below it is emulated or slow.
 BF16_CAPABILITY = (8, 0)
