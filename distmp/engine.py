@@ -16,7 +16,7 @@ from distmp.errors import CheckpointError, ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome
-from distmp.parallel import World, build_strategy, resolve_strategy
+from distmp.parallel import ParallelConfig, World, build_strategy, resolve_strategy
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.precision.builders import autocast_context
 from distmp.replay import Replay, StepIngredients, generator_states
@@ -41,7 +41,8 @@ class Engine:
             its weight (how many tokens or samples were summed), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
         policy: A `PrecisionPolicy`, the name of a preset, or "auto" for what the device supports.
-        strategy: "single", "ddp", "fsdp" or "auto".
+        strategy: "single", "ddp", "fsdp", "hsdp", "fsdp1" or "auto".
+        parallel: How the model is sharded, checkpointed and compiled.
         schedule: Builds a torch learning-rate scheduler on an optimizer.
         max_norm: Clip the norm of the global gradient to this.
         loss_scale: Rules of the loss scale, for policies that have one.
@@ -58,6 +59,7 @@ class Engine:
         policy: The policy in force.
         policy_reason: Why, in words.
         strategy: The name of the strategy in force.
+        strategy_reason: What it has chosen and why, in words; may be empty.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -71,6 +73,7 @@ class Engine:
         *,
         policy: str | PrecisionPolicy = "auto",
         strategy: str = "auto",
+        parallel: ParallelConfig | None = None,
         schedule: ScheduleFactory | None = None,
         max_norm: float | None = None,
         loss_scale: LossScaleConfig | None = None,
@@ -89,7 +92,8 @@ class Engine:
         self._recent: deque[tuple[StepOutcome, StepIngredients]] = deque(maxlen=STEPS_KEPT)
         self._loss = loss
         self.strategy = resolve_strategy(strategy, self.world)
-        self._strategy = build_strategy(self.strategy, model, self.policy, self.world)
+        self._strategy = build_strategy(self.strategy, model, self.policy, self.world, parallel)
+        self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
         parameters = self._strategy.optimizer_parameters()
         if not parameters:

@@ -5,11 +5,20 @@ from __future__ import annotations
 from torch import nn
 
 from distmp.errors import ConfigError, nearest
+from distmp.parallel.blocks import prepare_blocks
+from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.strategy import STRATEGIES, Strategy
 from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy
 
-__all__ = ["STRATEGIES", "Strategy", "World", "build_strategy", "resolve_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "ParallelConfig",
+    "Strategy",
+    "World",
+    "build_strategy",
+    "resolve_strategy",
+]
 
 
 def resolve_strategy(name: str, world: World) -> str:
@@ -29,23 +38,37 @@ def resolve_strategy(name: str, world: World) -> str:
     return name
 
 
-def build_strategy(name: str, module: nn.Module, policy: PrecisionPolicy, world: World) -> Strategy:
+def build_strategy(
+    name: str,
+    module: nn.Module,
+    policy: PrecisionPolicy,
+    world: World,
+    config: ParallelConfig | None = None,
+) -> Strategy:
     """Prepare `module` for a strategy.
 
     Args:
-        name: "single", "ddp" or "fsdp".
+        name: "single", "ddp", "fsdp", "hsdp" or "fsdp1".
         module: The model, with FP32 or 16-bit parameters; it is changed in place.
         policy: What is computed in which type.
         world: The ranks that take part.
+        config: How it is sharded, checkpointed and compiled.
 
     Raises:
-        ConfigError: If the module does not fit the policy or the strategy.
+        ConfigError: If module, policy, strategy and settings do not fit together.
     """
-    if name == "fsdp":
-        # Imported here: FSDP brings half a second of imports that the other strategies do not need.
+    config = config or ParallelConfig()
+    config.sharding.check(name)
+    prepare_blocks(module, config)
+    # Imported here: FSDP brings half a second of imports that the other strategies do not need.
+    if name in ("fsdp", "hsdp"):
         from distmp.parallel.fsdp import FullySharded
 
-        return FullySharded(module, policy, world)
+        return FullySharded(module, policy, world, config, name)
+    if name == "fsdp1":
+        from distmp.parallel.fsdp1 import FullySharded1
+
+        return FullySharded1(module, policy, world, config)
     from distmp.parallel.replicated import Replicated
 
     return Replicated(module, policy, world)

@@ -9,6 +9,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from distmp.errors import ConfigError
 from distmp.parallel.settings import Accumulation
 from distmp.parallel.world import World
 
@@ -35,8 +36,9 @@ class Facts(NamedTuple):
         free_bytes: Free memory of the rank that has least.
         shard_size: Ranks that share one copy of the model.
         replicas: Copies of the model.
+        gradient_bytes: Bytes of an element of the gradient of one microbatch.
         wire_bytes: Bytes of an element in a reduction among the ranks of a shard group.
-        lossless_wire: Whether the gradients of a microbatch have no more bits than are sent.
+        weight_bytes: Bytes of an element of the weights that the optimizer steps.
         microbatches: Microbatches of a step; None if that is not known.
     """
 
@@ -44,8 +46,9 @@ class Facts(NamedTuple):
     free_bytes: int
     shard_size: int
     replicas: int
+    gradient_bytes: int
     wire_bytes: int
-    lossless_wire: bool
+    weight_bytes: int
     microbatches: int | None
 
 
@@ -59,34 +62,50 @@ def choose(wanted: Accumulation, facts: Facts) -> Choice:
     Args:
         wanted: "auto", or the place to take.
         facts: What it depends on.
+
+    Raises:
+        ConfigError: If the place that is wanted is not FP32 there.
     """
+    hybrid = facts.replicas > 1
+    if facts.weight_bytes < 4:
+        # FSDP rounds a reduced gradient to the type of the weights.
+        if wanted == "sharded" and facts.microbatches != 1:
+            raise ConfigError(
+                "sharding.accumulate",
+                wanted,
+                "adds up in the type of the weights, and the policy's are not FP32; use "
+                f"'{'hybrid' if hybrid else 'unsharded'}' or a policy with param=fp32",
+            )
+        if wanted == "auto":
+            return Choice("hybrid" if hybrid else "unsharded", "FP32 sums for 16-bit weights")
     if wanted != "auto":
         return Choice(wanted, "configured")
     if facts.microbatches == 1:
         return Choice("sharded", "a step is one microbatch")
-    per_microbatch: Place = "hybrid" if facts.replicas > 1 else "sharded"
-    if facts.wire_bytes < 4 and facts.lossless_wire:
+    frequent: Place = "hybrid" if hybrid else "sharded"
+    if facts.gradient_bytes <= facts.wire_bytes < 4:
+        bits = 8 * facts.wire_bytes
         return Choice(
-            per_microbatch,
-            f"gradients of one microbatch lose nothing in {8 * facts.wire_bytes} bits on the wire, "
-            "the sum of several would",
+            frequent,
+            f"of one microbatch they lose nothing in {bits} bits on the wire, a sum of several "
+            "would",
         )
     whole = 4 * facts.elements
-    free = f"{whole / GIGABYTE:.3g} GB of {facts.free_bytes / GIGABYTE:.3g} GB free memory"
+    share = f"{whole / GIGABYTE:.3g} of {facts.free_bytes / GIGABYTE:.3g} GB of free memory"
     if whole > SHARE_OF_FREE_MEMORY * facts.free_bytes:
-        return Choice(per_microbatch, f"FP32 gradients of the whole model would take {free}")
-    once = bytes_per_step("unsharded", facts) / GIGABYTE
-    often = bytes_per_step(per_microbatch, facts) / GIGABYTE
+        return Choice(frequent, f"whole in FP32 they would take {share}")
+    once, often = (
+        f"{bytes_per_step(place, facts) / GIGABYTE:.3g}" for place in ("unsharded", frequent)
+    )
+    per = "microbatch" if facts.microbatches is None else "step"
     return Choice(
         "unsharded",
-        f"a rank sends {once:.3g} GB to reduce once per step, {often:.3g} GB to reduce "
-        f"{'one' if facts.microbatches is None else f'each of {facts.microbatches}'} microbatch"
-        f"{'' if facts.microbatches is None else 'es'}; FP32 gradients of the whole model take "
-        f"{free}",
+        f"a rank sends {once} GB per step instead of {often} GB per {per}; whole in FP32 they take "
+        f"{share}",
     )
 
 
-def bytes_per_step(place: Place, facts: Facts) -> int:
+def bytes_per_step(place: str, facts: Facts) -> int:
     """Return what a rank sends to reduce the gradients of a step, as ring algorithms do it.
 
     Without a known number of microbatches: of a step with one.

@@ -14,7 +14,7 @@ from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
 
-STRATEGIES = ("auto", "single", "ddp", "fsdp")
+STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
 
 
 class Strategy(ABC):
@@ -25,9 +25,11 @@ class Strategy(ABC):
 
     Attributes:
         module: The prepared module; forward goes through it.
+        reason: What was chosen and why, in words; empty if there was nothing to choose.
     """
 
     module: nn.Module
+    reason: str = ""
 
     @abstractmethod
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
@@ -93,6 +95,17 @@ def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def narrow_parameters(
+    module: nn.Module, dtype: torch.dtype, except_for: Iterable[nn.Module]
+) -> None:
+    """Round trainable parameters to the type that the optimizer steps, in place."""
+    kept = {id(parameter) for part in except_for for parameter in part.parameters()}
+    for parameter in module.parameters():
+        if parameter.requires_grad and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()

@@ -1,10 +1,21 @@
-"""A reduce-scatter that sends 16 bits and adds up in FP32."""
+"""The collectives of the sharded strategies: gathering, and a reduction that sums in FP32."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# torch 2.13 has given them new names and warns of the old ones.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
+    dist.all_gather_into_tensor
+)
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
+    dist.reduce_scatter_tensor
+)
 
 
 def reduce_scatter_sum(
@@ -23,7 +34,7 @@ def reduce_scatter_sum(
         wire_dtype: What is sent.
     """
     if wire_dtype == gradients.dtype:
-        dist.reduce_scatter_tensor(output, gradients, group=group)
+        reduce_scatter(output, gradients, op=dist.ReduceOp.SUM, group=group)
         return
     received = torch.empty_like(gradients, dtype=wire_dtype)
     dist.all_to_all_single(received, gradients.to(wire_dtype), group=group)
