@@ -316,17 +316,18 @@ class Engine:
         """Return everything that training continues from, as flat names and live tensors.
 
         Weights are the FP32 ones under the names of the model's parameters, so that a state can be
-        loaded under another policy or strategy. Sharded tensors are DTensors.
+        loaded under another policy or strategy. Sharded tensors are DTensors. Every rank has to
+        call it.
         """
+        return self._strategy.whole_state(self._local_state())
+
+    def _local_state(self) -> dict[str, Tensor]:
         state = {
             f"model/{name}": tensor.detach()
             for name, tensor in self._strategy.optimizer_parameters()
         }
-        # By identity, not by name: a tied weight has several names.
-        trained = {id(value) for value in self.module.parameters() if value.requires_grad}
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            if id(value) not in trained:
-                state[f"model/{name}"] = value.detach()
+        for name, value in self._strategy.untrained().items():
+            state[f"model/{name}"] = value.detach()
         for name, value in named_state(self.optimizer, self._names).items():
             state[f"optimizer/{name}"] = value
         for name, value in self.loss_scale.state_dict().items():
@@ -348,8 +349,8 @@ class Engine:
             self.optimizer,
             self._names,
             {
-                name.removeprefix(prefix): kind
-                for name, kind in stored.items()
+                name.removeprefix(prefix): (self._strategy.local_shape(name, shape), dtype)
+                for name, (shape, dtype) in stored.items()
                 if name.startswith(prefix)
             },
         )
@@ -364,12 +365,12 @@ class Engine:
             CheckpointError: If the state lacks something that this engine trains.
         """
         self.prepare_to_load({name: (value.shape, value.dtype) for name, value in state.items()})
-        live = self.state_dict()
+        live = self._local_state()
         if missing := live.keys() - state.keys():
             raise CheckpointError(f"the state lacks {', '.join(sorted(missing)[:5])}")
         with torch.no_grad():
             for name, tensor in live.items():
-                tensor.copy_(state[name])
+                tensor.copy_(self._strategy.local_part(name, state[name]))
         self.loss_scale.load_state_dict(
             {name: live[f"loss_scale/{name}"] for name in self.loss_scale.state_dict()}
         )

@@ -59,6 +59,31 @@ class Strategy(ABC):
         """Return the modules, by name, on whose entry parameters become whole, the root first."""
         return [("", self.module)]
 
+    def untrained(self) -> dict[str, Tensor]:
+        """Return frozen parameters and buffers under the names of the model."""
+        # By identity, not by name: a tied weight has several names.
+        trained = {id(value) for value in self.module.parameters() if value.requires_grad}
+        state = self.module.state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if id(value) not in trained}
+
+    def whole_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return what a checkpoint can hold in place of this rank's tensors.
+
+        These are DTensors, and tensors that are the same on all ranks. Every rank has to call it.
+
+        Args:
+            state: As `Engine.state_dict` names it; what the optimizer steps, and its state.
+        """
+        return state
+
+    def local_part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of what `whole_state` has under `name`."""
+        return whole
+
+    def local_shape(self, name: str, whole: torch.Size) -> torch.Size:
+        """Return the shape of this rank's part of what has the shape `whole`."""
+        return self.local_part(name, torch.empty(whole, device="meta")).shape
+
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
     """Refuse parameters that the policy cannot store without changing what the model means.
