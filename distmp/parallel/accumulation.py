@@ -18,7 +18,6 @@ Place = Literal["sharded", "unsharded", "hybrid"]
 # Of the free memory, how much FP32 gradients of the whole model may take: activations, gathered
 # parameters and the optimizer's state want some too.
 SHARE_OF_FREE_MEMORY = 0.25
-GIGABYTE = 1e9
 
 
 class Choice(NamedTuple):
@@ -91,16 +90,14 @@ def choose(wanted: Accumulation, facts: Facts) -> Choice:
             "would",
         )
     whole = 4 * facts.elements
-    share = f"{whole / GIGABYTE:.3g} of {facts.free_bytes / GIGABYTE:.3g} GB of free memory"
+    share = f"{_size(whole)} of {_size(facts.free_bytes)} of free memory"
     if whole > SHARE_OF_FREE_MEMORY * facts.free_bytes:
         return Choice(frequent, f"whole in FP32 they would take {share}")
-    once, often = (
-        f"{bytes_per_step(place, facts) / GIGABYTE:.3g}" for place in ("unsharded", frequent)
-    )
+    once, often = (_size(bytes_per_step(place, facts)) for place in ("unsharded", frequent))
     per = "microbatch" if facts.microbatches is None else "step"
     return Choice(
         "unsharded",
-        f"a rank sends {once} GB per step instead of {often} GB per {per}; whole in FP32 they take "
+        f"a rank sends {once} per step instead of {often} per {per}; whole in FP32 they take "
         f"{share}",
     )
 
@@ -129,3 +126,7 @@ def least_free_bytes(world: World) -> int:
     if world.group is not None:
         dist.all_reduce(least, dist.ReduceOp.MIN, world.group)
     return int(least)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

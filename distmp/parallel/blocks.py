@@ -108,7 +108,9 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]
     for pattern in patterns:
         if not any(_fits(pattern, name, part) for name, part in candidates):
             names = {type(part).__name__ for _, part in candidates}
-            raise ConfigError("sharding.wrap", pattern, f"fits no module; {nearest(pattern, names)}")
+            raise ConfigError(
+                "sharding.wrap", pattern, f"fits no module; {nearest(pattern, names)}"
+            )
     return {
         name: part
         for name, part in candidates

@@ -9,6 +9,7 @@ begins. In a steady run that costs a comparison of two tuples, and neither host 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from datetime import timedelta
 from typing import Literal, NamedTuple
@@ -60,7 +61,9 @@ class CollectiveOrder:
         self._units = units
         self._seconds = answer_seconds
         # A group of its own: what is asked here must not get into the way of what is watched.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=answer_seconds))
+        # Weakly held: gloo's threads have to end when the process group is destroyed, not later.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=answer_seconds))
+        self._group = weakref.ref(group)
         self._known: dict[Hashable, list[Collective]] = {}
         self._pass: Hashable = None
         self._expected: list[Collective] = []
@@ -112,7 +115,7 @@ class CollectiveOrder:
         numbers = torch.tensor([KINDS.index(mine.kind), mine.unit, mine.elements])
         answers = [torch.empty_like(numbers) for _ in range(self._world_size)]
         try:
-            dist.all_gather(answers, numbers, group=self._group)
+            dist.all_gather(answers, numbers, group=self._group())
         except RuntimeError as error:
             raise TrainingError(
                 f"rank {self._rank} is about to {self._in_words(mine)}, unlike the last time, and "

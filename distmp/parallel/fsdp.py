@@ -163,7 +163,9 @@ class FullySharded(Strategy):
     ) -> CollectiveOrder | None:
         """Put distmp's collectives in the place of FSDP's: summed in FP32, their order compared."""
         units = self.units()
-        order = CollectiveOrder(world, [name for name, _ in units]) if world.world_size > 1 else None
+        order = (
+            CollectiveOrder(world, [name for name, _ in units]) if world.world_size > 1 else None
+        )
         in_fp32 = _all_parts(kept)
         for index, (_, part) in enumerate(units):
             unit = cast(FSDPModule, part)

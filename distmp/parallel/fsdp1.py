@@ -168,7 +168,9 @@ class FullySharded1(Strategy):
         padded[: len(piece)].copy_(piece)
         gathered = padded.new_empty(len(sizes) * max(sizes))
         all_gather(gathered, padded, group=self._group)
-        pieces = [row[:size] for row, size in zip(gathered.view(len(sizes), -1), sizes, strict=True)]
+        pieces = [
+            row[:size] for row, size in zip(gathered.view(len(sizes), -1), sizes, strict=True)
+        ]
         return torch.cat(pieces).view(self._shapes[parameter])
 
     def _gather_sizes(self, world: World) -> dict[str, list[int]]:
@@ -178,9 +180,7 @@ class FullySharded1(Strategy):
         everyone = mine.new_empty(world.world_size * len(mine))
         all_gather(everyone, mine, group=self._group)
         by_parameter = everyone.view(world.world_size, -1).T.tolist()
-        return {
-            name: sizes for (name, _), sizes in zip(self._trainable, by_parameter, strict=True)
-        }
+        return {name: sizes for (name, _), sizes in zip(self._trainable, by_parameter, strict=True)}
 
     def _watch_collectives(self, world: World, wire_dtype: torch.dtype) -> None:
         """Sum over ranks in FP32, and compare the order of what ranks gather and reduce."""

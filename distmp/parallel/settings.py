@@ -105,21 +105,8 @@ class ParallelConfig:
     microbatches: int | None = None
 
     def __post_init__(self) -> None:
-        check_choice("activation_checkpointing", self.activation_checkpointing)
-        check_choice("compile", self.compile)
-
-
-_CHOICES = {
-    "activation_checkpointing": get_args(ActivationCheckpointing),
-    "compile": get_args(Compilation),
-}
-
-
-def check_choice(setting: str, value: str) -> None:
-    """Refuse what `activation_checkpointing` and `compile` do not know.
-
-    Raises:
-        ConfigError: Naming the choices.
-    """
-    if value not in _CHOICES[setting]:
-        raise ConfigError(setting, value, nearest(str(value), _CHOICES[setting]))
+        choices = {"activation_checkpointing": ActivationCheckpointing, "compile": Compilation}
+        for setting, literal in choices.items():
+            value = getattr(self, setting)
+            if value not in get_args(literal):
+                raise ConfigError(setting, value, nearest(str(value), get_args(literal)))

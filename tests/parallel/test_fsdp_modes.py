@@ -18,6 +18,7 @@ def several(steps: int, sizes: Any, options: list[dict[str, Any]]) -> list[Any]:
 def sharding(**settings: Any) -> dict[str, Any]:
     return {"parallel": ParallelConfig(sharding=ShardingConfig(**settings))}
 
+
 # Two microbatches on each of four ranks.
 FOUR_BY_TWO = (
     ((2, 1), (3, 2), (1, 0), (4, 3)),
@@ -26,19 +27,23 @@ FOUR_BY_TWO = (
     ((0, 0), (5, 4), (1, 2), (0, 1)),
 )
 
+
 def test_every_way_to_accumulate_equals_plain_torch() -> None:
     options = [
         {"strategy": "hsdp", "max_norm": 1.3, **sharding(shard_size=2, accumulate=place)}
         for place in ("sharded", "unsharded", "hybrid", "auto")
-    ] + [{"strategy": "fsdp", "max_norm": 1.3, **sharding(accumulate=place)} for place in ("sharded", "unsharded")]
+    ] + [
+        {"strategy": "fsdp", "max_norm": 1.3, **sharding(accumulate=place)}
+        for place in ("sharded", "unsharded")
+    ]
     options.append({"strategy": "fsdp1", "max_norm": 1.3})
     expected, losses_and_norms = plain_training(8, ONE_RANK, max_norm=1.3)
     results = run_ranks(several, 4, 8, FOUR_BY_TWO, options)
     for rank in results:
-        for (numbers, found, state) in rank:
+        for numbers, found, state in rank:
             print(error(found, expected))
             assert error(found, expected) < 1e-5
             assert [(step.loss, step.grad_norm) for step in numbers] == [
-            (pytest.approx(loss, rel=3e-6), pytest.approx(norm, rel=3e-6))
-            for loss, norm in losses_and_norms
-        ]
+                (pytest.approx(loss, rel=3e-6), pytest.approx(norm, rel=3e-6))
+                for loss, norm in losses_and_norms
+            ]
