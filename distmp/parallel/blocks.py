@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -95,7 +96,7 @@ def checkpoint_activations(block: nn.Module) -> None:
     """
     forward = block.forward
 
-    def recomputed(*args: object, **kwargs: object) -> object:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)

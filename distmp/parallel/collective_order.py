@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ import torch.distributed as dist
 from distmp.errors import TrainingError
 from distmp.parallel.world import World
 
-Kind = Literal["gather", "reduce", "end"]
-KINDS: tuple[Kind, ...] = ("gather", "reduce", "end")
+Kind = Literal["gather", "reduce", "end of forward", "end"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # How long the others may take to come to the place where this rank asks.
 ANSWER_SECONDS = 120.0
@@ -31,7 +31,7 @@ class Collective(NamedTuple):
     """One collective of FSDP.
 
     Attributes:
-        kind: What it does; "end" stands for none, at the end of a pass.
+        kind: What it does; an end stands in the order without being one.
         unit: Index of the group of parameters.
         elements: What this rank contributes.
     """
@@ -41,6 +41,7 @@ class Collective(NamedTuple):
     elements: int
 
 
+END_OF_FORWARD = Collective("end of forward", -1, 0)
 END = Collective("end", -1, 0)
 
 
@@ -136,8 +137,10 @@ class CollectiveOrder:
         )
 
     def _in_words(self, collective: Collective) -> str:
-        if collective.kind == "end":
+        if collective == END:
             return "end the pass"
+        if collective == END_OF_FORWARD:
+            return "end forward"
         name = self._units[collective.unit] or "the model's own parameters"
         what = f"gather {name}" if collective.kind == "gather" else f"reduce gradients of {name}"
         return f"{what} ({collective.elements} elements)"

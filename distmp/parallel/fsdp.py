@@ -7,7 +7,7 @@ strategy: gradients summed (not averaged) over ranks and accumulated in FP32.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from distmp.errors import ConfigError
 from distmp.parallel import fsdp_internals
 from distmp.parallel.accumulation import Facts, choose, least_free_bytes
 from distmp.parallel.blocks import find_blocks
-from distmp.parallel.collective_order import Collective, CollectiveOrder
+from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.collectives import all_gather, reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.strategy import (
@@ -152,11 +152,8 @@ class FullySharded(Strategy):
         """Nothing to publish: the next forward gathers and casts the shards."""
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        return [
-            (name, part)
-            for name, part in self.module.named_modules()
-            if isinstance(part, FSDPModule)
-        ]
+        parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
+        return [(name, part) for name, part in parts if isinstance(part, FSDPModule)]
 
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
@@ -170,8 +167,11 @@ class FullySharded(Strategy):
         for index, (_, part) in enumerate(units):
             unit = cast(FSDPModule, part)
             wire = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
-            unit.set_custom_all_gather(_AllGather(order, index))
-            unit.set_custom_reduce_scatter(_ReduceScatter(order, index, wire))
+            # Any: torch describes them by abstract classes that it does not export.
+            gather: Any = _AllGather(order, index)
+            reduce: Any = _ReduceScatter(order, index, wire)
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce)
             # Per module, not recursive.
             unit.set_gradient_divide_factor(1.0)
             # Otherwise the factor is applied by a reduction operator that gloo does not have.
@@ -179,24 +179,34 @@ class FullySharded(Strategy):
         # A parameter without a gradient on this rank may have one on another (torch 2.13).
         if hasattr(self._root, "set_reduce_scatter_unused_params"):
             self._root.set_reduce_scatter_unused_params(True)
-        if order is not None:
-            self.module.register_forward_pre_hook(
-                torch.compiler.disable(self._begin_pass), prepend=True
-            )
+        self.module.register_forward_pre_hook(
+            torch.compiler.disable(self._begin_forward), prepend=True
+        )
+        self.module.register_forward_hook(torch.compiler.disable(self._end_forward))
         return order
 
-    def _begin_pass(self, module: nn.Module, args: Any) -> None:
-        assert self._order is not None
-        place = self.accumulation.place
-        trains = torch.is_grad_enabled()
-        self._order.begin((trains, trains and (place == "sharded" or self._last_microbatch)))
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if self._order is not None:
+            place = self.accumulation.place
+            trains = torch.is_grad_enabled()
+            self._order.begin((trains, trains and (place == "sharded" or self._last_microbatch)))
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._order is not None:
+            self._order.note(END_OF_FORWARD)
+        if not torch.is_grad_enabled():
+            # No backward will do it, and the next forward may follow an update or a checkpoint.
+            self._reshard()
+
+    def _reshard(self) -> None:
+        for _, part in self.units():
+            cast(FSDPModule, part).reshard()
 
     def _prepare_gradients(self) -> None:
+        # Only when it gathers does FSDP make the tensors that gradients are accumulated in.
         for _, part in self.units():
-            unit = cast(FSDPModule, part)
-            # Only now does FSDP make the tensors that gradients are accumulated in.
-            unit.unshard()
-            unit.reshard()
+            cast(FSDPModule, part).unshard()
+        self._reshard()
         fsdp_internals.check(self.module)
         fsdp_internals.accumulate_in_fp32(self.module)
 
@@ -204,6 +214,7 @@ class FullySharded(Strategy):
         """Forget what an abandoned step has left inside FSDP."""
         if hasattr(self._root, "reset_iter_state"):  # torch 2.13
             self._root.reset_iter_state()
+        self._reshard()
         fsdp_internals.discard_gradients(self.module)
         if self._order is not None:
             self._order.abandon()
@@ -297,7 +308,7 @@ def _shard(
     def group(parts: list[nn.Module], reshard: bool | None) -> None:
         done.update(map(id, parts))
         fully_shard(
-            parts[0] if len(parts) == 1 else parts,  # type: ignore[arg-type]
+            parts[0] if len(parts) == 1 else parts,
             mesh=mesh,
             mp_policy=fp32 if id(parts[0]) in in_fp32 else computed,
             reshard_after_forward=reshard,

@@ -21,7 +21,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from distmp.errors import ConfigError
 from distmp.parallel.blocks import find_blocks
-from distmp.parallel.collective_order import Collective, CollectiveOrder
+from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.collectives import all_gather, reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.strategy import (
@@ -77,8 +77,8 @@ class FullySharded1(Strategy):
         broadcast_from_rank_zero(module, world)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         cast_inputs_and_outputs(module, policy)
-        self._inner = module
-        self.module = _wrap(module, policy, kept, world, config)
+        self._root = _wrap(module, policy, kept, world, config)
+        self.module = self._root
         self._trainable = [
             (_plain_name(name), parameter)
             for name, parameter in self.module.named_parameters()
@@ -195,19 +195,23 @@ class FullySharded1(Strategy):
                 order.note(Collective("reduce", len(units), gradients.numel()))
             reduce_scatter_sum(output, gradients, self._group, wire_dtype)
 
-        self.module.register_comm_hook(None, reduce)
+        self._root.register_comm_hook(None, reduce)
         if order is None:
             return
-        for index, unit in enumerate(units):
-            if index == 0:
-                unit.register_forward_pre_hook(
-                    torch.compiler.disable(lambda *_: order.begin(torch.is_grad_enabled()))
-                )
-            unit.register_forward_pre_hook(
-                torch.compiler.disable(
-                    lambda *_, index=index: order.note(Collective("gather", index, 0))
-                )
-            )
+
+        @torch.compiler.disable
+        def enter(unit: nn.Module, args: Any) -> None:
+            if unit is self.module:
+                order.begin(torch.is_grad_enabled())
+            order.note(Collective("gather", units.index(unit), 0))
+
+        @torch.compiler.disable
+        def leave(unit: nn.Module, args: Any, output: Any) -> None:
+            order.note(END_OF_FORWARD)
+
+        for unit in units:
+            unit.register_forward_pre_hook(enter)
+        self.module.register_forward_hook(leave)
 
 
 def _wrap(
