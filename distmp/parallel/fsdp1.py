@@ -19,7 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.collectives import all_gather, reduce_scatter_sum
@@ -68,6 +68,8 @@ class FullySharded1(Strategy):
             raise ConfigError(
                 "strategy", "fsdp1", "needs a process group; start the run with torchrun"
             )
+        if world.world_size == 1:
+            raise ConfigError("strategy", "fsdp1", "is for several ranks; use 'single'")
         check_parameters(module, policy)
         _check_weights(module, policy)
         self._group = world.group
@@ -85,14 +87,20 @@ class FullySharded1(Strategy):
             if parameter.requires_grad
         ]
         self._sizes = self._gather_sizes(world)
-        self._watch_collectives(world, policy.reduce_dtype)
+        # Whether a forward has begun that no backward has followed.
+        self._open = False
+        self._order = self._watch_collectives(world, policy.reduce_dtype)
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
 
     def begin_step(self) -> None:
-        if self._order is not None:
-            self._order.abandon()
+        if self._open:
+            raise TrainingError(
+                "FSDP1 cannot go on after a step that failed between forward and backward; start "
+                "again from a checkpoint, or use strategy = 'fsdp', which can"
+            )
+        self._order.abandon()
         for _, parameter in self._trainable:
             parameter.grad = None
 
@@ -101,8 +109,7 @@ class FullySharded1(Strategy):
 
     def finish_gradients(self) -> None:
         # Nothing to wait for: FSDP waits at the end of each backward.
-        if self._order is not None:
-            self._order.end()
+        self._order.end()
 
     def gradients(self) -> list[GradientPart]:
         pieces = [
@@ -182,36 +189,34 @@ class FullySharded1(Strategy):
         by_parameter = everyone.view(world.world_size, -1).T.tolist()
         return {name: sizes for (name, _), sizes in zip(self._trainable, by_parameter, strict=True)}
 
-    def _watch_collectives(self, world: World, wire_dtype: torch.dtype) -> None:
+    def _watch_collectives(self, world: World, wire_dtype: torch.dtype) -> CollectiveOrder:
         """Sum over ranks in FP32, and compare the order of what ranks gather and reduce."""
         units = [
             part for part in self.module.modules() if isinstance(part, FullyShardedDataParallel)
         ]
-        names = [*(name for name, _ in self.units()), "a group of parameters"]
-        order = self._order = CollectiveOrder(world, names) if world.world_size > 1 else None
+        order = CollectiveOrder(
+            world, [*(name for name, _ in self.units()), "a group of parameters"]
+        )
 
-        def reduce(state: Any, gradients: Tensor, output: Tensor) -> None:
-            if order is not None:
-                order.note(Collective("reduce", len(units), gradients.numel()))
+        def reduce(_: Any, gradients: Tensor, output: Tensor) -> None:
+            self._open = False
+            order.note(Collective("reduce", len(units), gradients.numel()))
             reduce_scatter_sum(output, gradients, self._group, wire_dtype)
 
-        self._root.register_comm_hook(None, reduce)
-        if order is None:
-            return
-
-        @torch.compiler.disable
-        def enter(unit: nn.Module, args: Any) -> None:
+        def enter(unit: Any, args: Any) -> None:
             if unit is self.module:
-                order.begin(torch.is_grad_enabled())
+                self._open = torch.is_grad_enabled()
+                order.begin(self._open)
             order.note(Collective("gather", units.index(unit), 0))
 
-        @torch.compiler.disable
         def leave(unit: nn.Module, args: Any, output: Any) -> None:
             order.note(END_OF_FORWARD)
 
+        self._root.register_comm_hook(None, reduce)
         for unit in units:
-            unit.register_forward_pre_hook(enter)
-        self.module.register_forward_hook(leave)
+            unit.register_forward_pre_hook(torch.compiler.disable(enter))
+        self.module.register_forward_hook(torch.compiler.disable(leave))
+        return order
 
 
 def _wrap(

@@ -41,7 +41,9 @@ def test_what_would_be_ignored_or_wrong_is_refused(arguments: str, message: str)
 
 
 def test_settings_reach_the_strategy_whole() -> None:
-    arguments = "--strategy hsdp --sharding.shard-size 2 --sharding.wrap Block norm --compile blocks"
+    arguments = (
+        "--strategy hsdp --sharding.shard-size 2 --sharding.wrap Block norm --compile blocks"
+    )
     config = load(arguments.split())
     expected = ShardingConfig(shard_size=2, wrap=("Block", "norm"))
     assert config.parallel(3) == ParallelConfig(expected, compile="blocks", microbatches=3)
@@ -49,7 +51,7 @@ def test_settings_reach_the_strategy_whole() -> None:
 
 @pytest.mark.parametrize("settings", [{"compile": "all"}, {"activation_checkpointing": True}])
 def test_choices_are_checked_without_a_file_too(settings: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="choose one of|did you mean"):
+    with pytest.raises(ConfigError, match=r"choose one of|did you mean"):
         ParallelConfig(**settings)
     with pytest.raises(ConfigError, match="a pattern needs"):
         ShardingConfig(wrap=("",))
