@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
@@ -20,8 +21,8 @@ from distmp.parallel.settings import (
     ParallelConfig,
     ShardingConfig,
 )
-from distmp.precision import PRESETS
-from distmp.scaling import LossScaleConfig
+from distmp.precision import policy
+from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.scaling.lockstep import LockstepConfig
 from distmp.settings import command_line
 from distmp.telemetry.settings import LogConfig
@@ -48,8 +49,10 @@ class BatchConfig:
 class PrecisionConfig:
     """What is computed in which floating-point type."""
 
-    policy: str = "auto"
-    """fp32, bf16, bf16-autocast, fp16, fp16-autocast, or auto: what the device supports."""
+    policy: str | dict[str, Any] = "auto"
+    """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, or auto: what
+    the device supports. Changes follow a comma, as in bf16,keep_fp32=norm|head; in the file also
+    as a section, 'preset: bf16' and a line for each change."""
 
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Rules of the loss scale, for the fp16 policies."""
@@ -61,15 +64,12 @@ class PrecisionConfig:
     """Repeat a step that overflowed to say which rank, parameter and microbatch it was."""
 
     def __post_init__(self) -> None:
-        if self.policy != "auto" and self.policy not in PRESETS:
-            raise ConfigError("precision.policy", self.policy, nearest(self.policy, KNOWN_POLICIES))
+        if self.policy != "auto":
+            loss_scale_rules(policy(self.policy).loss_scale, self.loss_scale)
         if self.max_consecutive_skips < 1:
             raise ConfigError(
                 "precision.max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
             )
-
-
-KNOWN_POLICIES = (*PRESETS, "auto")
 
 
 @dataclass(frozen=True)

@@ -5,26 +5,48 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.errors import CheckpointError, ConfigError, TrainingError
+from distmp.errors import CheckpointError, ConfigError, TrainingError, nearest
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome
-from distmp.parallel import ParallelConfig, World, build_strategy, resolve_strategy
-from distmp.precision import PrecisionPolicy, resolve
+from distmp.parallel import (
+    AccumulationSettings,
+    ParallelConfig,
+    World,
+    build_strategy,
+    resolve_strategy,
+)
+from distmp.parallel.module_buffers import ModuleBuffers
+from distmp.parallel.reproducible import check_power_of_two, make_deterministic
+from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context
+from distmp.precision.switches import product_switches
 from distmp.replay import Replay, StepIngredients, generator_states
-from distmp.scaling import LossScale, LossScaleConfig, Verdict, agree, decide, measure
+from distmp.scaling import (
+    LossScale,
+    LossScaleConfig,
+    Verdict,
+    agree,
+    decide,
+    loss_scale_rules,
+    measure,
+    ordered_total,
+    pack,
+)
 from distmp.scaling.attribution import OverflowReport, StepFacts, diagnose
+from distmp.slices import whole_shape
 
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
+
+ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -40,8 +62,9 @@ class Engine:
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
             its weight (how many tokens or samples were summed), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
-        policy: A `PrecisionPolicy`, the name of a preset, or "auto" for what the device supports.
-        strategy: "single", "ddp", "fsdp", "hsdp", "fsdp1" or "auto".
+        policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
+            or "auto" for what the device supports.
+        strategy: "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1" or "auto".
         parallel: How the model is sharded, checkpointed and compiled.
         schedule: Builds a torch learning-rate scheduler on an optimizer.
         max_norm: Clip the norm of the global gradient to this.
@@ -49,6 +72,15 @@ class Engine:
         max_consecutive_skips: `check` gives up after so many skipped steps in a row.
         attribution: Keep the microbatches of the last two steps, so that `explain` can find out
             why one of them overflowed.
+        shard_optimizer: Every rank keeps and steps only its share of FP32 weights and optimizer
+            state (`single` and `ddp`).
+        reproducible: The same bits however the microbatches of the global batch are spread over
+            1, 2, 4, 8 ... ranks (`single` and `ddp`). Random numbers are drawn per microbatch, from
+            torch's generator, whose seed must be the same on all ranks. Sets one CPU thread and
+            `torch.use_deterministic_algorithms` for the whole process.
+        on_nonfinite: "skip_step" skips a step in which any gradient is not finite;
+            "drop_microbatch" leaves out the microbatch and takes the mean over the rest (`single`
+            and `ddp`).
         nominal_weight: Typical global weight of a step, a constant that keeps gradients at the
             magnitude of a mean. None takes that of the first step, agreed by all ranks.
         device: Where to train; None takes the current CUDA device if there is one.
@@ -71,7 +103,7 @@ class Engine:
         loss: LossFunction,
         optimizer: OptimizerFactory,
         *,
-        policy: str | PrecisionPolicy = "auto",
+        policy: PolicyLike = "auto",
         strategy: str = "auto",
         parallel: ParallelConfig | None = None,
         schedule: ScheduleFactory | None = None,
@@ -79,6 +111,9 @@ class Engine:
         loss_scale: LossScaleConfig | None = None,
         max_consecutive_skips: int = 50,
         attribution: bool = True,
+        shard_optimizer: bool = False,
+        reproducible: bool = False,
+        on_nonfinite: str = "skip_step",
         nominal_weight: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -92,21 +127,31 @@ class Engine:
         self._recent: deque[tuple[StepOutcome, StepIngredients]] = deque(maxlen=STEPS_KEPT)
         self._loss = loss
         self.strategy = resolve_strategy(strategy, self.world)
-        self._strategy = build_strategy(self.strategy, model, self.policy, self.world, parallel)
+        self.reproducible = reproducible
+        if reproducible:
+            make_deterministic(self.device)
+        self._strategy = build_strategy(
+            self.strategy,
+            model,
+            self.policy,
+            self.world,
+            AccumulationSettings(shard_optimizer, reproducible, _drops(on_nonfinite)),
+            parallel,
+        )
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
+        self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
         if not parameters:
             raise ConfigError("model", type(model).__name__, "has no parameter to train")
-        self.optimizer = optimizer(parameters)
+        self.optimizer = self._strategy.build_optimizer(optimizer)
         self._names = {id(tensor): name for name, tensor in parameters}
         self._skips_on_device = prepare_for_device_skip(self.optimizer)
         self._learning_rates = LearningRates(
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
-        scales = self.policy.loss_scale == "dynamic"
         self.loss_scale = LossScale(
-            (loss_scale or LossScaleConfig()) if scales else None, self.device
+            loss_scale_rules(self.policy.loss_scale, loss_scale), self.device
         )
         # Updates applied, steps skipped, steps skipped since the last update.
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
@@ -125,23 +170,21 @@ class Engine:
         """
         if not microbatches:
             raise ValueError("a step needs at least one microbatch")
+        if self.reproducible:
+            check_power_of_two(len(microbatches))
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
-        generators = generator_states(self.device) if self.attribution else {}
-        losses: list[Tensor] = []
-        loss_sum, weight = self._accumulate(microbatches, scale, losses)
-        measured = measure(
-            self._strategy.gradients(), loss_sum, weight, stop=stop, device=self.device
-        )
+        self._buffers.begin_step()
+        gathered = self._accumulate(microbatches, scale)
+        total = self._measure(gathered, stop=stop)
         assert self.nominal_weight is not None
-        verdict = decide(
-            agree(measured, self.world.group), scale, self.nominal_weight, self.max_norm
-        )
+        verdict = decide(total, scale, self.nominal_weight, self.max_norm)
         self._update(verdict)
-        exhausted = self.loss_scale.update(verdict.overflow, verdict.empty)
-        outcome = self._outcome(verdict, rate, scale, exhausted)
+        self._buffers.end_step(verdict.found_inf)
+        exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
+        outcome = self._outcome(verdict, rate, scale, exhausted & verdict.overflow)
         if self.attribution:
-            ingredients = StepIngredients(tuple(microbatches), generators, losses)
+            ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
             self._recent.append((outcome, ingredients))
         return outcome
 
@@ -208,43 +251,68 @@ class Engine:
     def _repeat_microbatch(self, batch: Any, scale: Tensor) -> None:
         self._backward(self._forward(batch)[0], scale)
 
-    def _accumulate(
-        self, microbatches: Sequence[Any], scale: Tensor, losses: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """Run forward and backward; return this rank's loss sum and weight, FP64, 0-dim.
-
-        The loss sum of each microbatch is appended to `losses`.
-        """
+    def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> _Gathered:
+        """Run forward and backward; return what this rank has to say about it."""
         strategy = self._strategy
         strategy.begin_step()
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        weight = torch.zeros((), dtype=torch.float64, device=self.device)
+        gathered = _Gathered([], [], [], [], [])
+        seed = int(torch.randint(2**62, ())) if self.reproducible else None
         for index, batch in enumerate(microbatches):
             strategy.begin_microbatch(last=index == len(microbatches) - 1)
-            batch_loss, batch_weight = self._forward(batch)
+            if seed is not None:
+                torch.manual_seed(seed + self.world.rank * len(microbatches) + index)
+            if self.attribution:
+                gathered.generators.append(generator_states(self.device))
+            loss, weight = self._forward(batch)
             if self.nominal_weight is None:
-                self.nominal_weight = self._agree_on_nominal_weight(batch_weight, len(microbatches))
-            self._backward(batch_loss, scale)
-            losses.append(batch_loss.detach())
-            loss_sum += losses[-1]
-            weight += batch_weight
+                self.nominal_weight = self._agree_on_nominal_weight(weight, len(microbatches))
+            self._backward(loss, scale)
+            gathered.losses.append(loss.detach())
+            gathered.add(loss.detach(), weight, strategy.end_microbatch())
         strategy.finish_gradients()
-        return loss_sum, weight
+        return gathered
+
+    def _measure(self, gathered: _Gathered, *, stop: bool) -> Tensor:
+        """Return what all ranks together have measured, see `distmp.scaling.measure`."""
+        dropped = sum(gathered.dropped) if gathered.dropped else 0.0
+        if self.reproducible:
+            return ordered_total(
+                self._strategy.gradient_shards(),
+                gathered.loss_sums,
+                gathered.weights,
+                stop=stop,
+                dropped=dropped,
+                group=self.world.group,
+                device=self.device,
+            )
+        measured = measure(
+            self._strategy.gradients(),
+            pack(*gathered.loss_sums, device=self.device).sum(),
+            pack(*gathered.weights, device=self.device).sum(),
+            stop=stop,
+            dropped=dropped,
+            device=self.device,
+        )
+        return agree(measured, self.world.group)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
         assert self.nominal_weight is not None
-        (loss.float() * (scale / self.nominal_weight)).backward()
+        with product_switches(self.policy):
+            (loss.float() * (scale / self.nominal_weight)).backward()
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = pytree.tree_map_only(
             Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch
         )
-        with autocast_context(self.policy, self.device):
+        with product_switches(self.policy), autocast_context(self.policy, self.device):
             loss_sum, weight = self._loss(self.module, batch)
         return loss_sum, _scalar(weight, self.device)
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float:
         weight = batch_weight.to(torch.float64, copy=True) * microbatches
+        if self.reproducible:
+            # The first microbatch of all stands on rank 0, however many ranks there are.
+            weight *= self.world.world_size * (self.world.rank == 0)
         if self.world.group is not None:
             dist.all_reduce(weight, group=self.world.group)
         return _power_of_two(weight.item())
@@ -256,11 +324,13 @@ class Engine:
             # What torch's fused optimizers look for: they divide by the one and skip for the other.
             self.optimizer.grad_scale = verdict.grad_scale  # type: ignore[attr-defined]
             self.optimizer.found_inf = verdict.found_inf  # type: ignore[attr-defined]
+            self._strategy.hand_over_gradients()
             self.optimizer.step()
         elif verdict.found_inf.item() == 0:
             self._most_applied += 1
             for part in self._strategy.gradients():
                 torch._foreach_div_(part.tensors, verdict.grad_scale)
+            self._strategy.hand_over_gradients()
             self.optimizer.step()
         self._strategy.publish_parameters()
 
@@ -278,6 +348,7 @@ class Engine:
                 "learning_rate": rate,
                 "loss_scale": scale,
                 "overflow": verdict.overflow,
+                "dropped": verdict.dropped,
                 "skipped": skipped,
                 "stop": verdict.stop,
                 "applied_total": self._counts[0],
@@ -316,20 +387,18 @@ class Engine:
         """Return everything that training continues from, as flat names and live tensors.
 
         Weights are the FP32 ones under the names of the model's parameters, so that a state can be
-        loaded under another policy or strategy. Sharded tensors are DTensors. Every rank has to
-        call it.
+        loaded under another policy or strategy. Sharded tensors are DTensors, or `FlatSlice`s of a
+        sharded optimizer.
         """
-        return self._strategy.whole_state(self._local_state())
-
-    def _local_state(self) -> dict[str, Tensor]:
         state = {
-            f"model/{name}": tensor.detach()
+            f"model/{name}": self._strategy.as_stored(name, tensor.detach())
             for name, tensor in self._strategy.optimizer_parameters()
         }
         for name, value in self._strategy.untrained().items():
             state[f"model/{name}"] = value.detach()
         for name, value in named_state(self.optimizer, self._names).items():
-            state[f"optimizer/{name}"] = value
+            parameter = name.rpartition("/")[0]
+            state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
         for name, value in self.loss_scale.state_dict().items():
             state[f"loss_scale/{name}"] = value
         state["engine/counts"] = self._counts
@@ -349,9 +418,13 @@ class Engine:
             self.optimizer,
             self._names,
             {
-                name.removeprefix(prefix): (self._strategy.local_shape(name, shape), dtype)
-                for name, (shape, dtype) in stored.items()
+                name.removeprefix(prefix): kind
+                for name, kind in stored.items()
                 if name.startswith(prefix)
+            },
+            {
+                name: whole_shape(self._strategy.as_stored(name, tensor))
+                for name, tensor in self._strategy.optimizer_parameters()
             },
         )
 
@@ -364,19 +437,56 @@ class Engine:
         Raises:
             CheckpointError: If the state lacks something that this engine trains.
         """
-        self.prepare_to_load({name: (value.shape, value.dtype) for name, value in state.items()})
-        live = self._local_state()
+        self.prepare_to_load(
+            {name: (whole_shape(value), value.dtype) for name, value in state.items()}
+        )
+        live = self.state_dict()
         if missing := live.keys() - state.keys():
             raise CheckpointError(f"the state lacks {', '.join(sorted(missing)[:5])}")
         with torch.no_grad():
             for name, tensor in live.items():
-                tensor.copy_(self._strategy.local_part(name, state[name]))
+                tensor.copy_(state[name])
         self.loss_scale.load_state_dict(
             {name: live[f"loss_scale/{name}"] for name in self.loss_scale.state_dict()}
         )
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._strategy.publish_parameters()
+
+
+class _Gathered(NamedTuple):
+    """What the microbatches of a step left behind on this rank, a list entry for each of them.
+
+    Attributes:
+        losses: Loss sums, 0-dim.
+        loss_sums: The same, 0 where the microbatch was dropped.
+        weights: Weights, 0-dim, 0 where the microbatch was dropped.
+        dropped: Whether it was dropped, 0-dim bool; empty where none can be.
+        generators: States of the random generators before it; empty without attribution.
+    """
+
+    losses: list[Tensor]
+    loss_sums: list[Tensor]
+    weights: list[Tensor]
+    dropped: list[Tensor]
+    generators: list[dict[torch.device, Tensor]]
+
+    def add(self, loss: Tensor, weight: Tensor, kept: Tensor | None) -> None:
+        """Count a microbatch, unless `kept`, 0-dim bool, says that it is left out."""
+        if kept is not None:
+            loss = torch.where(kept, loss, 0.0)
+            weight = torch.where(kept, weight, 0)
+            self.dropped.append(~kept)
+        self.loss_sums.append(loss)
+        self.weights.append(weight)
+
+
+def _drops(on_nonfinite: str) -> bool:
+    if on_nonfinite not in ON_NONFINITE:
+        raise ConfigError(
+            "precision.on_nonfinite", on_nonfinite, nearest(on_nonfinite, ON_NONFINITE)
+        )
+    return on_nonfinite == "drop_microbatch"
 
 
 def _general_advice(numbers: StepNumbers) -> str:

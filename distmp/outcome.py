@@ -22,6 +22,7 @@ class StepNumbers(NamedTuple):
         learning_rate: Of the first parameter group.
         loss_scale: Scale that backward ran with.
         overflow: A gradient of some rank was not finite.
+        dropped: Microbatches of all ranks that were left out because they were not finite.
         skipped: The weights were left alone, because of an overflow or for lack of any weight.
         stop: Some rank asked to stop.
         applied_total: Updates applied since the beginning, this one included.
@@ -36,6 +37,7 @@ class StepNumbers(NamedTuple):
     learning_rate: float
     loss_scale: float
     overflow: bool
+    dropped: int
     skipped: bool
     stop: bool
     applied_total: int

@@ -4,7 +4,8 @@ After the reduction an overflow stands on every rank, so what caused it has to b
 look at every gradient of every step would cost a pass over them. Instead the engine keeps what a
 step was made of by reference until its outcome has been read, and repeats a step that was skipped,
 one microbatch at a time, with hooks that look at outputs and gradients. A clean step pays for a
-copy of the random generators' states: microseconds, and not one tensor operation. A skipped step
+copy of the random generators' states for each microbatch: microseconds, and not one tensor
+operation. A skipped step
 costs two more where there is a loss scale, since it is tried at the lowest scale too: that tells a
 scale that is too high from a range that is too wide.
 
@@ -40,12 +41,13 @@ class StepIngredients(NamedTuple):
 
     Attributes:
         microbatches: What the step was called with on this rank.
-        generators: States of the random generators when it began, see `generator_states`.
+        generators: States of the random generators when each of them began, see
+            `generator_states`.
         losses: Loss sums of the microbatches, 0-dim, on the device.
     """
 
     microbatches: tuple[Any, ...]
-    generators: dict[torch.device, Tensor]
+    generators: list[dict[torch.device, Tensor]]
     losses: list[Tensor]
 
 
@@ -101,10 +103,11 @@ class Replay:
         """Run every microbatch as the step did, but for the reduction of replicated gradients."""
         strategy, device = self._strategy, self._step.losses[0].device
         probes = []
-        with _generators_as(self._step.generators), _buffers_restored(strategy.module):
-            for batch in self._step.microbatches:
+        microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
+        with _buffers_restored(strategy.model):
+            for batch, states in microbatches:
                 strategy.begin_microbatch(last=False)
-                with Probe(strategy.module, strategy.units()) as probe:
+                with _generators_as(states), Probe(strategy.model, strategy.units()) as probe:
                     self._backward(batch, torch.tensor(scale, device=device))
                 probes.append(probe)
         strategy.begin_step()

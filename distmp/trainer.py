@@ -26,7 +26,7 @@ from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
 from distmp.parallel.world import World, all_or_none
-from distmp.precision import PrecisionPolicy
+from distmp.precision import PolicyLike
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
 from distmp.stopping import StopSignals
@@ -316,7 +316,7 @@ def build_engine(
     parts: Parts,
     world: World,
     *,
-    policy: str | PrecisionPolicy,
+    policy: PolicyLike,
     attribution: bool,
 ) -> Engine:
     """Build the engine of a configuration.

@@ -15,6 +15,7 @@ def tensors() -> dict[str, Tensor]:
         "learning_rate": torch.tensor(0.5),
         "loss_scale": torch.tensor(65536.0),
         "overflow": torch.tensor(True),
+        "dropped": torch.tensor(2.0, dtype=torch.float64),
         "skipped": torch.tensor(1),
         "stop": torch.tensor(False),
         "applied_total": torch.tensor(10**9),
@@ -33,6 +34,7 @@ def test_numbers_have_their_types_and_values() -> None:
         learning_rate=0.5,
         loss_scale=65536.0,
         overflow=True,
+        dropped=2,
         skipped=True,
         stop=False,
         applied_total=10**9,
@@ -41,7 +43,7 @@ def test_numbers_have_their_types_and_values() -> None:
         scale_exhausted=True,
     )
     kinds = [type(value) for value in numbers]
-    assert kinds == [float] * 5 + [bool] * 3 + [int] * 3 + [bool]
+    assert kinds == [float] * 5 + [bool, int] + [bool] * 2 + [int] * 3 + [bool]
 
 
 def test_numbers_are_those_of_the_step_though_its_tensors_change_later() -> None:

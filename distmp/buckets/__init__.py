@@ -1,6 +1,6 @@
-"""FP32 gradient accumulation, reduction over ranks, and FP32 master weights."""
+"""FP32 gradient accumulation, reduction over ranks, and what the optimizer steps."""
 
 from distmp.buckets.gradients import Fp32GradBuckets
-from distmp.buckets.masters import MasterWeights
+from distmp.buckets.parameters import FlatParameters, PureParameters
 
-__all__ = ["Fp32GradBuckets", "MasterWeights"]
+__all__ = ["FlatParameters", "Fp32GradBuckets", "PureParameters"]

@@ -2,34 +2,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.buckets.layout import DEFAULT_BUCKET_BYTES, plan_buckets
-from distmp.errors import TrainingError
+from distmp.buckets.layout import ALIGNMENT, DEFAULT_BUCKET_BYTES, plan_buckets
+from distmp.buckets.partial_sums import FlatGradients, PartialSums
+from distmp.buckets.reduction import Exchange, Native, Reduction
+from distmp.errors import ConfigError, TrainingError
+from distmp.scaling.norms import CHUNK, chunk_norms
+
+
+@dataclass(eq=False, slots=True)
+class _Slot:
+    """A parameter's place in the buckets.
+
+    Attributes:
+        target: The tensor that the optimizer steps: the parameter, its FP32 master, or this rank's
+            share of one of them (1-dim).
+        arrived: Whether its place holds a gradient of this step (of this microbatch where
+            microbatches are kept apart).
+        seen_here: Whether this rank ever had a gradient of it.
+        seen: Whether any rank ever had one.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    bucket: int
+    index: int
+    target: Tensor
+    arrived: bool = False
+    seen_here: bool = False
+    seen: bool = False
 
 
 class Fp32GradBuckets:
-    """Flat FP32 buckets in which autograd itself accumulates the gradients of all microbatches.
+    """Flat FP32 buckets that take the gradients of all microbatches, summed over ranks.
 
-    The `.grad` of every parameter is a view of a bucket, and stays one: autograd adds each
-    microbatch in place, in FP32 also where the parameter has 16 bits (`Tensor.grad_dtype`). During
-    the last backward a bucket is reduced (SUM) as soon as all of its parameters have arrived,
-    while backward goes on. Buckets start in index order on every rank, whatever order gradients
-    arrive in, so that ranks with different unused parameters still match each other.
+    No wrapper is needed around the module. A hook on each parameter takes its gradient as soon as
+    backward has it: the first microbatch of a step copies it into the bucket, later ones add, and
+    `.grad` is freed at once. Uses of one weight inside a backward sum in FP32 as well, also where
+    the parameter has 16 bits (`Tensor.grad_dtype`).
+
+    During the last backward a bucket is reduced (SUM) as soon as all of its parameters are in,
+    while backward goes on. Reductions start in one order on every rank, whatever order gradients
+    arrive in: that of the buckets at first (reverse registration), then the one that rank 0
+    observed in the first step. A parameter without a gradient counts as zero, unless no rank ever
+    had one: then the optimizer finds None, as in plain torch. As long as there is such a parameter,
+    every step exchanges a flag for it and the host waits for the answer.
+
+    A step is `begin_step`; for each microbatch `begin_microbatch`, forward, one backward,
+    `end_microbatch`; then `finish`. Afterwards the `.grad` of every parameter (or of what `attach`
+    put in its place) is a view of a bucket.
 
     Args:
-        named_parameters: Trainable parameters with their names, in order of registration.
+        named_parameters: Trainable parameters with their names, in order of registration. All ranks
+            need the same. One that is frozen later counts as absent while it is.
         group: Ranks to reduce over; None for a single process, which reduces nothing.
         bucket_bytes: Size from which a bucket is closed.
+        reduce_dtype: What travels between ranks: float32, or bfloat16 or float16 by all-to-all,
+            summed in FP32 in the order of ranks, so that each value is rounded once before the sum.
+        shard: Reduce-scatter: only this rank's shard of each bucket is summed.
+        reproducible: The same bits however the microbatches of the global batch are spread over
+            ranks: they are the leaves of one binary tree, rank after rank. Needs powers of two of
+            ranks and of microbatches, and memory for log2(microbatches) more sets of buckets.
+        drop_non_finite: Leave out a microbatch whose gradients are not finite; see
+            `end_microbatch`. Needs memory for one more set of buckets, and nothing overlaps.
 
     Attributes:
         layouts: What stands in each bucket.
-        buffers: The flat FP32 buckets.
-        views: For each bucket, the part of each of its parameters, in the parameter's shape.
+        buffers: After `finish`: the flat FP32 buckets, shape (size of the layout,).
+
+    Raises:
+        ConfigError: If `reproducible` does not fit the number of ranks or the reduce dtype.
     """
 
     def __init__(
@@ -37,91 +85,266 @@ class Fp32GradBuckets:
         named_parameters: Iterable[tuple[str, nn.Parameter]],
         group: dist.ProcessGroup | None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        *,
+        reduce_dtype: torch.dtype = torch.float32,
+        shard: bool = False,
+        reproducible: bool = False,
+        drop_non_finite: bool = False,
     ) -> None:
         self.group = group
-        self.layouts = plan_buckets(named_parameters, bucket_bytes)
-        self.buffers = [
-            torch.zeros(layout.size, dtype=torch.float32, device=layout.parameters[0].device)
-            for layout in self.layouts
-        ]
-        self.views = [
-            layout.views(buffer) for layout, buffer in zip(self.layouts, self.buffers, strict=True)
-        ]
-        self._holders: list[tuple[Tensor, Tensor]] = []
-        self._waiting_for: list[set[int]] = []
-        self._pending: list[dist.Work] = []
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.sharded = shard and self.world_size > 1
+        if reproducible:
+            _check_reproducible(self.world_size, reduce_dtype)
+        unit = CHUNK if reproducible else ALIGNMENT
+        self.layouts = plan_buckets(named_parameters, bucket_bytes, unit * self.world_size)
+        self._reduction = self._build_reduction(reduce_dtype, pairwise=reproducible)
+        # What backward writes to, and what holds the result; the same set unless sums are kept.
+        self._leaf = self._total = FlatGradients(self.layouts)
+        self._drop_non_finite = drop_non_finite
+        keeps_apart = reproducible or drop_non_finite
+        self._sums = PartialSums(self.layouts, pairwise=reproducible) if keeps_apart else None
+        self._order = list(range(len(self.layouts)))
+        self._observed: list[int] | None = []
+        self._slots = list(self._make_slots())
+        self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
+        for slot in self._slots:
+            self._by_bucket[slot.bucket].append(slot)
+        self._waiting_for: list[set[_Slot]] = []
         self._launched = 0
+        self._accumulating = False
         self._last_microbatch = False
-        for index, layout in enumerate(self.layouts):
-            for name, parameter in zip(layout.names, layout.parameters, strict=True):
-                if group is not None:
-                    self._register_hook(index, name, parameter)
-            for parameter, view in zip(layout.parameters, self.views[index], strict=True):
-                self.attach(parameter, view)
-        self.begin_step()
 
-    def attach(self, holder: Tensor, view: Tensor) -> None:
-        """Make `view` of a bucket the `.grad` of `holder`, now and at the start of every step."""
-        holder.grad_dtype = torch.float32
-        holder.grad = view
-        self._holders.append((holder, view))
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The flat FP32 buckets of the finished step; with `shard` only `shards` mean something."""
+        return self._total.buffers
+
+    @property
+    def shards(self) -> list[Tensor]:
+        """This rank's 1/ranks part of every bucket, contiguous."""
+        return [
+            buffer[layout.shard(self.rank, self.world_size)]
+            for layout, buffer in zip(self.layouts, self.buffers, strict=True)
+        ]
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the gradient of every parameter by name, as views of the finished buckets."""
+        return {slot.name: self._total.views[slot.bucket][slot.index] for slot in self._slots}
+
+    def attach(self, bucket: int, index: int, target: Tensor) -> None:
+        """Give the gradient of a parameter to another tensor that the optimizer steps in its place.
+
+        Args:
+            bucket: Which bucket the parameter is in.
+            index: Which parameter of the bucket it is.
+            target: FP32; in the parameter's shape, or with `shard` this rank's share of its
+                elements, 1-dim.
+        """
+        self._by_bucket[bucket][index].target = target
 
     def begin_step(self) -> None:
-        """Forget everything accumulated so far; also the way to discard an unfinished step."""
-        self._last_microbatch = False
-        self._launched = 0
-        for work in self._pending:
-            work.wait()
-        self._pending.clear()
-        self._waiting_for = [
-            {id(parameter) for parameter in layout.parameters} for layout in self.layouts
-        ]
-        for buffer in self.buffers:
-            buffer.zero_()
-        for holder, view in self._holders:
-            if holder.grad is not view:  # somebody called zero_grad()
-                holder.grad = view
+        """Start from zero; what an unfinished step has left is discarded."""
+        self.discard()
+        for slot in self._slots:
+            slot.arrived = False
+            slot.parameter.grad = None
+            slot.target.grad = None
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce a backward; buckets are reduced during the one announced as `last`."""
+        self._accumulating = True
         self._last_microbatch = last
+        self._launched = 0
+        if self._sums is not None:
+            for slot in self._slots:
+                slot.arrived = False
+        if last:
+            self._waiting_for = [
+                {slot for slot in slots if slot.parameter.requires_grad}
+                for slots in self._by_bucket
+            ]
 
-    def finish(self) -> None:
-        """Launch what no gradient has arrived for, and wait for every reduction.
+    @torch.no_grad()
+    def end_microbatch(self) -> Tensor | None:
+        """Take note that backward is over.
 
-        Afterwards `buffers` hold the sum over microbatches and ranks.
+        Returns:
+            With `drop_non_finite`, on the device, 0-dim bool: whether the microbatch counts. If it
+            does not, its loss and weight must be left out as well. Otherwise None.
         """
-        if self.group is None:
-            return
+        if self._sums is None or (self._last_microbatch and not self._drop_non_finite):
+            return None
+        for bucket in range(len(self.layouts)):
+            self._fill_absent(bucket)
+        kept = self._drop_unless_finite() if self._drop_non_finite else None
+        if not self._last_microbatch:
+            self._leaf = self._sums.add(self._leaf)
+        return kept
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Launch what no gradient has arrived for, and wait for every reduction."""
         self._launch_up_to(len(self.layouts))
-        for work in self._pending:
-            work.wait()
-        self._pending.clear()
-        # A backward outside of a step, as of another engine on the same model, is not ours.
-        self._last_microbatch = False
+        if self._reduction is not None:
+            self._reduction.finish()
+        self._last_microbatch = self._accumulating = False
+        if self._sums is not None:
+            self._total = self._sums.total_after(self._leaf)
+        self._agree_on_order()
+        self._agree_on_seen()
+        for slot in self._slots:
+            self._hand_over(slot)
 
-    def _register_hook(self, index: int, name: str, parameter: nn.Parameter) -> None:
-        def arrived(parameter: Tensor) -> None:
-            if not self._last_microbatch:
-                return
-            if index < self._launched:
-                raise TrainingError(
-                    f"the gradient of {name!r} arrived a second time in one backward, after its "
-                    "bucket was reduced; reentrant activation checkpointing does this: use "
-                    "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+    @torch.no_grad()
+    def discard(self) -> None:
+        """Leave nothing of an unfinished step; without effect after a finished one.
+
+        If the last microbatch was announced, the other ranks may have started reductions: the rest
+        of them are run, so every rank has to finish or to discard.
+        """
+        if self._last_microbatch and self._reduction is not None:
+            for bucket in self._order[self._launched :]:
+                self._reduction.launch(self._leaf.buffers[bucket])
+            self._reduction.finish()
+        self._last_microbatch = self._accumulating = False
+        if self._sums is not None:
+            self._sums.clear()
+
+    # The hooks
+
+    def _make_slots(self) -> Iterator[_Slot]:
+        for bucket, layout in enumerate(self.layouts):
+            for index, (name, parameter) in enumerate(
+                zip(layout.names, layout.parameters, strict=True)
+            ):
+                parameter.grad_dtype = torch.float32
+                slot = _Slot(name, parameter, bucket, index, target=parameter)
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, slot=slot: self._arrived(slot)
                 )
-            self._waiting_for[index].discard(id(parameter))
-            self._launch_complete()
+                yield slot
 
-        parameter.register_post_accumulate_grad_hook(arrived)
+    @torch.no_grad()
+    def _arrived(self, slot: _Slot) -> None:
+        # A backward outside of a step, as of another engine on the same model, is not ours.
+        if not self._accumulating:
+            return
+        if self._last_microbatch and slot.bucket in self._order[: self._launched]:
+            raise TrainingError(
+                f"the gradient of {slot.name!r} arrived a second time in the last microbatch, "
+                "after its bucket was reduced: call backward once for each microbatch, and use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        gradient = slot.parameter.grad
+        assert gradient is not None
+        if gradient.layout is not torch.strided:
+            gradient = gradient.to_dense()
+        place = self._leaf.views[slot.bucket][slot.index]
+        if slot.arrived:
+            place += gradient
+        else:
+            place.copy_(gradient)
+        slot.arrived = slot.seen_here = True
+        slot.parameter.grad = None
+        if self._last_microbatch and self._reduction is not None:
+            self._note_complete(slot)
 
-    def _launch_complete(self) -> None:
-        while self._launched < len(self.layouts) and not self._waiting_for[self._launched]:
-            self._launch_up_to(self._launched + 1)
+    def _note_complete(self, slot: _Slot) -> None:
+        waiting_for = self._waiting_for[slot.bucket]
+        waiting_for.discard(slot)
+        if waiting_for or self._drop_non_finite:
+            return
+        if self._observed is not None and slot.bucket not in self._observed:
+            self._observed.append(slot.bucket)
+        ready = self._launched
+        while ready < len(self._order) and not self._waiting_for[self._order[ready]]:
+            ready += 1
+        self._launch_up_to(ready)
+
+    # Sums over microbatches and ranks
 
     def _launch_up_to(self, end: int) -> None:
-        for buffer in self.buffers[self._launched : end]:
-            work = dist.all_reduce(buffer, group=self.group, async_op=True)
-            assert work is not None  # None means that this rank is no member of the group
-            self._pending.append(work)
-        self._launched = max(self._launched, end)
+        for bucket in self._order[self._launched : end]:
+            # Noted first: a gradient that comes now comes too late.
+            self._launched += 1
+            self._fill_absent(bucket)
+            total = self._leaf.buffers[bucket]
+            if self._sums is not None:
+                total = self._sums.add_last(self._leaf, bucket)
+            if self._reduction is not None:
+                self._reduction.launch(total)
+
+    def _fill_absent(self, bucket: int) -> None:
+        for slot in self._by_bucket[bucket]:
+            if not slot.arrived:
+                self._leaf.views[bucket][slot.index].zero_()
+
+    def _drop_unless_finite(self) -> Tensor:
+        buffers = self._leaf.buffers
+        kept = torch.stack([chunk_norms([buffer]).isfinite().all() for buffer in buffers]).all()
+        for buffer in buffers:
+            buffer.masked_fill_(~kept, 0.0)
+        return kept
+
+    def _build_reduction(self, wire: torch.dtype, *, pairwise: bool) -> Reduction | None:
+        if self.group is None:
+            return None
+        if wire == torch.float32 and not pairwise:
+            return Native(self.group, shard=self.sharded)
+        return Exchange(self.group, shard=self.sharded, wire_dtype=wire, pairwise=pairwise)
+
+    # What ranks agree on
+
+    def _agree_on_order(self) -> None:
+        """Start reductions in the order that rank 0 observed, from the second step on."""
+        if self._observed is None or self.group is None:
+            return
+        order = [*self._observed, *(b for b in self._order if b not in self._observed)]
+        agreed = torch.tensor(order, dtype=torch.int64, device=self.layouts[0].device)
+        dist.broadcast(agreed, dist.get_global_rank(self.group, 0), self.group)
+        self._order = agreed.tolist()
+        self._observed = None
+
+    def _agree_on_seen(self) -> None:
+        unseen = [slot for slot in self._slots if not slot.seen]
+        if not unseen:
+            return
+        seen = [slot.seen_here for slot in unseen]
+        if self.group is not None:
+            flags = torch.tensor(seen, dtype=torch.uint8, device=self.layouts[0].device)
+            dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
+            seen = flags.tolist()
+        for slot, had_one in zip(unseen, seen, strict=True):
+            slot.seen = bool(had_one)
+
+    def _hand_over(self, slot: _Slot) -> None:
+        steps = slot.seen and slot.parameter.requires_grad
+        view = self._total.views[slot.bucket][slot.index]
+        if not self.sharded:
+            slot.parameter.grad = view if steps else None
+        if slot.target is not slot.parameter:
+            gradient = self._share(slot) if self.sharded else view
+            slot.target.grad = gradient if steps else None
+
+    def _share(self, slot: _Slot) -> Tensor:
+        layout = self.layouts[slot.bucket]
+        share = layout.shares(layout.shard(self.rank, self.world_size))[slot.index]
+        flat = self._total.buffers[slot.bucket]
+        return flat[layout.offsets[slot.index] :][share]
+
+
+def _check_reproducible(world_size: int, reduce_dtype: torch.dtype) -> None:
+    if world_size & (world_size - 1):
+        raise ConfigError(
+            "reproducible",
+            True,
+            f"sums along a binary tree, which {world_size} ranks do not make; use 1, 2, 4, 8 ...",
+        )
+    if reduce_dtype != torch.float32:
+        raise ConfigError(
+            "reproducible",
+            True,
+            "rounds nothing between ranks, whose number would show; use reduce_dtype float32",
+        )

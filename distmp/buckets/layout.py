@@ -21,13 +21,32 @@ class BucketLayout:
         names: Names of the parameters in the model.
         parameters: The parameters, all of one dtype and on one device.
         offsets: First element of each parameter in the flat buffer.
-        size: Elements of the flat buffer, padding included.
+        size: Elements of the flat buffer, padding included; the padding is always zero.
     """
 
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
     offsets: tuple[int, ...]
     size: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        return self.parameters[0].device
+
+    def shard(self, rank: int, world_size: int) -> slice:
+        """Return the part of the flat buffer that `rank` holds when it is sharded."""
+        length = self.size // world_size
+        return slice(rank * length, (rank + 1) * length)
+
+    def shares(self, shard: slice) -> list[slice]:
+        """Return for each parameter which of its flattened elements lie in a shard."""
+        shares = []
+        for offset, parameter in zip(self.offsets, self.parameters, strict=True):
+            start = min(max(shard.start - offset, 0), parameter.numel())
+            stop = min(max(shard.stop - offset, 0), parameter.numel())
+            shares.append(slice(start, stop))
+        return shares
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return one view of `flat`, shape (size,), per parameter, in its shape and memory order.
@@ -44,6 +63,7 @@ class BucketLayout:
 def plan_buckets(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    multiple_of: int = ALIGNMENT,
 ) -> list[BucketLayout]:
     """Divide parameters into buckets in reverse order of registration.
 
@@ -54,6 +74,8 @@ def plan_buckets(
     Args:
         named_parameters: Names and parameters, in order of registration.
         bucket_bytes: A bucket is closed once its FP32 buffer has this many bytes.
+        multiple_of: The size of every bucket, in elements, is padded to a multiple of this; itself
+            a multiple of `ALIGNMENT`.
     """
     unique: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in named_parameters:
@@ -62,7 +84,7 @@ def plan_buckets(
     for name, parameter in reversed(unique.values()):
         by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
     return [
-        _layout(run)
+        _layout(run, multiple_of)
         for entries in by_kind.values()
         for run in _cut_into_runs(entries, bucket_bytes)
     ]
@@ -86,10 +108,14 @@ def _dense_strides(parameter: Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def _layout(run: Sequence[tuple[str, nn.Parameter]]) -> BucketLayout:
+def _layout(run: Sequence[tuple[str, nn.Parameter]], multiple_of: int) -> BucketLayout:
     offsets, end = [], 0
     for _, parameter in run:
         offsets.append(end)
-        end += -(-parameter.numel() // ALIGNMENT) * ALIGNMENT
+        end += _round_up(parameter.numel(), ALIGNMENT)
     names, parameters = zip(*run, strict=True)
-    return BucketLayout(names, parameters, tuple(offsets), end)
+    return BucketLayout(names, parameters, tuple(offsets), _round_up(end, multiple_of))
+
+
+def _round_up(count: int, multiple_of: int) -> int:
+    return -(-count // multiple_of) * multiple_of

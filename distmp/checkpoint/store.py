@@ -38,6 +38,7 @@ from distmp.checkpoint.layout import (
     writing_path,
 )
 from distmp.errors import CheckpointError
+from distmp.slices import whole_shape
 
 __all__ = ["latest", "load", "read_numbers", "resolve", "save", "stored_tensors"]
 
@@ -61,8 +62,8 @@ def save(
     Args:
         directory: Holds the run's checkpoints; on storage that all ranks share.
         step: Number of steps done.
-        tensors: Each a DTensor, of which every rank writes its shard, or a plain tensor that is
-            the same on all ranks. Same names on all ranks; any shape, dtype and device.
+        tensors: Each a DTensor or a `FlatSlice`, of which every rank writes its part, or a plain
+            tensor that is the same on all ranks. Same names on all ranks; any shape and device.
         numbers: What JSON can hold. Rank 0's are written.
         keep: Number of latest checkpoints that stay, 1 or more.
 
@@ -180,8 +181,8 @@ def _misfits(
     for name, tensor in tensors.items():
         if name not in stored:
             yield f"there is no {name!r} in it"
-        elif stored[name][0] != tensor.shape:
-            yield f"{name!r} has shape {[*stored[name][0]]} in it, not {[*tensor.shape]}"
+        elif stored[name][0] != whole_shape(tensor):
+            yield f"{name!r} has shape {[*stored[name][0]]} in it, not {[*whole_shape(tensor)]}"
         elif tensor.is_meta:
             yield f"{name!r} is to be loaded but has no memory (device 'meta')"
 

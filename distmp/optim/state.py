@@ -86,6 +86,7 @@ def create_state(
     optimizer: torch.optim.Optimizer,
     names: Mapping[int, str],
     stored: Mapping[str, tuple[torch.Size, torch.dtype]],
+    shapes: Mapping[str, torch.Size] | None = None,
 ) -> None:
     """Create state tensors for loading, shaped and sharded like their parameters where they match.
 
@@ -93,6 +94,7 @@ def create_state(
         optimizer: A fresh optimizer.
         names: Name of each parameter by its `id`.
         stored: Shape and dtype of each stored state, named as by `named_state`.
+        shapes: Shape of each whole parameter, where the optimizer has shares of them.
     """
     places = {
         names[id(parameter)]: (parameter, group)
@@ -108,7 +110,8 @@ def create_state(
         state = optimizer.state[parameter]
         if key in state:
             continue
-        if shape == parameter.shape and parameter.dim() > 0:
+        whole = parameter.shape if shapes is None else shapes[name]
+        if shape == whole and parameter.dim() > 0:
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # Step counts: torch keeps them on the host unless a kernel reads them.

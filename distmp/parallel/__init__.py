@@ -6,13 +6,14 @@ from torch import nn
 
 from distmp.errors import ConfigError, nearest
 from distmp.parallel.blocks import prepare_blocks
-from distmp.parallel.settings import ParallelConfig
-from distmp.parallel.strategy import STRATEGIES, Strategy
+from distmp.parallel.settings import SHARDED_STRATEGIES, ParallelConfig
+from distmp.parallel.strategy import STRATEGIES, AccumulationSettings, Strategy
 from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy
 
 __all__ = [
     "STRATEGIES",
+    "AccumulationSettings",
     "ParallelConfig",
     "Strategy",
     "World",
@@ -43,15 +44,17 @@ def build_strategy(
     module: nn.Module,
     policy: PrecisionPolicy,
     world: World,
+    accumulation: AccumulationSettings | None = None,
     config: ParallelConfig | None = None,
 ) -> Strategy:
     """Prepare `module` for a strategy.
 
     Args:
-        name: "single", "ddp", "fsdp", "hsdp" or "fsdp1".
+        name: "single", "ddp", "ddp-torch", "fsdp", "hsdp" or "fsdp1".
         module: The model, with FP32 or 16-bit parameters; it is changed in place.
         policy: What is computed in which type.
         world: The ranks that take part.
+        accumulation: How gradients of whole models are accumulated and stepped.
         config: How it is sharded, checkpointed and compiled.
 
     Raises:
@@ -59,6 +62,8 @@ def build_strategy(
     """
     config = config or ParallelConfig()
     config.sharding.check(name)
+    if accumulation is not None and name in SHARDED_STRATEGIES:
+        accumulation.refuse_for(name)
     prepare_blocks(module, config)
     # Imported here: FSDP brings half a second of imports that the other strategies do not need.
     if name in ("fsdp", "hsdp"):
@@ -69,6 +74,10 @@ def build_strategy(
         from distmp.parallel.fsdp1 import FullySharded1
 
         return FullySharded1(module, policy, world, config)
+    if name == "ddp-torch":
+        from distmp.parallel.torch_ddp import TorchDistributedDataParallel
+
+        return TorchDistributedDataParallel(module, policy, world, accumulation)
     from distmp.parallel.replicated import Replicated
 
-    return Replicated(module, policy, world)
+    return Replicated(module, policy, world, accumulation)

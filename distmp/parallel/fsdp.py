@@ -24,12 +24,13 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from distmp.buckets.collectives import all_gather
 from distmp.errors import ConfigError
 from distmp.parallel import fsdp_internals
 from distmp.parallel.accumulation import Facts, choose, least_free_bytes
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
-from distmp.parallel.collectives import all_gather, reduce_scatter_sum
+from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.strategy import (
     Strategy,
@@ -37,10 +38,11 @@ from distmp.parallel.strategy import (
     check_parameters,
     narrow_parameters,
     store_parameters_in_fp32,
+    trainable,
 )
 from distmp.parallel.world import World
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
-from distmp.precision.keep import keep_in_fp32
+from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 
@@ -80,11 +82,13 @@ class FullySharded(Strategy):
             )
         _check_offload(config.sharding, world)
         check_parameters(module, policy)
+        _check_accumulator(policy)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
         self.module = _move(module, world.device, parameters=not config.sharding.offload)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
+        cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         narrow_parameters(module, policy.param_dtype, except_for=kept)
         _shard(module, policy, kept, _mesh(world, shards, name), config.sharding)
@@ -92,11 +96,7 @@ class FullySharded(Strategy):
         self._order = self._watch_collectives(world, policy, kept)
         self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
-        self._trainable = [
-            (name, parameter)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        ]
+        self._trainable = trainable(module)
         self.accumulation = choose(
             config.sharding.accumulate,
             Facts(
@@ -240,7 +240,11 @@ class _AllGather:
     ) -> Any:
         if self._order is not None:
             self._order.note(Collective("gather", self._unit, input_tensor.numel()))
-        return all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        work = all_gather(output_tensor, input_tensor, group)
+        if async_op:
+            return work
+        work.wait()
+        return None
 
 
 class _ReduceScatter(_AllGather):
@@ -299,7 +303,7 @@ def _shard(
 ) -> None:
     """Make groups of parameters: the blocks, what is kept in FP32 within each, and the rest."""
     # The sum over ranks is always FP32; what travels is the business of `_ReduceScatter`.
-    computed = replace(fsdp2_policy(policy), reduce_dtype=torch.float32)
+    computed = replace(fsdp2_policy(policy, own_accumulator=True), reduce_dtype=torch.float32)
     fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
     in_fp32 = _all_parts(kept)
@@ -336,6 +340,15 @@ def _shard(
 
 def _all_parts(modules: Sequence[nn.Module]) -> set[int]:
     return {id(part) for module in modules for part in module.modules()}
+
+
+def _check_accumulator(policy: PrecisionPolicy) -> None:
+    if policy.accumulate_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.accumulate",
+            policy.accumulate_dtype,
+            "the strategies fsdp and hsdp sum microbatches in FP32; use fp32",
+        )
 
 
 def _check_offload(sharding: ShardingConfig, world: World) -> None:

@@ -7,22 +7,21 @@ accumulated in FP32 shards.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ShardingStrategy,
-)
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from distmp.buckets.collectives import all_gather
 from distmp.errors import ConfigError, TrainingError
+from distmp.optim import OptimizerFactory
+from distmp.optim.sharded import build_on_shares
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
-from distmp.parallel.collectives import all_gather, reduce_scatter_sum
+from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.strategy import (
     Strategy,
@@ -31,10 +30,11 @@ from distmp.parallel.strategy import (
     store_parameters_in_fp32,
 )
 from distmp.parallel.world import World
-from distmp.precision.builders import cast_inputs_and_outputs
-from distmp.precision.keep import keep_in_fp32
+from distmp.precision.builders import cast_inputs_and_outputs, fsdp1_policy
+from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
+from distmp.slices import FlatSlice
 
 # What FSDP1 puts into the names of wrapped modules.
 WRAPPER = "_fsdp_wrapped_module."
@@ -44,8 +44,7 @@ class FullySharded1(Strategy):
     """Every rank holds a piece of the flattened parameters of each block.
 
     The optimizer steps the pieces, 1-dimensional and empty where a parameter lies on other ranks,
-    under the names that the model gives them. States are gathered whole for a checkpoint, so that
-    every other strategy can load it.
+    under the names that the model gives them.
 
     Args:
         module: The model; it starts as rank 0 has it.
@@ -77,6 +76,7 @@ class FullySharded1(Strategy):
         module.to(world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
+        cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         cast_inputs_and_outputs(module, policy)
         self._root = _wrap(module, policy, kept, world, config)
@@ -86,10 +86,14 @@ class FullySharded1(Strategy):
             for name, parameter in self.module.named_parameters()
             if parameter.requires_grad
         ]
-        self._sizes = self._gather_sizes(world)
+        self._places = self._find_places(world)
         # Whether a forward has begun that no backward has followed.
         self._open = False
         self._order = self._watch_collectives(world, policy.reduce_dtype)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._root.module
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
@@ -135,59 +139,32 @@ class FullySharded1(Strategy):
             for name, buffer in self.module.named_buffers(remove_duplicate=False)
         }
 
-    @torch.no_grad()
-    def whole_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        # A rank that holds nothing of a parameter has no optimizer state of it.
-        mine = {
-            name: (value.dtype, value.dim(), value.cpu() if value.dim() == 0 else None)
-            for name, value in state.items()
+    def build_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        return build_on_shares(factory, self.optimizer_parameters(), self._shapes)
+
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        start, size = self._places[name]
+        return (
+            tensor if tensor.shape != (size,) else FlatSlice.of(tensor, self._shapes[name], start)
+        )
+
+    def hand_over_gradients(self) -> None:
+        # So that every rank makes optimizer state of every parameter.
+        for _, parameter in self._trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _find_places(self, world: World) -> dict[str, tuple[int, int]]:
+        """Return which elements of each flattened parameter this rank holds: start and number."""
+        sizes = torch.tensor([len(parameter) for _, parameter in self._trainable])
+        sizes = sizes.to(world.device)
+        everyone = sizes.new_empty(world.world_size * len(sizes))
+        all_gather(everyone, sizes, self._group).wait()
+        before = everyone.view(world.world_size, -1)[: world.rank].sum(0).tolist()
+        return {
+            name: (start, len(parameter))
+            for (name, parameter), start in zip(self._trainable, before, strict=True)
         }
-        everyone: list[Any] = [None] * self._group.size()
-        dist.all_gather_object(everyone, mine, group=self._group)
-        known = {name: kind for ranks in reversed(everyone) for name, kind in ranks.items()}
-        whole = {}
-        for name, (dtype, dimensions, value) in sorted(known.items()):
-            parameter = self._parameter_of(name)
-            if parameter is None or dimensions == 0:
-                whole[name] = state.get(name, value)
-            else:
-                piece = state.get(name, torch.empty(0, dtype=dtype))
-                whole[name] = self._gather(piece, parameter)
-        return whole
-
-    def local_part(self, name: str, whole: Tensor) -> Tensor:
-        parameter = self._parameter_of(name)
-        if parameter is None or whole.shape != self._shapes[parameter] or whole.dim() == 0:
-            return whole
-        sizes, rank = self._sizes[parameter], self._group.rank()
-        return whole.reshape(-1).narrow(0, sum(sizes[:rank]), sizes[rank])
-
-    def _parameter_of(self, entry: str) -> str | None:
-        """Return the trained parameter that an entry of a state belongs to."""
-        section, _, rest = entry.partition("/")
-        name = rest if section == "model" else rest.rpartition("/")[0]
-        return name if section in ("model", "optimizer") and name in self._sizes else None
-
-    def _gather(self, piece: Tensor, parameter: str) -> Tensor:
-        sizes = self._sizes[parameter]
-        device = self._trainable[0][1].device
-        padded = torch.zeros(max(sizes), dtype=piece.dtype, device=device)
-        padded[: len(piece)].copy_(piece)
-        gathered = padded.new_empty(len(sizes) * max(sizes))
-        all_gather(gathered, padded, group=self._group)
-        pieces = [
-            row[:size] for row, size in zip(gathered.view(len(sizes), -1), sizes, strict=True)
-        ]
-        return torch.cat(pieces).view(self._shapes[parameter])
-
-    def _gather_sizes(self, world: World) -> dict[str, list[int]]:
-        """Return how many elements of each parameter each rank holds, in the order of ranks."""
-        mine = torch.tensor([len(parameter) for _, parameter in self._trainable])
-        mine = mine.to(world.device)
-        everyone = mine.new_empty(world.world_size * len(mine))
-        all_gather(everyone, mine, group=self._group)
-        by_parameter = everyone.view(world.world_size, -1).T.tolist()
-        return {name: sizes for (name, _), sizes in zip(self._trainable, by_parameter, strict=True)}
 
     def _watch_collectives(self, world: World, wire_dtype: torch.dtype) -> CollectiveOrder:
         """Sum over ranks in FP32, and compare the order of what ranks gather and reduce."""
@@ -226,17 +203,11 @@ def _wrap(
     world: World,
     config: ParallelConfig,
 ) -> FullyShardedDataParallel:
-    # Nothing is cast on the way in: the root does it once, in `cast_inputs_and_outputs`.
-    computed = MixedPrecision(
-        param_dtype=policy.compute_dtype if policy.casts_parameters else None,
-        reduce_dtype=torch.float32,
-        cast_forward_inputs=False,
-        cast_root_forward_inputs=False,
-        _module_classes_to_ignore=(),
+    # The sum over ranks is always FP32; what travels is the business of the communication hook.
+    computed = replace(
+        fsdp1_policy(policy, own_accumulator=True), reduce_dtype=torch.float32, buffer_dtype=None
     )
-    fp32 = MixedPrecision(
-        reduce_dtype=torch.float32, cast_root_forward_inputs=False, _module_classes_to_ignore=()
-    )
+    fp32 = replace(computed, param_dtype=None)
     blocks = {id(block) for block in find_blocks(module, config.sharding.wrap).values()}
     tops = {id(part) for part in kept if any(True for _ in part.parameters())}
     inside = {id(part) for top in kept for part in top.modules()}

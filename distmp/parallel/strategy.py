@@ -4,24 +4,59 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
+from distmp.optim import OptimizerFactory
 from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
 
-STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
+STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1")
+
+
+@dataclass(frozen=True)
+class AccumulationSettings:
+    """How gradients of whole models are accumulated, reduced and stepped.
+
+    Attributes:
+        shard_optimizer: Every rank keeps and steps only its share of FP32 weights and optimizer
+            state.
+        reproducible: The same bits at every power-of-two number of ranks.
+        drop_non_finite: Leave out a microbatch whose gradients are not finite.
+    """
+
+    shard_optimizer: bool = False
+    reproducible: bool = False
+    drop_non_finite: bool = False
+
+    def refuse_for(self, strategy: str) -> None:
+        """Refuse what a strategy that shards the model itself does not do.
+
+        Raises:
+            ConfigError: Naming the first setting that does not fit.
+        """
+        for setting, wanted, problem in (
+            ("shard_optimizer", self.shard_optimizer, "shards the optimizer by itself; leave it"),
+            ("reproducible", self.reproducible, "leaves the order of its sums to torch"),
+            ("precision.on_nonfinite", self.drop_non_finite, "reduces before anybody can look"),
+        ):
+            if wanted:
+                raise ConfigError(
+                    setting, wanted, f"needs strategy single or ddp; {strategy} {problem}"
+                )
 
 
 class Strategy(ABC):
     """Prepares a module for distributed training and carries its gradients through one step.
 
-    A step calls, in this order: `begin_step`; for every microbatch `begin_microbatch`, forward and
-    backward; `finish_gradients`; the optimizer; `publish_parameters`.
+    A step calls, in this order: `begin_step`; for every microbatch `begin_microbatch`, forward,
+    backward and `end_microbatch`; `finish_gradients`; `hand_over_gradients`; the optimizer;
+    `publish_parameters`.
 
     Attributes:
         module: The prepared module; forward goes through it.
@@ -31,9 +66,18 @@ class Strategy(ABC):
     module: nn.Module
     reason: str = ""
 
+    @property
+    def model(self) -> nn.Module:
+        """The model inside `module`, which names parameters as the user does."""
+        return self.module
+
     @abstractmethod
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         """Return the FP32 tensors that the optimizer steps, named as in the model."""
+
+    def build_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
+        """Build the optimizer on `optimizer_parameters`."""
+        return factory(self.optimizer_parameters())
 
     @abstractmethod
     def begin_step(self) -> None:
@@ -43,6 +87,14 @@ class Strategy(ABC):
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
 
+    def end_microbatch(self) -> Tensor | None:
+        """Take note of the end of backward; return whether the microbatch counts, if that is open.
+
+        Returns:
+            0-dim bool on the device, or None where every microbatch counts.
+        """
+        return None
+
     @abstractmethod
     def finish_gradients(self) -> None:
         """Wait until gradients are the sum over all microbatches and ranks."""
@@ -51,38 +103,34 @@ class Strategy(ABC):
     def gradients(self) -> list[GradientPart]:
         """Return this rank's part of the reduced gradients, FP32."""
 
+    def gradient_shards(self) -> list[Tensor]:
+        """Return this rank's shard of every bucket, for measurements in a fixed order."""
+        raise NotImplementedError(f"{type(self).__name__} has no buckets")
+
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a tensor of a parameter's state as checkpoints know it: as a part of the whole."""
+        return tensor
+
+    def hand_over_gradients(self) -> None:  # noqa: B027 - most have nothing to do
+        """Give the optimizer the final gradients, where it steps weights in 16 bits."""
+
     @abstractmethod
     def publish_parameters(self) -> None:
         """Make what the optimizer stepped visible to the next forward."""
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the modules, by name, on whose entry parameters become whole, the root first."""
-        return [("", self.module)]
+        return [("", self.model)]
 
     def untrained(self) -> dict[str, Tensor]:
         """Return frozen parameters and buffers under the names of the model."""
         # By identity, not by name: a tied weight has several names.
         trained = {id(value) for value in self.module.parameters() if value.requires_grad}
-        state = self.module.state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if id(value) not in trained}
-
-    def whole_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a checkpoint can hold in place of this rank's tensors.
-
-        These are DTensors, and tensors that are the same on all ranks. Every rank has to call it.
-
-        Args:
-            state: As `Engine.state_dict` names it; what the optimizer steps, and its state.
-        """
-        return state
-
-    def local_part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of what `whole_state` has under `name`."""
-        return whole
-
-    def local_shape(self, name: str, whole: torch.Size) -> torch.Size:
-        """Return the shape of this rank's part of what has the shape `whole`."""
-        return self.local_part(name, torch.empty(whole, device="meta")).shape
+        return {
+            parameter_name(name): value
+            for name, value in self.model.state_dict(keep_vars=True).items()
+            if id(value) not in trained
+        }
 
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
@@ -140,3 +188,17 @@ def broadcast_from_rank_zero(module: nn.Module, world: World) -> None:
         return
     for tensor in (*module.parameters(), *module.buffers()):
         dist.broadcast(tensor.detach(), src=0, group=world.group)
+
+
+def parameter_name(name: str) -> str:
+    """Return a parameter's name without what `torch.compile` puts before it."""
+    return name.replace("_orig_mod.", "")
+
+
+def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that are trained, with their names, in order of registration."""
+    return [
+        (parameter_name(name), parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]

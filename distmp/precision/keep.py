@@ -117,6 +117,23 @@ def _storage_dtype(parameter: Tensor, policy: PrecisionPolicy, *, kept: bool) ->
     return torch.float32 if kept else policy.module_dtype
 
 
+def cast_buffers(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Give floating-point buffers the type that the policy says, in place.
+
+    Buffers of kept modules are FP32 whatever `buffer_dtype` says.
+
+    Raises:
+        ConfigError: As `kept_modules`.
+    """
+    in_fp32 = {
+        id(buffer) for part in modules_in_fp32(module, policy).values() for buffer in part.buffers()
+    }
+    for buffer in module.buffers():
+        dtype = torch.float32 if id(buffer) in in_fp32 else policy.buffer_dtype
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
 def keep_in_fp32(
     module: nn.Module, policy: PrecisionPolicy, device_type: str
 ) -> dict[str, nn.Module]:
@@ -150,7 +167,7 @@ def run_in_fp32(
 ) -> None:
     """Make `module` compute in FP32: FP32 inputs, and autocast off inside.
 
-    It survives `copy.deepcopy`, `torch.compile`, activation checkpointing and FSDP.
+    It survives `copy.deepcopy`, `torch.compile` and activation checkpointing.
 
     Args:
         module: A module that holds FP32 parameters when it is called.

@@ -7,6 +7,7 @@ bf16,reduce=bf16,keep_fp32=norm|head
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -17,6 +18,9 @@ from distmp.errors import ConfigError, nearest
 from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype_name, dtype_word
 
 SETTING = "precision.policy"
+
+# A policy, its name, its text, or its mapping.
+PolicyLike = PrecisionPolicy | str | Mapping[str, Any]
 
 # How a field is called in text and in mappings.
 _KEYS = {field.name: field.name.removesuffix("_dtype") for field in fields(PrecisionPolicy)}
@@ -42,7 +46,7 @@ def policy(wanted: str | Mapping[str, Any]) -> PrecisionPolicy:
         if wanted in PRESETS:
             return PRESETS[wanted]
         return _build(_split(wanted), default_name=wanted.strip())
-    if isinstance(wanted, Mapping):
+    if isinstance(wanted, Mapping) and wanted:
         return _build(dict(wanted), default_name=None)
     raise ConfigError(
         SETTING, wanted, "use the name of a preset, 'key=value,...', or a mapping of these keys"
@@ -50,17 +54,29 @@ def policy(wanted: str | Mapping[str, Any]) -> PrecisionPolicy:
 
 
 def as_text(described: PrecisionPolicy) -> str:
-    """Return the line of text that `policy` turns into an equal policy."""
-    if PRESETS.get(described.name) == described:
-        return described.name
-    plain = PrecisionPolicy(described.name)
-    items = [
+    """Return the line of text that `policy` turns into an equal policy.
+
+    Raises:
+        ConfigError: If the policy has a name that reads as a text for something else.
+    """
+    with contextlib.suppress(ConfigError):
+        if policy(described.name) == described:
+            return described.name
+    if set(",|=") & set(described.name):
+        raise ConfigError(
+            f"{SETTING}.name", described.name, "says something else than the policy; use a word"
+        )
+    return ",".join([f"name={described.name}", *_changes(described)])
+
+
+def _changes(described: PrecisionPolicy) -> list[str]:
+    """Return `key=value` for every field but the name that is not as in `fp32`."""
+    plain = PrecisionPolicy("fp32")
+    return [
         f"{key}={_word(getattr(described, name))}"
         for name, key in _KEYS.items()
         if name != "name" and getattr(described, name) != getattr(plain, name)
     ]
-    text = ",".join(items)
-    return text if described.name == text else ",".join([f"name={described.name}", *items])
 
 
 def as_mapping(described: PrecisionPolicy) -> dict[str, Any]:
@@ -92,9 +108,9 @@ def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
     values = {_FIELDS[key]: _value(key, value) for key, value in items.items()}
     if not values:
         return base
-    built = replace(base, **({"name": default_name or "unnamed"} | values))
+    built = replace(base, **({"name": default_name or base.name} | values))
     if default_name is None and "name" not in values:
-        built = replace(built, name=_name_of(built))
+        return replace(built, name=_name_of(built))
     return built
 
 
@@ -103,7 +119,7 @@ def _name_of(built: PrecisionPolicy) -> str:
     for preset in PRESETS.values():
         if replace(built, name=preset.name) == preset:
             return preset.name
-    return as_text(built).removeprefix(f"name={built.name},")
+    return ",".join(_changes(built))
 
 
 def _preset(name: Any, *, alone: bool) -> PrecisionPolicy:

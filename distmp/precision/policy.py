@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -169,9 +168,10 @@ class PrecisionPolicy:
     def _check_loss_scale(self) -> None:
         scale = self.loss_scale
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
-        if scale is not None and scale != "dynamic" and not number:
+        if not number and scale not in (None, "dynamic"):
             _refuse("loss_scale", scale, 'use "dynamic", a number, or None')
-        if number and not _usable_scale(scale):
+        limits = SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE
+        if isinstance(scale, (int, float)) and not limits[0] <= scale <= limits[1]:
             _refuse("loss_scale", scale, "use a number from 2^-126 to 2^126")
         has_fp16 = torch.float16 in (self.compute_dtype, self.reduce_dtype)
         if has_fp16 and scale is None:
@@ -218,10 +218,6 @@ def _check_dtype(key: str, value: Any) -> None:
     if value not in DTYPES:
         known = ", ".join(dtype_name(dtype) for dtype in DTYPES)
         _refuse(key, value, f"choose one of {known}")
-
-
-def _usable_scale(scale: Any) -> bool:
-    return math.isfinite(scale) and SMALLEST_LOSS_SCALE <= scale <= LARGEST_LOSS_SCALE
 
 
 def _refuse(key: str, value: object, problem: str) -> NoReturn:

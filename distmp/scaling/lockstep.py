@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import ConfigError, TrainingError
+from distmp.slices import FlatSlice
 
 if TYPE_CHECKING:
     from distmp.parallel.world import World
@@ -261,6 +262,8 @@ def _in_common(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
 
 def _local(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor that every rank holds whole, None for a shard of one."""
+    if isinstance(tensor, FlatSlice):
+        return None
     if not is_traceable_wrapper_subclass(tensor):
         return tensor
     # Only where there are such tensors: importing this takes half a second.

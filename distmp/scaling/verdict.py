@@ -37,7 +37,9 @@ class Verdict(NamedTuple):
     """What all ranks agreed on; every field is a 0-dim tensor on the device.
 
     Attributes:
-        overflow: bool, whether a gradient or the weight of any rank was not finite.
+        overflow: bool, whether a gradient or the weight of any rank was not finite, or nothing is
+            left because all that there was has been dropped.
+        dropped: FP64, how many microbatches of all ranks were left out as not finite.
         empty: bool, whether no rank had anything to learn from (N = 0).
         found_inf: FP32, 1 where the optimizer has to skip (overflow or empty), else 0.
         grad_scale: FP32, what the optimizer divides gradients by.
@@ -48,6 +50,7 @@ class Verdict(NamedTuple):
     """
 
     overflow: Tensor
+    dropped: Tensor
     empty: Tensor
     found_inf: Tensor
     grad_scale: Tensor
@@ -63,13 +66,14 @@ def measure(
     weight: Tensor,
     *,
     stop: bool,
+    dropped: Tensor | float = 0.0,
     device: torch.device,
 ) -> Tensor:
-    """Return this rank's contribution, FP64 of shape (5,), to be summed over all ranks.
+    """Return this rank's contribution, FP64 of shape (6,), to be summed over all ranks.
 
     It holds the squared norm (divided by the number of replicas), the number of non-finite chunks
-    of gradients, the loss sum, the weight and the stop request. One read of the gradients, no host
-    wait.
+    of gradients, the loss sum, the weight, the stop request and the number of dropped microbatches.
+    One read of the gradients, no host wait.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     non_finite = torch.zeros((), dtype=torch.float64, device=device)
@@ -78,9 +82,18 @@ def measure(
             norms = chunk_norms(part.tensors).to(torch.float64)
             squares = squares + norms.square().sum() / part.replicas
             non_finite = non_finite + (~norms.isfinite()).sum()
-    stop_request = torch.full((), float(stop), dtype=torch.float64, device=device)
+    return pack(squares, non_finite, loss_sum, weight, float(stop), dropped, device=device)
+
+
+def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
+    """Return 0-dim tensors and numbers as one FP64 vector on `device`, without a host wait."""
     return torch.stack(
-        [squares, non_finite, loss_sum.to(torch.float64), weight.to(torch.float64), stop_request]
+        [
+            number.to(device, torch.float64)
+            if isinstance(number, Tensor)
+            else torch.full((), number, dtype=torch.float64, device=device)
+            for number in numbers
+        ]
     )
 
 
@@ -97,15 +110,16 @@ def decide(
     """Draw the same conclusion from the same total on every rank, without waiting for the device.
 
     Args:
-        total: FP64 of shape (5,), the sum of what `measure` returned on every rank.
+        total: FP64 of shape (6,), the sum of what `measure` returned on every rank.
         loss_scale: 0-dim, the scale that backward ran with.
         nominal_weight: n0, the constant that backward divided by.
         max_norm: Clip the gradient to this norm; None leaves it as it is.
     """
-    squares, non_finite, loss_sum, weight, stop = total.unbind()
+    squares, non_finite, loss_sum, weight, stop, dropped = total.unbind()
     scaled_norm = squares.sqrt()
-    overflow = ~(scaled_norm.isfinite() & weight.isfinite()) | (non_finite > 0)
-    empty = weight <= 0
+    all_dropped = (weight <= 0) & (dropped > 0)
+    overflow = ~(scaled_norm.isfinite() & weight.isfinite()) | (non_finite > 0) | all_dropped
+    empty = (weight <= 0) & ~all_dropped
     unscale = loss_scale.to(torch.float64) * weight / nominal_weight
     grad_norm = scaled_norm / unscale
     grad_scale = unscale
@@ -113,6 +127,7 @@ def decide(
         grad_scale = unscale / (max_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)
     return Verdict(
         overflow=overflow,
+        dropped=dropped,
         empty=empty,
         found_inf=(overflow | empty).to(torch.float32),
         grad_scale=grad_scale.to(torch.float32),

@@ -32,12 +32,9 @@ def accumulate(
     for index, forward in enumerate(backwards):
         buckets.begin_microbatch(last=index == len(backwards) - 1)
         forward().backward()
+        buckets.end_microbatch()
     buckets.finish()
-    return {
-        name: view.clone()
-        for layout, views in zip(buckets.layouts, buckets.views, strict=True)
-        for name, view in zip(layout.names, views, strict=True)
-    }
+    return {name: gradient.clone() for name, gradient in buckets.gradients().items()}
 
 
 def group() -> dist.ProcessGroup:
@@ -179,7 +176,12 @@ def check_usage(model: Branches, buckets: Fp32GradBuckets, usage: Usage) -> None
     for name, parameter in plain.named_parameters():
         expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.testing.assert_close(found[name].double(), expected, rtol=1e-5, atol=1e-5)
-    assert collectives.addresses("allreduce_") == [buffer.data_ptr() for buffer in buckets.buffers]
+    places = [buffer.data_ptr() for buffer in buckets.buffers]
+    reduced = [place for place in collectives.addresses("allreduce_") if place in places]
+    assert sorted(reduced) == sorted(places)
+    orders: list[list[int]] = [[], []]
+    dist.all_gather_object(orders, [places.index(place) for place in reduced])
+    assert orders[0] == orders[1]
 
 
 def inputs_of(rank: int, microbatch: int) -> Tensor:
@@ -209,6 +211,34 @@ def test_reduction_starts_while_backward_goes_on() -> None:
     with Collectives() as collectives:
         accumulate(buckets, [lambda: model(inputs_of(0, 0), range(6))] * 2)
     assert launched_at_the_first_weight == [0, 5]
+
+
+class Backwards(nn.Module):
+    """Registers its layers in the order in which gradients arrive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in reversed(self.layers):
+            x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+@ranks(2)
+def test_the_second_step_reduces_in_the_order_that_rank_0_observed() -> None:
+    model = Backwards()
+    buckets = Fp32GradBuckets(model.named_parameters(), group(), ONE_EACH)
+    launched_at_the_last_gradient: list[int] = []
+    model.layers[-1].weight.register_hook(
+        lambda gradient: launched_at_the_last_gradient.append(len(collectives.found))
+    )
+    for _ in range(2):
+        with Collectives() as collectives:
+            accumulate(buckets, [lambda: model(inputs_of(dist.get_rank(), 0))])
+    assert launched_at_the_last_gradient == [0, 5]
 
 
 @ranks(2)
@@ -328,6 +358,7 @@ def test_a_step_abandoned_after_buckets_were_launched() -> None:
     with pytest.raises(ArithmeticError):
         accumulate(buckets, [lambda: model(inputs_of(0, 0), range(6))])
     hook.remove()
+    buckets.discard()
     check_usage(model, buckets, [[[0, 1, 2], [2, 4]], [[0], [4, 3, 3, 1]]])
 
 

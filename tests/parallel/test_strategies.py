@@ -112,14 +112,13 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
                 train(engine, 1, FOUR_BY_TWO)
             assert observed.products == {computed}, (options, precision)
             travels = observed.travels
-            if options["strategy"] == "ddp":
-                assert set(travels) == {"allreduce_"}
-            else:
+            if options["strategy"] != "ddp":
                 assert observed.gathered() == {GATHERED[precision]}
                 assert travels["_reduce_scatter_base_"] == {FP32}
             # The verdict, and what goes between the copies of hsdp.
             between = {FP32} if options["strategy"] in ("hsdp", "ddp") else set()
-            assert travels["allreduce_"] == {torch.float64} | between
+            reduced = {dtype for dtype in travels["allreduce_"] if dtype.is_floating_point}
+            assert reduced == {torch.float64} | between
             for part in engine._strategy.gradients():
                 assert {tensor.dtype for tensor in part.tensors} == {FP32}
                 assert sum(float(tensor.abs().sum()) for tensor in part.tensors) > 0

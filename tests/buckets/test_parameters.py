@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from distmp.buckets import Fp32GradBuckets, MasterWeights
+from distmp.buckets import FlatParameters, Fp32GradBuckets
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -14,6 +16,25 @@ def make_model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
 
 
+def flatten(
+    model: nn.Module, dtype: torch.dtype, bucket_bytes: int = 10**6
+) -> tuple[Fp32GradBuckets, FlatParameters]:
+    """Hold the parameters in `dtype`, with FP32 masters."""
+    values = {name: parameter.data for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    buckets = Fp32GradBuckets(model.named_parameters(), None, bucket_bytes)
+    return buckets, FlatParameters(buckets, values)
+
+
+def step(buckets: Fp32GradBuckets, loss: Callable[[], Tensor]) -> None:
+    buckets.begin_step()
+    buckets.begin_microbatch(last=True)
+    loss().backward()
+    buckets.end_microbatch()
+    buckets.finish()
+
+
 @pytest.mark.parametrize("bucket_bytes", [1, 10**6])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masters_start_exact_and_parameters_are_their_rounding(
@@ -21,8 +42,7 @@ def test_masters_start_exact_and_parameters_are_their_rounding(
 ) -> None:
     model, original = make_model(), dict(make_model().named_parameters())
     identities = [id(parameter) for parameter in model.parameters()]
-    buckets = Fp32GradBuckets(model.named_parameters(), None, bucket_bytes)
-    masters = MasterWeights(buckets, dtype)
+    _, masters = flatten(model, dtype, bucket_bytes)
     assert masters.named.keys() == original.keys()
     for name, parameter in model.named_parameters():
         assert torch.equal(masters.named[name], original[name])
@@ -35,14 +55,12 @@ def test_masters_start_exact_and_parameters_are_their_rounding(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_optimizer_moves_masters_and_publishing_rounds_them(dtype: torch.dtype) -> None:
     model = make_model()
-    buckets = Fp32GradBuckets(model.named_parameters(), None)
-    masters = MasterWeights(buckets, dtype)
+    buckets, masters = flatten(model, dtype)
     # Each update is far smaller than a 16-bit parameter can show; a hundred of them are not.
     optimizer = torch.optim.SGD(masters.named.values(), lr=1e-5)
     start = {name: master.detach().clone() for name, master in masters.named.items()}
     for _ in range(100):
-        buckets.begin_step()
-        model(torch.ones(2, 5, dtype=dtype)).sum().backward()
+        step(buckets, lambda: model(torch.ones(2, 5, dtype=dtype)).sum())
         optimizer.step()
         masters.publish()
     for name, parameter in model.named_parameters():
@@ -66,10 +84,8 @@ def _steps(size: float, count: int, start: dict[str, torch.Tensor]) -> torch.Ten
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_parameters_and_masters_are_the_bucket(dtype: torch.dtype) -> None:
     model = make_model()
-    buckets = Fp32GradBuckets(model.named_parameters(), None)
-    masters = MasterWeights(buckets, dtype)
-    buckets.begin_step()
-    model(torch.ones(2, 5, dtype=dtype)).sum().backward()
+    buckets, masters = flatten(model, dtype)
+    step(buckets, lambda: model(torch.ones(2, 5, dtype=dtype)).sum())
     first, last = buckets.buffers[0].data_ptr(), buckets.buffers[0][-1:].data_ptr()
     for name, parameter in model.named_parameters():
         gradient = masters.named[name].grad
@@ -85,7 +101,7 @@ def test_memory_order_is_kept() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 2))
     model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     weight = model[0].weight.detach().clone()
-    masters = MasterWeights(Fp32GradBuckets(model.named_parameters(), None), torch.bfloat16)
+    _, masters = flatten(model, torch.bfloat16)
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(masters.named["0.weight"], weight)
     assert torch.equal(model[0].weight, weight.bfloat16())

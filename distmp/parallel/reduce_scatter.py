@@ -1,21 +1,12 @@
-"""The collectives of the sharded strategies: gathering, and a reduction that sums in FP32."""
+"""A reduce-scatter that may send 16 bits and adds up in FP32."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# torch 2.13 has given them new names and warns of the old ones.
-all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or (
-    dist.all_gather_into_tensor
-)
-reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or (
-    dist.reduce_scatter_tensor
-)
+from distmp.buckets.collectives import all_to_all, reduce_scatter
 
 
 def reduce_scatter_sum(
@@ -34,10 +25,11 @@ def reduce_scatter_sum(
         wire_dtype: What is sent.
     """
     if wire_dtype == gradients.dtype:
-        reduce_scatter(output, gradients, op=dist.ReduceOp.SUM, group=group)
+        reduce_scatter(output, gradients, group).wait()
         return
-    received = torch.empty_like(gradients, dtype=wire_dtype)
-    dist.all_to_all_single(received, gradients.to(wire_dtype), group=group)
+    sent = gradients.to(wire_dtype)
+    received = torch.empty_like(sent)
+    all_to_all(received, sent, group).wait()
     first, *others = received.view(group.size(), -1).unbind()
     output.copy_(first)
     for part in others:

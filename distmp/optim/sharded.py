@@ -1,0 +1,88 @@
+"""An optimizer that steps this rank's shares of flattened parameters."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distmp.errors import ConfigError
+from distmp.optim.build import OptimizerFactory
+
+# Optimizers whose update of an element depends on nothing but that element's history.
+ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+
+logger = logging.getLogger("distmp")
+
+
+def build_on_shares(
+    factory: OptimizerFactory,
+    shares: Sequence[tuple[str, Tensor]],
+    shapes: Mapping[str, torch.Size],
+) -> torch.optim.Optimizer:
+    """Build an optimizer whose parameters are shares, in groups chosen by whole parameters.
+
+    The factory sees tensors in the shapes of the whole parameters, so that a rule such as "vectors
+    do not decay" finds what it expects; they have no memory of their own. Then the shares take
+    their places.
+
+    Args:
+        factory: Builds the optimizer on `[(name, tensor), ...]`.
+        shares: This rank's part of each flattened parameter, 1-dim, possibly empty.
+        shapes: Shape of each whole parameter.
+
+    Raises:
+        ConfigError: For an optimizer that looks at more than one element at a time.
+    """
+    stand_ins = [
+        (name, share.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, share in shares
+    ]
+    optimizer = factory(stand_ins)
+    _check_elementwise(optimizer)
+    of_stand_in = {
+        id(stand_in): share for (_, stand_in), (_, share) in zip(stand_ins, shares, strict=True)
+    }
+    groups: list[dict[str, Any]] = [
+        {**group, "params": [of_stand_in[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    if optimizer.state:  # some, such as Adagrad, make their state at once, in the wrong shape
+        for group in groups:
+            group.pop("param_names", None)
+        return type(optimizer)(groups, **optimizer.defaults)
+    for group, replaced in zip(optimizer.param_groups, groups, strict=True):
+        group["params"] = replaced["params"]
+    return optimizer
+
+
+def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, ELEMENTWISE):
+        return
+    name = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("torch.optim"):
+        raise ConfigError(
+            "shard_optimizer",
+            True,
+            f"{name} looks at whole parameters, of which a rank has only a share; "
+            "set shard_optimizer to false, or use an element-wise optimizer such as AdamW",
+        )
+    logger.warning(
+        "shard_optimizer gives %s flat shares of parameters: right only if it treats every element "
+        "by itself",
+        name,
+    )

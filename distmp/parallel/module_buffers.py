@@ -1,0 +1,74 @@
+"""The buffers of a module during training: batch statistics and the like."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class ModuleBuffers:
+    """Keeps buffers equal on all ranks, and free of what a skipped step wrote into them.
+
+    After a step every rank has the buffers of rank 0, as torch's DDP has them in the next forward.
+    A step that was skipped leaves them as they were before it: running statistics of activations
+    that overflowed would be lost for ever.
+
+    Args:
+        module: Its buffers, whatever is registered at the time.
+        group: The ranks; None for a single process.
+    """
+
+    def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
+        self._module = module
+        self._group = group
+        self._before: dict[str, tuple[Tensor, int, Tensor]] = {}
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        """Remember the buffers; after a step that was not ended, take back what it wrote first."""
+        for name, (buffer, version, value) in self._before.items():
+            current = self._current().get(name)
+            if current is not None and _written(current, buffer, version):
+                current.copy_(value)
+        self._before = {
+            name: (buffer, buffer._version, buffer.clone())
+            for name, buffer in self._current().items()
+        }
+
+    @torch.no_grad()
+    def end_step(self, skipped: Tensor) -> None:
+        """Take back what a skipped step wrote, and take over rank 0's buffers.
+
+        Args:
+            skipped: 0-dim, not 0 if the step was skipped; the host does not wait for it.
+        """
+        for name, buffer in self._current().items():
+            if name not in self._before:
+                continue
+            earlier, version, value = self._before[name]
+            if _written(buffer, earlier, version):
+                buffer.copy_(torch.where(skipped.bool(), value, buffer))
+        self._before = {}
+        if self._group is not None:
+            self._broadcast()
+
+    def _current(self) -> dict[str, Tensor]:
+        return dict(self._module.named_buffers())
+
+    def _broadcast(self) -> None:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for buffer in self._current().values():
+            by_kind.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        assert self._group is not None
+        source = dist.get_global_rank(self._group, 0)
+        for buffers in by_kind.values():
+            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+            dist.broadcast(flat, source, self._group)
+            parts = flat.split([buffer.numel() for buffer in buffers])
+            for buffer, part in zip(buffers, parts, strict=True):
+                buffer.copy_(part.view(buffer.shape))
+
+
+def _written(buffer: Tensor, earlier: Tensor, version: int) -> bool:
+    return buffer is not earlier or buffer._version != version
