@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
 from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context
+from distmp.precision.costs import costs
 from distmp.precision.switches import product_switches
 from distmp.replay import Replay, StepIngredients, generator_states
 from distmp.scaling import (
@@ -42,6 +44,8 @@ from distmp.scaling import (
 )
 from distmp.scaling.attribution import OverflowReport, StepFacts, diagnose
 from distmp.slices import whole_shape
+
+logger = logging.getLogger("distmp")
 
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
@@ -120,6 +124,9 @@ class Engine:
         self.world = World.current(device)
         self.device = self.world.device
         self.policy, self.policy_reason = resolve(policy, self.device)
+        if self.world.rank == 0:
+            for cost in costs(self.policy):
+                logger.warning("precision %s loses some: %s", self.policy.name, cost)
         self.max_norm = max_norm
         self.nominal_weight = None if nominal_weight is None else _power_of_two(nominal_weight)
         self.max_consecutive_skips = max_consecutive_skips

@@ -40,7 +40,8 @@ def test_the_table_of_policies_is_complete() -> None:
         (row,) = re.findall(rf"^\| `{name}` .*$", README, flags=re.MULTILINE)
         assert str(preset.compute_dtype).removeprefix("torch.") in row
         assert ("dynamic" in row) == (preset.loss_scale == "dynamic")
-        assert ("master" in row) == preset.casts_parameters
+        assert ("master" in row) == preset.has_masters
+        assert ("TF32" in row) == preset.tf32
 
 
 def test_the_figures_are_those_of_the_results() -> None:

@@ -180,12 +180,6 @@ class PrecisionPolicy:
                 None,
                 "float16 gradients below 6e-8 become zero without a loss scale; use 'dynamic'",
             )
-        if scale is not None and not has_fp16:
-            _refuse(
-                "loss_scale",
-                scale,
-                "no gradient is float16 here, and the others have the range of FP32; use None",
-            )
 
     def _check_module(self) -> None:
         if self.output_dtype not in (torch.float32, self.compute_dtype):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
@@ -21,6 +20,7 @@ from distmp.precision.builders import (
     prepare,
 )
 from tests.ranks import ranks
+from tests.recording import Collectives
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -189,19 +189,6 @@ def test_every_field_for_every_target(text: str, expected: Expected) -> None:
         assert (ddp_comm_hook(built) is None) == (expected.ddp_sends is None)
 
 
-class Sent(TorchDispatchMode):
-    """Notes the types of what is all-reduced."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d" and "allreduce" in str(func):
-            self.found.append(args[0][0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 @ranks(2)
 def test_distributed_data_parallel_sends_what_the_policy_says() -> None:
     rank = dist.get_rank()
@@ -220,11 +207,10 @@ def test_distributed_data_parallel_sends_what_the_policy_says() -> None:
         inputs = torch.randn(2, 3, 4)
         with autocast_context(built, CPU):
             loss = parallel(inputs[rank]).square().sum()
-        sent = Sent()
-        with sent:
+        with Collectives() as collectives:
             loss.backward()
         if hook is not None:  # DDP's own reduction never passes through Python
-            assert set(sent.found) == {expected.reduced}, text
+            assert {dtype for dtype, _ in collectives.sent} == {expected.reduced}, text
         (reference(inputs.flatten(0, 1).double()).square().sum() / 2).backward()
         for found, wanted in zip(module.parameters(), reference.parameters(), strict=True):
             assert found.grad is not None
