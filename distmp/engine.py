@@ -153,7 +153,9 @@ class Engine:
             raise ConfigError("model", type(model).__name__, "has no parameter to train")
         self.optimizer = self._strategy.build_optimizer(optimizer)
         self._names = {id(tensor): name for name, tensor in parameters}
-        self._skips_on_device = prepare_for_device_skip(self.optimizer)
+        # Offloaded parameters are stepped on the host, which then has to wait for the verdict.
+        on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
+        self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
         self._learning_rates = LearningRates(
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
@@ -336,7 +338,9 @@ class Engine:
         elif verdict.found_inf.item() == 0:
             self._most_applied += 1
             for part in self._strategy.gradients():
-                torch._foreach_div_(part.tensors, verdict.grad_scale)
+                if part.tensors:
+                    divisor = verdict.grad_scale.to(part.tensors[0].device)
+                    torch._foreach_div_(part.tensors, divisor)
             self._strategy.hand_over_gradients()
             self.optimizer.step()
         self._strategy.publish_parameters()
