@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
@@ -14,8 +14,9 @@ from distmp.errors import ConfigError, nearest
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
-from distmp.parallel import STRATEGIES
+from distmp.parallel import STRATEGIES, AccumulationSettings
 from distmp.parallel.settings import (
+    SHARDED_STRATEGIES,
     ActivationCheckpointing,
     Compilation,
     ParallelConfig,
@@ -25,7 +26,7 @@ from distmp.precision import policy
 from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.scaling.lockstep import LockstepConfig
 from distmp.settings import command_line
-from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.settings import LogConfig, ProfileConfig
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,10 @@ class PrecisionConfig:
 
     max_consecutive_skips: int = 50
     """Give up after so many skipped steps in a row."""
+
+    on_nonfinite: Literal["skip_step", "drop_microbatch"] = "skip_step"
+    """Skip a step with a gradient that is not finite, or leave out just that microbatch (single,
+    ddp; takes 4 more bytes per parameter, and reductions wait for the end of backward)."""
 
     attribution: bool = True
     """Repeat a step that overflowed to say which rank, parameter and microbatch it was."""
@@ -130,7 +135,7 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = "auto"
-    """single, ddp, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
+    """single, ddp, ddp-torch, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
     """`blocks`: keep only the inputs of each block for backward and compute the rest again."""
@@ -138,6 +143,12 @@ class RunConfig:
     compile: Compilation = "none"
     """What `torch.compile` gets: each of the `blocks`, or the whole `model`, after which no
     reduction overlaps with backward."""
+
+    shard_optimizer: bool = False
+    """Each rank keeps and steps only its share of FP32 weights and optimizer state (ddp)."""
+
+    reproducible: bool = False
+    """The same bits at 1, 2, 4, 8 ... ranks, with a power of two of microbatches (single, ddp)."""
 
     timeout_minutes: float = 10.0
     """A collective operation that takes longer has failed."""
@@ -154,6 +165,7 @@ class RunConfig:
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -173,6 +185,11 @@ class RunConfig:
                 "FSDP1 does not tell which of its tensors ranks have in common; use strategy = "
                 "'fsdp', or 0",
             )
+        accumulation = AccumulationSettings(
+            self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
+        )
+        if self.strategy in SHARDED_STRATEGIES:
+            accumulation.refuse_for(self.strategy)
         if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
             raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
         if self.schedule.warmup_steps >= self.steps:

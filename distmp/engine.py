@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.errors import CheckpointError, ConfigError, TrainingError, nearest
+from distmp.errors import CheckpointError, ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome
@@ -49,8 +49,6 @@ logger = logging.getLogger("distmp")
 
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
-
-ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -128,6 +126,8 @@ class Engine:
             for cost in costs(self.policy):
                 logger.warning("precision %s loses some: %s", self.policy.name, cost)
         self.max_norm = max_norm
+        if nominal_weight is not None and not nominal_weight > 0:
+            raise ConfigError("nominal_weight", nominal_weight, "use a number above 0, or None")
         self.nominal_weight = None if nominal_weight is None else _power_of_two(nominal_weight)
         self.max_consecutive_skips = max_consecutive_skips
         self.attribution = attribution
@@ -142,7 +142,7 @@ class Engine:
             model,
             self.policy,
             self.world,
-            AccumulationSettings(shard_optimizer, reproducible, _drops(on_nonfinite)),
+            AccumulationSettings(shard_optimizer, reproducible, on_nonfinite),
             parallel,
         )
         self.strategy_reason = self._strategy.reason
@@ -151,7 +151,8 @@ class Engine:
         parameters = self._strategy.optimizer_parameters()
         if not parameters:
             raise ConfigError("model", type(model).__name__, "has no parameter to train")
-        self.optimizer = self._strategy.build_optimizer(optimizer)
+        self._build_optimizer = optimizer
+        self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
         # Offloaded parameters are stepped on the host, which then has to wait for the verdict.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
@@ -181,13 +182,14 @@ class Engine:
             raise ValueError("a step needs at least one microbatch")
         if self.reproducible:
             check_power_of_two(len(microbatches))
+        if unfrozen := self._strategy.adopt_unfrozen():
+            self._train_also(unfrozen)
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
         gathered = self._accumulate(microbatches, scale)
         total = self._measure(gathered, stop=stop)
-        assert self.nominal_weight is not None
-        verdict = decide(total, scale, self.nominal_weight, self.max_norm)
+        verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
@@ -196,6 +198,16 @@ class Engine:
             ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
             self._recent.append((outcome, ingredients))
         return outcome
+
+    def _train_also(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        """Have the optimizer step more parameters, in the groups that its builder gives them."""
+        self._names.update((id(tensor), name) for name, tensor in parameters)
+        addition = self._strategy.build_optimizer(self._build_optimizer, parameters)
+        prepare_for_device_skip(addition)
+        self._learning_rates.add_groups(addition.param_groups)
+        for group in addition.param_groups:
+            self.optimizer.add_param_group(group)
+        self.optimizer.state.update(addition.state)
 
     def explain(self, outcome: StepOutcome) -> OverflowReport | None:
         """Find out why a step overflowed, by repeating it; every rank has to call it.
@@ -273,7 +285,7 @@ class Engine:
             if self.attribution:
                 gathered.generators.append(generator_states(self.device))
             loss, weight = self._forward(batch)
-            if self.nominal_weight is None:
+            if index == 0 and self.nominal_weight is None:
                 self.nominal_weight = self._agree_on_nominal_weight(weight, len(microbatches))
             self._backward(loss, scale)
             gathered.losses.append(loss.detach())
@@ -305,9 +317,8 @@ class Engine:
         return agree(measured, self.world.group)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        assert self.nominal_weight is not None
         with product_switches(self.policy):
-            (loss.float() * (scale / self.nominal_weight)).backward()
+            (loss.float() * (scale / (self.nominal_weight or 1.0))).backward()
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = pytree.tree_map_only(
@@ -317,14 +328,15 @@ class Engine:
             loss_sum, weight = self._loss(self.module, batch)
         return loss_sum, _scalar(weight, self.device)
 
-    def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float:
+    def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
+        """Return n0, or None if nothing is known from a first microbatch without any weight."""
         weight = batch_weight.to(torch.float64, copy=True) * microbatches
         if self.reproducible:
             # The first microbatch of all stands on rank 0, however many ranks there are.
             weight *= self.world.world_size * (self.world.rank == 0)
         if self.world.group is not None:
             dist.all_reduce(weight, group=self.world.group)
-        return _power_of_two(weight.item())
+        return _power_of_two(weight.item()) if weight > 0 else None
 
     def _update(self, verdict: Verdict) -> None:
         """Step the optimizer, or leave everything as it is, as the verdict says."""
@@ -492,14 +504,6 @@ class _Gathered(NamedTuple):
         self.weights.append(weight)
 
 
-def _drops(on_nonfinite: str) -> bool:
-    if on_nonfinite not in ON_NONFINITE:
-        raise ConfigError(
-            "precision.on_nonfinite", on_nonfinite, nearest(on_nonfinite, ON_NONFINITE)
-        )
-    return on_nonfinite == "drop_microbatch"
-
-
 def _general_advice(numbers: StepNumbers) -> str:
     return (
         f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite use a "
@@ -516,4 +520,4 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
 
 def _power_of_two(weight: float) -> float:
     """Round up to a power of two, so that dividing the loss by it costs no precision."""
-    return 2.0 ** math.ceil(math.log2(weight)) if weight > 0 else 1.0
+    return 2.0 ** math.ceil(math.log2(weight))

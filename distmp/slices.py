@@ -94,6 +94,10 @@ class FlatSlice(Tensor):
         """
         return self.whole_shape if dim is None else self.whole_shape[dim]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values and where they belong."""
+        return FlatSlice.of, (self.as_subclass(Tensor), self.whole_shape, self.start)
+
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import (

@@ -164,7 +164,7 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, or of what a DTensor or a slice is a part of; all ranks call it."""
+    """Return a copy of a tensor, or of what a DTensor or slice is a part of; all ranks call it."""
     if isinstance(tensor, FlatSlice):
         flat = torch.zeros(tensor.whole_shape.numel(), dtype=tensor.dtype)
         flat[tensor.start : tensor.start + tensor.numel()] = tensor

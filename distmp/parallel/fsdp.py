@@ -43,7 +43,7 @@ from distmp.parallel.strategy import (
 from distmp.parallel.world import World
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
-from distmp.precision.policy import PrecisionPolicy
+from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
 
 
@@ -119,6 +119,20 @@ class FullySharded(Strategy):
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
+
+    def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
+        known = {name for name, _ in self._trainable}
+        added = [entry for entry in trainable(self.module) if entry[0] not in known]
+        for name, parameter in added:
+            if parameter.dtype != torch.float32:
+                raise ConfigError(
+                    "model",
+                    name,
+                    f"was unfrozen, but its shards are {dtype_name(parameter.dtype)}; hand it over "
+                    "in float32",
+                )
+        self._trainable += added
+        return [*added]
 
     def begin_step(self) -> None:
         if self._unfinished:

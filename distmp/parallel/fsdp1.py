@@ -7,6 +7,7 @@ accumulated in FP32 shards.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -139,8 +140,10 @@ class FullySharded1(Strategy):
             for name, buffer in self.module.named_buffers(remove_duplicate=False)
         }
 
-    def build_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
-        return build_on_shares(factory, self.optimizer_parameters(), self._shapes)
+    def build_optimizer(
+        self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
+    ) -> torch.optim.Optimizer:
+        return build_on_shares(factory, parameters, self._shapes)
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         start, size = self._places[name]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +26,15 @@ from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.slices import FlatSlice
 
+logger = logging.getLogger("distmp")
+
+
+class _Part(NamedTuple):
+    """Parameters that became trainable at the same time."""
+
+    buckets: Fp32GradBuckets
+    parameters: FlatParameters | PureParameters
+
 
 class Replicated(Strategy):
     """Every rank holds the whole model; gradients are summed in FP32 buckets.
@@ -41,76 +54,120 @@ class Replicated(Strategy):
         world: World,
         settings: AccumulationSettings | None = None,
     ) -> None:
-        settings = settings or AccumulationSettings()
-        _check_buckets(policy, settings)
+        self._settings = settings or AccumulationSettings()
+        _check_buckets(policy, self._settings)
+        self._policy = policy
+        self._world = world
         check_parameters(module, policy)
+        if world.group is not None and hasattr(module, "_orig_mod"):
+            logger.warning(
+                "the whole model is compiled: all gradients come at the end of backward, and no "
+                "reduction overlaps with it; compile its blocks instead (block.compile())"
+            )
         self.module = module.to(world.device)
-        self._world_size = world.world_size
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
         named = trainable(module)
-        self._shapes = {name: parameter.shape for name, parameter in named}
         values = {name: parameter.data for name, parameter in named}
         prepare(module, policy, world.device.type)
-        if settings.shard_optimizer:
-            _make_contiguous(module)
-        self._buckets = Fp32GradBuckets(
+        self._shapes: dict[str, torch.Size] = {}
+        self._parts = [self._lay_out(named, values)]
+
+    def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
+        """Put parameters, in the type that the module holds them in, into buckets.
+
+        Args:
+            named: The parameters.
+            values: Their FP32 values by name.
+        """
+        first = not self._shapes
+        self._shapes.update((name, parameter.shape) for name, parameter in named)
+        if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
+            for _, parameter in named:
+                parameter.data = parameter.data.contiguous()
+        buckets = Fp32GradBuckets(
             named,
-            world.group,
-            reduce_dtype=policy.reduce_dtype,
-            shard=settings.shard_optimizer,
-            reproducible=settings.reproducible,
-            drop_non_finite=settings.drop_non_finite,
+            self._world.group,
+            reduce_dtype=self._policy.reduce_dtype,
+            shard=self._settings.shard_optimizer,
+            reproducible=self._settings.reproducible,
+            drop_non_finite=self._settings.drop_non_finite,
+            overlap=first,
         )
-        self._parameters: FlatParameters | PureParameters
-        if policy.casts_parameters and not policy.has_masters:
-            self._parameters = PureParameters(self._buckets)
-        else:
-            self._parameters = FlatParameters(self._buckets, values)
+        if self._policy.casts_parameters and not self._policy.has_masters:
+            return _Part(buckets, PureParameters(buckets))
+        return _Part(buckets, FlatParameters(buckets, values))
+
+    def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
+        named = [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
+        if not named:
+            return []
+        for _, parameter in named:
+            parameter.grad = None
+        values = {name: parameter.data.float() for name, parameter in named}
+        self._parts.append(self._lay_out(named, values))
+        return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        return [(name, self._parameters.named[name]) for name in self._shapes]
+        stepped = {
+            name: tensor for part in self._parts for name, tensor in part.parameters.named.items()
+        }
+        return [(name, stepped[name]) for name in self._shapes]
 
-    def build_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
-        if not self._buckets.sharded:
-            return super().build_optimizer(factory)
+    def build_optimizer(
+        self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
+    ) -> torch.optim.Optimizer:
+        if not self._parts[0].buckets.sharded:
+            return factory(parameters)
         # Imported here: most runs have no use for it.
         from distmp.optim.sharded import build_on_shares
 
-        return build_on_shares(factory, self.optimizer_parameters(), self._shapes)
+        return build_on_shares(factory, parameters, self._shapes)
 
     def begin_step(self) -> None:
-        self._buckets.begin_step()
+        for part in self._parts:
+            part.buckets.begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
-        self._buckets.begin_microbatch(last=last)
+        for part in self._parts:
+            part.buckets.begin_microbatch(last=last)
 
     def end_microbatch(self) -> Tensor | None:
-        return self._buckets.end_microbatch()
+        finite = [part.buckets.microbatch_is_finite() for part in self._parts]
+        flags = [flag for flag in finite if flag is not None]
+        kept = torch.stack(flags).all() if flags else None
+        for part in self._parts:
+            part.buckets.end_microbatch(kept)
+        return kept
 
     def finish_gradients(self) -> None:
-        self._buckets.finish()
+        for part in self._parts:
+            part.buckets.finish()
 
     def gradients(self) -> list[GradientPart]:
-        if self._buckets.sharded:
-            return [GradientPart(self._buckets.shards, replicas=1)]
-        return [GradientPart(self._buckets.buffers, replicas=self._world_size)]
+        if self._parts[0].buckets.sharded:
+            return [GradientPart(self.gradient_shards(), replicas=1)]
+        buffers = [buffer for part in self._parts for buffer in part.buckets.buffers]
+        return [GradientPart(buffers, replicas=self._world.world_size)]
 
     def gradient_shards(self) -> list[Tensor]:
-        return self._buckets.shards
+        return [shard for part in self._parts for shard in part.buckets.shards]
 
     def hand_over_gradients(self) -> None:
-        if isinstance(self._parameters, PureParameters):
-            self._parameters.round_gradients()
+        for part in self._parts:
+            if isinstance(part.parameters, PureParameters):
+                part.parameters.round_gradients()
 
     def publish_parameters(self) -> None:
-        self._parameters.publish()
+        for part in self._parts:
+            part.parameters.publish()
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        share = self._parameters.shares.get(name)
-        if share is None or tensor.shape != (share.stop - share.start,):
-            return tensor
-        return FlatSlice.of(tensor, self._shapes[name], share.start)
+        for part in self._parts:
+            share = part.parameters.shares.get(name)
+            if share is not None and tensor.shape == (share.stop - share.start,):
+                return FlatSlice.of(tensor, self._shapes[name], share.start)
+        return tensor
 
 
 def _check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
@@ -127,10 +184,3 @@ def _check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> N
             policy.param_dtype,
             "a sharded optimizer steps FP32 weights; use param=fp32 or shard_optimizer=False",
         )
-
-
-@torch.no_grad()
-def _make_contiguous(module: nn.Module) -> None:
-    """Lay parameters out in row-major order, in which a share is a run of elements."""
-    for parameter in module.parameters():
-        parameter.data = parameter.data.contiguous()

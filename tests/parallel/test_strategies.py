@@ -41,11 +41,9 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 IN_FP32 = [
     *(sharded("hsdp", shard_size=2, accumulate=p) for p in ("sharded", "unsharded", "hybrid")),
-    sharded("hsdp", shard_size=4),
     sharded("hsdp", shard_size=1, reshard_after_forward=False),
     sharded("fsdp", accumulate="unsharded", reshard_after_forward=False),
     sharded("fsdp", accumulate="sharded", wrap=["Linear", "blocks.*"]),
-    sharded("fsdp1"),
     sharded("fsdp1", reshard_after_forward=False),
     {"strategy": "ddp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
     {"strategy": "hsdp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
@@ -57,8 +55,8 @@ def several(steps: int, sizes: Any, options: list[dict[str, Any]]) -> list[Any]:
 
 
 def test_every_strategy_equals_plain_torch_on_the_same_samples() -> None:
-    results = run_ranks(several, 4, 4, FOUR_BY_TWO, [{**o, "max_norm": 1.3} for o in IN_FP32])
-    expected, losses_and_norms = plain_training(4, ONE_RANK, max_norm=1.3)
+    results = run_ranks(several, 4, 3, FOUR_BY_TWO, [{**o, "max_norm": 1.3} for o in IN_FP32])
+    expected, losses_and_norms = plain_training(3, ONE_RANK, max_norm=1.3)
     for of_rank in results:
         for (numbers, found, state), of_first in zip(of_rank, results[0], strict=True):
             assert error(found, expected) < 1e-5
@@ -327,3 +325,21 @@ def test_a_parameter_may_be_used_first_in_the_last_microbatch() -> None:
         states.append(weights(engine))
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_an_unfrozen_parameter_is_trained_from_then_on() -> None:
+    ends = []
+    for options in ({"strategy": "ddp"}, sharded("fsdp", accumulate="unsharded"), sharded("hsdp")):
+        model = make_model()
+        model.first.requires_grad_(False)
+        engine = make_engine(model=model, optimizer=fused_sgd, **options)
+        train(engine, 1, TWO_RANKS)
+        for parameter in engine.module.first.parameters():
+            parameter.requires_grad_(True)
+        train(engine, 2, TWO_RANKS, first=1)
+        ends.append(weights(engine))
+    assert not torch.equal(ends[0]["first.weight"], make_model().first.weight)
+    for end in ends[1:]:
+        for name, value in ends[0].items():
+            torch.testing.assert_close(end[name], value, rtol=1e-4, atol=1e-5)
