@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -29,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distmp.errors import ConfigError
 from distmp.parallel.strategy import check_parameters
+from distmp.parallel.world import keep_until_exit
 from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
 from distmp.precision.accelerate import (
     autocast_kwargs,
@@ -159,9 +159,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def end_training(self) -> None:
         """End training, as accelerate does, and put torch's switches back."""
         if dist.is_initialized():
-            # Seen with torch 2.13: a group that only a DDP model still holds is destroyed with the
-            # interpreter locked, and waits for a thread of gloo that waits for the interpreter.
-            atexit.register(_let_go, dist.group.WORLD)
+            keep_until_exit(dist.group.WORLD)
         super().end_training()
         self._switches.close()
 
@@ -171,10 +169,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         prepare_to_shard(module, self.policy, self.device.type)
         if self.policy.autocast:
             module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
-
-
-def _let_go(_: object) -> None:
-    """Hold a reference until the process ends."""
 
 
 class _Scaler(DistributedGradScaler):

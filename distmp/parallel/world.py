@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,6 +106,19 @@ def all_or_none(world: World, work: Callable[[], T]) -> T:
             max(exit_code for _, exit_code in found.values()),
         )
     return cast("T", result)
+
+
+def keep_until_exit(group: dist.ProcessGroup | None) -> None:
+    """Keep a group alive until the process ends, although everybody has let go of it.
+
+    Seen with torch 2.13: a gloo group that only torch's DDP still holds is destroyed with the
+    interpreter locked, and waits for a thread of gloo that waits for the interpreter.
+    """
+    atexit.register(_let_go, group)
+
+
+def _let_go(_: object) -> None:
+    """Hold a reference until now."""
 
 
 def leave() -> None:
