@@ -388,7 +388,8 @@ def test_a_step_abandoned_after_buckets_were_launched() -> None:
     def fail(gradient: Tensor) -> None:
         raise ArithmeticError
 
-    hook = model.weights[2].register_hook(fail)
+    # One rank gets further than the other, which has to catch up with its reductions.
+    hook = model.weights[[1, 4][dist.get_rank()]].register_hook(fail)
     with pytest.raises(ArithmeticError):
         accumulate(buckets, [lambda: model(inputs_of(0, 0), range(6))])
     hook.remove()
