@@ -42,27 +42,32 @@ def test_squares_of_chunks() -> None:
     assert torch.equal(found, torch.cat([chunk_squares(one) for one in flat.split(CHUNK)]))
 
 
-def buckets() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(chunks * CHUNK, generator=generator) for chunks in (8, 24, 5)]
+SEEDS = range(12)
+"""Sums in another order have other bits often, not always."""
 
 
-def leaf_numbers() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(2)
-    return torch.rand(LEAVES, generator=generator) * 7, torch.rand(LEAVES, generator=generator) * 50
+def buckets(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(chunks * CHUNK, generator=generator) for chunks in (8, 3)]
 
 
-def total_on_this_rank(*, overflow: bool) -> list[float]:
+def leaf_numbers(seed: int) -> Tensor:
+    """Return loss sums and weights, FP64 of shape (2, LEAVES)."""
+    generator = torch.Generator().manual_seed(100 + seed)
+    return torch.rand(2, LEAVES, generator=generator, dtype=torch.float64) * 7
+
+
+def total_on_this_rank(seed: int, *, overflow: bool = False) -> list[float]:
     """Measure what is this rank's, each bucket padded with zeros so that it can be divided."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     shards = []
-    for bucket in buckets():
+    for bucket in buckets(seed):
         if overflow:
             bucket[CHUNK // 2] = float("inf")
         room = -(-len(bucket) // (CHUNK * world_size)) * CHUNK * world_size
         shards.append(torch.cat([bucket, torch.zeros(room - len(bucket))]).chunk(world_size)[rank])
-    losses, weights = (part.chunk(world_size)[rank] for part in leaf_numbers())
+    losses, weights = (part.chunk(world_size)[rank] for part in leaf_numbers(seed))
     return ordered_total(
         shards,
         list(losses),
@@ -74,22 +79,26 @@ def total_on_this_rank(*, overflow: bool) -> list[float]:
     ).tolist()
 
 
+def totals() -> list[list[float]]:
+    return [total_on_this_rank(seed) for seed in SEEDS]
+
+
 def test_the_same_bits_at_every_number_of_ranks() -> None:
-    alone = total_on_this_rank(overflow=False)
+    alone = totals()
     for world_size in (2, 4):
-        assert run_ranks(_total, world_size) == [alone] * world_size
-    losses, weights = leaf_numbers()
-    expected = measure(
-        [GradientPart(buckets(), replicas=1)],
-        losses.double().sum(),
-        weights.double().sum(),
-        stop=True,
-        dropped=1.0,
-        device=CPU,
-    )
-    assert alone == pytest.approx(expected.tolist(), rel=1e-6)
-    assert total_on_this_rank(overflow=True)[1] > 0
+        assert run_ranks(totals, world_size) == [alone] * world_size
+    for seed in SEEDS:
+        losses, weights = leaf_numbers(seed)
+        expected = measure(
+            [GradientPart(buckets(seed), replicas=1)],
+            losses.sum(),
+            weights.sum(),
+            stop=True,
+            dropped=1.0,
+            device=CPU,
+        )
+        assert alone[seed] == pytest.approx(expected.tolist(), rel=1e-6)
 
 
-def _total() -> list[float]:
-    return total_on_this_rank(overflow=False)
+def test_an_overflow_shows() -> None:
+    assert total_on_this_rank(0, overflow=True)[1] > 0
