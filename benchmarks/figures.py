@@ -56,9 +56,30 @@ def step_tail(result: dict[str, Any]) -> str:
     )
 
 
+def accumulation_error(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.accumulation_error` and a line on its machine."""
+    rows: list[dict[str, object]] = [
+        {
+            "accumulator": name,
+            **{
+                f"{count} microbatches": f"{error:.1e}"
+                for count, error in zip(result["microbatches"], errors, strict=True)
+            },
+        }
+        for name, errors in result["relative_error"].items()
+    ]
+    machine = result["machine"]
+    return (
+        f"{table(rows)}\n\nRelative L2 error against a float64 sum of the same bfloat16 microbatch "
+        f"gradients, {result['ranks']} ranks, microbatches per rank. {machine['cpu']}, "
+        f"torch {machine['torch']}, {machine['date']}."
+    )
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
+    "accumulation-error-cpu": accumulation_error,
 }
 
 
