@@ -76,9 +76,32 @@ def accumulation_error(result: dict[str, Any]) -> str:
     )
 
 
+def accumulation_passes(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.accumulation_passes` and a line on its machine."""
+    taken = result["milliseconds"]
+    ours = taken["distmp.Fp32GradBuckets"]
+    rows: list[dict[str, object]] = [
+        {"way": name, "ms": Spread.of(values), "time of Fp32GradBuckets, of this": _ratio(ours, values)}
+        for name, values in taken.items()
+    ]
+    machine = result["machine"]
+    return (
+        f"{table(rows)}\n\nMedian (least to most) of {len(ours)} alternating turns of "
+        f"{result['microbatches']} microbatches, {result['elements'] / 1e6:.1f} M bfloat16 gradient "
+        f"elements in {result['parameters']} parameters. {machine['threads']} thread on "
+        f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+    )
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> Spread:
+    """Return what of another way's time is ours, turn by turn."""
+    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
+    "accumulation-passes-cpu": accumulation_passes,
     "accumulation-error-cpu": accumulation_error,
 }
 
