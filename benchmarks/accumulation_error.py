@@ -1,4 +1,4 @@
-"""How wrong accumulated gradients are, against a float64 sum: `python -m benchmarks.accumulation_error`.
+"""How wrong accumulated gradients are: `python -m benchmarks.accumulation_error`.
 
 Two ranks over gloo take 8, 64 and 512 microbatches each through a small model with bfloat16
 weights, by every way in turn. The reference adds up the very same bfloat16 microbatch gradients in
@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import (
-    FSDPModule,
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
@@ -106,15 +105,14 @@ def fsdp1(batches: Sequence[Batch]) -> list[Tensor]:
         return [gradient.clone() for gradient in _summed(model)]
 
 
-def fsdp2(
-    batches: Sequence[Batch], policy: MixedPrecisionPolicy, *, every: bool
-) -> list[Tensor]:
+def fsdp2(batches: Sequence[Batch], policy: MixedPrecisionPolicy, *, every: bool) -> list[Tensor]:
     """Use FSDP2, reducing in every microbatch or in the last one."""
-    model = cast(FSDPModule, fully_shard(make_model(), mp_policy=policy))
+    model = make_model()
+    sharded = fully_shard(model, mp_policy=policy)
     for index, batch in enumerate(batches):
-        model.set_requires_gradient_sync(every or index == len(batches) - 1)
-        loss(cast(nn.Module, model), batch).backward()
-    return _summed(cast(nn.Module, model))
+        sharded.set_requires_gradient_sync(every or index == len(batches) - 1)
+        loss(model, batch).backward()
+    return _summed(model)
 
 
 def buckets(batches: Sequence[Batch], **options: Any) -> list[Tensor]:
@@ -127,7 +125,7 @@ def buckets(batches: Sequence[Batch], **options: Any) -> list[Tensor]:
         loss(model, batch).backward()
         grads.end_microbatch()
     grads.finish()
-    return list(grads.gradients()[name] for name, _ in model.named_parameters())
+    return [grads.gradients()[name] for name, _ in model.named_parameters()]
 
 
 def _summed(model: nn.Module) -> list[Tensor]:

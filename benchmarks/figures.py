@@ -78,24 +78,24 @@ def accumulation_error(result: dict[str, Any]) -> str:
 
 def accumulation_passes(result: dict[str, Any]) -> str:
     """Return the table of `benchmarks.accumulation_passes` and a line on its machine."""
-    taken = result["milliseconds"]
-    ours = taken["distmp.Fp32GradBuckets"]
-    rows: list[dict[str, object]] = [
-        {"way": name, "ms": Spread.of(values), "time of Fp32GradBuckets, of this": _ratio(ours, values)}
-        for name, values in taken.items()
-    ]
+    taken = {name: Spread.of(values) for name, values in result["milliseconds"].items()}
+    floor = taken.pop("autograd alone").median
+    ours = taken["distmp.Fp32GradBuckets"].median - floor
+    rows: list[dict[str, object]] = []
+    for name, spread in taken.items():
+        beyond = spread.median - floor
+        row: dict[str, object] = {"way": name, "CPU ms": spread}
+        row["beyond autograd alone, ms"] = f"{beyond:.3g}"
+        row["Fp32GradBuckets takes of that"] = f"{ours / beyond:.2f}"
+        rows.append(row)
     machine = result["machine"]
     return (
-        f"{table(rows)}\n\nMedian (least to most) of {len(ours)} alternating turns of "
-        f"{result['microbatches']} microbatches, {result['elements'] / 1e6:.1f} M bfloat16 gradient "
-        f"elements in {result['parameters']} parameters. {machine['threads']} thread on "
+        f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds'][rows[0]['way']])} "
+        f"alternating turns of {result['microbatches']} microbatches, "
+        f"{result['elements'] / 1e6:.1f} M bfloat16 gradient elements in {result['parameters']} "
+        f"parameters; autograd alone, without accumulating, {floor:.3g} ms. "
         f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}."
     )
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> Spread:
-    """Return what of another way's time is ours, turn by turn."""
-    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
