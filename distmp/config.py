@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
@@ -13,12 +14,12 @@ from distmp.errors import ConfigError, nearest
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
-from distmp.parallel import STRATEGIES
+from distmp.parallel import STRATEGIES, AccumulationSettings
 from distmp.precision import PRESETS
 from distmp.scaling import LossScaleConfig
 from distmp.scaling.lockstep import LockstepConfig
 from distmp.settings import command_line
-from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.settings import LogConfig, ProfileConfig
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class PrecisionConfig:
 
     max_consecutive_skips: int = 50
     """Give up after so many skipped steps in a row."""
+
+    on_nonfinite: Literal["skip_step", "drop_microbatch"] = "skip_step"
+    """Skip a step with a gradient that is not finite, or leave out just that microbatch (single,
+    ddp; takes 4 more bytes per parameter, and reductions wait for the end of backward)."""
 
     attribution: bool = True
     """Repeat a step that overflowed to say which rank, parameter and microbatch it was."""
@@ -124,7 +129,13 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = "auto"
-    """single, ddp, fsdp, or auto: ddp where there are several ranks."""
+    """single, ddp, ddp-torch, fsdp, or auto: ddp where there are several ranks."""
+
+    shard_optimizer: bool = False
+    """Each rank keeps and steps only its share of FP32 weights and optimizer state (ddp)."""
+
+    reproducible: bool = False
+    """The same bits at 1, 2, 4, 8 ... ranks, with a power of two of microbatches (single, ddp)."""
 
     timeout_minutes: float = 10.0
     """A collective operation that takes longer has failed."""
@@ -140,6 +151,7 @@ class RunConfig:
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -150,6 +162,11 @@ class RunConfig:
             raise ConfigError("run_dir", self.run_dir, "name a folder")
         if self.strategy not in STRATEGIES:
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
+        accumulation = AccumulationSettings(
+            self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
+        )
+        if self.strategy == "fsdp":
+            accumulation.refuse_for(self.strategy)
         if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
             raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
         if self.schedule.warmup_steps >= self.steps:

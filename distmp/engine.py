@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.errors import CheckpointError, ConfigError, TrainingError, nearest
+from distmp.errors import CheckpointError, ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome
@@ -38,8 +38,6 @@ from distmp.slices import whole_shape
 
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
-
-ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -124,14 +122,15 @@ class Engine:
             model,
             self.policy,
             self.world,
-            AccumulationSettings(shard_optimizer, reproducible, _drops(on_nonfinite)),
+            AccumulationSettings(shard_optimizer, reproducible, on_nonfinite),
         )
         self.module = self._strategy.module
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
         if not parameters:
             raise ConfigError("model", type(model).__name__, "has no parameter to train")
-        self.optimizer = self._strategy.build_optimizer(optimizer)
+        self._build_optimizer = optimizer
+        self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
         self._skips_on_device = prepare_for_device_skip(self.optimizer)
         self._learning_rates = LearningRates(
@@ -160,6 +159,8 @@ class Engine:
             raise ValueError("a step needs at least one microbatch")
         if self.reproducible:
             check_power_of_two(len(microbatches))
+        if unfrozen := self._strategy.adopt_unfrozen():
+            self._train_also(unfrozen)
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
@@ -175,6 +176,16 @@ class Engine:
             ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
             self._recent.append((outcome, ingredients))
         return outcome
+
+    def _train_also(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
+        """Have the optimizer step more parameters, in the groups that its builder gives them."""
+        self._names.update((id(tensor), name) for name, tensor in parameters)
+        addition = self._strategy.build_optimizer(self._build_optimizer, parameters)
+        prepare_for_device_skip(addition)
+        self._learning_rates.add_groups(addition.param_groups)
+        for group in addition.param_groups:
+            self.optimizer.add_param_group(group)
+        self.optimizer.state.update(addition.state)
 
     def explain(self, outcome: StepOutcome) -> OverflowReport | None:
         """Find out why a step overflowed, by repeating it; every rank has to call it.
@@ -467,14 +478,6 @@ class _Gathered(NamedTuple):
             self.dropped.append(~kept)
         self.loss_sums.append(loss)
         self.weights.append(weight)
-
-
-def _drops(on_nonfinite: str) -> bool:
-    if on_nonfinite not in ON_NONFINITE:
-        raise ConfigError(
-            "precision.on_nonfinite", on_nonfinite, nearest(on_nonfinite, ON_NONFINITE)
-        )
-    return on_nonfinite == "drop_microbatch"
 
 
 def _general_advice(numbers: StepNumbers) -> str:

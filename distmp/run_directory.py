@@ -17,6 +17,7 @@ class RunDirectory:
         self.records = path / "steps.jsonl"
         self.curves = path / "curves.png"
         self.checkpoints = path / "checkpoints"
+        self.profile = path / "profile"
 
     def owns(self, checkpoint: Path) -> bool:
         """Whether a checkpoint was written by this run."""

@@ -25,6 +25,7 @@ from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
+from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.world import World, all_or_none
 from distmp.precision import PrecisionPolicy
 from distmp.run_directory import RunDirectory, create_run, latest_run
@@ -32,7 +33,9 @@ from distmp.scaling import lockstep
 from distmp.stopping import StopSignals
 from distmp.telemetry import (
     Console,
+    Overlap,
     RecordWriter,
+    StepProfiler,
     StepRecord,
     StepTimer,
     draw_curves,
@@ -124,12 +127,15 @@ class Trainer:
         """Run the steps that are left, or those until some rank was asked to stop."""
         config, progress = self.config, self.progress
         batches = training_batches(config, self.parts, self.world, progress)
+        profiler = StepProfiler(config.profile, self.directory.profile, self.world.rank)
         unread: _Unread | None = None
         with closing(batches):
             while progress.step < config.steps and not self.stopping:
                 self._seed_step()
+                profiler.before(progress.step + 1)
                 outcome = self.engine.step(next(batches), stop=stop.received is not None)
                 progress.step += 1
+                self._report_profile(profiler.after(progress.step))
                 progress.samples += config.batch.global_batch_size
                 # Where the host runs ahead of the device, the step before has ended by now.
                 self._report(unread)
@@ -146,11 +152,18 @@ class Trainer:
                     unread = None
                 if self._is_due(config.checkpoint.every):
                     self._save()
+        self._report_profile(profiler.close())
         self._report(unread)
+
+    def _report_profile(self, overlap: Overlap | None) -> None:
+        if overlap is not None:
+            self.console.message(f"profile: {self.directory.profile}; {overlap}")
 
     def _seed_step(self) -> None:
         """Make dropout and the like a function of the seed and the position, as the data is."""
-        key = f"{self.config.seed} {self.progress.samples} {self.world.rank}"
+        # A reproducible engine draws from it per microbatch, and every rank must start alike.
+        rank = 0 if self.config.reproducible else self.world.rank
+        key = f"{self.config.seed} {self.progress.samples} {rank}"
         digest = hashlib.sha256(key.encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "big"))
 
@@ -174,6 +187,7 @@ class Trainer:
             learning_rate=numbers.learning_rate,
             loss_scale=numbers.loss_scale,
             skipped=numbers.skipped,
+            dropped=numbers.dropped,
             skipped_total=numbers.skipped_total,
             applied_total=numbers.applied_total,
             tokens_per_second=numbers.weight / unread.seconds,
@@ -187,6 +201,11 @@ class Trainer:
         self.console.step(record, self.config.steps)
         if report is not None:
             self.console.message(f"step {unread.step} skipped: {report}")
+        if numbers.dropped:
+            self.console.message(
+                f"step {unread.step}: {numbers.dropped} microbatches left out, their gradients "
+                "were not finite"
+            )
         self.stopping = self.stopping or numbers.stop
         self.engine.check(unread.outcome)
 
@@ -303,6 +322,8 @@ def prepare(config: RunConfig, world: World) -> Parts:
     microbatches = microbatches_per_rank(
         config.batch.global_batch_size, config.batch.microbatch_size, world.world_size
     )
+    if config.reproducible:
+        check_power_of_two(microbatches)
     datasets = build_datasets(config.data)
     torch.manual_seed(config.seed)
     model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
@@ -340,6 +361,9 @@ def build_engine(
         loss_scale=config.precision.loss_scale,
         max_consecutive_skips=config.precision.max_consecutive_skips,
         attribution=attribution,
+        shard_optimizer=config.shard_optimizer,
+        reproducible=config.reproducible,
+        on_nonfinite=config.precision.on_nonfinite,
         device=world.device,
     )
 

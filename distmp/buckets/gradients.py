@@ -54,7 +54,7 @@ class Fp32GradBuckets:
     had one: then the optimizer finds None, as in plain torch. As long as there is such a parameter,
     every step exchanges a flag for it and the host waits for the answer.
 
-    A step is `begin_step`; for each microbatch `begin_microbatch`, forward, one backward,
+    A step is `begin_step`; for each microbatch `begin_microbatch`, forward, one backward and
     `end_microbatch`; then `finish`. Afterwards the `.grad` of every parameter (or of what `attach`
     put in its place) is a view of a bucket.
 
@@ -69,8 +69,10 @@ class Fp32GradBuckets:
         reproducible: The same bits however the microbatches of the global batch are spread over
             ranks: they are the leaves of one binary tree, rank after rank. Needs powers of two of
             ranks and of microbatches, and memory for log2(microbatches) more sets of buckets.
-        drop_non_finite: Leave out a microbatch whose gradients are not finite; see
-            `end_microbatch`. Needs memory for one more set of buckets, and nothing overlaps.
+        drop_non_finite: Keep every microbatch apart until `microbatch_is_finite` has told whether
+            it is to be left out. Needs memory for one more set of buckets, and nothing overlaps.
+        overlap: False reduces only in `finish`. Of several buckets on one group only the first may
+            overlap, or the order of their reductions would depend on timing.
 
     Attributes:
         layouts: What stands in each bucket.
@@ -90,6 +92,7 @@ class Fp32GradBuckets:
         shard: bool = False,
         reproducible: bool = False,
         drop_non_finite: bool = False,
+        overlap: bool = True,
     ) -> None:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -103,6 +106,7 @@ class Fp32GradBuckets:
         # What backward writes to, and what holds the result; the same set unless sums are kept.
         self._leaf = self._total = FlatGradients(self.layouts)
         self._drop_non_finite = drop_non_finite
+        self._overlap = overlap and not drop_non_finite
         keeps_apart = reproducible or drop_non_finite
         self._sums = PartialSums(self.layouts, pairwise=reproducible) if keeps_apart else None
         self._order = list(range(len(self.layouts)))
@@ -167,21 +171,35 @@ class Fp32GradBuckets:
             ]
 
     @torch.no_grad()
-    def end_microbatch(self) -> Tensor | None:
-        """Take note that backward is over.
+    def microbatch_is_finite(self) -> Tensor | None:
+        """Return whether all gradients of the microbatch that backward is through with are finite.
 
         Returns:
-            With `drop_non_finite`, on the device, 0-dim bool: whether the microbatch counts. If it
-            does not, its loss and weight must be left out as well. Otherwise None.
+            With `drop_non_finite`, on the device, 0-dim bool. Otherwise None.
         """
-        if self._sums is None or (self._last_microbatch and not self._drop_non_finite):
+        if not self._drop_non_finite:
             return None
         for bucket in range(len(self.layouts)):
             self._fill_absent(bucket)
-        kept = self._drop_unless_finite() if self._drop_non_finite else None
-        if not self._last_microbatch:
+        return torch.stack(
+            [chunk_norms([buffer]).isfinite().all() for buffer in self._leaf.buffers]
+        ).all()
+
+    @torch.no_grad()
+    def end_microbatch(self, kept: Tensor | None = None) -> None:
+        """Take note that backward is over.
+
+        Args:
+            kept: 0-dim bool, usually what `microbatch_is_finite` said; if False the microbatch is
+                left out, and so must be its loss and weight. None keeps it.
+        """
+        if kept is not None:
+            for buffer in self._leaf.buffers:
+                buffer.masked_fill_(~kept, 0.0)
+        if self._sums is not None and not self._last_microbatch:
+            for bucket in range(len(self.layouts)):
+                self._fill_absent(bucket)
             self._leaf = self._sums.add(self._leaf)
-        return kept
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -254,7 +272,7 @@ class Fp32GradBuckets:
     def _note_complete(self, slot: _Slot) -> None:
         waiting_for = self._waiting_for[slot.bucket]
         waiting_for.discard(slot)
-        if waiting_for or self._drop_non_finite:
+        if waiting_for or not self._overlap:
             return
         if self._observed is not None and slot.bucket not in self._observed:
             self._observed.append(slot.bucket)
@@ -280,13 +298,6 @@ class Fp32GradBuckets:
         for slot in self._by_bucket[bucket]:
             if not slot.arrived:
                 self._leaf.views[bucket][slot.index].zero_()
-
-    def _drop_unless_finite(self) -> Tensor:
-        buffers = self._leaf.buffers
-        kept = torch.stack([chunk_norms([buffer]).isfinite().all() for buffer in buffers]).all()
-        for buffer in buffers:
-            buffer.masked_fill_(~kept, 0.0)
-        return kept
 
     def _build_reduction(self, wire: torch.dtype, *, pairwise: bool) -> Reduction | None:
         if self.group is None:

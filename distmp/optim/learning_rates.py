@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -41,14 +41,31 @@ class LearningRates:
         on_device: bool,
     ) -> None:
         self._groups: list[dict[str, Any]] = optimizer.param_groups
+        self._base_rates: list[float] = []
+        self._build_schedule = schedule
+        self._device = device
+        self._on_device = on_device
+        self.add_groups(self._groups)
+
+    def add_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Follow more groups: they get the rates that they would have had from the beginning.
+
+        Args:
+            groups: They stand, or are about to stand, at the end of the optimizer's groups.
+        """
+        self._base_rates += [float(group["lr"]) for group in groups]
+        if self._on_device:
+            for group in groups:
+                group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
         self._stand_in = torch.optim.SGD(
             [
-                {"params": [torch.zeros((), requires_grad=True)], "lr": float(group["lr"])}
-                for group in self._groups
+                {"params": [torch.zeros((), requires_grad=True)], "lr": rate}
+                for rate in self._base_rates
             ],
             lr=0.0,
         )
-        self._schedule = schedule(self._stand_in) if schedule is not None else None
+        build = self._build_schedule
+        self._schedule = build(self._stand_in) if build is not None else None
         if isinstance(self._schedule, lr_scheduler.ReduceLROnPlateau):
             raise ConfigError(
                 "schedule.name",
@@ -62,11 +79,7 @@ class LearningRates:
                 "only learning rates follow a schedule; set it to false",
             )
         self._rows = [self._current_rates()]
-        self._table = torch.tensor(self._rows, dtype=torch.float32, device=device)
-        self._on_device = on_device
-        if on_device:
-            for group in self._groups:
-                group["lr"] = torch.tensor(float(group["lr"]), device=device)
+        self._table = torch.tensor(self._rows, dtype=torch.float32, device=self._device)
 
     def set(self, applied: Tensor, at_most: int) -> Tensor:
         """Give every group the rate of the update after `applied` ones; return the first group's.

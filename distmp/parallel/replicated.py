@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +25,13 @@ from distmp.scaling import GradientPart
 from distmp.slices import FlatSlice
 
 
+class _Part(NamedTuple):
+    """Parameters that became trainable at the same time."""
+
+    buckets: Fp32GradBuckets
+    parameters: FlatParameters
+
+
 class Replicated(Strategy):
     """Every rank holds the whole model; gradients are summed in FP32 buckets.
 
@@ -39,72 +49,104 @@ class Replicated(Strategy):
         world: World,
         settings: AccumulationSettings | None = None,
     ) -> None:
-        settings = settings or AccumulationSettings()
+        self._settings = settings or AccumulationSettings()
+        self._policy = policy
+        self._world = world
         check_parameters(module, policy)
         self.module = module.to(world.device)
-        self._world_size = world.world_size
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
-        named = trainable(module)
-        self._shapes = {name: parameter.shape for name, parameter in named}
-        values = {name: parameter.data for name, parameter in named}
-        _cast_parameters(module, policy, contiguous=settings.shard_optimizer)
-        self._buckets = Fp32GradBuckets(
-            named,
-            world.group,
-            reduce_dtype=policy.reduce_dtype,
-            shard=settings.shard_optimizer,
-            reproducible=settings.reproducible,
-            drop_non_finite=settings.drop_non_finite,
-        )
-        self._parameters = FlatParameters(self._buckets, values)
+        self._shapes: dict[str, torch.Size] = {}
+        self._parts = [self._prepare(trainable(module))]
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                parameter.data = parameter.data.to(self._storage_dtype(parameter))
         cast_inputs_and_outputs(module, policy)
 
-    def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        return [(name, self._parameters.named[name]) for name in self._shapes]
+    def _prepare(self, named: list[tuple[str, nn.Parameter]]) -> _Part:
+        """Put parameters with FP32 values into buckets."""
+        self._shapes.update((name, parameter.shape) for name, parameter in named)
+        values = {name: parameter.data for name, parameter in named}
+        for _, parameter in named:
+            parameter.data = parameter.data.to(self._storage_dtype(parameter))
+            if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
+                parameter.data = parameter.data.contiguous()
+        buckets = Fp32GradBuckets(
+            named,
+            self._world.group,
+            reduce_dtype=self._policy.reduce_dtype,
+            shard=self._settings.shard_optimizer,
+            reproducible=self._settings.reproducible,
+            drop_non_finite=self._settings.drop_non_finite,
+            overlap=not self._shapes.keys() - values.keys(),
+        )
+        return _Part(buckets, FlatParameters(buckets, values))
 
-    def build_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
-        if not self._buckets.sharded:
-            return super().build_optimizer(factory)
+    def _storage_dtype(self, parameter: Tensor) -> torch.dtype:
+        return self._policy.compute_dtype if self._policy.casts_parameters else parameter.dtype
+
+    def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
+        named = [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
+        if not named:
+            return []
+        for _, parameter in named:
+            parameter.grad = None
+        store_parameters_in_fp32(parameter for _, parameter in named)
+        self._parts.append(self._prepare(named))
+        return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
+
+    def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
+        stepped = {
+            name: tensor for part in self._parts for name, tensor in part.parameters.named.items()
+        }
+        return [(name, stepped[name]) for name in self._shapes]
+
+    def build_optimizer(
+        self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
+    ) -> torch.optim.Optimizer:
+        if not self._parts[0].buckets.sharded:
+            return factory(parameters)
         # Imported here: most runs have no use for it.
         from distmp.optim.sharded import build_on_shares
 
-        return build_on_shares(factory, self.optimizer_parameters(), self._shapes)
+        return build_on_shares(factory, parameters, self._shapes)
 
     def begin_step(self) -> None:
-        self._buckets.begin_step()
+        for part in self._parts:
+            part.buckets.begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
-        self._buckets.begin_microbatch(last=last)
+        for part in self._parts:
+            part.buckets.begin_microbatch(last=last)
 
     def end_microbatch(self) -> Tensor | None:
-        return self._buckets.end_microbatch()
+        finite = [part.buckets.microbatch_is_finite() for part in self._parts]
+        flags = [flag for flag in finite if flag is not None]
+        kept = torch.stack(flags).all() if flags else None
+        for part in self._parts:
+            part.buckets.end_microbatch(kept)
+        return kept
 
     def finish_gradients(self) -> None:
-        self._buckets.finish()
+        for part in self._parts:
+            part.buckets.finish()
 
     def gradients(self) -> list[GradientPart]:
-        if self._buckets.sharded:
-            return [GradientPart(self._buckets.shards, replicas=1)]
-        return [GradientPart(self._buckets.buffers, replicas=self._world_size)]
+        if self._parts[0].buckets.sharded:
+            return [GradientPart(self.gradient_shards(), replicas=1)]
+        buffers = [buffer for part in self._parts for buffer in part.buckets.buffers]
+        return [GradientPart(buffers, replicas=self._world.world_size)]
 
     def gradient_shards(self) -> list[Tensor]:
-        return self._buckets.shards
+        return [shard for part in self._parts for shard in part.buckets.shards]
 
     def publish_parameters(self) -> None:
-        self._parameters.publish()
+        for part in self._parts:
+            part.parameters.publish()
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        share = self._parameters.shares.get(name)
-        if share is None or tensor.shape != (share.stop - share.start,):
-            return tensor
-        return FlatSlice.of(tensor, self._shapes[name], share.start)
-
-
-@torch.no_grad()
-def _cast_parameters(module: nn.Module, policy: PrecisionPolicy, *, contiguous: bool) -> None:
-    for parameter in module.parameters():
-        if policy.casts_parameters:
-            parameter.data = parameter.data.to(policy.compute_dtype)
-        if contiguous:  # a share is a run of elements in row-major order
-            parameter.data = parameter.data.contiguous()
+        for part in self._parts:
+            share = part.parameters.shares.get(name)
+            if share is not None and tensor.shape == (share.stop - share.start,):
+                return FlatSlice.of(tensor, self._shapes[name], share.start)
+        return tensor

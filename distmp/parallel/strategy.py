@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
 from distmp.optim import OptimizerFactory
 from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
 
 STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp")
+ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,29 @@ class AccumulationSettings:
         shard_optimizer: Every rank keeps and steps only its share of FP32 weights and optimizer
             state.
         reproducible: The same bits at every power-of-two number of ranks.
-        drop_non_finite: Leave out a microbatch whose gradients are not finite.
+        on_nonfinite: "skip_step", or "drop_microbatch" to leave out a microbatch whose gradients
+            are not finite.
+
+    Raises:
+        ConfigError: If `on_nonfinite` is something else.
     """
 
     shard_optimizer: bool = False
     reproducible: bool = False
-    drop_non_finite: bool = False
+    on_nonfinite: str = "skip_step"
+
+    def __post_init__(self) -> None:
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ConfigError(
+                "precision.on_nonfinite",
+                self.on_nonfinite,
+                nearest(self.on_nonfinite, ON_NONFINITE),
+            )
+
+    @property
+    def drop_non_finite(self) -> bool:
+        """Whether a microbatch can be left out."""
+        return self.on_nonfinite == "drop_microbatch"
 
     def refuse_for(self, strategy: str) -> None:
         """Refuse what a strategy that shards the model itself does not do.
@@ -40,14 +58,19 @@ class AccumulationSettings:
         Raises:
             ConfigError: Naming the first setting that does not fit.
         """
-        for setting, wanted, problem in (
-            ("shard_optimizer", self.shard_optimizer, "shards the optimizer by itself; leave it"),
-            ("reproducible", self.reproducible, "leaves the order of its sums to torch"),
-            ("precision.on_nonfinite", self.drop_non_finite, "reduces before anybody can look"),
-        ):
-            if wanted:
+        problems = {
+            "shard_optimizer": "shards the optimizer by itself",
+            "reproducible": "leaves the order of its sums to torch",
+            "on_nonfinite": "reduces a gradient before anybody can look at it",
+        }
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default:
+                section = "precision." if field.name == "on_nonfinite" else ""
                 raise ConfigError(
-                    setting, wanted, f"needs strategy single or ddp; {strategy} {problem}"
+                    f"{section}{field.name}",
+                    value,
+                    f"needs strategy single or ddp; {strategy} {problems[field.name]}",
                 )
 
 
@@ -72,9 +95,19 @@ class Strategy(ABC):
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         """Return the FP32 tensors that the optimizer steps, named as in the model."""
 
-    def build_optimizer(self, factory: OptimizerFactory) -> torch.optim.Optimizer:
-        """Build the optimizer on `optimizer_parameters`."""
-        return factory(self.optimizer_parameters())
+    def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
+        """Start to train parameters that have been unfrozen; all ranks must have the same ones.
+
+        Returns:
+            What the optimizer is to step from now on in addition, see `optimizer_parameters`.
+        """
+        return []
+
+    def build_optimizer(
+        self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
+    ) -> torch.optim.Optimizer:
+        """Build an optimizer on some of `optimizer_parameters`."""
+        return factory(parameters)
 
     @abstractmethod
     def begin_step(self) -> None:

@@ -6,6 +6,7 @@ Importing it is cheap: rich and matplotlib are imported where they are first use
 from distmp.telemetry.console import Console
 from distmp.telemetry.curves import draw_curves
 from distmp.telemetry.memory import peak_memory_bytes
+from distmp.telemetry.profiling import Overlap, StepProfiler
 from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
 from distmp.telemetry.settings import LogConfig
 from distmp.telemetry.throughput import StepTimer
@@ -13,8 +14,10 @@ from distmp.telemetry.throughput import StepTimer
 __all__ = [
     "Console",
     "LogConfig",
+    "Overlap",
     "RecordError",
     "RecordWriter",
+    "StepProfiler",
     "StepRecord",
     "StepTimer",
     "draw_curves",

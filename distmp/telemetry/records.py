@@ -45,6 +45,7 @@ class StepRecord:
         step_seconds: Wall time of the step, without pauses for validation.
         memory_bytes: Peak memory of the recording rank, in bytes.
         validation_loss: Validation loss after this step, where there was a validation.
+        dropped: Microbatches of all ranks that were left out because they were not finite.
         overflow: What is known about the cause of a skipped step. Values JSON can hold; floats
             that are not finite come back as strings, since a string may stand here too.
     """
@@ -63,6 +64,7 @@ class StepRecord:
     step_seconds: float
     memory_bytes: int
     validation_loss: float | None = None
+    dropped: int = 0
     overflow: dict[str, Any] | None = None
 
 
