@@ -98,10 +98,51 @@ def accumulation_passes(result: dict[str, Any]) -> str:
     )
 
 
+def accumulation_step(result: dict[str, Any]) -> str:
+    """Return the tables of `benchmarks.accumulation_step` and a line on its machine."""
+    seconds = result["seconds"]
+    rows: list[dict[str, object]] = []
+    for name, measured in result["memory"].items():
+        row: dict[str, object] = {"way": name, "seconds": Spread.of(seconds[name])}
+        for other in ("autocast", "bf16"):
+            reference = seconds[result["references"][other]]
+            row[f"of DDP {other}"] = f"{_ratio(seconds[name], reference).median:.2f}"
+        row["peak bytes per parameter"] = f"{measured['peak']:.1f}"
+        row["live tensors"] = f"{measured['live_tensors_peak']:.1f}"
+        rows.append(row)
+    held: list[dict[str, object]] = []
+    for name, by_ranks in result["memory_with_adamw"].items():
+        for ranks, measured in by_ranks.items():
+            held.append(
+                {
+                    "optimizer": name,
+                    "ranks": ranks,
+                    "bytes per parameter between steps": f"{measured['between_steps']:.1f}",
+                    "2 + 4 + 12 (/ ranks if sharded)": (
+                        f"{6 + 12 / (int(ranks) if 'shard' in name else 1):.0f}"
+                    ),
+                    "peak": f"{measured['peak']:.1f}",
+                }
+            )
+    machine = result["machine"]
+    return (
+        f"{table(rows)}\n\n{table(held)}\n\nMedian (least to most) of "
+        f"{len(seconds[rows[0]['way']])} alternating turns of one step with {result['microbatches']} "
+        f"microbatches of {result['tokens_per_microbatch']} tokens on each of 2 ranks, ratios turn by "
+        f"turn. {machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+    )
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> Spread:
+    """Return what of another way's time is ours, turn by turn."""
+    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
     "accumulation-passes-cpu": accumulation_passes,
+    "accumulation-step-cpu": accumulation_step,
     "accumulation-error-cpu": accumulation_error,
 }
 

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,6 @@ import torch.distributed as dist
 
 from distmp.parallel.world import World, leave
 
-# The same for every process: one arena, so that what one thread frees another one finds, and large
-# tensors mapped one by one, so that the resident set shrinks when they are freed.
-_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(2**20)}
-
-
 class Ranks:
     """Processes that form one group; ended when the context is left.
 
@@ -29,12 +24,19 @@ class Ranks:
         module: `python -m module` has to call `serve` when its first argument is `--rank`.
         way: Which of its ways the ranks follow.
         world_size: Number of ranks.
+        environment: Variables for the processes.
     """
 
-    def __init__(self, module: str, way: str, world_size: int) -> None:
+    def __init__(
+        self,
+        module: str,
+        way: str,
+        world_size: int,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory()
         meeting = Path(self._folder.name) / "meeting"
-        environment = {**os.environ, **_MALLOC, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", module, "--rank", str(rank), str(world_size), meeting, way],
