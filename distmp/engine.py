@@ -108,6 +108,8 @@ class Engine:
         self.device = self.world.device
         self.policy, self.policy_reason = resolve(policy, self.device)
         self.max_norm = max_norm
+        if nominal_weight is not None and not nominal_weight > 0:
+            raise ConfigError("nominal_weight", nominal_weight, "use a number above 0, or None")
         self.nominal_weight = None if nominal_weight is None else _power_of_two(nominal_weight)
         self.max_consecutive_skips = max_consecutive_skips
         self.attribution = attribution
@@ -166,8 +168,7 @@ class Engine:
         self._buffers.begin_step()
         gathered = self._accumulate(microbatches, scale)
         total = self._measure(gathered, stop=stop)
-        assert self.nominal_weight is not None
-        verdict = decide(total, scale, self.nominal_weight, self.max_norm)
+        verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
@@ -263,7 +264,7 @@ class Engine:
             if self.attribution:
                 gathered.generators.append(generator_states(self.device))
             loss, weight = self._forward(batch)
-            if self.nominal_weight is None:
+            if index == 0 and self.nominal_weight is None:
                 self.nominal_weight = self._agree_on_nominal_weight(weight, len(microbatches))
             self._backward(loss, scale)
             gathered.losses.append(loss.detach())
@@ -295,8 +296,7 @@ class Engine:
         return agree(measured, self.world.group)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        assert self.nominal_weight is not None
-        (loss.float() * (scale / self.nominal_weight)).backward()
+        (loss.float() * (scale / (self.nominal_weight or 1.0))).backward()
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = pytree.tree_map_only(
@@ -306,14 +306,15 @@ class Engine:
             loss_sum, weight = self._loss(self.module, batch)
         return loss_sum, _scalar(weight, self.device)
 
-    def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float:
+    def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
+        """Return n0, or None if nothing is known from a first microbatch without any weight."""
         weight = batch_weight.to(torch.float64, copy=True) * microbatches
         if self.reproducible:
             # The first microbatch of all stands on rank 0, however many ranks there are.
             weight *= self.world.world_size * (self.world.rank == 0)
         if self.world.group is not None:
             dist.all_reduce(weight, group=self.world.group)
-        return _power_of_two(weight.item())
+        return _power_of_two(weight.item()) if weight > 0 else None
 
     def _update(self, verdict: Verdict) -> None:
         """Step the optimizer, or leave everything as it is, as the verdict says."""
@@ -496,4 +497,4 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
 
 def _power_of_two(weight: float) -> float:
     """Round up to a power of two, so that dividing the loss by it costs no precision."""
-    return 2.0 ** math.ceil(math.log2(weight)) if weight > 0 else 1.0
+    return 2.0 ** math.ceil(math.log2(weight))

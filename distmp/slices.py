@@ -66,7 +66,8 @@ def _in_row(
 class FlatSlice(Tensor):
     """A 1-dim tensor that holds the elements from `start` on of a flattened tensor.
 
-    torch.distributed.checkpoint asks it for its rectangles. Every operation sees a plain tensor.
+    torch.distributed.checkpoint asks it for its rectangles. Every operation sees a plain tensor;
+    only `size()` tells of the whole.
 
     Attributes:
         whole_shape: Shape of the whole tensor, row-major.
@@ -84,6 +85,18 @@ class FlatSlice(Tensor):
         found = torch.Tensor._make_subclass(FlatSlice, values.detach())
         found.whole_shape, found.start = whole_shape, start
         return found
+
+    def size(self, dim: int | None = None) -> Any:
+        """Return the size of the whole tensor: DCP compares it with the stored one by this name.
+
+        Args:
+            dim: Of one dimension only.
+        """
+        return self.whole_shape if dim is None else self.whole_shape[dim]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle the values and where they belong."""
+        return FlatSlice.of, (self.as_subclass(Tensor), self.whole_shape, self.start)
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties

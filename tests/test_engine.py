@@ -118,6 +118,22 @@ def test_nominal_weight_changes_no_bit(policy: str) -> None:
     assert_same_bits(weights(engines[1]), weights(engines[0]))
 
 
+def test_nominal_weight_is_that_of_the_first_step_with_any_weight() -> None:
+    engine, reference = make_engine(), make_engine(nominal_weight=16)
+    for one in (engine, reference):
+        assert one.step([samples(0, 0), samples(0, 0)]).numbers.skipped
+    assert engine.nominal_weight is None
+    for one in (engine, reference):
+        one.step([samples(1, 8), samples(2, 8)])
+    assert engine.nominal_weight == 16
+    assert_same_bits(weights(engine), weights(reference))
+
+
+def test_a_nominal_weight_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nominal_weight = 0: use a number above 0"):
+        make_engine(nominal_weight=0)
+
+
 def test_nominal_weight_is_that_of_the_first_step() -> None:
     engine = make_engine()
     train(engine, 1, (((5, 5, 5),),))

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distmp.engine import Engine
 from distmp.outcome import StepNumbers
+from distmp.slices import FlatSlice
 
 # Tensors are so small here that a second thread would cost more than it brings.
 torch.set_num_threads(1)
@@ -162,7 +164,13 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor or of what a DTensor is a shard of."""
+    """Return a copy of a tensor, or of what a DTensor or slice is a part of; all ranks call it."""
+    if isinstance(tensor, FlatSlice):
+        flat = torch.zeros(tensor.whole_shape.numel(), dtype=tensor.dtype)
+        flat[tensor.start : tensor.start + tensor.numel()] = tensor
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        return flat.view(tensor.whole_shape)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 

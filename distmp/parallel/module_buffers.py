@@ -22,19 +22,14 @@ class ModuleBuffers:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._module = module
         self._group = group
-        self._before: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._before: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Remember the buffers; after a step that was not ended, take back what it wrote first."""
-        for name, (buffer, version, value) in self._before.items():
-            current = self._current().get(name)
-            if current is not None and _written(current, buffer, version):
-                current.copy_(value)
-        self._before = {
-            name: (buffer, buffer._version, buffer.clone())
-            for name, buffer in self._current().items()
-        }
+        """Remember the buffers; what a step that was not ended has written is taken back first."""
+        for buffer, value in self._with_value_before():
+            buffer.copy_(value)
+        self._before = {name: buffer.clone() for name, buffer in self._current().items()}
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
@@ -43,15 +38,16 @@ class ModuleBuffers:
         Args:
             skipped: 0-dim, not 0 if the step was skipped; the host does not wait for it.
         """
-        for name, buffer in self._current().items():
-            if name not in self._before:
-                continue
-            earlier, version, value = self._before[name]
-            if _written(buffer, earlier, version):
-                buffer.copy_(torch.where(skipped.bool(), value, buffer))
+        # All of them: torch writes running statistics without counting up a tensor's version.
+        for buffer, value in self._with_value_before():
+            buffer.copy_(torch.where(skipped.bool(), value, buffer))
         self._before = {}
         if self._group is not None:
             self._broadcast()
+
+    def _with_value_before(self) -> list[tuple[Tensor, Tensor]]:
+        current = self._current()
+        return [(current[name], value) for name, value in self._before.items() if name in current]
 
     def _current(self) -> dict[str, Tensor]:
         return dict(self._module.named_buffers())
@@ -68,7 +64,3 @@ class ModuleBuffers:
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view(buffer.shape))
-
-
-def _written(buffer: Tensor, earlier: Tensor, version: int) -> bool:
-    return buffer is not earlier or buffer._version != version

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,8 @@ from distmp.precision.builders import cast_inputs_and_outputs
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.slices import FlatSlice
+
+logger = logging.getLogger("distmp")
 
 
 class _Part(NamedTuple):
@@ -53,6 +56,11 @@ class Replicated(Strategy):
         self._policy = policy
         self._world = world
         check_parameters(module, policy)
+        if world.group is not None and hasattr(module, "_orig_mod"):
+            logger.warning(
+                "the whole model is compiled: all gradients come at the end of backward, and no "
+                "reduction overlaps with it; compile its blocks instead (block.compile())"
+            )
         self.module = module.to(world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)

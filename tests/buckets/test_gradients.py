@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distmp.buckets import Fp32GradBuckets
 from distmp.errors import TrainingError
-from tests.ranks import ranks
+from tests.ranks import ranks, run_ranks
 from tests.recording import Collectives
 
 WIDTH = 8
@@ -45,7 +45,7 @@ def group() -> dist.ProcessGroup:
 # Accumulation on one rank
 
 
-@pytest.mark.parametrize("microbatches", [1, 8, 64])
+@pytest.mark.parametrize("microbatches", [1, 8, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_accumulation_is_as_good_as_fp32(dtype: torch.dtype, microbatches: int) -> None:
     torch.manual_seed(0)
@@ -268,6 +268,40 @@ def test_tied_and_frozen_parameters_over_ranks() -> None:
     torch.testing.assert_close(
         found["first.weight"].double(), plain.first.weight.grad, rtol=1e-5, atol=1e-6
     )
+
+
+LEAVES = (3, 5, 1, 7, 8, 0, 2, 2)
+"""Samples of each microbatch of the global batch."""
+
+
+def gradient_of_the_global_mean(dtype: torch.dtype) -> dict[str, Tensor]:
+    """Spread the global batch over the ranks there are; return the mean gradient, FP64."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    model = Branches(dtype)
+    buckets = Fp32GradBuckets(model.named_parameters(), dist.group.WORLD, ONE_EACH)
+    each = len(LEAVES) // world_size
+    mine = range(rank * each, (rank + 1) * each)
+    found = accumulate(buckets, [lambda i=i: model(leaf(i).to(dtype), range(6)) for i in mine])
+    return {name: value.double() / sum(LEAVES) for name, value in found.items()}
+
+
+def leaf(index: int) -> Tensor:
+    return inputs_of(7, index).repeat(3, 1)[: LEAVES[index]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_does_not_depend_on_how_samples_are_spread(dtype: torch.dtype) -> None:
+    expected = gradient_of_the_global_mean(dtype)
+    if dtype == torch.float32:
+        plain = Branches().double()
+        plain(torch.cat([leaf(i) for i in range(8)]).double(), range(6)).backward()
+        for name, parameter in plain.named_parameters():
+            assert relative_error(expected[name], parameter.grad / sum(LEAVES)) < 1e-6
+    for world_size in (2, 4, 8):
+        for found in run_ranks(gradient_of_the_global_mean, world_size, dtype):
+            for name, value in expected.items():
+                assert relative_error(found[name], value) < 1e-6
 
 
 # Activation checkpointing

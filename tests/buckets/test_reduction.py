@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distmp.buckets.reduction import Exchange, Native, Reduction
+from tests.ranks import ranks
+
+SIZES = (64, 4096, 1024)
+WIRES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def values_of(rank: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + size)
+    return torch.randn(size, generator=generator)
+
+
+def reduced(reduction: Reduction) -> list[Tensor]:
+    buckets = [values_of(dist.get_rank(), size) for size in SIZES]
+    for bucket in buckets:
+        reduction.launch(bucket)
+    reduction.finish()
+    return [reduction.shard(bucket) if reduction.sharded else bucket for bucket in buckets]
+
+
+def exact(size: int, *, sharded: bool) -> Tensor:
+    total = sum(values_of(rank, size).double() for rank in range(dist.get_world_size()))
+    assert isinstance(total, Tensor)
+    return total.chunk(dist.get_world_size())[dist.get_rank()] if sharded else total
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+def all_kinds(*, sharded: bool) -> list[tuple[Reduction, float]]:
+    """Return every reduction with the relative error that it may have."""
+    exchanges = [
+        (wire, pairwise, error)
+        for wire, error in zip(WIRES, (1e-7, 4e-3, 5e-4), strict=True)
+        for pairwise in (False, True)
+    ]
+    return [
+        (Native(group(), shard=sharded), 1e-7),
+        *(
+            (Exchange(group(), shard=sharded, wire_dtype=wire, pairwise=pairwise), error)
+            for wire, pairwise, error in exchanges
+        ),
+    ]
+
+
+def check_all_kinds() -> None:
+    for sharded in (False, True):
+        for reduction, tolerance in all_kinds(sharded=sharded):
+            found = reduced(reduction)
+            for size, total in zip(SIZES, found, strict=True):
+                assert relative_error(total, exact(size, sharded=sharded)) < tolerance
+            again = reduced(reduction)
+            assert all(torch.equal(*pair) for pair in zip(found, again, strict=True))
+            if not sharded:
+                everyone = [torch.empty_like(found[1]) for _ in range(dist.get_world_size())]
+                dist.all_gather(everyone, found[1])
+                assert all(torch.equal(one, found[1]) for one in everyone)
+
+
+@ranks(2)
+def test_every_kind_on_two_ranks() -> None:
+    check_all_kinds()
+
+
+@ranks(4)
+def test_every_kind_on_four_ranks() -> None:
+    check_all_kinds()
+    bucket = values_of(dist.get_rank(), 4096)
+    expected = exact(4096, sharded=False)
+    ring = bucket.bfloat16()
+    dist.all_reduce(ring)
+    exchange = Exchange(group(), shard=True, wire_dtype=torch.bfloat16, pairwise=False)
+    exchange.launch(bucket)
+    exchange.finish()
+    once = relative_error(exchange.shard(bucket), exact(4096, sharded=True))
+    # What travels is rounded once, not at every hop.
+    assert once < 0.8 * relative_error(ring, expected)
+
+
+@ranks(4)
+def test_sums_in_order_and_pairwise() -> None:
+    # (1 + 2^-24) + 2^-24 is 1 in FP32 from the left; (2^-24 + 2^-24) comes first in the pairs.
+    tiny = 2.0**-24
+    mine = torch.full((64,), [1.0, tiny, tiny, tiny][dist.get_rank()])
+    found = []
+    for pairwise in (False, True):
+        bucket = mine.clone()
+        exchange = Exchange(group(), shard=False, wire_dtype=torch.float32, pairwise=pairwise)
+        exchange.launch(bucket)
+        exchange.finish()
+        found.append(bucket[0].item())
+    assert found == [1.0, 1.0 + 2 * tiny]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(2)
+def test_every_kind_on_two_ranks_of_one_gpu() -> None:
+    torch.cuda.set_device(0)
+    for sharded in (False, True):
+        for reduction, tolerance in all_kinds(sharded=sharded):
+            buckets = [values_of(dist.get_rank(), size).cuda() for size in SIZES]
+            for bucket in buckets:
+                reduction.launch(bucket)
+            reduction.finish()
+            for size, bucket in zip(SIZES, buckets, strict=True):
+                total = reduction.shard(bucket) if sharded else bucket
+                assert relative_error(total.cpu(), exact(size, sharded=sharded)) < tolerance

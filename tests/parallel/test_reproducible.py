@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.scaling import LossScaleConfig
+from tests.ranks import run_ranks
+from tests.training import Batch, fused_adamw, loss, make_model, samples, sgd, snapshot
+
+LEAVES = (3, 5, 1, 7, 8, 0, 2, 2)
+"""Samples of each microbatch of the global batch, nowhere the same number twice in a row."""
+
+STEPS = 50
+OVERFLOW_AT = 20
+
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {"policy": "fp32"},
+    "bf16": {"policy": "bf16"},
+    "fp16": {"policy": "fp16", "loss_scale": LossScaleConfig(init=2.0**12, growth_interval=9)},
+    "unfused": {"policy": "fp32", "optimizer": sgd},
+}
+
+
+class Dropping(nn.Module):
+    """The classifier with dropout, whose random numbers must not depend on the rank either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = make_model()
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.dropout(x))
+
+
+def step_batches(step: int, rank: int, world_size: int) -> list[Batch]:
+    """Return this rank's run of the microbatches of a step."""
+    whole = samples(step, sum(LEAVES))
+    batches = [
+        Batch(*part, float("inf") if step == OVERFLOW_AT and leaf == 3 else 1.0)
+        for leaf, part in enumerate(
+            zip(whole.inputs.split(LEAVES), whole.labels.split(LEAVES), strict=True)
+        )
+    ]
+    each = len(LEAVES) // world_size
+    return batches[rank * each : (rank + 1) * each]
+
+
+def digests(kinds: list[str], options: dict[str, Any], steps: int = STEPS) -> dict[str, str]:
+    """Train each kind; return SHA-256 of weights, masters, moments, counts and losses."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    found = {}
+    for kind in kinds:
+        engine = Engine(
+            Dropping(),
+            loss,
+            **{
+                "optimizer": fused_adamw,
+                "max_norm": 0.7,
+                "device": "cpu",
+                **KINDS[kind],
+                **options,
+            },
+        )
+        digest = hashlib.sha256()
+        skipped = 0
+        for step in range(steps):
+            torch.manual_seed(step)
+            numbers = engine.step(step_batches(step, rank, world_size)).numbers
+            digest.update(repr((numbers.loss, numbers.grad_norm, numbers.weight)).encode())
+            skipped = numbers.skipped_total
+        assert skipped >= (steps > OVERFLOW_AT)
+        state = {**snapshot(engine), **dict(engine.module.named_parameters())}
+        for name, tensor in sorted(state.items()):
+            digest.update(name.encode() + tensor.detach().double().numpy().tobytes())
+        found[kind] = digest.hexdigest()
+    torch.use_deterministic_algorithms(False)
+    return found
+
+
+def on_ranks(world_size: int, *args: Any) -> dict[str, str]:
+    if world_size == 1:
+        return digests(*args)
+    results = run_ranks(digests, world_size, *args, timeout=180)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def test_the_same_bits_at_every_number_of_ranks() -> None:
+    kinds = list(KINDS)
+    expected = on_ranks(1, kinds, {"reproducible": True})
+    assert len(set(expected.values())) == len(kinds)
+    for world_size in (2, 4):
+        for sharded in (False, True):
+            options = {"reproducible": True, "shard_optimizer": sharded}
+            assert on_ranks(world_size, kinds, options) == expected
+    few = 12
+    assert on_ranks(8, ["fp32"], {"reproducible": True}, few) == on_ranks(
+        1, ["fp32"], {"reproducible": True}, few
+    )
+
+
+def test_the_ordinary_mode_does_not_have_them() -> None:
+    found = {world_size: on_ranks(world_size, ["fp32"], {}, 12)["fp32"] for world_size in (1, 2, 4)}
+    assert len(set(found.values())) == 3
+
+
+def refuse() -> None:
+    with pytest.raises(ConfigError, match=r"reproducible.* 3 ranks do not make; use 1, 2, 4, 8"):
+        Engine(make_model(), loss, fused_adamw, reproducible=True, device="cpu")
+
+
+def test_three_ranks_are_refused() -> None:
+    run_ranks(refuse, 3)
+
+
+def test_three_microbatches_are_refused() -> None:
+    engine = Engine(make_model(), loss, fused_adamw, reproducible=True, device="cpu")
+    torch.use_deterministic_algorithms(False)
+    with pytest.raises(ConfigError, match=r"which 3 do not make.* a rank has 2 or 4"):
+        engine.step([samples(0, 2)] * 3)

@@ -1,0 +1,331 @@
+"""What a model may do, on two ranks, against a plain loop on one in float64."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from distmp.engine import Engine
+from tests.ranks import ranks
+from tests.torchrun import python, run
+from tests.training import assert_same_bits, snapshot, whole
+
+WIDTH, CLASSES = 8, 5
+STEPS = 4
+WAYS: tuple[dict[str, Any], ...] = (
+    {"strategy": "ddp"},
+    {"strategy": "ddp-torch"},
+    {"strategy": "ddp", "shard_optimizer": True},
+    {"strategy": "ddp", "on_nonfinite": "drop_microbatch"},
+)
+
+
+class Sample:
+    """A microbatch, and what the model is to do with it."""
+
+    def __init__(self, step: int, rank: int, index: int, size: int) -> None:
+        generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
+        self.step, self.rank, self.index = step, rank, index
+        self.inputs = torch.randn(size, WIDTH, generator=generator)
+        self.labels = torch.randint(CLASSES, (size,), generator=generator)
+
+
+SIZES = ((3, 5), (6, 0))
+"""Samples of each microbatch of each rank; one has none."""
+
+
+def loss(model: nn.Module, sample: Sample) -> tuple[Tensor, int]:
+    dtype = torch.float64 if next(model.parameters()).dtype == torch.float64 else torch.float32
+    logits = model(sample.inputs.to(dtype), sample)
+    return F.cross_entropy(logits, sample.labels, reduction="sum"), len(sample.labels)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.2, momentum=0.9)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.3, fused=True)
+
+
+class Base(nn.Module):
+    """A few layers; `forward` says what happens with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x: Tensor, sample: Sample) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in self.choose(sample):
+            x = torch.tanh(block(x)) + x
+        return self.head(x)
+
+    def choose(self, sample: Sample) -> Sequence[nn.Module]:
+        return list(self.blocks)
+
+
+class UsedManyTimes(Base):
+    def choose(self, sample: Sample) -> Sequence[nn.Module]:
+        return [self.blocks[0]] * 5
+
+
+class TiedWeights(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].weight = self.blocks[0].weight
+        self.first.weight = self.blocks[0].weight
+
+
+class UsedOnOneRank(Base):
+    def choose(self, sample: Sample) -> Sequence[nn.Module]:
+        return [self.blocks[0], self.blocks[1 + sample.rank]]
+
+
+class UsedInOneMicrobatch(Base):
+    def choose(self, sample: Sample) -> Sequence[nn.Module]:
+        return [self.blocks[0], self.blocks[1 + sample.index]]
+
+
+class NeverUsed(Base):
+    def choose(self, sample: Sample) -> Sequence[nn.Module]:
+        return [self.blocks[0], self.blocks[2]]
+
+
+class UsedLater(Base):
+    """From the third step on, and then always."""
+
+    def choose(self, sample: Sample) -> Sequence[nn.Module]:
+        return list(self.blocks) if sample.step >= 2 else [self.blocks[0]]
+
+
+class Checkpointed(Base):
+    def forward(self, x: Tensor, sample: Sample) -> Tensor:
+        x = torch.tanh(self.first(x))
+        for block in (*self.blocks, self.blocks[0]):
+            x = checkpoint(lambda y, part: torch.tanh(part(y)) + y, x, block, use_reentrant=False)
+        return self.head(x)
+
+
+class PartlyFrozen(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first.requires_grad_(False)
+        self.blocks[1].bias.requires_grad_(False)
+
+
+class FrozenForAWhile(Base):
+    def before(self, step: int) -> None:
+        self.blocks[1].requires_grad_(step not in (1, 2))
+
+
+class UnfrozenLater(PartlyFrozen):
+    def before(self, step: int) -> None:
+        if step == 2:
+            self.requires_grad_(True)
+
+
+class Compiled(Base):
+    """Blocks compiled one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+
+MODELS = (
+    Base,
+    UsedManyTimes,
+    TiedWeights,
+    UsedOnOneRank,
+    UsedInOneMicrobatch,
+    NeverUsed,
+    UsedLater,
+    Checkpointed,
+    PartlyFrozen,
+    FrozenForAWhile,
+    UnfrozenLater,
+)
+
+
+def samples(step: int, rank: int) -> list[Sample]:
+    return [Sample(step, rank, index, size) for index, size in enumerate(SIZES[rank])]
+
+
+def plain(kind: Callable[[], Base], optimizer: Callable[[Any], Any]) -> dict[str, Tensor]:
+    """Train in float64 on all samples, as torch's documentation does it."""
+    model = kind().double()
+    stepper = optimizer(list(model.parameters()))
+    for step in range(STEPS):
+        if hasattr(model, "before"):
+            model.before(step)
+        stepper.zero_grad()
+        everything = [loss(model, one) for rank in range(2) for one in samples(step, rank)]
+        total = sum(weight for _, weight in everything)
+        sum(value for value, _ in everything).div(total).backward()  # type: ignore[union-attr]
+        stepper.step()
+    return dict(model.named_parameters())
+
+
+def trained(
+    kind: Callable[[], Base], optimizer: Callable[[Any], Any], options: dict[str, Any]
+) -> dict[str, Tensor]:
+    model = kind()
+    engine = Engine(model, loss, optimizer, **{"policy": "fp32", **options}, device="cpu")
+    for step in range(STEPS):
+        if hasattr(model, "before"):
+            model.before(step)
+        engine.step(samples(step, engine.world.rank))
+    state = {k: v for k, v in engine.state_dict().items() if k.startswith("model/")}
+    return {name.removeprefix("model/"): whole(value) for name, value in state.items()}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    assert found.keys() >= expected.keys()
+    apart = torch.cat([(found[k].double() - expected[k]).flatten() for k in expected])
+    start = dict(Base().named_parameters())
+    moved = torch.cat([(expected[k] - start[k].double()).flatten() for k in expected])
+    return float((apart.norm() / moved.norm()).detach())
+
+
+@ranks(2)
+def test_every_model_with_every_way_equals_the_plain_loop() -> None:
+    for kind in MODELS:
+        for optimizer in (sgd, adamw):
+            expected = plain(kind, optimizer)
+            for options in WAYS:
+                found = trained(kind, optimizer, options)
+                assert distance(found, expected) < 2e-5, (kind, optimizer, options)
+
+
+@ranks(2)
+def test_16_bit_parameters_stay_close_to_the_plain_loop() -> None:
+    for kind in MODELS:
+        expected = plain(kind, sgd)
+        for options in WAYS:
+            found = trained(kind, sgd, {"policy": "bf16", **options})
+            assert distance(found, expected) < 0.05, (kind, options)
+
+
+@ranks(2)
+def test_a_16_bit_wire_stays_close_too() -> None:
+    from dataclasses import replace
+
+    from distmp.precision import policy
+
+    expected = plain(Base, sgd)
+    for options in WAYS[:3]:
+        narrow = replace(policy("fp32"), name="fp32-wire-bf16", reduce_dtype=torch.bfloat16)
+        assert distance(trained(Base, sgd, {"policy": narrow, **options}), expected) < 0.01
+
+
+@ranks(2)
+def test_several_groups_keep_their_settings_when_unfrozen() -> None:
+    def by_dimension(parameters: Any) -> torch.optim.Optimizer:
+        matrices = [entry for entry in parameters if entry[1].dim() >= 2]
+        vectors = [entry for entry in parameters if entry[1].dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": 0.5},
+            {"params": vectors, "weight_decay": 0.0, "lr": 1e-3},
+        ]
+        return torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=1e-2, fused=True
+        )
+
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    model = UnfrozenLater()
+    engine = Engine(model, loss, by_dimension, policy="fp32", schedule=schedule, device="cpu")
+    rates = []
+    for step in range(STEPS):
+        model.before(step)
+        engine.step(samples(step, dist.get_rank()))
+        rates.append([float(group["lr"]) for group in engine.optimizer.param_groups])
+    assert [len(one) for one in rates] == [2, 2, 4, 4]
+    assert rates[3] == pytest.approx([1e-2 / 8, 1e-3 / 8] * 2)
+    decays = [group["weight_decay"] for group in engine.optimizer.param_groups]
+    assert decays == [0.5, 0.0, 0.5, 0.0]
+
+
+# torch.compile
+
+
+@ranks(2)
+def test_compiled_blocks_and_compiled_models() -> None:
+    expected = plain(Base, sgd)
+    assert distance(trained(Compiled, sgd, WAYS[0]), expected) < 2e-5
+
+    def compiled_whole() -> Any:
+        return torch.compile(Base(), backend="aot_eager")
+
+    class Records(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    messages: list[str] = []
+    logging.getLogger("distmp").addHandler(Records())
+    # Names are those of the model, without what torch.compile puts before them.
+    assert distance(trained(compiled_whole, sgd, WAYS[0]), expected) < 2e-5
+    assert any("compile its blocks" in message for message in messages)
+
+
+# A step that fails
+
+
+def raise_in_backward(gradient: Tensor) -> None:
+    raise ArithmeticError("this rank cannot go on")
+
+
+@ranks(2)
+def test_a_step_that_raised_everywhere_leaves_nothing_behind() -> None:
+    for options in (*WAYS, {"strategy": "ddp", "reproducible": True}):
+        engines = [
+            Engine(Base(), loss, sgd, **options, policy="fp32", device="cpu") for _ in range(2)
+        ]
+        torch.use_deterministic_algorithms(False)
+        hook = engines[0]._strategy.model.first.weight.register_hook(raise_in_backward)
+        with pytest.raises(ArithmeticError):
+            engines[0].step(samples(0, dist.get_rank()))
+        hook.remove()
+        for step in range(2):
+            numbers = [engine.step(samples(step, dist.get_rank())).numbers for engine in engines]
+            assert numbers[0] == numbers[1]
+        assert_same_bits(snapshot(engines[0]), snapshot(engines[1]))
+
+
+SCRIPT = """
+import torch.distributed as dist
+
+import distmp
+from tests.parallel.test_what_models_do import Base, loss, raise_in_backward, samples, sgd
+
+dist.init_process_group("gloo")
+model = Base()
+engine = distmp.Engine(model, loss, sgd, policy="fp32", strategy="ddp", device="cpu")
+if dist.get_rank() == 1:
+    model.first.weight.register_hook(raise_in_backward)
+engine.step(samples(0, dist.get_rank()))
+"""
+
+
+def test_a_rank_that_raises_in_backward_ends_the_job_with_its_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    ended = run(python(*launcher, str(script)), tmp_path)
+    assert ended.returncode != 0
+    assert "ArithmeticError: this rank cannot go on" in ended.stderr
