@@ -127,9 +127,9 @@ def accumulation_step(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return (
         f"{table(rows)}\n\n{table(held)}\n\nMedian (least to most) of "
-        f"{len(seconds[rows[0]['way']])} alternating turns of one step with {result['microbatches']} "
-        f"microbatches of {result['tokens_per_microbatch']} tokens on each of 2 ranks, ratios turn by "
-        f"turn. {machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+        f"{len(next(iter(seconds.values())))} alternating turns of one step with "
+        f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on each "
+        f"of 2 ranks, ratios turn by turn. {machine['cpu']}, torch {machine['torch']}, {machine['date']}."
     )
 
 
@@ -138,11 +138,35 @@ def _ratio(ours: list[float], theirs: list[float]) -> Spread:
     return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
+def reproducible(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.reproducible` and a line on its machine."""
+    runs = result["runs"]
+    layouts = list(dict.fromkeys(run["layout"] for run in runs))
+    rows: list[dict[str, object]] = []
+    for policy, mode in dict.fromkeys((run["policy"], run["mode"]) for run in runs):
+        digests = {
+            run["layout"]: run["digest"]
+            for run in runs
+            if (run["policy"], run["mode"]) == (policy, mode)
+        }
+        shown = {layout: f"`{digests[layout][:8]}`" for layout in layouts}
+        rows.append({"policy": policy, "mode": mode, **shown})
+    first, machine = runs[0], result["machine"]
+    return (
+        f"{table(rows)}\n\nSHA-256, shortened, of weights, FP32 masters and moments after "
+        f"{result['steps']} steps of the quickstart's model with samples of "
+        f"{result['sequence_length']} tokens, at ranks x microbatches; {first['skipped']} of the "
+        f"steps overflowed and was skipped, {first['clipped']} were clipped. {machine['cpu']}, "
+        f"torch {machine['torch']}, {machine['date']}."
+    )
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
     "accumulation-passes-cpu": accumulation_passes,
     "accumulation-step-cpu": accumulation_step,
+    "reproducible-cpu": reproducible,
     "accumulation-error-cpu": accumulation_error,
 }
 

@@ -50,34 +50,32 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self.peak = 0
         self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._at_most = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if any(issubclass(kind, torch.Tensor) and _wraps(kind) for kind in types):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # what it wraps comes by on its own
         result = func(*args, **(kwargs or {}))
-        grown = [
-            self._count(leaf.untyped_storage())
-            for leaf in pytree.tree_leaves(result)
-            if isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf)
-        ]
-        if any(grown):
-            self.peak = max(self.peak, self.bytes())
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf):
+                self._count(leaf.untyped_storage())
+        if self._at_most > self.peak:
+            self.peak = max(self.peak, self._bytes())
         return result
 
-    def bytes(self) -> int:
-        """Return how many bytes there are now."""
-        alive = [reference() for reference in list(self._live.values())]
+    def _bytes(self) -> int:
+        # FSDP empties storages that it keeps, so their sizes at birth are only a bound.
+        alive = [reference() for reference in self._live.values()]
         return sum(storage.nbytes() for storage in alive if storage is not None)
 
-    def _count(self, storage: torch.UntypedStorage) -> bool:
+    def _count(self, storage: torch.UntypedStorage) -> None:
         key = id(storage)
-        if key in self._live:
-            return False
-        self._live[key] = weakref.ref(storage, lambda _: self._live.pop(key, None))
-        return True
+        if key not in self._live:
+            self._live[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._sizes[key] = storage.nbytes()
+            self._at_most += self._sizes[key]
 
-
-def _wraps(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")
+    def _forget(self, key: int) -> None:
+        del self._live[key]
+        self._at_most -= self._sizes.pop(key)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from distmp.parallel.world import World, leave
 
+
 class Ranks:
     """Processes that form one group; ended when the context is left.
 
