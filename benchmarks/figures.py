@@ -128,8 +128,9 @@ def accumulation_step(result: dict[str, Any]) -> str:
     return (
         f"{table(rows)}\n\n{table(held)}\n\nMedian (least to most) of "
         f"{len(next(iter(seconds.values())))} alternating turns of one step with "
-        f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on each "
-        f"of 2 ranks, ratios turn by turn. {machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+        f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on "
+        f"each of 2 ranks, ratios turn by turn. {machine['cpu']}, torch {machine['torch']}, "
+        f"{machine['date']}."
     )
 
 

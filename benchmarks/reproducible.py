@@ -13,7 +13,7 @@ import argparse
 import hashlib
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +65,7 @@ class Training:
             The digest, how many updates were applied, skipped and clipped, and the last loss.
         """
         steps, length = map(int, order.split())
-        config = _config(steps, length, **self._mode)
+        config = _config(steps, length, self._mode)
         parts = prepare(config, self._world)
         batches = training_batches(config, parts, self._world, Progress())
         step, arrived, loss = 0, 0, parts.loss
@@ -101,16 +101,17 @@ class Training:
         }
 
 
-def _config(steps: int, length: int, **options: bool) -> RunConfig:
+def _config(steps: int, length: int, options: Mapping[str, bool]) -> RunConfig:
     config = load(["--config", str(QUICKSTART)])
     return replace(
         config,
+        shard_optimizer=options.get("shard_optimizer", False),
+        reproducible=options.get("reproducible", False),
         steps=steps,
         strategy="auto",
         data=replace(config.data, sequence_length=length),
         batch=replace(config.batch, global_batch_size=MICROBATCHES, microbatch_size=1),
         schedule=replace(config.schedule, warmup_steps=steps // 5),
-        **options,
     )
 
 
@@ -124,7 +125,7 @@ def _digest(engine: Engine, world: World) -> str:
     computed_with = {f"module/{name}": part for name, part in engine.module.named_parameters()}
     digest = hashlib.sha256()
     for name, tensor in sorted({**state, **computed_with}.items()):
-        whole = _whole(tensor.detach(), world)
+        whole = _whole(tensor, world).detach()
         digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
         digest.update(whole.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
