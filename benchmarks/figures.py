@@ -1,4 +1,4 @@
-"""Writes the figures of the README from the kept results: `python -m benchmarks.figures`."""
+"""Writes the figures of the documents from the kept results: `python -m benchmarks.figures`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 from benchmarks.report import RESULTS, Spread, table
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "precision.md")
 
 
 def quickstart(result: dict[str, Any]) -> str:
@@ -162,6 +163,52 @@ def reproducible(result: dict[str, Any]) -> str:
     )
 
 
+# What `benchmarks.precision` measures one by one, by its key: what is saved, and what it costs.
+ERRORS = {
+    "accumulate 8": ("`accumulate=bf16`", "sum of 8 microbatches"),
+    "accumulate 64": ("`accumulate=bf16`", "sum of 64 microbatches"),
+    "accumulate 512": ("`accumulate=bf16`", "sum of 512 microbatches"),
+    "accumulate 512 in FP32": ("`accumulate=fp32`", "sum of 512 microbatches"),
+    "reduce once": ("`reduce=bf16`, summed in FP32", "gradient of 64 ranks"),
+    "reduce ring": ("`reduce=bf16`, summed in bf16", "gradient of 64 ranks"),
+    "param lost": ("`param=bf16`", "share of weights that an update of 3e-4 does not move"),
+    "buffer mean": ("`buffer=bf16`", "running mean after 1,000 batches"),
+    "output": ("`output=bf16`", "gradient of the cross entropy"),
+    "tf32": ("`tf32=true`", "matrix product"),
+    "bf16 products": ("`compute=bf16`", "matrix product"),
+}
+
+
+def precision_errors(result: dict[str, Any]) -> str:
+    """Return the first table of `benchmarks.precision` and a line on its machine."""
+    rows: list[dict[str, object]] = [
+        {"policy": saving, "of what": what, "relative error": f"{result['errors'][key]:.2g}"}
+        for key, (saving, what) in ERRORS.items()
+    ]
+    return f"{table(rows)}\n\n{_machine(result)}"
+
+
+def precision_training(result: dict[str, Any]) -> str:
+    """Return the second table of `benchmarks.precision` and a line on its machine."""
+    rows: list[dict[str, object]] = [
+        {
+            "policy": f"`{name.replace('|', chr(92) + '|')}`",
+            "last loss": f"{found['last']:.4f}",
+            "farthest from fp32": f"{found['apart']:.2g}",
+        }
+        for name, found in result["losses"].items()
+    ]
+    return (
+        f"{table(rows)}\n\nLargest relative distance of the loss in {result['steps']} steps. "
+        + _machine(result)
+    )
+
+
+def _machine(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+
+
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
@@ -169,6 +216,8 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accumulation-step-cpu": accumulation_step,
     "reproducible-cpu": reproducible,
     "accumulation-error-cpu": accumulation_error,
+    "precision-errors-cpu": precision_errors,
+    "precision-training-cpu": precision_training,
 }
 
 
@@ -187,7 +236,8 @@ def with_figures(text: str) -> str:
 
 
 def main() -> int:
-    README.write_text(with_figures(README.read_text()))
+    for document in DOCUMENTS:
+        document.write_text(with_figures(document.read_text()))
     return 0
 
 

@@ -17,7 +17,7 @@ from distmp.config import RunConfig
 from distmp.errors import ConfigError
 from distmp.launcher.environment import RankEnvironment
 from distmp.parallel.world import World, all_or_none, join, leave
-from distmp.precision import Resolution, policy, resolve
+from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling.gradient_recorder import GradientRecorder
 from distmp.settings import command_line
 from distmp.telemetry.calibration import Calibration, as_json, report
@@ -115,7 +115,7 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
     return Calibration(config.calibrate_steps, world.world_size, told, histograms)
 
 
-def _policy(configured: str, device: torch.device) -> Resolution:
+def _policy(configured: PolicyLike, device: torch.device) -> Resolution:
     """Return the policy to measure with: one in which no gradient is scaled or overflows."""
     wanted, _ = resolve(configured, device)
     if wanted.loss_scale is None:

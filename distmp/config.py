@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
@@ -15,8 +15,15 @@ from distmp.models.settings import ModelConfig
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 from distmp.parallel import STRATEGIES, AccumulationSettings
-from distmp.precision import PRESETS
-from distmp.scaling import LossScaleConfig
+from distmp.parallel.settings import (
+    SHARDED_STRATEGIES,
+    ActivationCheckpointing,
+    Compilation,
+    ParallelConfig,
+    ShardingConfig,
+)
+from distmp.precision import policy
+from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.scaling.lockstep import LockstepConfig
 from distmp.settings import command_line
 from distmp.telemetry.settings import LogConfig, ProfileConfig
@@ -43,8 +50,10 @@ class BatchConfig:
 class PrecisionConfig:
     """What is computed in which floating-point type."""
 
-    policy: str = "auto"
-    """fp32, bf16, bf16-autocast, fp16, fp16-autocast, or auto: what the device supports."""
+    policy: str | dict[str, Any] = "auto"
+    """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, or auto: what
+    the device supports. Changes follow a comma, as in bf16,keep_fp32=norm|head; in the file also
+    as a section, 'preset: bf16' and a line for each change."""
 
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     """Rules of the loss scale, for the fp16 policies."""
@@ -60,15 +69,12 @@ class PrecisionConfig:
     """Repeat a step that overflowed to say which rank, parameter and microbatch it was."""
 
     def __post_init__(self) -> None:
-        if self.policy != "auto" and self.policy not in PRESETS:
-            raise ConfigError("precision.policy", self.policy, nearest(self.policy, KNOWN_POLICIES))
+        if self.policy != "auto":
+            loss_scale_rules(policy(self.policy).loss_scale, self.loss_scale)
         if self.max_consecutive_skips < 1:
             raise ConfigError(
                 "precision.max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
             )
-
-
-KNOWN_POLICIES = (*PRESETS, "auto")
 
 
 @dataclass(frozen=True)
@@ -129,7 +135,14 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = "auto"
-    """single, ddp, ddp-torch, fsdp, or auto: ddp where there are several ranks."""
+    """single, ddp, ddp-torch, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
+
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """`blocks`: keep only the inputs of each block for backward and compute the rest again."""
+
+    compile: Compilation = "none"
+    """What `torch.compile` gets: each of the `blocks`, or the whole `model`, after which no
+    reduction overlaps with backward."""
 
     shard_optimizer: bool = False
     """Each rank keeps and steps only its share of FP32 weights and optimizer state (ddp)."""
@@ -144,6 +157,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lockstep: LockstepConfig = field(default_factory=LockstepConfig)
@@ -162,10 +176,19 @@ class RunConfig:
             raise ConfigError("run_dir", self.run_dir, "name a folder")
         if self.strategy not in STRATEGIES:
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
+        self.sharding.check(self.strategy)
+        self.parallel(microbatches=None)
+        if self.lockstep.every and self.strategy == "fsdp1":
+            raise ConfigError(
+                "lockstep.every",
+                self.lockstep.every,
+                "FSDP1 does not tell which of its tensors ranks have in common; use strategy = "
+                "'fsdp', or 0",
+            )
         accumulation = AccumulationSettings(
             self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
         )
-        if self.strategy == "fsdp":
+        if self.strategy in SHARDED_STRATEGIES:
             accumulation.refuse_for(self.strategy)
         if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
             raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
@@ -178,6 +201,12 @@ class RunConfig:
         # Looks up names and refuses options that the optimizer or schedule does not have.
         optimizer_factory(self.optim)
         schedule_factory(self.schedule, self.steps)
+
+    def parallel(self, microbatches: int | None) -> ParallelConfig:
+        """Return what a strategy is told, for steps of so many microbatches."""
+        return ParallelConfig(
+            self.sharding, self.activation_checkpointing, self.compile, microbatches
+        )
 
 
 def load(argv: Sequence[str]) -> RunConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,12 +17,19 @@ from distmp.errors import CheckpointError, ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome
-from distmp.parallel import AccumulationSettings, World, build_strategy, resolve_strategy
+from distmp.parallel import (
+    AccumulationSettings,
+    ParallelConfig,
+    World,
+    build_strategy,
+    resolve_strategy,
+)
 from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
-from distmp.parallel.strategy import parameter_name
-from distmp.precision import PrecisionPolicy, resolve
+from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context
+from distmp.precision.costs import costs
+from distmp.precision.switches import product_switches
 from distmp.replay import Replay, StepIngredients, generator_states
 from distmp.scaling import (
     LossScale,
@@ -29,12 +37,15 @@ from distmp.scaling import (
     Verdict,
     agree,
     decide,
+    loss_scale_rules,
     measure,
     ordered_total,
     pack,
 )
 from distmp.scaling.attribution import OverflowReport, StepFacts, diagnose
 from distmp.slices import whole_shape
+
+logger = logging.getLogger("distmp")
 
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
@@ -53,8 +64,10 @@ class Engine:
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
             its weight (how many tokens or samples were summed), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
-        policy: A `PrecisionPolicy`, the name of a preset, or "auto" for what the device supports.
-        strategy: "single", "ddp", "ddp-torch", "fsdp" or "auto".
+        policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
+            or "auto" for what the device supports.
+        strategy: "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1" or "auto".
+        parallel: How the model is sharded, checkpointed and compiled.
         schedule: Builds a torch learning-rate scheduler on an optimizer.
         max_norm: Clip the norm of the global gradient to this.
         loss_scale: Rules of the loss scale, for policies that have one.
@@ -80,6 +93,7 @@ class Engine:
         policy: The policy in force.
         policy_reason: Why, in words.
         strategy: The name of the strategy in force.
+        strategy_reason: What it has chosen and why, in words; may be empty.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -91,8 +105,9 @@ class Engine:
         loss: LossFunction,
         optimizer: OptimizerFactory,
         *,
-        policy: str | PrecisionPolicy = "auto",
+        policy: PolicyLike = "auto",
         strategy: str = "auto",
+        parallel: ParallelConfig | None = None,
         schedule: ScheduleFactory | None = None,
         max_norm: float | None = None,
         loss_scale: LossScaleConfig | None = None,
@@ -107,6 +122,9 @@ class Engine:
         self.world = World.current(device)
         self.device = self.world.device
         self.policy, self.policy_reason = resolve(policy, self.device)
+        if self.world.rank == 0:
+            for cost in costs(self.policy):
+                logger.warning("precision %s loses some: %s", self.policy.name, cost)
         self.max_norm = max_norm
         if nominal_weight is not None and not nominal_weight > 0:
             raise ConfigError("nominal_weight", nominal_weight, "use a number above 0, or None")
@@ -125,7 +143,9 @@ class Engine:
             self.policy,
             self.world,
             AccumulationSettings(shard_optimizer, reproducible, on_nonfinite),
+            parallel,
         )
+        self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
@@ -134,13 +154,14 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
-        self._skips_on_device = prepare_for_device_skip(self.optimizer)
+        # Offloaded parameters are stepped on the host, which then has to wait for the verdict.
+        on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
+        self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
         self._learning_rates = LearningRates(
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
-        scales = self.policy.loss_scale == "dynamic"
         self.loss_scale = LossScale(
-            (loss_scale or LossScaleConfig()) if scales else None, self.device
+            loss_scale_rules(self.policy.loss_scale, loss_scale), self.device
         )
         # Updates applied, steps skipped, steps skipped since the last update.
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
@@ -296,13 +317,14 @@ class Engine:
         return agree(measured, self.world.group)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        (loss.float() * (scale / (self.nominal_weight or 1.0))).backward()
+        with product_switches(self.policy):
+            (loss.float() * (scale / (self.nominal_weight or 1.0))).backward()
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = pytree.tree_map_only(
             Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch
         )
-        with autocast_context(self.policy, self.device):
+        with product_switches(self.policy), autocast_context(self.policy, self.device):
             loss_sum, weight = self._loss(self.module, batch)
         return loss_sum, _scalar(weight, self.device)
 
@@ -323,11 +345,15 @@ class Engine:
             # What torch's fused optimizers look for: they divide by the one and skip for the other.
             self.optimizer.grad_scale = verdict.grad_scale  # type: ignore[attr-defined]
             self.optimizer.found_inf = verdict.found_inf  # type: ignore[attr-defined]
+            self._strategy.hand_over_gradients()
             self.optimizer.step()
         elif verdict.found_inf.item() == 0:
             self._most_applied += 1
             for part in self._strategy.gradients():
-                torch._foreach_div_(part.tensors, verdict.grad_scale)
+                if part.tensors:
+                    divisor = verdict.grad_scale.to(part.tensors[0].device)
+                    torch._foreach_div_(part.tensors, divisor)
+            self._strategy.hand_over_gradients()
             self.optimizer.step()
         self._strategy.publish_parameters()
 
@@ -391,11 +417,8 @@ class Engine:
             f"model/{name}": self._strategy.as_stored(name, tensor.detach())
             for name, tensor in self._strategy.optimizer_parameters()
         }
-        # By identity, not by name: a tied weight has several names.
-        trained = {id(value) for value in self.module.parameters() if value.requires_grad}
-        for name, value in self._strategy.model.state_dict(keep_vars=True).items():
-            if id(value) not in trained:
-                state[f"model/{parameter_name(name)}"] = value.detach()
+        for name, value in self._strategy.untrained().items():
+            state[f"model/{name}"] = value.detach()
         for name, value in named_state(self.optimizer, self._names).items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)

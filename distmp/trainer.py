@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,13 +22,15 @@ from distmp.data.loading import Batch, evaluation_batches, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
+from distmp.launcher.accelerate import overruled
+from distmp.models import huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.world import World, all_or_none
-from distmp.precision import PrecisionPolicy
+from distmp.precision import PolicyLike
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
 from distmp.stopping import StopSignals
@@ -41,7 +44,9 @@ from distmp.telemetry import (
     draw_curves,
     peak_memory_bytes,
     read_records,
+    trackers,
 )
+from distmp.telemetry.trackers import Trackers
 
 
 class Parts(NamedTuple):
@@ -86,6 +91,8 @@ class Trainer:
         self.timer = StepTimer()
         self.stopping = False
         self.parts = all_or_none(world, lambda: prepare(config, world))
+        # Counted before some strategy leaves only a part of each on this rank.
+        self.parameters = sum(parameter.numel() for parameter in self.parts.model.parameters())
         self.engine = all_or_none(
             world,
             lambda: build_engine(
@@ -106,13 +113,16 @@ class Trainer:
             if world.rank == 0
             else None
         )
+        self.trackers = all_or_none(world, self._start_trackers)
 
     def run(self, stop: StopSignals) -> bool:
         """Train to the end or to a request to stop; return whether the end was reached."""
-        self.train(stop)
+        with closing(self.trackers):
+            self.train(stop)
         self._save()
         finished = self.progress.step >= self.config.steps
         if finished:
+            self._save_model()
             self._show_sample()
         else:
             self.console.message(
@@ -198,6 +208,7 @@ class Trainer:
         )
         if self.records is not None:
             self.records.write(record)
+        self.trackers.write(record)
         self.console.step(record, self.config.steps)
         if report is not None:
             self.console.message(f"step {unread.step} skipped: {report}")
@@ -275,23 +286,37 @@ class Trainer:
     def _introduce(self, checkpoint: Path | None) -> None:
         """Say what is about to run, with the reason of every automatic choice."""
         engine, batch = self.engine, self.config.batch
-        parameters = sum(parameter.numel() for parameter in engine.module.parameters())
         say = self.console.message
         say(f"data: {self.parts.datasets.description}")
         say(
-            f"model: {self.config.model.name}, {parameters:,} parameters; "
+            f"model: {self.config.model.name}, {self.parameters:,} parameters; "
             f"precision {engine.policy.name} ({engine.policy_reason})"
         )
         say(
             f"ranks: {self.world.world_size} on {self.world.device.type}, strategy "
-            f"{engine.strategy}; batch {batch.global_batch_size} = {self.world.world_size} ranks x "
+            f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
+            f"batch {batch.global_batch_size} = {self.world.world_size} ranks x "
             f"{self.parts.microbatches} microbatches x {batch.microbatch_size} samples"
         )
+        for line in overruled(os.environ, engine.policy, engine.strategy):
+            say(line)
         say(f"run directory: {self.directory.path}")
         if checkpoint is not None:
             say(f"continuing from {checkpoint}")
         if self.world.rank == 0:
             settings.write_yaml(self.config, self.directory.config)
+
+    def _start_trackers(self) -> Trackers:
+        log = self.config.log
+        return trackers.start(
+            log.trackers if self.world.rank == 0 else (),
+            log.tracker_options,
+            project=log.project,
+            directory=self.directory.path,
+            hyperparameters=settings.to_mapping(self.config),
+            after_step=self.progress.step,
+            complain=self.console.message,
+        )
 
     def _save(self) -> None:
         with self.timer.paused():
@@ -302,6 +327,17 @@ class Trainer:
                 {"step": self.progress.step, "samples": self.progress.samples},
                 keep=self.config.checkpoint.keep,
             )
+
+    def _save_model(self) -> None:
+        """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""
+        if not self.config.model.is_hugging_face:
+            return
+        prefix = "model/"
+        state = self.engine.state_dict().items()
+        weights = [(k.removeprefix(prefix), v) for k, v in state if k.startswith(prefix)]
+        folder = self.directory.model
+        huggingface.save(folder, self.parts.model, weights, writes=self.world.rank == 0)
+        self.console.message(f"model in the format of Hugging Face: {folder}")
 
 
 class _Unread(NamedTuple):
@@ -335,7 +371,7 @@ def build_engine(
     parts: Parts,
     world: World,
     *,
-    policy: str | PrecisionPolicy,
+    policy: PolicyLike,
     attribution: bool,
 ) -> Engine:
     """Build the engine of a configuration.
@@ -356,6 +392,7 @@ def build_engine(
         optimizer_factory(config.optim),
         policy=policy,
         strategy=config.strategy,
+        parallel=config.parallel(parts.microbatches),
         schedule=schedule_factory(config.schedule, config.steps),
         max_norm=config.optim.max_norm,
         loss_scale=config.precision.loss_scale,

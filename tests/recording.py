@@ -15,16 +15,19 @@ class Collectives(TorchDispatchMode):
 
     Attributes:
         found: Names of c10d operations and addresses of what they work on, in order.
+        sent: Type and number of elements of the same tensors.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[str, int]] = []
+        self.sent: list[tuple[torch.dtype, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
             tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
             self.found.append((func.overloadpacket.__name__, tensors[0].data_ptr()))
+            self.sent.append((tensors[0].dtype, tensors[0].numel()))
         return func(*args, **(kwargs or {}))
 
     def names(self) -> list[str]:

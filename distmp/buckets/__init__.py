@@ -1,6 +1,6 @@
 """FP32 gradient accumulation, reduction over ranks, and what the optimizer steps."""
 
 from distmp.buckets.gradients import Fp32GradBuckets
-from distmp.buckets.parameters import FlatParameters
+from distmp.buckets.parameters import FlatParameters, PureParameters
 
-__all__ = ["FlatParameters", "Fp32GradBuckets"]
+__all__ = ["FlatParameters", "Fp32GradBuckets", "PureParameters"]

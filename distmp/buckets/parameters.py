@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distmp.buckets.collectives import all_gather
 from distmp.buckets.gradients import Fp32GradBuckets
@@ -96,3 +96,41 @@ class FlatParameters:
             # An optimizer wants a leaf of its own; it shares the memory of the flat buffer.
             self.named[name] = master.detach().requires_grad_()
             self._buckets.attach(bucket, index, self.named[name])
+
+
+class PureParameters:
+    """16-bit parameters that the optimizer steps themselves, without a master copy.
+
+    Their gradients are summed in the FP32 buckets like all others, and rounded once for the
+    optimizer. FP32 parameters are stepped as they are.
+
+    Args:
+        buckets: The gradient buckets of the parameters, not sharded.
+
+    Attributes:
+        named: What the optimizer steps, by the parameter's name: the parameter, or a leaf on its
+            memory whose `.grad` has 16 bits.
+        shares: Empty; nothing is sharded.
+    """
+
+    def __init__(self, buckets: Fp32GradBuckets) -> None:
+        self.named: dict[str, Tensor] = {}
+        self.shares: dict[str, slice] = {}
+        self._rounded: list[tuple[nn.Parameter, Tensor]] = []
+        for layout in buckets.layouts:
+            for name, parameter in zip(layout.names, layout.parameters, strict=True):
+                self.named[name] = parameter
+                if parameter.dtype != torch.float32:
+                    self.named[name] = parameter.detach().requires_grad_()
+                    self._rounded.append((parameter, self.named[name]))
+
+    def round_gradients(self) -> None:
+        """Give the optimizer what the buckets hold, in the type of its weights."""
+        for parameter, weight in self._rounded:
+            gradient = parameter.grad
+            weight.grad = None if gradient is None else gradient.to(weight.dtype)
+
+    def publish(self) -> None:
+        """Free the rounded gradients; the parameters are those that the optimizer stepped."""
+        for _, weight in self._rounded:
+            weight.grad = None

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distmp.buckets import FlatParameters, Fp32GradBuckets
+from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
+from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.parallel.strategy import (
     AccumulationSettings,
@@ -20,7 +21,8 @@ from distmp.parallel.strategy import (
     trainable,
 )
 from distmp.parallel.world import World
-from distmp.precision.builders import cast_inputs_and_outputs
+from distmp.precision.builders import prepare
+from distmp.precision.keep import storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.slices import FlatSlice
@@ -32,7 +34,7 @@ class _Part(NamedTuple):
     """Parameters that became trainable at the same time."""
 
     buckets: Fp32GradBuckets
-    parameters: FlatParameters
+    parameters: FlatParameters | PureParameters
 
 
 class Replicated(Strategy):
@@ -40,7 +42,8 @@ class Replicated(Strategy):
 
     Args:
         module: The model; it is moved to the world's device and starts as rank 0 has it.
-        policy: With 16-bit parameters the optimizer steps FP32 masters, otherwise the parameters.
+        policy: With 16-bit parameters the optimizer steps FP32 masters, or the parameters if the
+            policy has none; otherwise the parameters.
         world: The ranks that hold a copy.
         settings: How gradients are accumulated and stepped.
     """
@@ -53,6 +56,7 @@ class Replicated(Strategy):
         settings: AccumulationSettings | None = None,
     ) -> None:
         self._settings = settings or AccumulationSettings()
+        _check_buckets(policy, self._settings)
         self._policy = policy
         self._world = world
         check_parameters(module, policy)
@@ -64,20 +68,23 @@ class Replicated(Strategy):
         self.module = module.to(world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
-        self._shapes: dict[str, torch.Size] = {}
-        self._parts = [self._prepare(trainable(module))]
-        for parameter in module.parameters():
-            if not parameter.requires_grad:
-                parameter.data = parameter.data.to(self._storage_dtype(parameter))
-        cast_inputs_and_outputs(module, policy)
-
-    def _prepare(self, named: list[tuple[str, nn.Parameter]]) -> _Part:
-        """Put parameters with FP32 values into buckets."""
-        self._shapes.update((name, parameter.shape) for name, parameter in named)
+        named = trainable(module)
         values = {name: parameter.data for name, parameter in named}
-        for _, parameter in named:
-            parameter.data = parameter.data.to(self._storage_dtype(parameter))
-            if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
+        prepare(module, policy, world.device.type)
+        self._shapes: dict[str, torch.Size] = {}
+        self._parts = [self._lay_out(named, values)]
+
+    def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
+        """Put parameters, in the type that the module holds them in, into buckets.
+
+        Args:
+            named: The parameters.
+            values: Their FP32 values by name.
+        """
+        first = not self._shapes
+        self._shapes.update((name, parameter.shape) for name, parameter in named)
+        if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
+            for _, parameter in named:
                 parameter.data = parameter.data.contiguous()
         buckets = Fp32GradBuckets(
             named,
@@ -86,12 +93,11 @@ class Replicated(Strategy):
             shard=self._settings.shard_optimizer,
             reproducible=self._settings.reproducible,
             drop_non_finite=self._settings.drop_non_finite,
-            overlap=not self._shapes.keys() - values.keys(),
+            overlap=first,
         )
+        if self._policy.casts_parameters and not self._policy.has_masters:
+            return _Part(buckets, PureParameters(buckets))
         return _Part(buckets, FlatParameters(buckets, values))
-
-    def _storage_dtype(self, parameter: Tensor) -> torch.dtype:
-        return self._policy.compute_dtype if self._policy.casts_parameters else parameter.dtype
 
     def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
         named = [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
@@ -99,8 +105,12 @@ class Replicated(Strategy):
             return []
         for _, parameter in named:
             parameter.grad = None
-        store_parameters_in_fp32(parameter for _, parameter in named)
-        self._parts.append(self._prepare(named))
+        values = {name: parameter.data.float() for name, parameter in named}
+        # While it was frozen a parameter may have had a type of its own.
+        dtypes = storage_dtypes(self.model, self._policy)
+        for name, parameter in named:
+            parameter.data = parameter.data.to(dtypes[name])
+        self._parts.append(self._lay_out(named, values))
         return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
@@ -148,6 +158,11 @@ class Replicated(Strategy):
     def gradient_shards(self) -> list[Tensor]:
         return [shard for part in self._parts for shard in part.buckets.shards]
 
+    def hand_over_gradients(self) -> None:
+        for part in self._parts:
+            if isinstance(part.parameters, PureParameters):
+                part.parameters.round_gradients()
+
     def publish_parameters(self) -> None:
         for part in self._parts:
             part.parameters.publish()
@@ -158,3 +173,19 @@ class Replicated(Strategy):
             if share is not None and tensor.shape == (share.stop - share.start,):
                 return FlatSlice.of(tensor, self._shapes[name], share.start)
         return tensor
+
+
+def _check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
+    """Refuse what the buckets would do otherwise than the policy says."""
+    if policy.accumulate_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.accumulate",
+            policy.accumulate_dtype,
+            "the strategies single and ddp sum microbatches in FP32 buckets; use fp32",
+        )
+    if settings.shard_optimizer and policy.param_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.param",
+            policy.param_dtype,
+            "a sharded optimizer steps FP32 weights; use param=fp32 or shard_optimizer=False",
+        )

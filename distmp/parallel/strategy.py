@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, nearest
 from distmp.optim import OptimizerFactory
 from distmp.parallel.world import World
-from distmp.precision.policy import PrecisionPolicy, dtype_name
+from distmp.precision.policy import PrecisionPolicy, dtype_name, dtype_word
 from distmp.scaling import GradientPart
 
-STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp")
+STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1")
 ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
@@ -78,13 +78,16 @@ class Strategy(ABC):
     """Prepares a module for distributed training and carries its gradients through one step.
 
     A step calls, in this order: `begin_step`; for every microbatch `begin_microbatch`, forward,
-    backward and `end_microbatch`; `finish_gradients`; the optimizer; `publish_parameters`.
+    backward and `end_microbatch`; `finish_gradients`; `hand_over_gradients`; the optimizer;
+    `publish_parameters`.
 
     Attributes:
         module: The prepared module; forward goes through it.
+        reason: What was chosen and why, in words; empty if there was nothing to choose.
     """
 
     module: nn.Module
+    reason: str = ""
 
     @property
     def model(self) -> nn.Module:
@@ -141,6 +144,9 @@ class Strategy(ABC):
         """Return a tensor of a parameter's state as checkpoints know it: as a part of the whole."""
         return tensor
 
+    def hand_over_gradients(self) -> None:  # noqa: B027 - most have nothing to do
+        """Give the optimizer the final gradients, where it steps weights in 16 bits."""
+
     @abstractmethod
     def publish_parameters(self) -> None:
         """Make what the optimizer stepped visible to the next forward."""
@@ -148,6 +154,16 @@ class Strategy(ABC):
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the modules, by name, on whose entry parameters become whole, the root first."""
         return [("", self.model)]
+
+    def untrained(self) -> dict[str, Tensor]:
+        """Return frozen parameters and buffers under the names of the model."""
+        # By identity, not by name: a tied weight has several names.
+        trained = {id(value) for value in self.module.parameters() if value.requires_grad}
+        return {
+            parameter_name(name): value
+            for name, value in self.model.state_dict(keep_vars=True).items()
+            if id(value) not in trained
+        }
 
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
@@ -164,7 +180,7 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
                 policy.name,
                 f"holds parameters in {dtype_name(policy.compute_dtype)}, but parameter {name!r} "
                 f"is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
-                f"{policy.name}-autocast",
+                f"{dtype_word(policy.compute_dtype)}-autocast",
             )
         if parameter.requires_grad and parameter.dtype not in (
             torch.float32,
@@ -185,6 +201,17 @@ def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def narrow_parameters(
+    module: nn.Module, dtype: torch.dtype, except_for: Iterable[nn.Module]
+) -> None:
+    """Round trainable parameters to the type that the optimizer steps, in place."""
+    kept = {id(parameter) for part in except_for for parameter in part.parameters()}
+    for parameter in module.parameters():
+        if parameter.requires_grad and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()

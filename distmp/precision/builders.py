@@ -1,19 +1,25 @@
-"""torch's own precision objects, built from a policy."""
+"""torch's own precision objects, built from a policy: each complete, or refused with the reason."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.precision.policy import PrecisionPolicy
+from distmp.errors import ConfigError
+from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
+from distmp.precision.policy import PrecisionPolicy, dtype_name, dtype_word
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+# Called with DDP's state (the process group) and a bucket; see torch's `register_comm_hook`.
+CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 
 
 def autocast_context(
@@ -25,44 +31,153 @@ def autocast_context(
     return torch.autocast(device.type, dtype=policy.compute_dtype)
 
 
-def fsdp2_policy(policy: PrecisionPolicy) -> MixedPrecisionPolicy:
-    """Return the policy for `fully_shard`: FP32 shards, FP32 reduction, compute as the policy says.
+def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> MixedPrecisionPolicy:
+    """Return the policy for `fully_shard`: what is gathered and what is reduced in which type.
 
-    With autocast FSDP gathers FP32 parameters, and `autocast_context` does the rest.
+    Shards have the `param_dtype` of the policy. With autocast FSDP gathers FP32 parameters, and
+    `autocast_context` does the rest. Everything else is done around FSDP: `keep_in_fp32` (with
+    `fsdp2_policy` of an FP32 policy for the kept modules), `cast_buffers`, and
+    `cast_inputs_and_outputs` on the root module; between blocks nothing is cast, so that a block
+    gets what it gets without sharding.
+
+    FSDP sums microbatches in the shards when each one is reduced, and in `reduce_dtype` when only
+    the last one is: with 16 bits on the wire reduce each one.
+
+    Args:
+        policy: The policy.
+        own_accumulator: Whether the caller takes the gradient of every microbatch out of FSDP and
+            sums them in `accumulate_dtype` itself.
+
+    Raises:
+        ConfigError: If FSDP would sum microbatches in another type than the policy says.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    if not policy.casts_parameters:
-        return MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    _check_shards_accumulate("FSDP2", policy, own_accumulator)
     return MixedPrecisionPolicy(
-        param_dtype=policy.compute_dtype,
-        reduce_dtype=torch.float32,
-        # The root module casts its inputs and outputs once (`cast_inputs_and_outputs`); between
-        # blocks nothing is cast, so that a block gets what it gets without sharding.
+        param_dtype=policy.compute_dtype if policy.casts_parameters else None,
+        reduce_dtype=policy.reduce_dtype,
         output_dtype=None,
         cast_forward_inputs=False,
     )
 
 
-def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Make `module` cast floating-point inputs to the compute type and outputs to the output type.
+def fsdp1_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> MixedPrecision:
+    """Return the policy for `FullyShardedDataParallel`; see `fsdp2_policy`.
 
-    Inputs are cast only where the module holds 16-bit parameters; autocast casts by itself.
+    FSDP1 sums microbatches in the shards when each one is reduced, and under `no_sync` in the
+    compute type: with 16-bit parameters do not use `no_sync`. Its own exception for batch norms is
+    off: `keep_in_fp32` decides.
+
+    Args:
+        policy: The policy.
+        own_accumulator: As for `fsdp2_policy`.
+
+    Raises:
+        ConfigError: As `fsdp2_policy`.
     """
-    if policy.casts_parameters:
-        to_compute = _floating_point_cast(policy.compute_dtype)
-        module.register_forward_pre_hook(
-            lambda _, args, kwargs: (
-                pytree.tree_map_only(Tensor, to_compute, args),
-                pytree.tree_map_only(Tensor, to_compute, kwargs),
-            ),
-            with_kwargs=True,
-        )
-    to_output = _floating_point_cast(policy.output_dtype)
-    module.register_forward_hook(
-        lambda _, args, output: pytree.tree_map_only(Tensor, to_output, output)
+    from torch.distributed.fsdp import MixedPrecision
+
+    _check_shards_accumulate("FSDP1", policy, own_accumulator)
+    return MixedPrecision(
+        param_dtype=policy.compute_dtype if policy.casts_parameters else None,
+        reduce_dtype=policy.reduce_dtype,
+        buffer_dtype=policy.buffer_dtype,
+        keep_low_precision_grads=False,
+        cast_forward_inputs=False,
+        cast_root_forward_inputs=False,
+        _module_classes_to_ignore=(),
     )
 
 
-def _floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+def _check_shards_accumulate(target: str, policy: PrecisionPolicy, own_accumulator: bool) -> None:
+    if not own_accumulator and policy.accumulate_dtype != policy.param_dtype:
+        _refuse(
+            policy,
+            f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but {target} gives a "
+            f"gradient the type of its shard, {dtype_name(policy.param_dtype)}; use "
+            f"accumulate={dtype_word(policy.param_dtype)}, or param=fp32",
+        )
+
+
+def ddp_comm_hook(policy: PrecisionPolicy) -> CommHook | None:
+    """Return the communication hook that `DistributedDataParallel` needs, or None for its own.
+
+    DDP knows no types: `.grad` has that of the parameter, sums microbatches in it and is averaged
+    in it. `prepare` the module first; the hook then makes gradients travel in `reduce_dtype`.
+
+    Raises:
+        ConfigError: If DDP would sum microbatches in another type than the policy says.
+    """
+    if policy.accumulate_dtype != policy.module_dtype:
+        _refuse(
+            policy,
+            f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but "
+            f"DistributedDataParallel sums them in the {dtype_name(policy.module_dtype)} of the "
+            "parameters; use distmp's strategy 'ddp', or a policy with autocast",
+        )
+    everything_alike = not (policy.casts_parameters and policy.keep_fp32)
+    if policy.reduce_dtype == policy.module_dtype and everything_alike:
+        return None
+    return _averaging_hook(policy.reduce_dtype)
+
+
+def _averaging_hook(dtype: torch.dtype) -> CommHook:
+    def average(group: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        group = dist.group.WORLD if group is None else group
+        gradients = bucket.buffer()
+        # Divided before the cast: a sum of many ranks may not fit into 16 bits.
+        sent = gradients.div(group.size()).to(dtype)
+        work = dist.all_reduce(sent, group=group, async_op=True)
+        assert work is not None  # None means that this rank is no member of the group
+        return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
+
+    # DDP insists on its own annotation of the bucket, as an object and not as text, or on none.
+    return lambda group, bucket: average(group, bucket)
+
+
+def _refuse(policy: PrecisionPolicy, problem: str) -> NoReturn:
+    raise ConfigError("precision.policy", policy.name, problem)
+
+
+def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> None:
+    """Make a whole module on one device hold, take, compute and return what the policy says.
+
+    Run its forward in `autocast_context`. Master weights, the loss scale and the sums of
+    microbatches belong to the optimizer's side: `distmp.Engine` has them.
+
+    Args:
+        module: The outermost module; changed in place.
+        policy: What is held and computed in which type.
+        device_type: Where the module runs: "cuda", "cpu".
+
+    Raises:
+        ConfigError: If `keep_fp32` does not fit the module.
+    """
+    dtypes = storage_dtypes(module, policy)
+    for name, parameter in module.named_parameters():
+        parameter.data = parameter.data.to(dtypes[name])
+    cast_buffers(module, policy)
+    keep_in_fp32(module, policy, device_type)
+    cast_inputs_and_outputs(module, policy)
+
+
+def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Make `module` cast its floating-point inputs and outputs as the policy says.
+
+    Inputs get the type of the parameters (autocast casts further by itself), outputs
+    `output_dtype`.
+    """
+    if policy.cast_inputs:
+        to_parameters = floating_point_cast(policy.module_dtype)
+        module.register_forward_pre_hook(
+            lambda _, args, kwargs: (
+                pytree.tree_map_only(Tensor, to_parameters, args),
+                pytree.tree_map_only(Tensor, to_parameters, kwargs),
+            ),
+            with_kwargs=True,
+        )
+    to_output = floating_point_cast(policy.output_dtype)
+    module.register_forward_hook(
+        lambda _, args, output: pytree.tree_map_only(Tensor, to_output, output)
+    )

@@ -6,64 +6,111 @@ from typing import NamedTuple
 
 import torch
 
-from distmp.precision.policy import PrecisionPolicy, policy
+from distmp.precision.notation import PolicyLike, policy
+from distmp.precision.policy import PrecisionPolicy
 
 # First compute capabilities with tensor cores for the type; below it is emulated or slow.
 BF16_CAPABILITY = (8, 0)
 FP16_CAPABILITY = (7, 0)
+TF32_CAPABILITY = (8, 0)
+
+# Instruction sets of a CPU that compute with the type, as the kernel lists them.
+BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
+FP16_INSTRUCTIONS = ("amx_fp16", "avx512_fp16", "asimdhp")
 
 
 class Resolution(NamedTuple):
-    """A policy and, in words, why it was chosen."""
+    """A policy and, in words, why it was chosen and what the device cannot do for it."""
 
     policy: PrecisionPolicy
     reason: str
 
 
-def resolve(wanted: str | PrecisionPolicy, device: torch.device) -> Resolution:
+def resolve(wanted: PolicyLike, device: torch.device) -> Resolution:
     """Turn "auto" into the policy that `device` computes natively; anything else is kept.
 
+    A policy that was asked for runs everywhere with the types that it says. Where the device only
+    emulates them, or has no TF32 to use, the reason says so.
+
     Args:
-        wanted: A policy, the name of a preset, or "auto".
+        wanted: A policy, the name of a preset, its text or mapping (see `distmp.policy`), or
+            "auto".
         device: Where the model will run.
+
+    Raises:
+        ConfigError: If there is no such policy.
     """
-    if isinstance(wanted, PrecisionPolicy):
-        return Resolution(wanted, "given")
-    if wanted != "auto":
-        return Resolution(policy(wanted), "configured")
-    if device.type == "cuda":
-        return _resolve_cuda(
-            torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
-        )
-    return _resolve_cpu()
+    if wanted == "auto":
+        return _resolve_cuda(device) if device.type == "cuda" else _resolve_cpu(device)
+    given = isinstance(wanted, PrecisionPolicy)
+    chosen = wanted if isinstance(wanted, PrecisionPolicy) else policy(wanted)
+    reason = "given" if given else "configured"
+    limit = _cuda_limit(chosen, device) if device.type == "cuda" else _cpu_limit(chosen, device)
+    return Resolution(chosen, f"{reason}; {limit}" if limit else reason)
 
 
-def _resolve_cuda(device_name: str, capability: tuple[int, int]) -> Resolution:
-    generation = f"{device_name} (compute capability {capability[0]}.{capability[1]})"
+def _resolve_cuda(device: torch.device) -> Resolution:
+    gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
     if capability >= BF16_CAPABILITY:
-        return Resolution(policy("bf16"), f"{generation} computes bfloat16 natively")
+        return Resolution(policy("bf16"), f"{gpu} computes bfloat16 natively")
     if capability >= FP16_CAPABILITY:
         return Resolution(
-            policy("fp16"), f"{generation} computes float16 natively and only emulates bfloat16"
+            policy("fp16"), f"{gpu} computes float16 natively and only emulates bfloat16"
         )
-    return Resolution(policy("fp32"), f"{generation} has no fast 16-bit arithmetic")
+    return Resolution(policy("fp32"), f"{gpu} has no fast 16-bit arithmetic")
 
 
-def _resolve_cpu() -> Resolution:
-    features = [name for name in ("amx_bf16", "avx512_bf16", "bf16") if _cpu_has(name)]
-    if features:
+def _resolve_cpu(device: torch.device) -> Resolution:
+    if device.type != "cpu":
+        return Resolution(policy("fp32"), f"what {device.type} computes natively is not known")
+    if features := _cpu_features(BF16_INSTRUCTIONS):
         return Resolution(policy("bf16"), f"this CPU computes bfloat16 natively ({features[0]})")
     return Resolution(
         policy("fp32"), "this CPU has no bfloat16 instructions, 16-bit arithmetic would be emulated"
     )
 
 
-def _cpu_has(feature: str) -> bool:
-    """Whether the CPU has an instruction set, as the kernel lists it (`/proc/cpuinfo` flags)."""
+def _cuda_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
+    """Return what a GPU lacks for a policy, or nothing, also where there is no GPU to ask."""
+    if not torch.cuda.is_available():
+        return ""
+    gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
+    if chosen.compute_dtype == torch.bfloat16 and capability < BF16_CAPABILITY:
+        return f"{gpu} only emulates bfloat16, which is slow"
+    if chosen.compute_dtype == torch.float16 and capability < FP16_CAPABILITY:
+        return f"{gpu} has no fast float16 arithmetic"
+    if chosen.tf32 and capability < TF32_CAPABILITY:
+        return f"{gpu} has no TF32, so products keep all bits of float32"
+    return ""
+
+
+def _cpu_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
+    if device.type != "cpu":
+        return ""
+    if chosen.tf32:
+        return "a CPU has no TF32, so products keep all bits of float32"
+    if chosen.compute_dtype == torch.bfloat16 and not _cpu_features(BF16_INSTRUCTIONS):
+        return "this CPU only emulates bfloat16, which is slow"
+    if chosen.compute_dtype == torch.float16 and not _cpu_features(FP16_INSTRUCTIONS):
+        return "this CPU only emulates float16, which is slow"
+    return ""
+
+
+def _gpu(device: torch.device) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+
+
+def _cpu_features(wanted: tuple[str, ...]) -> list[str]:
+    """Return which instruction sets the CPU has, as the kernel lists them in `/proc/cpuinfo`."""
     try:
         with open("/proc/cpuinfo") as lines:
-            return any(
-                feature in line.split() for line in lines if line.startswith(("flags", "Features"))
-            )
+            found = {
+                word
+                for line in lines
+                if line.startswith(("flags", "Features"))
+                for word in line.split()
+            }
     except OSError:  # not Linux: assume the instructions are missing, which is slow at worst
-        return False
+        return []
+    return [feature for feature in wanted if feature in found]

@@ -1,71 +1,221 @@
-"""What is stored, computed and scaled in which floating-point type."""
+"""What is stored, computed, reduced, accumulated and scaled in which floating-point type."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-COMPUTE_DTYPES = (torch.float32, *SIXTEEN_BIT)
+DTYPES = (torch.float32, *SIXTEEN_BIT)
+
+# The spelling of types in configurations, and the other one that people write.
+DTYPE_WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# Within these a scale and its reciprocal are normal FP32 numbers.
+SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 2.0**-126, 2.0**126
+
+# What separates the parts of a policy written as text cannot be part of a pattern or a name.
+_PATTERN = re.compile(r"[^\s,|=]+")
+_NAME = re.compile(r"[^\s](.*[^\s])?")
 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The floating-point types of one training run.
-
-    The optimizer always steps FP32 weights, and gradients are always accumulated over microbatches
-    and reduced over ranks in FP32; a policy decides what happens in between.
+    """The floating-point types of one training run; all of it holds, or it is refused.
 
     Attributes:
-        name: How the policy is called in a configuration.
+        name: How the policy is called in messages.
+        param_dtype: The type of the weights that the optimizer steps. FP32 unless the policy gives
+            up master weights ("pure"): then it is the 16-bit `compute_dtype`.
         compute_dtype: The type of matrix products and activations.
         autocast: How `compute_dtype` comes about. False: the module holds its parameters in
-            `compute_dtype`, the optimizer holds an FP32 master copy of each, floating-point inputs
-            are cast. True: the module holds FP32 parameters, and `torch.autocast` casts per
-            operation (norms, softmax and losses stay in FP32).
+            `compute_dtype`, the optimizer holds an FP32 master copy of each if `param_dtype` is
+            FP32. True: the module holds FP32 parameters, and `torch.autocast` casts per operation
+            (norms, softmax and losses stay in FP32).
+        reduce_dtype: The type in which gradients travel between ranks. Their sum is FP32 wherever
+            distmp does the reduction itself.
+        accumulate_dtype: The type in which the gradients of microbatches are summed.
+        buffer_dtype: The type of floating-point buffers (running statistics, tables) outside of
+            what is kept in FP32. None leaves them as they are, and runs normalisation layers with
+            FP32 running statistics in FP32.
         output_dtype: The type in which the outermost module returns floating-point outputs.
-        reduce_dtype: What gradients travel in between ranks; they are summed in FP32 all the same.
-        loss_scale: "dynamic" scales the loss and follows overflows, None leaves the loss alone. A
-            step with a non-finite gradient is skipped on every rank in both cases.
+        loss_scale: "dynamic" scales the loss and follows overflows, a number is the scale for ever,
+            None leaves the loss alone. A step with a non-finite gradient is skipped on every rank
+            in all three cases.
+        keep_fp32: Modules that are stored and computed in FP32 although the policy has 16 bits; see
+            `distmp.precision.keep.kept_modules` for the patterns.
+        cast_inputs: Whether the outermost module casts floating-point inputs to the type of its
+            parameters.
+        tf32: Whether FP32 matrix products may round their inputs to TF32 (10 bits after the point)
+            where the hardware can.
 
     Raises:
-        ConfigError: For a combination that cannot run or would lose a field silently.
+        ConfigError: For a value or a combination that cannot run, contradicts itself, or would lose
+            a field silently.
     """
 
     name: str
+    param_dtype: torch.dtype = torch.float32
     compute_dtype: torch.dtype = torch.float32
     autocast: bool = False
-    output_dtype: torch.dtype = torch.float32
     reduce_dtype: torch.dtype = torch.float32
-    loss_scale: Literal["dynamic"] | None = None
+    accumulate_dtype: torch.dtype = torch.float32
+    buffer_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype = torch.float32
+    loss_scale: Literal["dynamic"] | float | None = None
+    keep_fp32: tuple[str, ...] = ()
+    cast_inputs: bool = True
+    tf32: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("compute_dtype", "output_dtype"):
-            value = getattr(self, field)
-            if value not in COMPUTE_DTYPES:
-                known = ", ".join(dtype_name(dtype) for dtype in COMPUTE_DTYPES)
-                raise ConfigError(f"precision.{field}", value, f"choose one of {known}")
+        self._check_values()
+        self._check_weights()
+        self._check_gradients()
+        self._check_loss_scale()
+        self._check_module()
+
+    @property
+    def casts_parameters(self) -> bool:
+        """Whether the module holds its parameters in 16 bits."""
+        return self.compute_dtype in SIXTEEN_BIT and not self.autocast
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the optimizer steps FP32 master weights beside 16-bit parameters."""
+        return self.casts_parameters and self.param_dtype == torch.float32
+
+    @property
+    def module_dtype(self) -> torch.dtype:
+        """The type in which the module holds its parameters, apart from what is kept in FP32."""
+        return self.compute_dtype if self.casts_parameters else self.param_dtype
+
+    def _check_values(self) -> None:
+        if not (isinstance(self.name, str) and _NAME.fullmatch(self.name)):
+            _refuse("name", self.name, "use a word or two on one line")
+        for key in ("param", "compute", "reduce", "accumulate", "output"):
+            _check_dtype(key, getattr(self, f"{key}_dtype"))
+        if self.buffer_dtype is not None:
+            _check_dtype("buffer", self.buffer_dtype)
+        for key in ("autocast", "cast_inputs", "tf32"):
+            if not isinstance(getattr(self, key), bool):
+                _refuse(key, getattr(self, key), "use True or False")
+        if not isinstance(self.keep_fp32, tuple):
+            _refuse("keep_fp32", self.keep_fp32, "use a tuple of patterns")
+        for pattern in self.keep_fp32:
+            if not (isinstance(pattern, str) and _PATTERN.fullmatch(pattern)):
+                _refuse("keep_fp32", pattern, "use a pattern without spaces, ',', '|' and '='")
+        if len(set(self.keep_fp32)) < len(self.keep_fp32):
+            _refuse("keep_fp32", self.keep_fp32, "names a pattern twice")
+
+    def _check_weights(self) -> None:
         if self.autocast and self.compute_dtype == torch.float32:
-            raise ConfigError(
-                "precision.autocast", True, "FP32 compute needs no autocast; set it to False"
+            _refuse("autocast", True, "FP32 compute needs no autocast; set it to False")
+        if self.param_dtype == torch.float32:
+            return
+        word = dtype_word(self.param_dtype)
+        if self.param_dtype == torch.float16:
+            _refuse(
+                "param",
+                self.param_dtype,
+                "float16 weights cannot take small updates, and Adam's epsilon of 1e-8 is zero in "
+                "it; step FP32 weights with param=fp32",
             )
-        if self.loss_scale not in ("dynamic", None):
-            raise ConfigError("precision.loss_scale", self.loss_scale, 'use "dynamic" or None')
-        if self.compute_dtype == torch.float16 and self.loss_scale is None:
-            raise ConfigError(
-                "precision.loss_scale",
+        if self.autocast:
+            _refuse("param", self.param_dtype, "autocast casts from FP32 weights; use param=fp32")
+        if self.param_dtype != self.compute_dtype:
+            _refuse(
+                "param",
+                self.param_dtype,
+                f"has fewer bits than the {dtype_name(self.compute_dtype)} that is computed with; "
+                f"use compute={word} or param=fp32"
+                if self.compute_dtype == torch.float32
+                else f"is not the {dtype_name(self.compute_dtype)} that is computed with; "
+                "use param=fp32",
+            )
+
+    def _check_gradients(self) -> None:
+        computed = dtype_name(self.compute_dtype)
+        narrow = self.compute_dtype in SIXTEEN_BIT
+        if self.reduce_dtype in SIXTEEN_BIT and narrow and self.reduce_dtype != self.compute_dtype:
+            _refuse(
+                "reduce",
+                self.reduce_dtype,
+                f"cannot hold {computed} gradients and saves nothing; use "
+                f"reduce={dtype_word(self.compute_dtype)} or reduce=fp32",
+            )
+        if self.accumulate_dtype == torch.float32:
+            return
+        if self.param_dtype == torch.float32:
+            _refuse(
+                "accumulate",
+                self.accumulate_dtype,
+                "FP32 weights deserve sums in float32; 16 bits are for policies that store 16-bit "
+                "weights (bf16-pure)",
+            )
+        if self.accumulate_dtype != self.param_dtype:
+            _refuse(
+                "accumulate",
+                self.accumulate_dtype,
+                f"differs from the {dtype_name(self.param_dtype)} weights; use fp32 or "
+                f"{dtype_word(self.param_dtype)}",
+            )
+
+    def _check_loss_scale(self) -> None:
+        scale = self.loss_scale
+        number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
+        if not number and scale not in (None, "dynamic"):
+            _refuse("loss_scale", scale, 'use "dynamic", a number, or None')
+        limits = SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE
+        if isinstance(scale, (int, float)) and not limits[0] <= scale <= limits[1]:
+            _refuse("loss_scale", scale, "use a number from 2^-126 to 2^126")
+        has_fp16 = torch.float16 in (self.compute_dtype, self.reduce_dtype)
+        if has_fp16 and scale is None:
+            _refuse(
+                "loss_scale",
                 None,
                 "float16 gradients below 6e-8 become zero without a loss scale; use 'dynamic'",
             )
 
-    @property
-    def casts_parameters(self) -> bool:
-        """Whether the module holds 16-bit parameters beside FP32 master weights."""
-        return self.compute_dtype in SIXTEEN_BIT and not self.autocast
+    def _check_module(self) -> None:
+        if self.output_dtype not in (torch.float32, self.compute_dtype):
+            _refuse(
+                "output",
+                self.output_dtype,
+                f"is not what is computed ({dtype_name(self.compute_dtype)}); use "
+                f"fp32 or {dtype_word(self.compute_dtype)}",
+            )
+        if self.buffer_dtype in SIXTEEN_BIT and self.buffer_dtype != self.module_dtype:
+            _refuse(
+                "buffer",
+                self.buffer_dtype,
+                f"parameters are held in {dtype_name(self.module_dtype)}, and layers want both "
+                "alike; use fp32 or leave it out",
+            )
+        if self.keep_fp32 and self.compute_dtype == torch.float32:
+            _refuse(
+                "keep_fp32",
+                self.keep_fp32,
+                "TF32 is switched for the whole process, nothing can be kept out of it"
+                if self.tf32
+                else "everything is computed in FP32 already; leave it out",
+            )
+        if self.tf32 and self.compute_dtype != torch.float32:
+            _refuse("tf32", True, "is a way to compute FP32; use compute=fp32 or set it to False")
+
+
+def _check_dtype(key: str, value: Any) -> None:
+    if value not in DTYPES:
+        known = ", ".join(dtype_name(dtype) for dtype in DTYPES)
+        _refuse(key, value, f"choose one of {known}")
+
+
+def _refuse(key: str, value: object, problem: str) -> NoReturn:
+    raise ConfigError(f"precision.policy.{key}", value, problem)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -73,26 +223,23 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def dtype_word(dtype: torch.dtype) -> str:
+    """Return "bf16" for `torch.bfloat16`, as configurations spell it."""
+    return next(word for word, known in DTYPE_WORDS.items() if known == dtype)
+
+
 PRESETS: dict[str, PrecisionPolicy] = {
     preset.name: preset
     for preset in (
         PrecisionPolicy("fp32"),
+        PrecisionPolicy("tf32", tf32=True),
         PrecisionPolicy("bf16", compute_dtype=torch.bfloat16),
         PrecisionPolicy("bf16-autocast", compute_dtype=torch.bfloat16, autocast=True),
+        PrecisionPolicy("bf16-pure", param_dtype=torch.bfloat16, compute_dtype=torch.bfloat16),
         PrecisionPolicy("fp16", compute_dtype=torch.float16, loss_scale="dynamic"),
         PrecisionPolicy(
             "fp16-autocast", compute_dtype=torch.float16, autocast=True, loss_scale="dynamic"
         ),
+        PrecisionPolicy("fp16-static", compute_dtype=torch.float16, loss_scale=1024.0),
     )
 }
-
-
-def policy(name: str) -> PrecisionPolicy:
-    """Return the preset called `name`.
-
-    Raises:
-        ConfigError: If there is none; "auto" needs a device, see `distmp.precision.resolve`.
-    """
-    if name not in PRESETS:
-        raise ConfigError("precision.policy", name, nearest(name, [*PRESETS, "auto"]))
-    return PRESETS[name]

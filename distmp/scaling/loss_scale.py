@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -56,6 +57,32 @@ class LossScaleConfig:
 
     def _refuse(self, name: str, problem: str) -> None:
         raise ConfigError(f"precision.loss_scale.{name}", getattr(self, name), problem)
+
+
+def loss_scale_rules(
+    wanted: Literal["dynamic"] | float | None, rules: LossScaleConfig | None
+) -> LossScaleConfig | None:
+    """Return the rules that a policy's `loss_scale` stands for; None for a scale of 1 for ever.
+
+    Args:
+        wanted: What the policy says: "dynamic", a number for ever, or nothing.
+        rules: The rules of a dynamic scale; None takes the defaults.
+
+    Raises:
+        ConfigError: If policy and rules name two different scales.
+    """
+    rules = rules or LossScaleConfig()
+    if wanted is None:
+        return None
+    if wanted == "dynamic":
+        return rules
+    if rules.init not in (LossScaleConfig.init, wanted):
+        raise ConfigError(
+            "precision.loss_scale.init",
+            rules.init,
+            f"the policy has the scale {wanted:g} for ever; leave one of the two out",
+        )
+    return replace(rules, dynamic=False, init=float(wanted))
 
 
 class LossScale:

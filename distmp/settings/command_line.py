@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from distmp.errors import ConfigError
 from distmp.settings.convert import (
@@ -118,18 +118,28 @@ def _switch(setting: str, on: bool) -> str:
 
 
 def _dictionaries_as_yaml() -> ConstructorRegistry:
-    """Return rules with which tyro takes `--x '{a: 1}'` for a dictionary, as in the file."""
+    """Return rules with which tyro takes `--x '{a: 1}'` for a dictionary, as in the file.
+
+    Where a setting takes text as well, what begins with a brace is a dictionary.
+    """
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        if info.type_origin is not dict:
+        kinds = [get_origin(member) or member for member in members_of(info.type)]
+        if dict not in kinds or not {*kinds} <= {dict, str}:
             return None
         return PrimitiveConstructorSpec(
             nargs=1,
-            metavar="{NAME: VALUE, ...}",
-            instance_from_str=lambda words: dictionary_from_line(words[0]),
-            is_instance=lambda value: isinstance(value, dict),
-            str_from_instance=lambda value: [dictionary_as_line(value)],
+            metavar="{NAME: VALUE, ...}" if kinds == [dict] else "TEXT|{NAME: VALUE, ...}",
+            instance_from_str=lambda words: (
+                words[0]
+                if str in kinds and not words[0].startswith("{")
+                else dictionary_from_line(words[0])
+            ),
+            is_instance=lambda value: type(value) in kinds,
+            str_from_instance=lambda value: [
+                value if isinstance(value, str) else dictionary_as_line(value)
+            ],
         )
 
     registry = ConstructorRegistry()

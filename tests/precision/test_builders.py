@@ -1,13 +1,26 @@
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
-from distmp.precision.builders import autocast_context, cast_inputs_and_outputs, fsdp2_policy
+from distmp.precision.builders import (
+    autocast_context,
+    cast_inputs_and_outputs,
+    ddp_comm_hook,
+    fsdp1_policy,
+    fsdp2_policy,
+    prepare,
+)
+from tests.ranks import ranks
+from tests.recording import Collectives
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -95,11 +108,114 @@ def test_other_policies_have_no_autocast(name: str) -> None:
         assert not torch.is_autocast_enabled("cpu")
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_field_of_the_fsdp2_policy(name: str) -> None:
-    found = fsdp2_policy(policy(name))
-    cast = policy(name).casts_parameters
-    assert found.param_dtype == (policy(name).compute_dtype if cast else None)
-    assert found.reduce_dtype == FP32
-    assert found.output_dtype is None
-    assert not (cast and found.cast_forward_inputs)  # with FP32 parameters it would cast nothing
+@pytest.mark.parametrize("casts", [True, False])
+def test_inputs_are_cast_if_the_policy_says_so(casts: bool) -> None:
+    own = PrecisionPolicy("own", compute_dtype=BF16, cast_inputs=casts)
+    module = nn.Identity()
+    cast_inputs_and_outputs(module, own)
+    seen = []
+    module.register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
+    module(torch.ones(1))
+    assert seen == [BF16 if casts else FP32]
+
+
+class Expected(NamedTuple):
+    """What every target gets for a policy; None where it is refused, or there is nothing to do."""
+
+    autocast: torch.dtype | None
+    gathered: torch.dtype | None  # parameters, by FSDP
+    reduced: torch.dtype
+    buffers: torch.dtype | None
+    fsdp_refused: bool = False
+    ddp_refused: bool = False
+    ddp_sends: torch.dtype | None = None  # by the hook; None: DDP's own reduction
+
+
+EXPECTED = {
+    "fp32": Expected(None, None, FP32, None),
+    "tf32": Expected(None, None, FP32, None),
+    "bf16": Expected(None, BF16, FP32, None, ddp_refused=True),
+    "bf16-autocast": Expected(BF16, None, FP32, None),
+    "bf16-pure": Expected(None, BF16, FP32, None, fsdp_refused=True, ddp_refused=True),
+    "fp16": Expected(None, FP16, FP32, None, ddp_refused=True),
+    "fp16-autocast": Expected(FP16, None, FP32, None),
+    "fp16-static": Expected(None, FP16, FP32, None, ddp_refused=True),
+    # Changed in what a target could lose.
+    "fp32,reduce=bf16": Expected(None, None, BF16, None, ddp_sends=BF16),
+    "bf16-autocast,reduce=bf16": Expected(BF16, None, BF16, None, ddp_sends=BF16),
+    "bf16,reduce=bf16,buffer=bf16": Expected(None, BF16, BF16, BF16, ddp_refused=True),
+    "bf16-pure,accumulate=bf16": Expected(None, BF16, FP32, None, ddp_sends=FP32),
+    "bf16-pure,accumulate=bf16,reduce=bf16": Expected(None, BF16, BF16, None),
+    "fp16-autocast,reduce=fp16,buffer=fp32": Expected(FP16, None, FP16, FP32, ddp_sends=FP16),
+}
+
+
+def test_every_preset_is_expected() -> None:
+    assert set(PRESETS) < set(EXPECTED)
+
+
+@pytest.mark.parametrize(("text", "expected"), EXPECTED.items(), ids=EXPECTED)
+def test_every_field_for_every_target(text: str, expected: Expected) -> None:
+    built = policy(text)
+    context = autocast_context(built, CPU)
+    if expected.autocast is None:
+        assert isinstance(context, contextlib.nullcontext)
+    else:
+        assert isinstance(context, torch.autocast)
+        assert (context.device, context.fast_dtype) == ("cpu", expected.autocast)
+    if expected.fsdp_refused:
+        for build in (fsdp1_policy, fsdp2_policy):
+            with pytest.raises(ConfigError, match="use accumulate=bf16, or param=fp32"):
+                build(built)
+    assert vars(fsdp2_policy(built, own_accumulator=expected.fsdp_refused)) == {
+        "param_dtype": expected.gathered,
+        "reduce_dtype": expected.reduced,
+        "output_dtype": None,
+        "cast_forward_inputs": False,
+    }
+    assert vars(fsdp1_policy(built, own_accumulator=expected.fsdp_refused)) == {
+        "param_dtype": expected.gathered,
+        "reduce_dtype": expected.reduced,
+        "buffer_dtype": expected.buffers,
+        "keep_low_precision_grads": False,
+        "cast_forward_inputs": False,
+        "cast_root_forward_inputs": False,
+        "_module_classes_to_ignore": (),
+    }
+    if expected.ddp_refused:
+        with pytest.raises(ConfigError, match="DistributedDataParallel sums them in the"):
+            ddp_comm_hook(built)
+    else:
+        assert (ddp_comm_hook(built) is None) == (expected.ddp_sends is None)
+
+
+@ranks(2)
+def test_distributed_data_parallel_sends_what_the_policy_says() -> None:
+    rank = dist.get_rank()
+    for text, expected in EXPECTED.items():
+        built = policy(text)
+        if expected.ddp_refused:
+            continue
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+        reference = copy.deepcopy(module).double()
+        prepare(module, built, "cpu")
+        parallel = nn.parallel.DistributedDataParallel(module)
+        hook = ddp_comm_hook(built)
+        if hook is not None:
+            parallel.register_comm_hook(dist.group.WORLD, hook)
+        inputs = torch.randn(2, 3, 4)
+        with autocast_context(built, CPU):
+            loss = parallel(inputs[rank]).square().sum()
+        with Collectives() as collectives:
+            loss.backward()
+        if hook is not None:  # DDP's own reduction never passes through Python
+            assert {dtype for dtype, _ in collectives.sent} == {expected.reduced}, text
+        (reference(inputs.flatten(0, 1).double()).square().sum() / 2).backward()
+        for found, wanted in zip(module.parameters(), reference.parameters(), strict=True):
+            assert found.grad is not None
+            assert wanted.grad is not None
+            assert found.grad.dtype == built.module_dtype
+            apart = (found.grad.double() - wanted.grad).norm() / wanted.grad.norm()
+            exact = built.compute_dtype == expected.reduced == FP32
+            assert apart < (1e-6 if exact else 2e-2), (text, apart)

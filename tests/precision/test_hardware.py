@@ -64,11 +64,72 @@ def test_auto_on_a_cpu(
     assert reason in found.reason
 
 
-@pytest.mark.parametrize("device", [CPU, torch.device("cuda", 0)])
-def test_what_is_asked_for_is_kept(device: torch.device) -> None:
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch, features: str) -> None:
+    monkeypatch.setattr("builtins.open", lambda path: io.StringIO(f"flags : {features}\n"))
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "features", "reason"),
+    [
+        ("fp32", "avx2", "configured"),
+        ("bf16", "avx2 avx512_bf16", "configured"),
+        ("bf16", "avx2", "configured; this CPU only emulates bfloat16, which is slow"),
+        ("fp16-autocast", "avx512_fp16", "configured"),
+        ("fp16", "amx_bf16", "configured; this CPU only emulates float16, which is slow"),
+        ("tf32", "amx_bf16", "configured; a CPU has no TF32, so products keep all bits of float32"),
+    ],
+)
+def test_what_a_cpu_cannot_do_is_said(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, features: str, reason: str
+) -> None:
+    on_a_cpu(monkeypatch, features)
+    found = resolve(wanted, CPU)
+    monkeypatch.undo()
+    assert found == (policy(wanted), reason)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "capability", "limit"),
+    [
+        ("bf16", (8, 0), ""),
+        ("bf16", (7, 0), "only emulates bfloat16, which is slow"),
+        ("bf16-autocast", (7, 5), "only emulates bfloat16, which is slow"),
+        ("fp16", (7, 0), ""),
+        ("fp16", (6, 1), "has no fast float16 arithmetic"),
+        ("tf32", (8, 0), ""),
+        ("tf32", (7, 5), "has no TF32, so products keep all bits of float32"),
+        ("fp32", (3, 5), ""),
+    ],
+)
+def test_what_a_gpu_cannot_do_is_said(
+    monkeypatch: pytest.MonkeyPatch, wanted: str, capability: tuple[int, int], limit: str
+) -> None:
+    on_a_gpu(monkeypatch, capability)
+    found = resolve(wanted, torch.device("cuda", 0))
+    major, minor = capability
+    told = f"; GPU (compute capability {major}.{minor}) {limit}" if limit else ""
+    assert found == (policy(wanted), f"configured{told}")
+
+
+def test_what_is_asked_for_is_kept() -> None:
     own = PrecisionPolicy("own", compute_dtype=torch.bfloat16, output_dtype=torch.bfloat16)
-    assert resolve(own, device) == (own, "given")
-    assert resolve("fp16", device) == (policy("fp16"), "configured")
+    for device in (CPU, torch.device("cuda", 0), torch.device("meta")):
+        assert resolve(own, device).policy is own
+        assert resolve(own, device).reason.startswith("given")
+        assert resolve("fp16", device).policy == policy("fp16")
+        assert resolve({"preset": "fp16"}, device).policy == policy("fp16")
+        assert resolve("bf16,reduce=bf16", device).policy.reduce_dtype == torch.bfloat16
+
+
+def test_auto_on_a_device_that_is_not_known() -> None:
+    found = resolve("auto", torch.device("meta"))
+    assert found == (policy("fp32"), "what meta computes natively is not known")
 
 
 def test_unknown_names_are_refused() -> None:

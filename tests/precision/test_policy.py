@@ -1,82 +1,222 @@
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
-from typing import Any
+from dataclasses import FrozenInstanceError, fields
+from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
-from distmp.precision.policy import dtype_name
+from distmp.precision.builders import autocast_context, prepare
+from distmp.precision.policy import dtype_name, dtype_word
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 @pytest.mark.parametrize(
-    ("name", "compute_dtype", "autocast", "loss_scale", "casts_parameters"),
+    ("name", "param", "compute", "autocast", "loss_scale", "casts_parameters", "has_masters"),
     [
-        ("fp32", FP32, False, None, False),
-        ("bf16", BF16, False, None, True),
-        ("bf16-autocast", BF16, True, None, False),
-        ("fp16", FP16, False, "dynamic", True),
-        ("fp16-autocast", FP16, True, "dynamic", False),
+        ("fp32", FP32, FP32, False, None, False, False),
+        ("tf32", FP32, FP32, False, None, False, False),
+        ("bf16", FP32, BF16, False, None, True, True),
+        ("bf16-autocast", FP32, BF16, True, None, False, False),
+        ("bf16-pure", BF16, BF16, False, None, True, False),
+        ("fp16", FP32, FP16, False, "dynamic", True, True),
+        ("fp16-autocast", FP32, FP16, True, "dynamic", False, False),
+        ("fp16-static", FP32, FP16, False, 1024.0, True, True),
     ],
 )
 def test_presets(
     name: str,
-    compute_dtype: torch.dtype,
+    param: torch.dtype,
+    compute: torch.dtype,
     autocast: bool,
-    loss_scale: str | None,
+    loss_scale: Literal["dynamic"] | float | None,
     casts_parameters: bool,
+    has_masters: bool,
 ) -> None:
     preset = policy(name)
-    assert preset.name == name
-    assert preset.compute_dtype == compute_dtype
-    assert preset.autocast == autocast
-    assert preset.loss_scale == loss_scale
+    assert preset == PrecisionPolicy(
+        name=name,
+        param_dtype=param,
+        compute_dtype=compute,
+        autocast=autocast,
+        reduce_dtype=FP32,
+        accumulate_dtype=FP32,
+        buffer_dtype=None,
+        output_dtype=FP32,
+        loss_scale=loss_scale,
+        keep_fp32=(),
+        cast_inputs=True,
+        tf32=name == "tf32",
+    )
     assert preset.casts_parameters == casts_parameters
-    assert preset.output_dtype == FP32
+    assert preset.has_masters == has_masters
+    assert preset.module_dtype == (compute if casts_parameters else FP32)
 
 
 def test_no_preset_is_left_untested() -> None:
-    assert set(PRESETS) == {"fp32", "bf16", "bf16-autocast", "fp16", "fp16-autocast"}
+    assert list(PRESETS) == [
+        *("fp32", "tf32", "bf16", "bf16-autocast", "bf16-pure"),
+        *("fp16", "fp16-autocast", "fp16-static"),
+    ]
+
+
+B, H = {"compute_dtype": BF16}, {"compute_dtype": FP16, "loss_scale": "dynamic"}
+PURE = {"param_dtype": BF16, "compute_dtype": BF16}
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("bad", "setting", "problem"),
     [
-        ("bf61", r"precision\.policy = 'bf61': did you mean 'bf16'\?"),
-        ("fp16-autocats", "did you mean 'fp16-autocast'"),
-        ("int4x", "choose one of auto, bf16, bf16-autocast, fp16, fp16-autocast, fp32"),
-        ("auto", r"precision\.policy = 'auto'"),
+        # What is no floating-point type that trains.
+        ({"compute_dtype": torch.int8}, "compute", "choose one of float32, bfloat16, float16"),
+        ({"compute_dtype": "bf16"}, "compute", "choose one of float32"),
+        ({"compute_dtype": None}, "compute", "choose one of float32"),
+        ({"param_dtype": torch.float64}, "param", "choose one of float32"),
+        ({"reduce_dtype": torch.complex64}, "reduce", "choose one of float32"),
+        ({"accumulate_dtype": 32}, "accumulate", "choose one of float32"),
+        ({"output_dtype": torch.float8_e4m3fn}, "output", "choose one of float32"),
+        ({"buffer_dtype": torch.bool}, "buffer", "choose one of float32"),
+        # Weights.
+        ({**PURE, "param_dtype": FP16, "compute_dtype": FP16}, "param", "with param=fp32"),
+        ({**B, "param_dtype": FP16}, "param", "Adam's epsilon of 1e-8 is zero"),
+        ({"param_dtype": BF16}, "param", "fewer bits than the float32 that is computed with"),
+        ({**H, "param_dtype": BF16}, "param", "is not the float16 that is computed with"),
+        ({**PURE, "autocast": True}, "param", "autocast casts from FP32 weights"),
+        # Autocast.
+        ({"autocast": True}, "autocast", "FP32 compute needs no autocast"),
+        ({"autocast": 1}, "autocast", "use True or False"),
+        # Gradients.
+        ({**H, "reduce_dtype": BF16}, "reduce", "use reduce=fp16 or reduce=fp32"),
+        ({**B, "reduce_dtype": FP16}, "reduce", "use reduce=bf16 or reduce=fp32"),
+        ({**B, "accumulate_dtype": BF16}, "accumulate", "deserve sums in float32"),
+        ({"accumulate_dtype": FP16}, "accumulate", "deserve sums in float32"),
+        ({**PURE, "accumulate_dtype": FP16}, "accumulate", "use fp32 or bf16"),
+        # Loss scale.
+        ({"compute_dtype": FP16}, "loss_scale", "become zero without a loss scale"),
+        ({"compute_dtype": FP16, "autocast": True}, "loss_scale", "use 'dynamic'"),
+        ({"reduce_dtype": FP16}, "loss_scale", "use 'dynamic'"),
+        ({**B, "loss_scale": -1.0}, "loss_scale", r"from 2\^-126 to 2\^126"),
+        ({**H, "loss_scale": "static"}, "loss_scale", 'use "dynamic", a number, or None'),
+        ({**H, "loss_scale": True}, "loss_scale", 'use "dynamic", a number, or None'),
+        ({**H, "loss_scale": 0}, "loss_scale", r"from 2\^-126 to 2\^126"),
+        ({**H, "loss_scale": float("nan")}, "loss_scale", r"from 2\^-126 to 2\^126"),
+        ({**H, "loss_scale": 10**400}, "loss_scale", r"from 2\^-126 to 2\^126"),
+        # Outputs, buffers and what is kept.
+        ({"output_dtype": BF16}, "output", r"is not what is computed \(float32\)"),
+        ({**H, "output_dtype": BF16}, "output", "use fp32 or fp16"),
+        ({"buffer_dtype": BF16}, "buffer", "held in float32"),
+        ({**B, "autocast": True, "buffer_dtype": BF16}, "buffer", "held in float32"),
+        ({"keep_fp32": ("norm",)}, "keep_fp32", "in FP32 already"),
+        ({"tf32": True, "keep_fp32": ("norm",)}, "keep_fp32", "switched for the whole process"),
+        ({**B, "keep_fp32": "norm"}, "keep_fp32", "use a tuple of patterns"),
+        ({**B, "keep_fp32": ("norm", "norm")}, "keep_fp32", "names a pattern twice"),
+        ({**B, "keep_fp32": ("a|b",)}, "keep_fp32", "use a pattern without"),
+        ({**B, "keep_fp32": (nn.LayerNorm,)}, "keep_fp32", "use a pattern without"),
+        ({**B, "tf32": True}, "tf32", "is a way to compute FP32"),
+        ({"cast_inputs": None}, "cast_inputs", "use True or False"),
+        ({"name": ""}, "name", "a word or two"),
+        ({"name": "two\nlines"}, "name", "a word or two"),
     ],
 )
-def test_unknown_presets_are_refused(name: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        policy(name)
+def test_bad_policies_are_refused_with_one_message(
+    bad: dict[str, Any], setting: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as caught:
+        PrecisionPolicy(**{"name": "custom", **bad})
+    assert caught.value.setting == f"precision.policy.{setting}"
+    assert str(caught.value).startswith(f"precision.policy.{setting} = ")
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (
-            {"compute_dtype": torch.int8},
-            r"precision\.compute_dtype = torch\.int8: choose one of float32",
-        ),
-        ({"compute_dtype": "bf16"}, r"precision\.compute_dtype = 'bf16'"),
-        ({"compute_dtype": torch.float64}, r"precision\.compute_dtype"),
-        ({"output_dtype": torch.float8_e4m3fn}, r"precision\.output_dtype"),
-        ({"autocast": True}, r"precision\.autocast = True: FP32 compute needs no autocast"),
-        ({"compute_dtype": FP16}, r"precision\.loss_scale = None: .* use 'dynamic'"),
-        ({"compute_dtype": FP16, "autocast": True}, r"precision\.loss_scale = None"),
-        ({"loss_scale": "static"}, r"precision\.loss_scale = 'static'"),
-        ({"loss_scale": 1024.0}, r"precision\.loss_scale = 1024\.0"),
-    ],
-)
-def test_combinations_that_cannot_run_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PrecisionPolicy("custom", **fields)
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype
+        return self.head(self.norm(torch.relu(self.first(x))))
+
+
+_CHANGES = {
+    "param_dtype": st.sampled_from([FP32, BF16, FP16]),
+    "compute_dtype": st.sampled_from([FP32, BF16, FP16, torch.int8, "bf16"]),
+    "autocast": st.booleans(),
+    "reduce_dtype": st.sampled_from([FP32, BF16, FP16, None]),
+    "accumulate_dtype": st.sampled_from([FP32, BF16, FP16]),
+    "buffer_dtype": st.sampled_from([None, FP32, BF16, FP16, torch.int64]),
+    "output_dtype": st.sampled_from([FP32, BF16, FP16]),
+    "loss_scale": st.sampled_from([None, "dynamic", 8.0, 0.0]),
+    "keep_fp32": st.sampled_from([(), ("norm",), ("head",), ("norm", "first"), ("hea",), ["norm"]]),
+    "cast_inputs": st.booleans(),
+    "tf32": st.booleans(),
+}
+
+
+@st.composite
+def changed_presets(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the fields of a preset with some of them changed, whether they fit or not."""
+    preset = draw(st.sampled_from(list(PRESETS.values())))
+    changed = draw(st.sets(st.sampled_from(sorted(_CHANGES)), max_size=4))
+    return vars(preset) | {field: draw(_CHANGES[field]) for field in sorted(changed)}
+
+
+@settings(max_examples=400, deadline=None)
+@given(wanted=changed_presets())
+def test_any_policy_is_refused_or_runs_as_it_says(wanted: dict[str, Any]) -> None:
+    model = Model()
+    try:
+        built = PrecisionPolicy(**wanted)
+        prepare(model, built, "cpu")
+    except ConfigError as refused:
+        message = str(refused)
+    else:
+        message = ""
+    if message:
+        event("refused")
+        assert message.startswith("precision.policy.")
+        assert "\n" not in message
+        return
+    event("runs")
+    assert {field: getattr(built, field) for field in wanted} == wanted
+    held = built.module_dtype
+    seen: dict[str, torch.dtype] = {}
+    for name in ("first", "head"):
+        part = model.get_submodule(name)
+        part.register_forward_hook(lambda _, x, y, name=name: seen.update({name: y.dtype}))
+    x = torch.ones(3, 3, dtype=FP32 if built.cast_inputs else held)
+    with autocast_context(built, torch.device("cpu")):
+        output = model(x)
+    output.sum().backward()
+    assert model.seen == held
+    assert output.dtype == built.output_dtype
+    patterns = built.keep_fp32
+    kept = {name for name in ("first", "norm", "head") if name in patterns}
+    if built.buffer_dtype in (None, FP32):
+        kept.add("norm")
+    for name, parameter in model.named_parameters():
+        expected = FP32 if name.partition(".")[0] in kept else held
+        assert parameter.dtype == expected, name
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == expected
+    statistics = model.norm.running_mean
+    assert statistics is not None
+    assert statistics.dtype == (FP32 if "norm" in kept else built.buffer_dtype)
+    computed = built.compute_dtype
+    assert seen["head"] == (FP32 if "head" in kept else computed)
+    assert seen["first"] == (FP32 if "first" in kept and built.autocast else computed)
+
+
+def test_every_field_is_in_the_random_policies() -> None:
+    assert {field.name for field in fields(PrecisionPolicy)} == {"name", *_CHANGES}
 
 
 def test_a_policy_cannot_be_changed() -> None:
@@ -84,9 +224,10 @@ def test_a_policy_cannot_be_changed() -> None:
         policy("bf16").autocast = True  # type: ignore[misc]
 
 
-def test_dtype_name() -> None:
+def test_names_of_types() -> None:
     assert [dtype_name(dtype) for dtype in (FP32, BF16, torch.int64)] == [
         "float32",
         "bfloat16",
         "int64",
     ]
+    assert [dtype_word(dtype) for dtype in (FP32, BF16, FP16)] == ["fp32", "bf16", "fp16"]

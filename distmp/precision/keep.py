@@ -1,0 +1,278 @@
+"""Modules that stay in FP32 although the policy computes in 16 bits.
+
+A kept module has FP32 parameters and buffers, gets FP32 inputs, and computes with autocast off.
+What is called as a function instead of a module (`F.softmax` in a forward, the cross entropy in a
+loss function) cannot be kept by name. Under autocast torch itself runs those in FP32; with 16-bit
+parameters they get what they are given, and the `output_dtype` of the policy makes that FP32 for
+everything behind the outermost module.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from distmp.errors import ConfigError, nearest
+from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
+
+# Words for what people want to keep, whatever a model calls it: by the last part of the module's
+# name, or by its class.
+_NAMES = {
+    "router": re.compile(r"(.*_)?router|gate"),
+    "head": re.compile(r"(.*_)?heads?|classifier|score|embed_out|unembed(ding)?"),
+}
+_CLASSES = {
+    "norm": re.compile(r"(?!Pre|Post).*Norm(\dd)?"),
+    "softmax": re.compile(r".*Softmax.*"),
+    "router": re.compile(r".*Router"),
+    "head": re.compile(r".*(LM|Classification|Output)Head"),
+    "loss": re.compile(r".*Loss"),
+}
+WORDS = tuple(sorted(_CLASSES))
+
+
+def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    """Find the outermost modules that match a pattern, by name.
+
+    A pattern is one of the words `norm`, `softmax`, `router`, `head`, `loss`, or a glob over the
+    dotted names (`blocks.*.norm`, where `*` also stands for dots) or the classes (`LayerNorm`) of
+    modules. A container that is never called (`ModuleList`) stands for its entries. A module that
+    shares a parameter with a kept one is kept too: the parameter exists once, in FP32.
+
+    Args:
+        module: The outermost module; it is not kept itself.
+        patterns: What to keep; nothing is kept if empty.
+
+    Raises:
+        ConfigError: If a pattern matches nothing (with the nearest name), the outermost module, or
+            a module whose parameters are used without calling it.
+    """
+    found: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        matching = {
+            name: part for name, part in module.named_modules() if _matches(pattern, name, part)
+        }
+        if not matching:
+            raise ConfigError("precision.policy.keep_fp32", pattern, _nothing(module, pattern))
+        if "" in matching:
+            raise ConfigError(
+                "precision.policy.keep_fp32", pattern, "keeps the whole model; use the policy fp32"
+            )
+        for name, part in matching.items():
+            found.update(_called(name, part, pattern))
+    while shared := _sharing(module, found):
+        found.update(shared)
+    return _outermost(module, found)
+
+
+def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.Module]:
+    """Return the modules that run in FP32 under a policy with 16 bits, by name.
+
+    These are the ones that the policy keeps and, with 16-bit parameters unless `buffer_dtype` is 16
+    bits too, the normalisation layers with running statistics: a batch norm refuses FP32 statistics
+    beside 16-bit weights, and 16-bit statistics stop to follow the data.
+
+    Raises:
+        ConfigError: As `kept_modules`.
+    """
+    kept = kept_modules(module, policy.keep_fp32)
+    if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
+        for name, part in module.named_modules():
+            if name and getattr(part, "running_mean", None) is not None:
+                kept[name] = part
+    return _outermost(module, kept)
+
+
+def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torch.dtype]:
+    """Return the dtype in which the module holds each parameter, by its name.
+
+    A parameter in 16 bits has an FP32 master where the policy has masters; one in FP32 is stepped
+    itself. Integer parameters stay as they are, and so do frozen ones (a base model in 16 bits)
+    where the policy has FP32 parameters.
+
+    Raises:
+        ConfigError: As `kept_modules`.
+    """
+    in_fp32 = {
+        id(parameter)
+        for part in modules_in_fp32(module, policy).values()
+        for parameter in part.parameters()
+    }
+    return {
+        name: _storage_dtype(parameter, policy, kept=id(parameter) in in_fp32)
+        for name, parameter in module.named_parameters()
+    }
+
+
+def _storage_dtype(parameter: Tensor, policy: PrecisionPolicy, *, kept: bool) -> torch.dtype:
+    if not parameter.is_floating_point():
+        return parameter.dtype
+    if kept:
+        return torch.float32
+    if not (policy.casts_parameters or parameter.requires_grad):
+        return parameter.dtype
+    return policy.module_dtype
+
+
+def cast_buffers(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Give floating-point buffers the type that the policy says, in place.
+
+    Buffers of kept modules are FP32 whatever `buffer_dtype` says.
+
+    Raises:
+        ConfigError: As `kept_modules`.
+    """
+    in_fp32 = {
+        id(buffer) for part in modules_in_fp32(module, policy).values() for buffer in part.buffers()
+    }
+    for buffer in module.buffers():
+        dtype = torch.float32 if id(buffer) in in_fp32 else policy.buffer_dtype
+        if dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(dtype)
+
+
+def keep_in_fp32(
+    module: nn.Module, policy: PrecisionPolicy, device_type: str
+) -> dict[str, nn.Module]:
+    """Make the modules that the policy keeps compute in FP32; their parameters are not touched.
+
+    With 16-bit parameters around them, kept modules return `compute_dtype`, which is what the
+    next layer wants; heads and losses return FP32, because nothing with parameters comes after
+    them. Under autocast all of them return FP32, as autocast's own FP32 operations do.
+
+    Args:
+        module: The outermost module.
+        policy: What to keep.
+        device_type: Where the module runs: "cuda", "cpu".
+
+    Returns:
+        The kept modules by name.
+
+    Raises:
+        ConfigError: As `kept_modules`.
+    """
+    kept = modules_in_fp32(module, policy)
+    for name, part in kept.items():
+        last = any(_matches(word, name, part) for word in ("head", "loss"))
+        returns = None if policy.autocast or last else policy.compute_dtype
+        run_in_fp32(part, device_type, returns)
+    return kept
+
+
+def run_in_fp32(
+    module: nn.Module, device_type: str, output_dtype: torch.dtype | None = None
+) -> None:
+    """Make `module` compute in FP32: FP32 inputs, and autocast off inside.
+
+    It survives `copy.deepcopy`, `torch.compile`, activation checkpointing, FSDP1 and FSDP2.
+
+    Args:
+        module: A module that holds FP32 parameters when it is called.
+        device_type: Where it runs: "cuda", "cpu".
+        output_dtype: The type of its floating-point outputs; None leaves them in FP32.
+    """
+    module.register_forward_pre_hook(_inputs_in_fp32, with_kwargs=True)
+    own: Callable[..., Any] | None = vars(module).get("forward")
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_type, enabled=False):
+            if own is not None:  # another tool has replaced the forward of this instance
+                return own(*args, **kwargs)
+            return type(self).forward(self, *args, **kwargs)
+
+    # A bound method, so that a deep copy calls its own module; around the forward and not in hooks,
+    # so that autocast is back on whatever is raised inside.
+    module.forward = MethodType(forward, module)
+    if output_dtype is not None:
+        to_output = floating_point_cast(output_dtype)
+        module.register_forward_hook(
+            lambda _, args, output: pytree.tree_map_only(Tensor, to_output, output)
+        )
+
+
+def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Return a function that casts floating-point tensors and leaves others alone."""
+    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _inputs_in_fp32(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    cast = floating_point_cast(torch.float32)
+    return pytree.tree_map_only(Tensor, cast, args), pytree.tree_map_only(Tensor, cast, kwargs)
+
+
+def _matches(pattern: str, name: str, part: nn.Module) -> bool:
+    last = name.rpartition(".")[2]
+    class_name = type(part).__name__
+    for words, text in ((_NAMES, last), (_CLASSES, class_name)):
+        if pattern in words and words[pattern].fullmatch(text):
+            return True
+    return (name != "" and fnmatchcase(name, pattern)) or fnmatchcase(class_name, pattern)
+
+
+def _nothing(module: nn.Module, pattern: str) -> str:
+    parts = [(name, part) for name, part in module.named_modules() if name]
+    if not parts:
+        return "the model has no parts"
+    names = {name.rpartition(".")[2] for name, _ in parts} | {name for name, _ in parts}
+    classes = {type(part).__name__ for _, part in parts}
+    guess = nearest(pattern, {*names, *classes, *WORDS} - {pattern})
+    if not guess.startswith("did you mean"):
+        guess = f"write a name such as {parts[-1][0]!r}, a class, or one of {', '.join(WORDS)}"
+    return f"matches no module of the model; {guess}"
+
+
+def _called(name: str, part: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the module, or what is inside if it is a container that is never called."""
+    if type(part).forward is not nn.Module.forward:
+        yield name, part
+        return
+    if any(True for _ in part.parameters(recurse=False)):
+        raise ConfigError(
+            "precision.policy.keep_fp32",
+            pattern,
+            f"{name!r} ({type(part).__name__}) holds parameters but is never called; keep the "
+            "module that uses them",
+        )
+    for child_name, child in part.named_children():
+        yield from _called(f"{name}.{child_name}", child, pattern)
+
+
+def _sharing(module: nn.Module, kept: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that own a parameter of a kept module without being kept."""
+    inside = {id(part) for top in kept.values() for part in top.modules()}
+    in_fp32 = {id(parameter) for top in kept.values() for parameter in top.parameters()}
+    sharing = {
+        name: part
+        for name, part in module.named_modules()
+        if id(part) not in inside
+        and any(id(parameter) in in_fp32 for parameter in part.parameters(recurse=False))
+    }
+    if "" in sharing:
+        names = [
+            name for name, value in module.named_parameters(recurse=False) if id(value) in in_fp32
+        ]
+        raise ConfigError(
+            "precision.policy.keep_fp32",
+            next(iter(kept)),
+            f"shares its parameter with {names[0]!r} of the outermost module; use the policy fp32, "
+            "or give the two a parameter each",
+        )
+    return sharing
+
+
+def _outermost(module: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Drop what lies inside another one, in the order of registration."""
+    tops = {id(part) for part in found.values()}
+    inside = {id(part) for top in found.values() for part in top.modules() if part is not top}
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if id(part) in tops and id(part) not in inside
+    }

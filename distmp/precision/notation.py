@@ -1,0 +1,186 @@
+"""Policies as people write them: presets, one line of text, and mappings as in YAML.
+
+The preset `bf16`, the text `bf16,reduce=bf16,keep_fp32=norm|head`, and the mapping
+`{preset: bf16, reduce: bf16, keep_fp32: [norm, head]}`, which says the same as the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from distmp.errors import ConfigError, nearest
+from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype_name, dtype_word
+
+SETTING = "precision.policy"
+
+# A policy, its name, its text, or its mapping.
+PolicyLike = PrecisionPolicy | str | Mapping[str, Any]
+
+# How a field is called in text and in mappings.
+_KEYS = {field.name: field.name.removesuffix("_dtype") for field in fields(PrecisionPolicy)}
+_FIELDS = {key: name for name, key in _KEYS.items()}
+_DTYPES = DTYPE_WORDS | {dtype_name(dtype): dtype for dtype in DTYPE_WORDS.values()}
+_SWITCHES = {"true": True, "false": False}
+
+
+def policy(wanted: str | Mapping[str, Any]) -> PrecisionPolicy:
+    """Return the policy that a preset's name, a line of text or a mapping describes.
+
+    Text is a list of `key=value`, separated by commas, that may begin with the name of a preset;
+    what is not said is as in the preset, or as in `fp32`. The keys are `param`, `compute`,
+    `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (patterns
+    separated by `|`), `cast_inputs`, `tf32` and `name`; types are `fp32`, `bf16`, `fp16`. A mapping
+    has the same keys, and `preset`.
+
+    Raises:
+        ConfigError: If there is no such preset, key or value ("auto" needs a device, see
+            `distmp.precision.resolve`), or the policy contradicts itself.
+    """
+    if isinstance(wanted, str):
+        if wanted in PRESETS:
+            return PRESETS[wanted]
+        return _build(_split(wanted), default_name=wanted.strip())
+    if isinstance(wanted, Mapping) and wanted:
+        return _build(dict(wanted), default_name=None)
+    raise ConfigError(
+        SETTING, wanted, "use the name of a preset, 'key=value,...', or a mapping of these keys"
+    )
+
+
+def as_text(described: PrecisionPolicy) -> str:
+    """Return the line of text that `policy` turns into an equal policy.
+
+    Raises:
+        ConfigError: If the policy has a name that reads as a text for something else.
+    """
+    with contextlib.suppress(ConfigError):
+        if policy(described.name) == described:
+            return described.name
+    if set(",|=") & set(described.name):
+        raise ConfigError(
+            f"{SETTING}.name", described.name, "says something else than the policy; use a word"
+        )
+    return ",".join([f"name={described.name}", *_changes(described)])
+
+
+def _changes(described: PrecisionPolicy) -> list[str]:
+    """Return `key=value` for every field but the name that is not as in `fp32`."""
+    plain = PrecisionPolicy("fp32")
+    return [
+        f"{key}={_word(getattr(described, name))}"
+        for name, key in _KEYS.items()
+        if name != "name" and getattr(described, name) != getattr(plain, name)
+    ]
+
+
+def as_mapping(described: PrecisionPolicy) -> dict[str, Any]:
+    """Return every field by its key, as plain values that YAML and JSON can hold."""
+    return {key: _plain(getattr(described, name)) for name, key in _KEYS.items()}
+
+
+def _split(text: str) -> dict[str, Any]:
+    """Take `preset,key=value,...` apart; values remain text."""
+    items: dict[str, Any] = {}
+    for index, part in enumerate(text.split(",")):
+        key, equals, value = (word.strip() for word in part.partition("="))
+        if not equals:
+            if index > 0:
+                raise ConfigError(SETTING, text, f"{key!r} lacks a value; write {key or 'key'}=...")
+            key, value = "preset", key
+        if key in items:
+            raise ConfigError(SETTING, text, f"says {key} twice")
+        items[key] = value
+    return items
+
+
+def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
+    base = _preset(items.pop("preset", "fp32"))
+    for key in items:
+        if key not in _FIELDS:
+            problem = nearest(str(key), [*_FIELDS, "preset"])
+            raise ConfigError(f"{SETTING}.{key}", items[key], f"unknown key; {problem}")
+    values = {_FIELDS[key]: _value(key, value) for key, value in items.items()}
+    if not values:
+        return base
+    built = replace(base, **({"name": default_name or base.name} | values))
+    if default_name is None and "name" not in values:
+        return replace(built, name=_name_of(built))
+    return built
+
+
+def _name_of(built: PrecisionPolicy) -> str:
+    """Return the name of a policy that was given none: the preset that it equals, or its text."""
+    for preset in PRESETS.values():
+        if replace(built, name=preset.name) == preset:
+            return preset.name
+    return ",".join(_changes(built))
+
+
+def _preset(name: Any) -> PrecisionPolicy:
+    if name == "auto":
+        raise ConfigError(
+            SETTING,
+            name,
+            "is what distmp.resolve chooses for a device, and stands alone; name a preset to "
+            "change something in it",
+        )
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ConfigError(SETTING, name, nearest(str(name), [*PRESETS, "auto"]))
+    return PRESETS[name]
+
+
+def _value(key: str, value: Any) -> Any:
+    """Return what stands behind a key as the field's own type; the policy checks the rest."""
+    if key in ("param", "compute", "reduce", "accumulate", "buffer", "output"):
+        if key == "buffer" and value in (None, "none"):
+            return None
+        if not isinstance(value, str) or value not in _DTYPES:
+            problem = nearest(str(value), DTYPE_WORDS)
+            raise ConfigError(f"{SETTING}.{key}", value, problem)
+        return _DTYPES[value]
+    if key in ("autocast", "cast_inputs", "tf32"):
+        return _SWITCHES.get(value, value) if isinstance(value, str) else value
+    if key == "keep_fp32":
+        return _patterns(value)
+    if key == "loss_scale":
+        return _loss_scale(value)
+    return value
+
+
+def _patterns(value: Any) -> Any:
+    if isinstance(value, str):
+        return () if value in ("", "none") else tuple(value.split("|"))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _loss_scale(value: Any) -> Any:
+    if not isinstance(value, str) or value == "dynamic":
+        return value
+    if value == "none":
+        return None
+    try:
+        return float(value)
+    except ValueError:
+        return value  # the policy says what is wrong with it
+
+
+def _word(value: Any) -> str:
+    """Return a field's value as it stands in text."""
+    if isinstance(value, torch.dtype):
+        return dtype_word(value)
+    if isinstance(value, tuple):
+        return "|".join(value)
+    return (
+        "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return dtype_word(value)
+    return list(value) if isinstance(value, tuple) else value

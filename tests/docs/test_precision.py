@@ -1,0 +1,140 @@
+"""The page on precision policies says what is so."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from benchmarks.figures import ROOT, with_figures
+from distmp import Engine, PrecisionPolicy
+from distmp.config import RunConfig
+from distmp.errors import ConfigError
+from distmp.precision import PRESETS, policy
+from distmp.precision.keep import WORDS
+from distmp.precision.notation import _FIELDS
+from distmp.precision.policy import dtype_name
+from distmp.settings import from_mapping
+
+PAGE = (ROOT / "docs" / "precision.md").read_text()
+
+
+def rows(heading: str) -> list[list[str]]:
+    """Return the cells of the first table below a heading, without its head."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [
+        [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in lines[2:]
+    ]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
+
+
+def test_the_table_of_presets_is_complete_and_right() -> None:
+    table = {row[0].strip("`"): row[1:] for row in rows("Presets")}
+    assert list(table) == list(PRESETS)
+    for name, (held, stepped, computed, reduced, accumulated, scale, _) in table.items():
+        preset = PRESETS[name]
+        assert held == dtype_name(preset.module_dtype)
+        assert stepped == ("FP32 master weights" if preset.has_masters else "the parameters")
+        assert computed.startswith(dtype_name(preset.compute_dtype))
+        assert ("per operation" in computed) == preset.autocast
+        assert ("TF32" in computed) == preset.tf32
+        assert reduced == dtype_name(preset.reduce_dtype)
+        assert accumulated == dtype_name(preset.accumulate_dtype)
+        number = preset.loss_scale if isinstance(preset.loss_scale, float) else 0
+        assert scale == (f"{number:g} for ever" if number else preset.loss_scale or "none")
+
+
+def bytes_per_parameter(preset: PrecisionPolicy) -> float:
+    """Train a step and count the memory that stays: parameters, buckets, masters and moments."""
+    model = nn.Linear(512, 512, bias=False)
+
+    def loss(model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return model(batch).square().sum(), 1
+
+    engine = Engine(
+        model,
+        loss,
+        lambda named: torch.optim.AdamW(named, fused=True),
+        policy=preset,
+        device="cpu",
+        attribution=False,
+    )
+    engine.step([torch.ones(1, 512)])
+    kept: list[Tensor] = [model.weight, *engine._strategy.gradients()[0].tensors]
+    for _, weight in engine._strategy.optimizer_parameters():
+        state: dict[str, Any] = engine.optimizer.state[weight]
+        kept += [weight, state["exp_avg"], state["exp_avg_sq"]]
+    memory = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in kept}
+    return sum(storage.nbytes() for storage in memory.values()) / model.weight.numel()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_bytes_per_parameter(name: str) -> None:
+    (told,) = [float(row[-1]) for row in rows("Presets") if row[0] == f"`{name}`"]
+    assert bytes_per_parameter(PRESETS[name]) == pytest.approx(told, rel=0.01)
+
+
+def test_examples() -> None:
+    for block in blocks("python"):
+        exec(compile(block, "precision.md", "exec"), {})
+    for block in blocks("yaml"):
+        from_mapping(RunConfig, yaml.safe_load(block))
+    for text in re.findall(r'--precision.policy "(.*?)"|`policy: (.*?)`', PAGE):
+        if "auto" not in text:
+            policy("".join(text))
+
+
+def test_every_key_and_word_is_named() -> None:
+    assert [row[0].strip("`") for row in rows("How to say it")] == [
+        key for key in _FIELDS if key != "name"
+    ]
+    section = PAGE.partition("## What stays in FP32")[2]
+    assert all(f"`{word}`" in section for word in WORDS)
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    assert with_figures(PAGE) == PAGE
+    assert PAGE.count("<!-- figures: precision-") == 2
+
+
+def test_what_other_tools_need_exists() -> None:
+    import distmp.precision.builders as builders
+    import distmp.precision.switches as switches
+
+    named = re.findall(r"`(?:with )?(\w+)\((?:module, )?policy", PAGE)
+    assert len(named) >= 5
+    assert all(hasattr(builders, name) or hasattr(switches, name) for name in named)
+
+
+def test_what_is_said_of_a_tied_head_is_so() -> None:
+    """The default model's tied head is no module; there is a message, and a way to have one."""
+    from distmp.models.transformer import Transformer, TransformerConfig
+
+    sizes = {"vocabulary_size": 8, "sequence_length": 4, "layers": 1, "dimension": 8}
+    for tied in (True, False):
+        model = Transformer(TransformerConfig(**sizes, heads=1, hidden=8, tied_head=tied))
+        own = policy("bf16,keep_fp32=head")
+
+        def build(model: nn.Module = model, own: PrecisionPolicy = own) -> Engine:
+            return Engine(
+                model,
+                lambda model, batch: (model(batch).sum(), 1),
+                lambda named: torch.optim.SGD(named, lr=0.1),
+                policy=own,
+                device="cpu",
+            )
+
+        if tied:
+            with pytest.raises(ConfigError, match="'head': matches no module of the model"):
+                build()
+        else:
+            assert build().module.head.weight.dtype == torch.float32
