@@ -30,7 +30,7 @@ from distmp import Engine, Fp32GradBuckets
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
-from distmp.parallel.fsdp import blocks
+from distmp.parallel.blocks import find_blocks
 
 MICROBATCHES = 8
 STEADY = 3  # steps after which nothing new is allocated; DDP sorts its buckets in the second
@@ -82,7 +82,7 @@ class Fsdp2(Way):
     def __init__(self, size: str) -> None:
         super().__init__(size)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        for block in blocks(self.model):
+        for block in find_blocks(self.model).values():
             fully_shard(block, mp_policy=policy)
         self._sharded = fully_shard(self.model, mp_policy=policy)
         self._optimizer = torch.optim.SGD(self.model.parameters(), RATE)
