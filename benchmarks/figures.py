@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.report import RESULTS, Spread, table
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "precision.md")
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def quickstart(result: dict[str, Any]) -> str:
