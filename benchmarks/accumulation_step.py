@@ -33,7 +33,6 @@ from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks
 
 MICROBATCHES = 8
-STEADY = 3  # steps after which nothing new is allocated; DDP sorts its buckets in the second
 VOCABULARY, LENGTH = 258, 128
 RATE = 1e-4
 
@@ -165,7 +164,7 @@ class Rank:
 
     def answer(self, order: str) -> Any:
         """Do what `order` names."""
-        return {"time": self.time, "memory": self.memory}[order]()
+        return {"time": self.time, "resident": self.resident, "live": self.live}[order]()
 
     def time(self) -> float:
         """Return the seconds of one step."""
@@ -175,23 +174,30 @@ class Rank:
         dist.barrier()
         return time.perf_counter() - started
 
-    def memory(self) -> dict[str, float]:
-        """Return bytes per parameter: the peak of steps, what stays between them, live tensors."""
-        for _ in range(STEADY - 1):
-            self._way.step(2)
+    def resident(self) -> dict[str, float]:
+        """Return resident bytes per parameter: at most in a step, and after it."""
+        _settle(self._way)
         memory.settle()
         self._way.step()
         peak = memory.peak() - self._base
         between = memory.settle() - self._base
+        return {"peak": peak / self._parameters, "between_steps": between / self._parameters}
+
+    def live(self) -> dict[str, float]:
+        """Return bytes per parameter of the tensors that are alive at once, at most."""
         live = memory.LiveStorages()
         with live:
             way = self._build("22m")
-            for _ in range(STEADY - 1):
-                way.step(2)
+            _settle(way)
             live.peak = 0  # building may take more
-            way.step(3)
-        found = {"peak": peak, "between_steps": between, "live_tensors_peak": live.peak}
-        return {name: number / self._parameters for name, number in found.items()}
+            way.step(2)
+        return {"live_tensors_peak": live.peak / self._parameters}
+
+
+def _settle(way: Way) -> None:
+    """Take the steps after which nothing new is allocated; DDP sorts its buckets in the second."""
+    for _ in range(2):
+        way.step(1)
 
 
 def _warm_up() -> int:
@@ -214,9 +220,9 @@ def main() -> int:
         "machine": machine(),
         "microbatches": MICROBATCHES,
         "tokens_per_microbatch": LENGTH,
-        "memory": {way: _memory(way, 2) for way in STEPS},
+        "memory": {way: _memory(way, 2, "resident", "live") for way in STEPS},
         "memory_with_adamw": {
-            way: {ranks: _memory(way, ranks) for ranks in (2, 4)} for way in OPTIMIZERS
+            way: {ranks: _memory(way, ranks, "resident") for ranks in (2, 4)} for way in OPTIMIZERS
         },
         "references": {"autocast": DDP_AUTOCAST, "bf16": DDP_BF16},
         "seconds": _times(arguments.rounds),
@@ -229,14 +235,16 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=10, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each way")
     return parser.parse_args()
 
 
-def _memory(way: str, ranks: int) -> dict[str, float]:
-    """Return what the rank with the largest peak says."""
+def _memory(way: str, ranks: int, *orders: str) -> dict[str, float]:
+    """Return what the ranks answer to all orders, the largest number of each kind."""
     with Ranks("benchmarks.accumulation_step", way, ranks, memory.EXACT_MALLOC) as started:
-        return max(started.ask("memory"), key=lambda answer: answer["peak"])
+        answers = [answer for order in orders for answer in started.ask(order)]
+    names = dict.fromkeys(name for answer in answers for name in answer)
+    return {name: max(answer.get(name, 0.0) for answer in answers) for name in names}
 
 
 def _times(rounds: int) -> dict[str, list[float]]:
