@@ -116,6 +116,8 @@ class FullySharded(Strategy):
         # Whether something of an unfinished step may wait inside FSDP.
         self._unfinished = False
         self._last_microbatch = True
+        # Forward passes of this microbatch.
+        self._forwards = 0
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
@@ -143,6 +145,7 @@ class FullySharded(Strategy):
     def begin_microbatch(self, *, last: bool) -> None:
         self._unfinished = True
         self._last_microbatch = last
+        self._forwards = 0
         if self.accumulation.place == "unsharded":
             self._root.set_requires_gradient_sync(last)
         elif self.accumulation.place == "hybrid":
@@ -200,10 +203,13 @@ class FullySharded(Strategy):
         return order
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        if self._order is not None:
-            place = self.accumulation.place
-            trains = torch.is_grad_enabled()
-            self._order.begin((trains, trains and (place == "sharded" or self._last_microbatch)))
+        if self._order is None:
+            return
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            self._order.begin((self._forwards, self._last_microbatch))
+        else:
+            self._order.begin("evaluation")
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._order is not None:
@@ -217,10 +223,12 @@ class FullySharded(Strategy):
             cast(FSDPModule, part).reshard()
 
     def _prepare_gradients(self) -> None:
-        # Only when it gathers does FSDP make the tensors that gradients are accumulated in.
+        # Only when it gathers does FSDP make the tensors that gradients are accumulated in. One
+        # group after the other, as the whole model may not fit.
         for _, part in self.units():
-            cast(FSDPModule, part).unshard()
-        self._reshard()
+            unit = cast(FSDPModule, part)
+            unit.unshard()
+            unit.reshard()
         fsdp_internals.check(self.module)
         fsdp_internals.accumulate_in_fp32(self.module)
 
