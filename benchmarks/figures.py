@@ -109,7 +109,7 @@ def accumulation_step(result: dict[str, Any]) -> str:
             reference = seconds[result["references"][other]]
             row[f"of DDP {other}"] = f"{_ratio(seconds[name], reference).median:.2f}"
         row["peak bytes per parameter"] = f"{measured['peak']:.1f}"
-        row["live tensors"] = f"{measured['live_tensors_peak']:.1f}"
+        row["live tensors, 2 microbatches"] = f"{measured['live_tensors_peak']:.1f}"
         rows.append(row)
     held: list[dict[str, object]] = []
     for name, by_ranks in result["memory_with_adamw"].items():
