@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -405,3 +407,13 @@ def test_a_backward_outside_of_a_step_reduces_nothing() -> None:
     with Collectives() as collectives:
         model(inputs_of(0, 0), range(6)).backward()
     assert collectives.found == []
+
+
+def test_buckets_and_model_are_freed_together() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    accumulate(buckets, [lambda: model(torch.randn(5, WIDTH)).sum()])
+    alive = [weakref.ref(model.weight), weakref.ref(buckets)]
+    del model, buckets
+    gc.collect()
+    assert [one() for one in alive] == [None, None]
