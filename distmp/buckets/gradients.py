@@ -239,9 +239,8 @@ class Fp32GradBuckets:
                 zip(layout.names, layout.parameters, strict=True)
             ):
                 parameter.grad_dtype = torch.float32
-                parameter.register_post_accumulate_grad_hook(
-                    _hook(weakref.ref(self), bucket, index)
-                )
+                hook = _hook(weakref.ref(self), bucket, index)
+                parameter.register_post_accumulate_grad_hook(hook)
                 yield _Slot(name, parameter, bucket, index, target=parameter)
 
     @torch.no_grad()

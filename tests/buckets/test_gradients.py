@@ -5,6 +5,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -409,10 +410,14 @@ def test_a_backward_outside_of_a_step_reduces_nothing() -> None:
     assert collectives.found == []
 
 
+def sum_of_outputs(model: nn.Module) -> Tensor:
+    return model(torch.randn(5, WIDTH)).sum()
+
+
 def test_buckets_and_model_are_freed_together() -> None:
     model = nn.Linear(WIDTH, WIDTH)
     buckets = Fp32GradBuckets(model.named_parameters(), None)
-    accumulate(buckets, [lambda: model(torch.randn(5, WIDTH)).sum()])
+    accumulate(buckets, [partial(sum_of_outputs, model)])
     alive = [weakref.ref(model.weight), weakref.ref(buckets)]
     del model, buckets
     gc.collect()
