@@ -17,8 +17,8 @@ from tests.training import Batch, fused_adamw, loss, make_model, samples, sgd, s
 LEAVES = (3, 5, 1, 7, 8, 0, 2, 2)
 """Samples of each microbatch of the global batch, nowhere the same number twice in a row."""
 
-STEPS = 50
-OVERFLOW_AT = 20
+STEPS = 25
+OVERFLOW_AT = 10
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp32": {"policy": "fp32"},
@@ -97,18 +97,24 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
     expected = on_ranks(1, kinds, {"reproducible": True})
     assert len(set(expected.values())) == len(kinds)
     for world_size in (2, 4):
-        for sharded in (False, True):
-            options = {"reproducible": True, "shard_optimizer": sharded}
-            assert on_ranks(world_size, kinds, options) == expected
-    few = 12
+        for found in run_ranks(plain_and_sharded, world_size, kinds, timeout=110):
+            assert found == [expected, expected]
+    few = 5
     assert on_ranks(8, ["fp32"], {"reproducible": True}, few) == on_ranks(
         1, ["fp32"], {"reproducible": True}, few
     )
 
 
 def test_the_ordinary_mode_does_not_have_them() -> None:
-    found = {world_size: on_ranks(world_size, ["fp32"], {}, 12)["fp32"] for world_size in (1, 2, 4)}
+    found = {world_size: on_ranks(world_size, ["fp32"], {}, 5)["fp32"] for world_size in (1, 2, 4)}
     assert len(set(found.values())) == 3
+
+
+def plain_and_sharded(kinds: list[str]) -> list[dict[str, str]]:
+    return [
+        digests(kinds, {"reproducible": True, "shard_optimizer": sharded})
+        for sharded in (False, True)
+    ]
 
 
 @pytest.mark.gpu
