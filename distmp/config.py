@@ -15,6 +15,13 @@ from distmp.models.settings import ModelConfig
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 from distmp.parallel import STRATEGIES, AccumulationSettings
+from distmp.parallel.settings import (
+    SHARDED_STRATEGIES,
+    ActivationCheckpointing,
+    Compilation,
+    ParallelConfig,
+    ShardingConfig,
+)
 from distmp.precision import policy
 from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.scaling.lockstep import LockstepConfig
@@ -128,13 +135,20 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = "auto"
-    """single, ddp, ddp-torch, fsdp, or auto: ddp where there are several ranks."""
+    """single, ddp, ddp-torch, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
 
     shard_optimizer: bool = False
     """Each rank keeps and steps only its share of FP32 weights and optimizer state (ddp)."""
 
     reproducible: bool = False
     """The same bits at 1, 2, 4, 8 ... ranks, with a power of two of microbatches (single, ddp)."""
+
+    activation_checkpointing: ActivationCheckpointing = "none"
+    """`blocks`: keep only the inputs of each block for backward and compute the rest again."""
+
+    compile: Compilation = "none"
+    """What `torch.compile` gets: each of the `blocks`, or the whole `model`, after which no
+    reduction overlaps with backward."""
 
     timeout_minutes: float = 10.0
     """A collective operation that takes longer has failed."""
@@ -143,6 +157,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     lockstep: LockstepConfig = field(default_factory=LockstepConfig)
@@ -164,8 +179,17 @@ class RunConfig:
         accumulation = AccumulationSettings(
             self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
         )
-        if self.strategy == "fsdp":
+        if self.strategy in SHARDED_STRATEGIES:
             accumulation.refuse_for(self.strategy)
+        self.sharding.check(self.strategy)
+        self.parallel(microbatches=None)
+        if self.lockstep.every and self.strategy == "fsdp1":
+            raise ConfigError(
+                "lockstep.every",
+                self.lockstep.every,
+                "FSDP1 does not tell which of its tensors ranks have in common; use strategy = "
+                "'fsdp', or 0",
+            )
         if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
             raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
         if self.schedule.warmup_steps >= self.steps:
@@ -177,6 +201,12 @@ class RunConfig:
         # Looks up names and refuses options that the optimizer or schedule does not have.
         optimizer_factory(self.optim)
         schedule_factory(self.schedule, self.steps)
+
+    def parallel(self, microbatches: int | None) -> ParallelConfig:
+        """Return what a strategy is told, for steps of so many microbatches."""
+        return ParallelConfig(
+            self.sharding, self.activation_checkpointing, self.compile, microbatches
+        )
 
 
 def load(argv: Sequence[str]) -> RunConfig:

@@ -17,10 +17,15 @@ from distmp.errors import CheckpointError, ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome
-from distmp.parallel import AccumulationSettings, World, build_strategy, resolve_strategy
+from distmp.parallel import (
+    AccumulationSettings,
+    ParallelConfig,
+    World,
+    build_strategy,
+    resolve_strategy,
+)
 from distmp.parallel.module_buffers import ModuleBuffers
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
-from distmp.parallel.strategy import parameter_name
 from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context
 from distmp.precision.costs import costs
@@ -61,7 +66,8 @@ class Engine:
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
         policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
             or "auto" for what the device supports.
-        strategy: "single", "ddp", "ddp-torch", "fsdp" or "auto".
+        strategy: "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1" or "auto".
+        parallel: How the model is sharded, checkpointed and compiled.
         schedule: Builds a torch learning-rate scheduler on an optimizer.
         max_norm: Clip the norm of the global gradient to this.
         loss_scale: Rules of the loss scale, for policies that have one.
@@ -87,6 +93,7 @@ class Engine:
         policy: The policy in force.
         policy_reason: Why, in words.
         strategy: The name of the strategy in force.
+        strategy_reason: What it has chosen and why, in words; may be empty.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -100,6 +107,7 @@ class Engine:
         *,
         policy: PolicyLike = "auto",
         strategy: str = "auto",
+        parallel: ParallelConfig | None = None,
         schedule: ScheduleFactory | None = None,
         max_norm: float | None = None,
         loss_scale: LossScaleConfig | None = None,
@@ -135,7 +143,9 @@ class Engine:
             self.policy,
             self.world,
             AccumulationSettings(shard_optimizer, reproducible, on_nonfinite),
+            parallel,
         )
+        self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
@@ -144,7 +154,9 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
-        self._skips_on_device = prepare_for_device_skip(self.optimizer)
+        # Offloaded parameters are stepped on the host, which then has to wait for the verdict.
+        on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
+        self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
         self._learning_rates = LearningRates(
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
@@ -338,7 +350,9 @@ class Engine:
         elif verdict.found_inf.item() == 0:
             self._most_applied += 1
             for part in self._strategy.gradients():
-                torch._foreach_div_(part.tensors, verdict.grad_scale)
+                if part.tensors:
+                    divisor = verdict.grad_scale.to(part.tensors[0].device)
+                    torch._foreach_div_(part.tensors, divisor)
             self._strategy.hand_over_gradients()
             self.optimizer.step()
         self._strategy.publish_parameters()
@@ -403,11 +417,8 @@ class Engine:
             f"model/{name}": self._strategy.as_stored(name, tensor.detach())
             for name, tensor in self._strategy.optimizer_parameters()
         }
-        # By identity, not by name: a tied weight has several names.
-        trained = {id(value) for value in self.module.parameters() if value.requires_grad}
-        for name, value in self._strategy.model.state_dict(keep_vars=True).items():
-            if id(value) not in trained:
-                state[f"model/{parameter_name(name)}"] = value.detach()
+        for name, value in self._strategy.untrained().items():
+            state[f"model/{name}"] = value.detach()
         for name, value in named_state(self.optimizer, self._names).items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)

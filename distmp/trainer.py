@@ -86,6 +86,8 @@ class Trainer:
         self.timer = StepTimer()
         self.stopping = False
         self.parts = all_or_none(world, lambda: prepare(config, world))
+        # Counted before some strategy leaves only a part of each on this rank.
+        self.parameters = sum(parameter.numel() for parameter in self.parts.model.parameters())
         self.engine = all_or_none(
             world,
             lambda: build_engine(
@@ -275,16 +277,16 @@ class Trainer:
     def _introduce(self, checkpoint: Path | None) -> None:
         """Say what is about to run, with the reason of every automatic choice."""
         engine, batch = self.engine, self.config.batch
-        parameters = sum(parameter.numel() for parameter in engine.module.parameters())
         say = self.console.message
         say(f"data: {self.parts.datasets.description}")
         say(
-            f"model: {self.config.model.name}, {parameters:,} parameters; "
+            f"model: {self.config.model.name}, {self.parameters:,} parameters; "
             f"precision {engine.policy.name} ({engine.policy_reason})"
         )
         say(
             f"ranks: {self.world.world_size} on {self.world.device.type}, strategy "
-            f"{engine.strategy}; batch {batch.global_batch_size} = {self.world.world_size} ranks x "
+            f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
+            f"batch {batch.global_batch_size} = {self.world.world_size} ranks x "
             f"{self.parts.microbatches} microbatches x {batch.microbatch_size} samples"
         )
         say(f"run directory: {self.directory.path}")
@@ -356,6 +358,7 @@ def build_engine(
         optimizer_factory(config.optim),
         policy=policy,
         strategy=config.strategy,
+        parallel=config.parallel(parts.microbatches),
         schedule=schedule_factory(config.schedule, config.steps),
         max_norm=config.optim.max_norm,
         loss_scale=config.precision.loss_scale,

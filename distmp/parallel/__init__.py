@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from distmp.errors import ConfigError, nearest
+from distmp.parallel.blocks import prepare_blocks
+from distmp.parallel.settings import SHARDED_STRATEGIES, ParallelConfig
 from distmp.parallel.strategy import STRATEGIES, AccumulationSettings, Strategy
 from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy
@@ -12,6 +14,7 @@ from distmp.precision.policy import PrecisionPolicy
 __all__ = [
     "STRATEGIES",
     "AccumulationSettings",
+    "ParallelConfig",
     "Strategy",
     "World",
     "build_strategy",
@@ -42,26 +45,35 @@ def build_strategy(
     policy: PrecisionPolicy,
     world: World,
     accumulation: AccumulationSettings | None = None,
+    config: ParallelConfig | None = None,
 ) -> Strategy:
     """Prepare `module` for a strategy.
 
     Args:
-        name: "single", "ddp", "ddp-torch" or "fsdp".
+        name: "single", "ddp", "ddp-torch", "fsdp", "hsdp" or "fsdp1".
         module: The model, with FP32 or 16-bit parameters; it is changed in place.
         policy: What is computed in which type.
         world: The ranks that take part.
         accumulation: How gradients of whole models are accumulated and stepped.
+        config: How it is sharded, checkpointed and compiled.
 
     Raises:
-        ConfigError: If the module does not fit the policy or the strategy.
+        ConfigError: If module, policy, strategy and settings do not fit together.
     """
-    if name == "fsdp":
-        # Imported here: FSDP brings half a second of imports that the other strategies do not need.
+    config = config or ParallelConfig()
+    config.sharding.check(name)
+    if accumulation is not None and name in SHARDED_STRATEGIES:
+        accumulation.refuse_for(name)
+    prepare_blocks(module, config)
+    # Imported here: FSDP brings half a second of imports that the other strategies do not need.
+    if name in ("fsdp", "hsdp"):
         from distmp.parallel.fsdp import FullySharded
 
-        if accumulation is not None:
-            accumulation.refuse_for(name)
-        return FullySharded(module, policy, world)
+        return FullySharded(module, policy, world, config, name)
+    if name == "fsdp1":
+        from distmp.parallel.fsdp1 import FullySharded1
+
+        return FullySharded1(module, policy, world, config)
     if name == "ddp-torch":
         from distmp.parallel.torch_ddp import TorchDistributedDataParallel
 

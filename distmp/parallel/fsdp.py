@@ -1,28 +1,48 @@
-"""Fully sharded data parallelism through FSDP2 (`fsdp`).
+"""Fully sharded data parallelism through FSDP2 (`fsdp`, and `hsdp` with several copies).
 
 FSDP2 gathers and reduces; this module drives it so that the arithmetic is that of every other
-strategy: FP32 shards, gradients summed (not averaged) over ranks and accumulated in FP32.
+strategy: gradients summed (not averaged) over ranks and accumulated in FP32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import cast
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
+from distmp.buckets.collectives import all_gather
 from distmp.errors import ConfigError
+from distmp.parallel import fsdp_internals
+from distmp.parallel.accumulation import Facts, choose, least_free_bytes
+from distmp.parallel.blocks import find_blocks
+from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
+from distmp.parallel.reduce_scatter import reduce_scatter_sum
+from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.strategy import (
     Strategy,
     broadcast_from_rank_zero,
     check_parameters,
+    narrow_parameters,
     store_parameters_in_fp32,
+    trainable,
 )
 from distmp.parallel.world import World
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
+from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 
@@ -30,62 +50,103 @@ from distmp.scaling import GradientPart
 class FullySharded(Strategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
 
-    Gradients are reduced after every microbatch: the accumulator is then the FP32 shard, and an
-    abandoned step leaves nothing behind inside FSDP. FSDP matches the collectives of ranks by their
-    order: in every microbatch all ranks have to run the same modules with the same parameters.
+    With `hsdp` a shard group of `sharding.shard_size` ranks shares one copy of the model, and the
+    groups hold copies of one another.
+
+    FSDP matches the collectives of ranks by their order: in every microbatch all ranks have to run
+    the same modules. `CollectiveOrder` raises where they do not.
 
     Args:
         module: The model; it starts as rank 0 has it and is sharded in place, one group per block.
         policy: What the gathered parameters are cast to.
         world: The ranks to shard over.
+        config: How to shard.
+        name: "fsdp" or "hsdp".
+
+    Attributes:
+        accumulation: Where gradients of microbatches are added up, and why.
     """
 
-    def __init__(self, module: nn.Module, policy: PrecisionPolicy, world: World) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: PrecisionPolicy,
+        world: World,
+        config: ParallelConfig | None = None,
+        name: str = "fsdp",
+    ) -> None:
+        config = config or ParallelConfig()
         if world.group is None:
             raise ConfigError(
-                "strategy", "fsdp", "needs a process group; start the run with torchrun"
+                "strategy", name, "needs a process group; start the run with torchrun"
             )
+        _check_offload(config.sharding, world)
         check_parameters(module, policy)
-        self.module = module.to(world.device)
+        _check_accumulator(policy)
+        shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
+        self._replicas = world.world_size // shards
+        self.module = _move(module, world.device, parameters=not config.sharding.offload)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
-        mesh = init_device_mesh(world.device.type, (world.world_size,), mesh_dim_names=("shard",))
-        mp_policy = fsdp2_policy(policy)
-        for block in blocks(module):
-            fully_shard(block, mesh=mesh, mp_policy=mp_policy)
-        fully_shard(module, mesh=mesh, mp_policy=mp_policy)
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.set_gradient_divide_factor(1.0)
-                # Otherwise the factor is applied by a reduction operator that gloo does not have.
-                part.set_force_sum_reduction_for_comms(True)
+        cast_buffers(module, policy)
+        kept = [*keep_in_fp32(module, policy, world.device.type).values()]
+        narrow_parameters(module, policy.param_dtype, except_for=kept)
+        _shard(module, policy, kept, _mesh(world, shards, name), config.sharding)
+        self._root = cast(FSDPModule, module)
+        self._order = self._watch_collectives(world, policy, kept)
+        self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
-        self._trainable = [
-            (name, parameter)
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        ]
+        self._trainable = trainable(module)
+        self.accumulation = choose(
+            config.sharding.accumulate,
+            Facts(
+                elements=sum(parameter.numel() for _, parameter in self._trainable),
+                free_bytes=least_free_bytes(world),
+                shard_size=shards,
+                replicas=self._replicas,
+                gradient_bytes=policy.module_dtype.itemsize,
+                wire_bytes=policy.reduce_dtype.itemsize,
+                weight_bytes=policy.param_dtype.itemsize,
+                microbatches=config.microbatches,
+            ),
+        )
+        self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
+        if name == "hsdp":
+            self.reason = f"{self._replicas} copies on {shards} ranks each; {self.reason}"
+        # Whether something of an unfinished step may wait inside FSDP.
+        self._unfinished = False
+        self._last_microbatch = True
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
 
     def begin_step(self) -> None:
+        if self._unfinished:
+            self._discard()
         for _, parameter in self._trainable:
             parameter.grad = None
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Nothing to announce: every microbatch is reduced."""
+        self._unfinished = True
+        self._last_microbatch = last
+        if self.accumulation.place == "unsharded":
+            self._root.set_requires_gradient_sync(last)
+        elif self.accumulation.place == "hybrid":
+            self._root.set_requires_all_reduce(last)
 
     def finish_gradients(self) -> None:
-        """Nothing to wait for: FSDP waits at the end of each backward."""
+        # Nothing to wait for: FSDP waits at the end of each backward.
+        if self._order is not None:
+            self._order.end()
+        self._unfinished = False
 
     def gradients(self) -> list[GradientPart]:
-        shards = [
-            cast(DTensor, parameter.grad).to_local()
-            for _, parameter in self._trainable
-            if parameter.grad is not None
-        ]
-        return [GradientPart(shards, replicas=1)]
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for _, parameter in self._trainable:
+            if parameter.grad is not None:
+                shard = cast(DTensor, parameter.grad).to_local()
+                by_dtype.setdefault(shard.dtype, []).append(shard)
+        return [GradientPart(shards, self._replicas) for shards in by_dtype.values()]
 
     def publish_parameters(self) -> None:
         """Nothing to publish: the next forward gathers and casts the shards."""
@@ -94,15 +155,215 @@ class FullySharded(Strategy):
         parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
         return [(name, part) for name, part in parts if isinstance(part, FSDPModule)]
 
+    def _watch_collectives(
+        self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
+    ) -> CollectiveOrder | None:
+        """Put distmp's collectives in the place of FSDP's: summed in FP32, their order compared."""
+        units = self.units()
+        order = (
+            CollectiveOrder(world, [name for name, _ in units]) if world.world_size > 1 else None
+        )
+        in_fp32 = _all_parts(kept)
+        for index, (_, part) in enumerate(units):
+            unit = cast(FSDPModule, part)
+            wire = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
+            # Any: torch describes them by abstract classes that it does not export.
+            gather: Any = _AllGather(order, index)
+            reduce: Any = _ReduceScatter(order, index, wire)
+            unit.set_custom_all_gather(gather)
+            unit.set_custom_reduce_scatter(reduce)
+            # Per module, not recursive.
+            unit.set_gradient_divide_factor(1.0)
+            # Otherwise the factor is applied by a reduction operator that gloo does not have.
+            unit.set_force_sum_reduction_for_comms(True)
+        # A parameter without a gradient on this rank may have one on another (torch 2.13).
+        if hasattr(self._root, "set_reduce_scatter_unused_params"):
+            self._root.set_reduce_scatter_unused_params(True)
+        self.module.register_forward_pre_hook(
+            torch.compiler.disable(self._begin_forward), prepend=True
+        )
+        self.module.register_forward_hook(torch.compiler.disable(self._end_forward))
+        return order
 
-def blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated blocks of a model: the entries of its outermost module lists."""
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            yield from (block for block in child if _has_parameters(block))
-        else:
-            yield from blocks(child)
+    def _begin_forward(self, module: nn.Module, args: Any) -> None:
+        if self._order is not None:
+            place = self.accumulation.place
+            trains = torch.is_grad_enabled()
+            self._order.begin((trains, trains and (place == "sharded" or self._last_microbatch)))
+
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._order is not None:
+            self._order.note(END_OF_FORWARD)
+        if not torch.is_grad_enabled():
+            # No backward will do it, and the next forward may follow an update or a checkpoint.
+            self._reshard()
+
+    def _reshard(self) -> None:
+        for _, part in self.units():
+            cast(FSDPModule, part).reshard()
+
+    def _prepare_gradients(self) -> None:
+        # Only when it gathers does FSDP make the tensors that gradients are accumulated in.
+        for _, part in self.units():
+            cast(FSDPModule, part).unshard()
+        self._reshard()
+        fsdp_internals.check(self.module)
+        fsdp_internals.accumulate_in_fp32(self.module)
+
+    def _discard(self) -> None:
+        """Forget what an abandoned step has left inside FSDP."""
+        if hasattr(self._root, "reset_iter_state"):  # torch 2.13
+            self._root.reset_iter_state()
+        self._reshard()
+        fsdp_internals.discard_gradients(self.module)
+        if self._order is not None:
+            self._order.abandon()
+        self._unfinished = False
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+class _AllGather:
+    """What FSDP gathers with: torch's own collective, its place in the order compared before."""
+
+    def __init__(self, order: CollectiveOrder | None, unit: int) -> None:
+        self._order = order
+        self._unit = unit
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        if self._order is not None:
+            self._order.note(Collective("gather", self._unit, input_tensor.numel()))
+        work = all_gather(output_tensor, input_tensor, group)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+class _ReduceScatter(_AllGather):
+    """What FSDP reduces with: a sum in FP32, whatever travels."""
+
+    def __init__(self, order: CollectiveOrder | None, unit: int, wire_dtype: torch.dtype) -> None:
+        super().__init__(order, unit)
+        self._wire_dtype = wire_dtype
+
+    def __call__(  # type: ignore[override]
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp,
+        async_op: bool = False,
+    ) -> None:
+        if self._order is not None:
+            self._order.note(Collective("reduce", self._unit, input_tensor.numel()))
+        reduce_scatter_sum(output_tensor, input_tensor, group, self._wire_dtype)
+
+
+def shard_size(sharding: ShardingConfig, world: World) -> int:
+    """Return how many ranks share one copy of the model under `hsdp`.
+
+    Raises:
+        ConfigError: If the ranks cannot be divided so.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
+    size = local if sharding.shard_size is None else sharding.shard_size
+    if world.world_size % size:
+        fitting = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+        raise ConfigError(
+            "sharding.shard_size",
+            size,
+            f"does not divide the {world.world_size} ranks; use one of "
+            f"{', '.join(map(str, fitting))}",
+        )
+    return size
+
+
+def _mesh(world: World, shards: int, name: str) -> DeviceMesh:
+    kind = world.device.type
+    if name == "fsdp":
+        return init_device_mesh(kind, (shards,), mesh_dim_names=("shard",))
+    shape = (world.world_size // shards, shards)
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _shard(
+    module: nn.Module,
+    policy: PrecisionPolicy,
+    kept: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    sharding: ShardingConfig,
+) -> None:
+    """Make groups of parameters: the blocks, what is kept in FP32 within each, and the rest."""
+    # The sum over ranks is always FP32; what travels is the business of `_ReduceScatter`.
+    computed = replace(fsdp2_policy(policy, own_accumulator=True), reduce_dtype=torch.float32)
+    fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
+    in_fp32 = _all_parts(kept)
+    done: set[int] = set()
+
+    def group(parts: list[nn.Module], reshard: bool | None) -> None:
+        done.update(map(id, parts))
+        fully_shard(
+            parts[0] if len(parts) == 1 else parts,
+            mesh=mesh,
+            mp_policy=fp32 if id(parts[0]) in in_fp32 else computed,
+            reshard_after_forward=reshard,
+            offload_policy=offload,
+        )
+
+    def group_kept(holder: nn.Module, reshard: bool) -> None:
+        inside = _all_parts([holder])
+        parts = [
+            part
+            for part in kept
+            if id(part) in inside and id(part) not in done and any(True for _ in part.parameters())
+        ]
+        if parts and holder is not parts[0]:
+            group(parts, reshard)
+
+    # Inner ones first, as FSDP wants it.
+    for block in reversed(find_blocks(module, sharding.wrap).values()):
+        group_kept(block, sharding.reshard_after_forward)
+        group([block], sharding.reshard_after_forward)
+    # As the root, whose parameters other modules may use (a tied head).
+    group_kept(module, reshard=False)
+    group([module], None)
+
+
+def _all_parts(modules: Sequence[nn.Module]) -> set[int]:
+    return {id(part) for module in modules for part in module.modules()}
+
+
+def _check_accumulator(policy: PrecisionPolicy) -> None:
+    if policy.accumulate_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.accumulate",
+            policy.accumulate_dtype,
+            "the strategies fsdp and hsdp sum microbatches in FP32; use fp32",
+        )
+
+
+def _check_offload(sharding: ShardingConfig, world: World) -> None:
+    if sharding.offload and world.device.type == "cpu":
+        raise ConfigError(
+            "sharding.offload",
+            True,
+            "this run computes on the CPU, whose memory holds everything already; set it to false",
+        )
+
+
+def _move(module: nn.Module, device: torch.device, *, parameters: bool) -> nn.Module:
+    if parameters:
+        return module.to(device)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+    return module

@@ -16,7 +16,7 @@ from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
 
-STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp")
+STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1")
 ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
@@ -83,9 +83,11 @@ class Strategy(ABC):
 
     Attributes:
         module: The prepared module; forward goes through it.
+        reason: What was chosen and why, in words; empty if there was nothing to choose.
     """
 
     module: nn.Module
+    reason: str = ""
 
     @property
     def model(self) -> nn.Module:
@@ -153,6 +155,16 @@ class Strategy(ABC):
         """Return the modules, by name, on whose entry parameters become whole, the root first."""
         return [("", self.model)]
 
+    def untrained(self) -> dict[str, Tensor]:
+        """Return frozen parameters and buffers under the names of the model."""
+        # By identity, not by name: a tied weight has several names.
+        trained = {id(value) for value in self.module.parameters() if value.requires_grad}
+        return {
+            parameter_name(name): value
+            for name, value in self.model.state_dict(keep_vars=True).items()
+            if id(value) not in trained
+        }
+
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
     """Refuse parameters that the policy cannot store without changing what the model means.
@@ -189,6 +201,17 @@ def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+@torch.no_grad()
+def narrow_parameters(
+    module: nn.Module, dtype: torch.dtype, except_for: Iterable[nn.Module]
+) -> None:
+    """Round trainable parameters to the type that the optimizer steps, in place."""
+    kept = {id(parameter) for part in except_for for parameter in part.parameters()}
+    for parameter in module.parameters():
+        if parameter.requires_grad and id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 @torch.no_grad()

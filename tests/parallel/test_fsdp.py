@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from distmp.errors import ConfigError
-from distmp.parallel.fsdp import FullySharded, blocks
+from distmp.parallel.fsdp import FullySharded
 from distmp.parallel.world import World
 from distmp.precision import policy
 from tests.parallel.test_replicated import SIZES, train_rank
@@ -232,17 +232,3 @@ def test_fsdp_needs_a_process_group() -> None:
 def test_parameters_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'first\.weight' is float64"):
         make_engine(model=make_model().double(), strategy="fsdp")
-
-
-def test_blocks_are_the_entries_of_the_outermost_lists() -> None:
-    inner = nn.ModuleDict({"parts": nn.ModuleList([nn.Linear(1, 1), nn.Identity()])})
-    model = nn.ModuleDict(
-        {
-            "stem": nn.Linear(1, 1),
-            "body": nn.Sequential(nn.ModuleList([inner, nn.Linear(2, 2), nn.ReLU()])),
-        }
-    )
-    found = list(blocks(model))
-    assert [id(block) for block in found] == [id(inner), id(model["body"][0][1])]
-    assert [type(block) for block in blocks(inner)] == [nn.Linear]
-    assert dist.is_available()

@@ -1,0 +1,153 @@
+"""The blocks of a model: what is sharded, recomputed or compiled as a whole."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from distmp.errors import ConfigError, nearest
+from distmp.parallel.settings import ParallelConfig
+
+# They hold modules and are never called themselves.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+
+logger = logging.getLogger("distmp")
+
+
+def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.Module]:
+    """Return the blocks of a model by name, in order of registration.
+
+    Args:
+        model: Any module.
+        patterns: For class names or module names, with `*` and `?`. Empty: the class names in
+            `_no_split_modules`, as models of Hugging Face have it; without them the entries of the
+            outermost lists of modules.
+
+    Raises:
+        ConfigError: If a pattern fits no module that has parameters.
+    """
+    if patterns:
+        return _matching(model, patterns)
+    unsplit = {
+        name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
+    }
+    found = {
+        name: part
+        for name, part in _candidates(model)
+        if type(part).__name__ in unsplit and part is not model
+    }
+    return found or dict(_entries_of_lists(model, ""))
+
+
+def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the blocks that lie within no other one."""
+    inner = {id(part) for block in blocks.values() for part in block.modules() if part is not block}
+    return {name: block for name, block in blocks.items() if id(block) not in inner}
+
+
+def prepare_blocks(model: nn.Module, config: ParallelConfig, *, backend: str = "inductor") -> None:
+    """Recompute and compile what the settings say, in place; names of parameters stay.
+
+    Args:
+        model: Before it is sharded, so that a compiled block is gathered as a whole.
+        config: What to do.
+        backend: Of `torch.compile`.
+
+    Raises:
+        ConfigError: If there is no block to do it to.
+    """
+    if config.activation_checkpointing == "none" and config.compile == "none":
+        return
+    blocks = outermost(find_blocks(model, config.sharding.wrap))
+    setting = "compile" if config.compile == "blocks" else "activation_checkpointing"
+    if not blocks and "blocks" in (config.compile, config.activation_checkpointing):
+        raise ConfigError(setting, "blocks", NO_BLOCKS)
+    if config.activation_checkpointing == "blocks":
+        for block in blocks.values():
+            checkpoint_activations(block)
+    if config.compile == "blocks":
+        for block in blocks.values():
+            block.compile(backend=backend)
+    elif config.compile == "model":
+        logger.warning(
+            "compile = 'model': gradients of a compiled model arrive all at once at the end of "
+            "backward, so no reduction overlaps with it; 'blocks' compiles nearly as well"
+        )
+        model.compile(backend=backend)
+
+
+NO_BLOCKS = (
+    "the model has no list of modules and no _no_split_modules to tell its blocks from; name them "
+    "in sharding.wrap"
+)
+
+
+def checkpoint_activations(block: nn.Module) -> None:
+    """Keep only the inputs of a block for backward, which computes the rest again.
+
+    Replaces `forward` of this one object, so that names and hooks stay as they are, and FSDP's
+    hooks, which gather parameters, stay outside.
+    """
+    forward = block.forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    block.forward = recomputed
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
+    candidates = [(name, part) for name, part in _candidates(model) if part is not model]
+    for pattern in patterns:
+        if not any(_fits(pattern, name, part) for name, part in candidates):
+            names = {type(part).__name__ for _, part in candidates}
+            raise ConfigError(
+                "sharding.wrap", pattern, f"fits no module; {nearest(pattern, names)}"
+            )
+    return {
+        name: part
+        for name, part in candidates
+        if any(_fits(pattern, name, part) for pattern in patterns)
+    }
+
+
+def _fits(pattern: str, name: str, part: nn.Module) -> bool:
+    return fnmatchcase(type(part).__name__, pattern) or fnmatchcase(name, pattern)
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return (
+        (name, part)
+        for name, part in model.named_modules()
+        if not isinstance(part, CONTAINERS) and _has_parameters(part)
+    )
+
+
+def _entries_of_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        full = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList):
+            yield from _entries(child, f"{full}.")
+        else:
+            yield from _entries_of_lists(child, f"{full}.")
+
+
+def _entries(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Give what a list holds; of a list of lists (or dictionaries) what those hold."""
+    for name, entry in container.named_children():
+        if isinstance(entry, CONTAINERS):
+            yield from _entries(entry, f"{prefix}{name}.")
+        elif _has_parameters(entry):
+            yield f"{prefix}{name}", entry
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())

@@ -1,0 +1,255 @@
+"""Fully sharded data parallelism through FSDP1, `FullyShardedDataParallel` (`fsdp1`).
+
+For scripts and checkpoints that come from it; `fsdp` does the same with less. The arithmetic is
+that of every other strategy: gradients of each microbatch are summed (not averaged) over ranks and
+accumulated in FP32 shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from distmp.buckets.collectives import all_gather
+from distmp.errors import ConfigError, TrainingError
+from distmp.optim import OptimizerFactory
+from distmp.optim.sharded import build_on_shares
+from distmp.parallel.blocks import find_blocks
+from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
+from distmp.parallel.reduce_scatter import reduce_scatter_sum
+from distmp.parallel.settings import ParallelConfig
+from distmp.parallel.strategy import (
+    Strategy,
+    broadcast_from_rank_zero,
+    check_parameters,
+    store_parameters_in_fp32,
+)
+from distmp.parallel.world import World
+from distmp.precision.builders import cast_inputs_and_outputs, fsdp1_policy
+from distmp.precision.keep import cast_buffers, keep_in_fp32
+from distmp.precision.policy import PrecisionPolicy, dtype_name
+from distmp.scaling import GradientPart
+from distmp.slices import FlatSlice
+
+# What FSDP1 puts into the names of wrapped modules.
+WRAPPER = "_fsdp_wrapped_module."
+
+
+class FullySharded1(Strategy):
+    """Every rank holds a piece of the flattened parameters of each block.
+
+    The optimizer steps the pieces, 1-dimensional and empty where a parameter lies on other ranks,
+    under the names that the model gives them.
+
+    Args:
+        module: The model; it starts as rank 0 has it.
+        policy: What the gathered parameters are cast to.
+        world: The ranks to shard over.
+        config: How to shard.
+    """
+
+    reason = "gradients sharded: FSDP1 accumulates in FP32 only there"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        policy: PrecisionPolicy,
+        world: World,
+        config: ParallelConfig | None = None,
+    ) -> None:
+        config = config or ParallelConfig()
+        if world.group is None:
+            raise ConfigError(
+                "strategy", "fsdp1", "needs a process group; start the run with torchrun"
+            )
+        if world.world_size == 1:
+            raise ConfigError("strategy", "fsdp1", "is for several ranks; use 'single'")
+        check_parameters(module, policy)
+        _check_weights(module, policy)
+        self._group = world.group
+        self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        module.to(world.device)
+        store_parameters_in_fp32(module.parameters())
+        broadcast_from_rank_zero(module, world)
+        cast_buffers(module, policy)
+        kept = [*keep_in_fp32(module, policy, world.device.type).values()]
+        cast_inputs_and_outputs(module, policy)
+        self._root = _wrap(module, policy, kept, world, config)
+        self.module = self._root
+        self._trainable = [
+            (_plain_name(name), parameter)
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad
+        ]
+        self._places = self._find_places(world)
+        # Whether a forward has begun that no backward has followed.
+        self._open = False
+        self._order = self._watch_collectives(world, policy.reduce_dtype)
+
+    @property
+    def model(self) -> nn.Module:
+        return self._root.module
+
+    def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(self._trainable)
+
+    def begin_step(self) -> None:
+        if self._open:
+            raise TrainingError(
+                "FSDP1 cannot go on after a step that failed between forward and backward; start "
+                "again from a checkpoint, or use strategy = 'fsdp', which can"
+            )
+        self._order.abandon()
+        for _, parameter in self._trainable:
+            parameter.grad = None
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        """Nothing to announce: every microbatch is reduced."""
+
+    def finish_gradients(self) -> None:
+        # Nothing to wait for: FSDP waits at the end of each backward.
+        self._order.end()
+
+    def gradients(self) -> list[GradientPart]:
+        pieces = [
+            parameter.grad
+            for _, parameter in self._trainable
+            if parameter.grad is not None and parameter.numel()
+        ]
+        return [GradientPart(pieces, replicas=1)]
+
+    def publish_parameters(self) -> None:
+        """Nothing to publish: the next forward gathers and casts the pieces."""
+
+    def units(self) -> list[tuple[str, nn.Module]]:
+        return [
+            (_plain_name(f"{name}.").rstrip("."), part.module)
+            for name, part in self.module.named_modules()
+            if isinstance(part, FullyShardedDataParallel)
+        ]
+
+    def untrained(self) -> dict[str, Tensor]:
+        return {
+            _plain_name(name): buffer
+            for name, buffer in self.module.named_buffers(remove_duplicate=False)
+        }
+
+    def build_optimizer(
+        self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
+    ) -> torch.optim.Optimizer:
+        return build_on_shares(factory, parameters, self._shapes)
+
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        start, size = self._places[name]
+        return (
+            tensor if tensor.shape != (size,) else FlatSlice.of(tensor, self._shapes[name], start)
+        )
+
+    def hand_over_gradients(self) -> None:
+        # So that every rank makes optimizer state of every parameter.
+        for _, parameter in self._trainable:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def _find_places(self, world: World) -> dict[str, tuple[int, int]]:
+        """Return which elements of each flattened parameter this rank holds: start and number."""
+        sizes = torch.tensor([len(parameter) for _, parameter in self._trainable])
+        sizes = sizes.to(world.device)
+        everyone = sizes.new_empty(world.world_size * len(sizes))
+        all_gather(everyone, sizes, self._group).wait()
+        before = everyone.view(world.world_size, -1)[: world.rank].sum(0).tolist()
+        return {
+            name: (start, len(parameter))
+            for (name, parameter), start in zip(self._trainable, before, strict=True)
+        }
+
+    def _watch_collectives(self, world: World, wire_dtype: torch.dtype) -> CollectiveOrder:
+        """Sum over ranks in FP32, and compare the order of what ranks gather and reduce."""
+        units = [
+            part for part in self.module.modules() if isinstance(part, FullyShardedDataParallel)
+        ]
+        order = CollectiveOrder(
+            world, [*(name for name, _ in self.units()), "a group of parameters"]
+        )
+
+        def reduce(_: Any, gradients: Tensor, output: Tensor) -> None:
+            self._open = False
+            order.note(Collective("reduce", len(units), gradients.numel()))
+            reduce_scatter_sum(output, gradients, self._group, wire_dtype)
+
+        def enter(unit: Any, args: Any) -> None:
+            if unit is self.module:
+                self._open = torch.is_grad_enabled()
+                order.begin(self._open)
+            order.note(Collective("gather", units.index(unit), 0))
+
+        def leave(unit: nn.Module, args: Any, output: Any) -> None:
+            order.note(END_OF_FORWARD)
+
+        self._root.register_comm_hook(None, reduce)
+        for unit in units:
+            unit.register_forward_pre_hook(torch.compiler.disable(enter))
+        self.module.register_forward_hook(torch.compiler.disable(leave))
+        return order
+
+
+def _wrap(
+    module: nn.Module,
+    policy: PrecisionPolicy,
+    kept: list[nn.Module],
+    world: World,
+    config: ParallelConfig,
+) -> FullyShardedDataParallel:
+    # The sum over ranks is always FP32; what travels is the business of the communication hook.
+    computed = replace(
+        fsdp1_policy(policy, own_accumulator=True), reduce_dtype=torch.float32, buffer_dtype=None
+    )
+    fp32 = replace(computed, param_dtype=None)
+    blocks = {id(block) for block in find_blocks(module, config.sharding.wrap).values()}
+    tops = {id(part) for part in kept if any(True for _ in part.parameters())}
+    inside = {id(part) for top in kept for part in top.modules()}
+
+    def own_group(part: nn.Module) -> bool | dict[str, Any]:
+        if id(part) in tops or (id(part) in blocks and id(part) in inside):
+            return {"mixed_precision": fp32}
+        return id(part) in blocks
+
+    sharded = config.sharding.reshard_after_forward
+    return FullyShardedDataParallel(
+        module,
+        process_group=world.group,
+        sharding_strategy=(
+            ShardingStrategy.FULL_SHARD if sharded else ShardingStrategy.SHARD_GRAD_OP
+        ),
+        auto_wrap_policy=CustomPolicy(own_group),
+        mixed_precision=computed,
+        device_id=world.device,
+        use_orig_params=True,
+    )
+
+
+def _check_weights(module: nn.Module, policy: PrecisionPolicy) -> None:
+    if policy.param_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy",
+            policy.name,
+            f"steps {dtype_name(policy.param_dtype)} weights, and FSDP1 would add up their "
+            "gradients in that type too; use strategy = 'fsdp'",
+        )
+    frozen = [name for name, value in module.named_parameters() if not value.requires_grad]
+    if frozen:
+        raise ConfigError(
+            "strategy",
+            "fsdp1",
+            f"flattens whole blocks and cannot keep {frozen[0]!r} frozen; use 'fsdp'",
+        )
+
+
+def _plain_name(name: str) -> str:
+    return name.replace(WRAPPER, "")

@@ -1,0 +1,104 @@
+"""What FSDP2 keeps to itself: the one file in which distmp touches private attributes of torch.
+
+Needed for two things that have no public way (torch 2.13): gradients that wait for the last
+microbatch are to be added up in FP32, and nothing of an abandoned step may reach the next one.
+tests/parallel/test_fsdp_internals.py says when torch has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from distmp.errors import SetupError
+
+GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
+PARAMETER_ATTRIBUTES = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param")
+
+
+def check(model: nn.Module) -> None:
+    """Refuse a torch whose FSDP2 is built in another way.
+
+    Args:
+        model: Sharded, each of its groups gathered at least once.
+
+    Raises:
+        SetupError: Naming what is missing.
+    """
+    missing = {name for group in _groups(model) for name in _missing(group, GROUP_ATTRIBUTES)}
+    if not missing:
+        missing = {
+            name
+            for group in _groups(model)
+            for parameter in group.fsdp_params
+            for name in _missing(parameter, PARAMETER_ATTRIBUTES)
+        }
+    if missing:
+        raise SetupError(
+            {
+                0: f"FSDP2 of torch {torch.__version__} has no {', '.join(sorted(missing))}, which "
+                "distmp needs to accumulate in FP32; use a version of torch that distmp is tested "
+                "with (2.10 to 2.13), or strategy = 'ddp'"
+            },
+            exit_code=2,
+        )
+
+
+def accumulate_in_fp32(model: nn.Module) -> None:
+    """Make the gradient of every gathered parameter FP32, whatever the parameter's type is.
+
+    Then autograd itself adds up in FP32, over uses of a weight within one backward as well as over
+    microbatches; and all gradients of a group have one type, whichever microbatch they are from
+    (FSDP2 fails on a mixture, pytorch#196996).
+    """
+    for parameter in _gathered_parameters(model):
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+
+
+def discard_gradients(model: nn.Module) -> None:
+    """Forget gradients that wait for a reduction, which `zero_grad` does not see."""
+    for group in _groups(model):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            parameter._unsharded_param.grad = None
+            parameter.unsharded_accumulated_grad = None
+
+
+def waiting_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients of this rank that wait for a reduction."""
+    waiting = [group._partial_reduce_output for group in _groups(model)]
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            waiting += [parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad]
+    return [gradient for gradient in waiting if gradient is not None]
+
+
+def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
+    for group in _groups(model):
+        for parameter in group.fsdp_params:
+            yield parameter._unsharded_param
+
+
+def _groups(model: nn.Module) -> Iterator[Any]:
+    """Give FSDP2's groups of parameters, each of which is gathered and reduced as a whole."""
+    seen: set[int] = set()
+    for part in model.modules():
+        if not isinstance(part, FSDPModule):
+            continue
+        state = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:  # before torch 2.12 there is at most one
+            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+        for group in groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def _missing(holder: Any, names: tuple[str, ...]) -> list[str]:
+    return [f"{type(holder).__name__}.{name}" for name in names if not hasattr(holder, name)]

@@ -1,0 +1,45 @@
+"""The page on sharded models says what is so."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import get_args
+
+import yaml
+
+from benchmarks.figures import ROOT
+from distmp.config import RunConfig
+from distmp.parallel.accumulation import SHARE_OF_FREE_MEMORY
+from distmp.parallel.collective_order import ANSWER_SECONDS
+from distmp.parallel.settings import SHARDED_STRATEGIES, Accumulation, ShardingConfig
+from distmp.settings import from_mapping
+
+PAGE = (ROOT / "docs" / "sharding.md").read_text()
+
+
+def first_cells(head: str) -> list[str]:
+    """Return what stands in backquotes at the beginning of the rows of a table."""
+    table = PAGE.partition(f"| {head} |")[2].partition("\n\n")[0]
+    return re.findall(r"^\| `([\w-]+)`", table, flags=re.MULTILINE)
+
+
+def test_the_settings_are_complete_and_load() -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
+    values = yaml.safe_load(text)
+    assert from_mapping(RunConfig, values).strategy == "hsdp"
+    assert set(values["sharding"]) == {field.name for field in dataclasses.fields(ShardingConfig)}
+    for name, default in dataclasses.asdict(ShardingConfig()).items():
+        assert values["sharding"][name] == default or name in ("shard_size", "wrap")
+
+
+def test_the_tables_are_complete() -> None:
+    assert tuple(first_cells("strategy")) == SHARDED_STRATEGIES
+    assert {"auto", *first_cells("`accumulate`")} == set(get_args(Accumulation))
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    assert "a quarter of the free memory" in PAGE
+    assert SHARE_OF_FREE_MEMORY == 0.25
+    assert "it raises after two minutes" in PAGE
+    assert ANSWER_SECONDS == 120

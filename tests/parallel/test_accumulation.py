@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from distmp.errors import ConfigError
+from distmp.parallel import World
+from distmp.parallel.accumulation import Facts, bytes_per_step, choose, least_free_bytes
+from tests.ranks import ranks
+
+FACTS = Facts(
+    elements=1_000_000_000,
+    free_bytes=100_000_000_000,
+    shard_size=8,
+    replicas=1,
+    gradient_bytes=2,
+    wire_bytes=4,
+    weight_bytes=4,
+    microbatches=4,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "place", "reason"),
+    [
+        ({}, "unsharded", "a rank sends 3.5 GB per step instead of 14 GB per step; whole in FP32 "),
+        ({"microbatches": None}, "unsharded", "3.5 GB per step instead of 3.5 GB per microbatch"),
+        ({"microbatches": 1}, "sharded", "a step is one microbatch"),
+        ({"free_bytes": 10**10}, "sharded", "they would take 4 GB of 10 GB of free memory"),
+        ({"free_bytes": 10**10, "replicas": 2}, "hybrid", "they would take 4 GB of 10 GB of free"),
+        ({"wire_bytes": 2}, "sharded", "of one microbatch they lose nothing in 16 bits"),
+        ({"wire_bytes": 2, "replicas": 2}, "hybrid", "they lose nothing in 16 bits"),
+        # Autocast: gradients have 32 bits, and are rounded anyway.
+        ({"wire_bytes": 2, "gradient_bytes": 4}, "unsharded", "1.75 GB per step instead of 7 GB"),
+        ({"weight_bytes": 2}, "unsharded", "FP32 sums for 16-bit weights"),
+        ({"weight_bytes": 2, "replicas": 2}, "hybrid", "FP32 sums for 16-bit weights"),
+    ],
+)
+def test_the_choice_and_its_reason(changes: dict[str, Any], place: str, reason: str) -> None:
+    choice = choose("auto", FACTS._replace(**changes))
+    assert choice.place == place
+    assert reason in choice.reason
+
+
+def test_what_is_configured_is_taken() -> None:
+    assert choose("sharded", FACTS) == ("sharded", "configured")
+    with pytest.raises(ConfigError, match="'sharded': adds up in the type of the weights"):
+        choose("sharded", FACTS._replace(weight_bytes=2))
+
+
+def test_bytes_are_those_of_rings() -> None:
+    facts = FACTS._replace(elements=800, replicas=2, microbatches=3)
+    scatter, across = 7 * 100 * 4, 2 * 100 * 4 // 2
+    assert bytes_per_step("unsharded", facts) == scatter + across
+    assert bytes_per_step("hybrid", facts) == 3 * scatter + across
+    assert bytes_per_step("sharded", facts) == 3 * (scatter + across)
+
+
+@ranks(2)
+def test_ranks_agree_on_the_least_free_memory() -> None:
+    import distmp.parallel.accumulation as module
+
+    world = World.current("cpu")
+
+    class Memory:
+        available = 2000 * (1 + world.rank)
+
+    module.psutil.virtual_memory = lambda: Memory  # ends with the process
+    assert least_free_bytes(world) == 1000

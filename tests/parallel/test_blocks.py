@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distmp.errors import ConfigError
+from distmp.parallel import ParallelConfig
+from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
+from distmp.parallel.settings import ShardingConfig
+from tests.ranks import ranks
+from tests.training import INPUTS, TWO_RANKS, make_engine, make_model, train, weights
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+
+
+class Decoder(nn.Module):
+    """As Hugging Face builds models: the list lies somewhere inside, blocks are named by class."""
+
+    _no_split_modules = ("Layer",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(2, 2)])
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(Layer() for _ in range(2))
+
+
+def test_blocks_are_the_entries_of_the_outermost_lists() -> None:
+    pair = nn.ModuleDict({"attention": nn.Linear(1, 1), "parts": nn.ModuleList([nn.ReLU()])})
+    body = nn.ModuleList([pair, Layer(), nn.ReLU(), nn.ModuleList([nn.Linear(3, 3)])])
+    model = nn.ModuleDict({"stem": nn.Linear(1, 1), "body": nn.Sequential(body)})
+    found = find_blocks(model)
+    # Lists and dictionaries are never called, so what they hold stands for them.
+    assert list(found) == ["body.0.0.attention", "body.0.1", "body.0.3.0"]
+    assert found["body.0.1"] is body[1]
+    assert find_blocks(nn.Linear(1, 1)) == {}
+
+
+def test_classes_that_the_model_does_not_split_come_first() -> None:
+    assert list(find_blocks(Decoder())) == ["model.layers.0", "model.layers.1"]
+    inside = nn.Sequential(Decoder())  # wrapped by the user
+    assert list(find_blocks(inside)) == ["0.model.layers.0", "0.model.layers.1"]
+    model = Decoder()
+    model._no_split_modules = None
+    assert list(find_blocks(model)) == ["heads.0", "model.layers.0", "model.layers.1"]
+
+
+def test_patterns_are_for_names_and_classes() -> None:
+    assert list(find_blocks(Decoder(), ["Line*"]))[:2] == ["heads.0", "model.layers.0.experts.0"]
+    both = find_blocks(Decoder(), ["model.layers.*", "heads.0"])
+    assert "model.layers.1.experts.0" in both
+    assert list(outermost(both)) == ["heads.0", "model.layers.0", "model.layers.1"]
+    with pytest.raises(ConfigError, match="'Lyer': fits no module; did you mean 'Layer'"):
+        find_blocks(Decoder(), ["Layer", "Lyer"])
+
+
+def test_without_blocks_there_is_nothing_to_do_to_them() -> None:
+    for setting in ("compile", "activation_checkpointing"):
+        with pytest.raises(ConfigError, match=f"{setting} = 'blocks': the model has no list"):
+            prepare_blocks(nn.Linear(1, 1), ParallelConfig(**{setting: "blocks"}))
+
+
+def test_checkpointing_computes_blocks_again_and_keeps_names_and_numbers() -> None:
+    model, plain = make_model(), make_model()
+    calls: list[Any] = []
+    inner = model.blocks[0].linear
+    inner.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    prepare_blocks(model, ParallelConfig(activation_checkpointing="blocks"))
+    assert list(model.state_dict()) == list(plain.state_dict())
+    x = torch.randn(3, INPUTS)
+    for one in (model, plain):
+        one(x).square().sum().backward()
+    assert calls == [True, True]
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    with torch.no_grad():
+        model(x)
+    assert calls == [True, True, False]
+
+
+def test_compiled_blocks_keep_names_and_a_whole_model_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model, plain, whole = make_model(), make_model(), make_model()
+    seen: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append(len(inputs))
+        return graph.forward
+
+    prepare_blocks(model, ParallelConfig(compile="blocks"), backend=backend)
+    assert not caplog.records
+    prepare_blocks(whole, ParallelConfig(compile="model"), backend=backend)
+    assert "no reduction overlaps" in caplog.records[0].message
+    assert caplog.records[0].levelno == logging.WARNING
+    assert list(model.state_dict()) == list(plain.state_dict())
+    x = torch.randn(3, INPUTS)
+    torch.testing.assert_close(model(x), plain(x))
+    assert 1 <= len(seen) <= 2  # the blocks, which may share their code
+    torch.testing.assert_close(whole(x), plain(x))
+
+
+@ranks(2)
+def test_compiled_and_recomputed_blocks_train_sharded() -> None:
+    compile_with = nn.Module.compile
+    nn.Module.compile = lambda self, **_: compile_with(self, backend="aot_eager")
+    ends = []
+    for compilation, recomputed in (("none", "none"), ("blocks", "blocks")):
+        parallel = ParallelConfig(
+            ShardingConfig(accumulate="unsharded"),
+            activation_checkpointing=recomputed,
+            compile=compilation,
+        )
+        engine = make_engine(policy="bf16", strategy="fsdp", parallel=parallel)
+        train(engine, 2, TWO_RANKS)
+        ends.append(weights(engine))
+    for name, value in ends[0].items():
+        torch.testing.assert_close(ends[1][name], value, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distmp.errors import TrainingError
+from distmp.parallel import World
+from distmp.parallel.collective_order import Collective, CollectiveOrder
+from tests.parallel.sharding import Observed, sharded
+from tests.ranks import ranks
+from tests.training import TWO_RANKS, Batch, Classifier, make_engine, samples, train
+
+A, B, C = (Collective("gather", unit, 10) for unit in range(3))
+NAMES = ["", "blocks.0", "blocks.1"]
+
+
+def run_pass(order: CollectiveOrder, collectives: list[Collective], kind: Any = "train") -> None:
+    order.begin(kind)
+    for collective in collectives:
+        order.note(collective)
+    order.end()
+
+
+class Counted(CollectiveOrder):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked = 0
+
+    def _ask(self, mine: Collective) -> None:
+        self.asked += 1
+        super()._ask(mine)
+
+
+@ranks(2)
+def test_ranks_ask_only_where_something_is_new() -> None:
+    order = Counted(World.current("cpu"), NAMES)
+    run_pass(order, [A, B])
+    assert order.asked == 3  # with the end
+    for _ in range(3):
+        run_pass(order, [A, B])
+    assert order.asked == 3
+    run_pass(order, [A, C, B])
+    assert order.asked == 6
+    run_pass(order, [A], "evaluation")
+    assert order.asked == 8
+    run_pass(order, [A, C])  # shorter
+    assert order.asked == 9
+    order.begin("train")
+    order.note(A)
+    order.abandon()
+    run_pass(order, [A, C])
+    assert order.asked == 9
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        (([B], [C]), "rank 0 is about to gather blocks.0 .10 elements., rank 1 is about to gather"),
+        (([A, B], [A]), "rank 0 is about to gather blocks.0 .10 elements., rank 1 is about to end"),
+        (
+            ([A], [A._replace(kind="reduce", elements=4)]),
+            "gather the model's own parameters .*, rank 1 is about to reduce gradients of the",
+        ),
+    ],
+)
+@ranks(2)
+def test_a_difference_is_raised_on_all_ranks(mine: Any, message: str) -> None:
+    order = CollectiveOrder(World.current("cpu"), NAMES)
+    with pytest.raises(TrainingError, match=message):
+        run_pass(order, mine[dist.get_rank()])
+
+
+@ranks(2)
+def test_a_rank_that_deviates_alone_is_not_left_hanging() -> None:
+    order = CollectiveOrder(World.current("cpu"), NAMES, answer_seconds=0.5)
+    run_pass(order, [A, B])
+    if dist.get_rank() == 0:
+        run_pass(order, [A, B])
+        time.sleep(1)
+    else:
+        with pytest.raises(TrainingError, match=r"rank 1 is about to gather blocks.1 .* did not"):
+            run_pass(order, [A, C])
+
+
+class Routed(Classifier):
+    """Runs the blocks that it is told to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = [0, 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+@ranks(2, timeout=15)
+def test_ranks_that_run_different_blocks_get_one_error_instead_of_wrong_weights() -> None:
+    rank = dist.get_rank()
+    for strategy in ("fsdp", "hsdp", "fsdp1"):
+        # Of equal size, so that FSDP would gather one into the other; and one block less.
+        for mine in ([rank, 1 - rank], [0, 1][: 1 + rank]):
+            torch.manual_seed(0)
+            model = Routed()
+            engine = make_engine(model=model, strategy=strategy)
+            model.order = mine
+            with pytest.raises(TrainingError, match=r"ranks run different modules.*blocks\.[01]"):
+                train(engine, 1, TWO_RANKS)
+
+
+@ranks(2)
+def test_a_steady_run_asks_nothing() -> None:
+    for options in (sharded("fsdp"), sharded("fsdp", accumulate="sharded"), sharded("fsdp1")):
+        engine = make_engine(**options)
+        train(engine, 1, TWO_RANKS)
+        engine.evaluate([samples(0, 3)])
+        train(engine, 1, TWO_RANKS, first=1)
+        with Observed() as observed:
+            train(engine, 2, TWO_RANKS, first=2)
+        assert torch.int64 not in {d for dtypes in observed.travels.values() for d in dtypes}
+
+
+@ranks(2)
+def test_parameters_that_only_one_rank_uses_are_right_within_a_block() -> None:
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = nn.ModuleDict({"a": nn.Linear(6, 5), "b": nn.Linear(6, 5)})
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.parts["ab"[dist.get_rank()]](x)
+
+    batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
+    norms = []
+    for strategy in ("ddp", "fsdp"):
+        torch.manual_seed(0)
+        engine = make_engine(model=Either(), strategy=strategy)
+        norms.append(engine.step([batch]).numbers.grad_norm)
+    assert norms[1] == pytest.approx(norms[0], rel=1e-6)

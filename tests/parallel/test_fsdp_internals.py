@@ -1,0 +1,59 @@
+"""Says when a new torch has changed what `distmp.parallel.fsdp_internals` touches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from distmp.errors import SetupError
+from distmp.parallel import fsdp_internals
+from tests.parallel.sharding import sharded
+from tests.ranks import ranks
+from tests.training import Batch, make_engine
+
+
+@ranks(2)
+def test_what_waits_inside_fsdp_is_fp32_and_can_be_discarded() -> None:
+    batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
+    for options in (
+        sharded("fsdp", accumulate="unsharded"),
+        sharded("hsdp", shard_size=1, accumulate="hybrid"),
+    ):
+        engine = make_engine(policy="bf16", **options)
+        module = engine.module
+        engine._strategy.begin_step()
+        waiting = []
+        for _ in range(2):
+            engine._strategy.begin_microbatch(last=False)
+            engine._loss(module, batch)[0].backward()
+            waiting.append(sum(g.clone().sum() for g in fsdp_internals.waiting_gradients(module)))
+        assert {g.dtype for g in fsdp_internals.waiting_gradients(module)} == {torch.float32}
+        torch.testing.assert_close(waiting[1], 2 * waiting[0])
+        assert all(parameter.grad is None for parameter in module.parameters())
+        engine._strategy.begin_step()
+        assert fsdp_internals.waiting_gradients(module) == []
+
+
+@ranks(1)
+def test_another_torch_is_refused_by_name() -> None:
+    engine = make_engine(strategy="fsdp")
+    group: Any = next(fsdp_internals._groups(engine.module))
+    fsdp_internals.check(engine.module)
+    del group.fsdp_params[0].unsharded_accumulated_grad
+    with pytest.raises(SetupError, match=r"has no FSDPParam.unsharded_accumulated_grad"):
+        fsdp_internals.check(engine.module)
+    del group._partial_reduce_output
+    with pytest.raises(SetupError, match=r"FSDPParamGroup._partial_reduce_output"):
+        fsdp_internals.check(engine.module)
+
+
+def test_this_torch_has_the_public_methods() -> None:
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_requires_all_reduce"):
+        assert hasattr(FSDPModule, name)
+    # From 2.13 on; distmp goes without them before.
+    later = ("reset_iter_state", "set_reduce_scatter_unused_params")
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    assert all(hasattr(FSDPModule, name) for name in later) or version < (2, 13)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from distmp.config import load
+from distmp.errors import ConfigError
+from distmp.parallel import World, build_strategy
+from distmp.parallel.fsdp import shard_size
+from distmp.parallel.settings import ParallelConfig, ShardingConfig
+from distmp.precision import policy
+from tests.training import make_model
+
+
+def world(size: int) -> World:
+    return World(0, size, torch.device("cpu"), None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--sharding.accumulate unshard", "sharding.accumulate = 'unshard'"),
+        ("--sharding.accumulate hybrid --strategy fsdp", "is for the strategies hsdp, and"),
+        ("--sharding.accumulate sharded", "is for the strategies fsdp, hsdp and fsdp1, and"),
+        ("--sharding.accumulate unsharded --strategy fsdp1", "FSDP1 adds up unsharded gradients"),
+        ("--sharding.shard-size 2 --strategy fsdp", "sharding.shard_size = 2: is for"),
+        ("--sharding.shard-size 0 --strategy hsdp", "sharding.shard_size = 0: use 1 or more"),
+        ("--no-sharding.reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),
+        ("--sharding.offload --strategy fsdp1", "is for the strategies fsdp and hsdp, and"),
+        ("--compile block", "compile = 'block'"),
+        ("--activation-checkpointing all", "activation_checkpointing = 'all'"),
+        ("--lockstep.every 5 --strategy fsdp1", "lockstep.every = 5: FSDP1 does not tell"),
+    ],
+)
+def test_what_would_be_ignored_or_wrong_is_refused(arguments: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(arguments.split())
+    assert message in str(caught.value)
+
+
+def test_settings_reach_the_strategy_whole() -> None:
+    arguments = (
+        "--strategy hsdp --sharding.shard-size 2 --sharding.wrap Block norm --compile blocks"
+    )
+    config = load(arguments.split())
+    expected = ShardingConfig(shard_size=2, wrap=("Block", "norm"))
+    assert config.parallel(3) == ParallelConfig(expected, compile="blocks", microbatches=3)
+
+
+@pytest.mark.parametrize("settings", [{"compile": "all"}, {"activation_checkpointing": True}])
+def test_choices_are_checked_without_a_file_too(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"choose one of|did you mean"):
+        ParallelConfig(**settings)
+    with pytest.raises(ConfigError, match="a pattern needs"):
+        ShardingConfig(wrap=("",))
+
+
+def test_a_shard_group_divides_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert shard_size(ShardingConfig(), world(8)) == 4
+    assert shard_size(ShardingConfig(shard_size=2), world(8)) == 2
+    with pytest.raises(ConfigError, match="= 3: does not divide the 8 ranks; use one of 1, 2, 4"):
+        shard_size(ShardingConfig(shard_size=3), world(8))
+    with pytest.raises(ConfigError, match="= 4: does not divide the 6 ranks"):
+        shard_size(ShardingConfig(), world(6))
+
+
+@pytest.mark.parametrize("name", ["fsdp", "hsdp", "fsdp1"])
+def test_sharding_needs_a_process_group(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"strategy = '{name}': needs a process group"):
+        build_strategy(name, make_model(), policy("fp32"), world(1))
