@@ -1,0 +1,165 @@
+"""One rank of any number, in one process and without the memory of a model.
+
+Tensors of the model have shapes, types and a device, and no values (torch's fake tensors);
+collectives end at once, as if every other rank held what this one holds. What runs is the real
+engine. This is the one file of `distmp.explain` that touches private parts of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distmp.errors import SetupError
+
+BACKEND = "pretended"
+# Tensors of integers up to this size (counts, token ids of a batch, orders of buckets) are real:
+# the host may read them.
+LARGEST_REAL = 2**20
+
+aten = torch.ops.aten
+
+
+class Pretended(TorchDispatchMode):
+    """Answers for everything that is not there: values, memory, other ranks.
+
+    Args:
+        world_size: Ranks that are pretended; this one is rank 0.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self._world_size = world_size
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._communicate(func, args)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return torch.ones((), dtype=args[0].dtype).item()
+        if func is aten._fused_sdp_choice.default:
+            return _attention_kernel(func, args, kwargs)
+        if not tensors and self._is_large(func, args, kwargs):
+            with self.fake:
+                return func(*args, **kwargs)
+        if not func._schema.returns and any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return None  # a fused optimizer, which writes values into what is there
+        return func(*args, **kwargs)
+
+    def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a factory makes something that belongs to the model, and not to the host."""
+        with self.fake:
+            made = func(*args, **kwargs)
+        if not isinstance(made, Tensor):
+            return False
+        return (made.is_floating_point() and made.dim() > 0) or made.numel() > LARGEST_REAL
+
+    def _communicate(self, func: Any, args: Any) -> Any:
+        name = func.overloadpacket.__name__
+        real = not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(args))
+        if real:
+            self._exchange(name, args)
+        work = _finished_work()
+        tensors = [argument for argument in args if isinstance(argument, (Tensor, list))]
+        answers = [
+            work if "Work" in str(returned.type) else tensors[index]
+            for index, returned in enumerate(func._schema.returns)
+        ]
+        return tuple(answers) if len(answers) > 1 else answers[0]
+
+    def _exchange(self, name: str, args: Any) -> None:
+        """Do to real tensors what ranks would do that hold the same."""
+        if name == "allreduce_":
+            if str(dist.ReduceOp.SUM) in str(args[2]):
+                for tensor in args[0]:
+                    tensor.mul_(self._world_size)
+        elif name == "allgather_":
+            for outputs, given in zip(args[0], args[1], strict=True):
+                for output in outputs:
+                    output.copy_(given)
+        elif name == "_allgather_base_":
+            args[0].view(self._world_size, -1).copy_(args[1].reshape(1, -1))
+
+
+def _attention_kernel(func: Any, args: Any, kwargs: Any) -> Any:
+    """Ask torch which kernel it would take, with tensors of one sample in place of the fake ones."""
+
+    def real(leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        size = (1, *leaf.shape[1:])
+        return torch.empty_strided(size, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+
+    return func(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
+
+
+def _finished_work() -> Any:
+    from torch._C._distributed_c10d import FakeWork
+
+    work = FakeWork()
+    _kept.append(work)
+    return work.boxed()
+
+
+_kept = []
+
+
+@contextlib.contextmanager
+def pretend(world_size: int) -> Iterator[Pretended]:
+    """Be rank 0 of `world_size` ranks inside the context, a process group included."""
+    mode = Pretended(world_size)
+    if world_size > 1:
+        _register_backend()
+        dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=dist.HashStore())
+    own_group = dist.new_group
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return own_group(*args, **{**kwargs, "backend": None})
+
+    try:
+        with (
+            mock.patch.object(dist, "new_group", new_group),
+            mock.patch.object(nn.Module, "_apply", _apply),
+            mode,
+        ):
+            yield mode
+    finally:
+        if world_size > 1:
+            dist.destroy_process_group()
+
+
+def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
+    """Convert parameters and buffers as `nn.Module._apply` does, which swaps fake tensors whole."""
+    for child in module.children() if recurse else ():
+        child._apply(convert)
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = convert(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = convert(buffer)
+    return module
+
+
+def _register_backend() -> None:
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    if hasattr(dist.Backend, BACKEND.upper()):
+        return
+
+    def create(common: Any, options: Any) -> Any:
+        return FakeProcessGroup._create_internal(common.group_rank, common.group_size)
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

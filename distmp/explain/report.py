@@ -1,0 +1,128 @@
+"""An explanation as text of at most 100 columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from distmp.explain.explanation import Explanation
+from distmp.explain.types import Group
+from distmp.precision.policy import dtype_word
+from distmp.telemetry.units import bytes_text
+
+WIDTH = 100
+LONGEST_NAME = 38
+
+
+def report(explanation: Explanation) -> Iterator[str]:
+    """Yield the lines."""
+    yield from _heading(explanation)
+    yield ""
+    yield from _types(explanation)
+    yield ""
+    yield from _memory(explanation)
+    yield ""
+    yield from _wire(explanation)
+    for warning in explanation.warnings:
+        yield from ("", *_wrapped(f"warning: {warning}"))
+    for difference in explanation.differences:
+        yield from ("", *_wrapped(f"!!! NOT AS PROMISED: {difference}"))
+
+
+def _heading(explanation: Explanation) -> Iterator[str]:
+    ranks = f"{explanation.world_size} rank{'s' * (explanation.world_size > 1)}"
+    yield from _wrapped(
+        f"precision {explanation.policy.name} ({explanation.policy_reason}), "
+        f"loss scale {explanation.policy.loss_scale or 'none'}"
+    )
+    reason = f" ({explanation.strategy_reason})" if explanation.strategy_reason else ""
+    yield from _wrapped(
+        f"strategy {explanation.strategy} on {ranks} ({explanation.device}){reason}, "
+        f"{explanation.microbatches} microbatch{'es' * (explanation.microbatches > 1)} per step"
+    )
+
+
+def _types(explanation: Explanation) -> Iterator[str]:
+    head = (
+        f"{explanation.parameters:,} parameters",
+        "count",
+        "stored",
+        "stepped",
+        "computed",
+        "observed",
+        "reduced",
+        "summed",
+        "kept",
+    )
+    rows = [
+        (
+            _short(group.name),
+            f"{group.parameters:,}",
+            dtype_word(group.stored),
+            dtype_word(group.stepped),
+            _computed(group),
+            explanation.seen(group) or "-",
+            dtype_word(group.reduced) if explanation.world_size > 1 else "-",
+            dtype_word(group.accumulated),
+            "fp32" if group.kept else "",
+        )
+        for group in explanation.groups
+    ]
+    yield from _table([head, *rows], right=(1,))
+    if explanation.observed is None:
+        yield "observed: nothing; the model is too large to be run here"
+    else:
+        yield f"observed: {explanation.observed.of}"
+
+
+def _computed(group: Group) -> str:
+    return "autocast" if group.computed is None else dtype_word(group.computed)
+
+
+def _memory(explanation: Explanation) -> Iterator[str]:
+    total = sum(explanation.memory.values())
+    rows = [("memory of a rank, when it is most", "", "bytes per parameter")]
+    parts = [*explanation.memory.items(), ("total", total)]
+    rows += [
+        (part, bytes_text(size), f"{size / explanation.parameters:.2f}") for part, size in parts
+    ]
+    yield from _table(rows, right=(1, 2))
+
+
+def _wire(explanation: Explanation) -> Iterator[str]:
+    if not explanation.wire:
+        yield "nothing is sent: there is one rank"
+        return
+    rows = [("sent by a rank in a step", "collective", "type", "calls", "")]
+    rows += [
+        (
+            entry.purpose,
+            entry.kind,
+            str(entry.dtype)[6:],
+            str(entry.calls),
+            bytes_text(entry.nbytes),
+        )
+        for entry in explanation.wire
+    ]
+    total = sum(entry.nbytes for entry in explanation.wire)
+    rows.append(("total", "", "", "", bytes_text(total)))
+    yield from _table(rows, right=(3, 4))
+
+
+def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else "..." + name[3 - LONGEST_NAME :]
+
+
+def _wrapped(text: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
