@@ -18,7 +18,8 @@ class ExplainConfig(RunConfig):
     """A training run that is only explained."""
 
     world_size: int | None = None
-    """Ranks of the run; this machine need not have them. null: as many as `distmp launch` starts."""
+    """Ranks of the run; this machine need not have them. null: as many as `distmp launch` would
+    start."""
 
     json: bool = False
     """Print JSON instead of tables."""

@@ -13,7 +13,7 @@ import torch
 from distmp.config import RunConfig
 from distmp.explain import memory as parts_of_memory
 from distmp.explain.follow import follow
-from distmp.explain.observe import Observed, differences, observe, products_of, smaller
+from distmp.explain.observe import Observed, differences, observe, smaller, types_of
 from distmp.explain.pretend import pretend
 from distmp.explain.types import Group, promised
 from distmp.explain.wire import Traffic, traffic
@@ -93,7 +93,7 @@ class Explanation(NamedTuple):
         """Return the types in which a group was seen to compute, or nothing."""
         if self.observed is None:
             return ""
-        return " ".join(sorted(map(dtype_word, products_of(self.observed, group))))
+        return " ".join(sorted(map(dtype_word, types_of(self.observed, group.name))))
 
     def _group_as_json(self, group: Group) -> dict[str, Any]:
         entry = {

@@ -96,7 +96,7 @@ class _Watch:
         self._loss = loss
 
     def loss(self, module: nn.Module, batch: Any) -> Any:
-        """Compute the loss; all that is made on the way is activations, what follows is backward."""
+        """Compute the loss: what is made on the way is activations, what follows is backward."""
         self._wire.microbatch = self.microbatch
         self.microbatch += 1
         self._label_gradients()

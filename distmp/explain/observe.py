@@ -48,14 +48,17 @@ OPERATIONS = {
         "_fused_rms_norm",
         "rms_norm",
         "batch_norm_with_update",
+        # What is left of a norm that torch has no kernel for.
+        "rsqrt",
     },
     "softmax": {"_softmax", "_log_softmax", "softmax", "log_softmax"},
+    "lookups": {"embedding"},
 }
 _KIND = {name: kind for kind, names in OPERATIONS.items() for name in names}
 
 # A model with more parameters is made smaller before it is run.
 MOST_PARAMETERS = 8_000_000
-SMALL_TRANSFORMER = {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128}
+SMALL_TRANSFORMER: dict[str, Any] = {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128}
 SMALL_LENGTH = 32
 
 
@@ -190,27 +193,38 @@ def smaller(config: RunConfig, parameters: int) -> RunConfig | None:
 
 def differences(groups: list[Group], observed: Observed, policy: PrecisionPolicy) -> Iterator[str]:
     """Yield a line for each place where what was seen is not what was promised."""
+
+    def line(what: str, found: set[torch.dtype], wanted: torch.dtype) -> str:
+        return f"{what} in {_names(found)}, and the policy {policy.name} says {dtype_name(wanted)}"
+
     for group in groups:
-        for what, wanted, found in (
-            ("stored", group.stored, observed.stored.get(group.name, set())),
-            ("computed", group.computed, products_of(observed, group)),
-        ):
-            if wanted is not None and found - {wanted}:
-                yield (
-                    f"{group.name} is {what} in {_names(found)}, and the policy "
-                    f"{policy.name} says {dtype_name(wanted)}"
-                )
+        stored = observed.stored.get(group.name, set())
+        if stored - {group.stored}:
+            yield line(f"{group.name} is stored", stored, group.stored)
+        for kind, found in observed.computed.get(group.name, {}).items():
+            wanted = group.computed
+            if wanted is not None and _less(found, wanted, exact=kind == "products"):
+                yield line(f"{group.name} computes {kind}", found, wanted)
+    known = {group.name for group in groups}
+    for name, kinds in observed.computed.items():
+        for kind, found in kinds.items() if name not in known else ():
+            wanted = policy.output_dtype if name == NO_MODULE else policy.compute_dtype
+            if _less(found, wanted, exact=False):
+                yield line(f"{name} computes {kind}", found, wanted)
+    if _less(observed.backward, policy.compute_dtype, exact=not policy.keep_fp32):
+        yield line("backward computes products", observed.backward, policy.compute_dtype)
     if observed.accumulated - {policy.accumulate_dtype}:
-        yield (
-            f"gradients are summed in {_names(observed.accumulated)}, and the policy "
-            f"{policy.name} says {dtype_name(policy.accumulate_dtype)}"
-        )
+        yield line("gradients are summed", observed.accumulated, policy.accumulate_dtype)
 
 
-def products_of(observed: Observed, group: Group) -> set[torch.dtype]:
-    """Return the types in which a group was seen to compute what its promise is about."""
-    seen = observed.computed.get(group.name, {})
-    return {dtype for dtypes in seen.values() for dtype in dtypes}
+def _less(found: set[torch.dtype], wanted: torch.dtype, *, exact: bool) -> bool:
+    """Whether something is computed in another type; a wider one is less only if `exact`."""
+    return any(dtype != wanted and (exact or dtype.itemsize <= wanted.itemsize) for dtype in found)
+
+
+def types_of(observed: Observed, name: str) -> set[torch.dtype]:
+    """Return the types in which a group of modules was seen to compute."""
+    return {dtype for dtypes in observed.computed.get(name, {}).values() for dtype in dtypes}
 
 
 def _names(dtypes: set[torch.dtype]) -> str:
@@ -220,7 +234,7 @@ def _names(dtypes: set[torch.dtype]) -> str:
 @contextlib.contextmanager
 def _one_rank(*, needs_group: bool) -> Iterator[World]:
     if needs_group:
-        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
     try:
         yield World.current(torch.device("cpu"))
     finally:

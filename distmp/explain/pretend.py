@@ -8,6 +8,7 @@ engine. This is the one file of `distmp.explain` that touches private parts of t
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -15,11 +16,18 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.errors import SetupError
+from distmp.errors import ConfigError, SetupError
 
 BACKEND = "pretended"
 # Tensors of integers up to this size (counts, token ids of a batch, orders of buckets) are real:
@@ -30,16 +38,11 @@ aten = torch.ops.aten
 
 
 class Pretended(TorchDispatchMode):
-    """Answers for everything that is not there: values, memory, other ranks.
+    """Answers for everything that is not there: values, memory, other ranks."""
 
-    Args:
-        world_size: Ranks that are pretended; this one is rank 0.
-    """
-
-    def __init__(self, world_size: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
-        self._world_size = world_size
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -51,26 +54,29 @@ class Pretended(TorchDispatchMode):
         if func is aten._fused_sdp_choice.default:
             return _attention_kernel(func, args, kwargs)
         if not tensors and self._is_large(func, args, kwargs):
-            with self.fake:
+            with self._fake:
                 return func(*args, **kwargs)
+        if func is aten.index.Tensor:
+            args = (args[0], _without_masks(args[1]))
         if not func._schema.returns and any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return None  # a fused optimizer, which writes values into what is there
         return func(*args, **kwargs)
 
     def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether a factory makes something that belongs to the model, and not to the host."""
-        with self.fake:
+        with self._fake:
             made = func(*args, **kwargs)
         if not isinstance(made, Tensor):
             return False
         return (made.is_floating_point() and made.dim() > 0) or made.numel() > LARGEST_REAL
 
     def _communicate(self, func: Any, args: Any) -> Any:
-        name = func.overloadpacket.__name__
-        real = not any(isinstance(leaf, FakeTensor) for leaf in pytree.tree_leaves(args))
-        if real:
-            self._exchange(name, args)
-        work = _finished_work()
+        if func is torch.ops.c10d.allgather_.default:
+            # What ranks compare: the others have the same.
+            for outputs, given in zip(args[0], args[1], strict=True):
+                for output in outputs:
+                    output.copy_(given)
+        work = c10d.FakeWork().boxed()
         tensors = [argument for argument in args if isinstance(argument, (Tensor, list))]
         answers = [
             work if "Work" in str(returned.type) else tensors[index]
@@ -78,22 +84,21 @@ class Pretended(TorchDispatchMode):
         ]
         return tuple(answers) if len(answers) > 1 else answers[0]
 
-    def _exchange(self, name: str, args: Any) -> None:
-        """Do to real tensors what ranks would do that hold the same."""
-        if name == "allreduce_":
-            if str(dist.ReduceOp.SUM) in str(args[2]):
-                for tensor in args[0]:
-                    tensor.mul_(self._world_size)
-        elif name == "allgather_":
-            for outputs, given in zip(args[0], args[1], strict=True):
-                for output in outputs:
-                    output.copy_(given)
-        elif name == "_allgather_base_":
-            args[0].view(self._world_size, -1).copy_(args[1].reshape(1, -1))
+
+def _without_masks(indices: Any) -> list[Any]:
+    """Replace masks, which select a number of elements that is known only if they are real."""
+    found: list[Any] = []
+    for index in indices:
+        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+        if is_mask and not isinstance(index, FakeTensor):
+            found.extend(index.nonzero().unbind(1))
+        else:
+            found.append(index)
+    return found
 
 
 def _attention_kernel(func: Any, args: Any, kwargs: Any) -> Any:
-    """Ask torch which kernel it would take, with tensors of one sample in place of the fake ones."""
+    """Ask torch which kernel it would take, with a real sample in place of the fake ones."""
 
     def real(leaf: Any) -> Any:
         if not isinstance(leaf, FakeTensor):
@@ -104,24 +109,14 @@ def _attention_kernel(func: Any, args: Any, kwargs: Any) -> Any:
     return func(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
 
 
-def _finished_work() -> Any:
-    from torch._C._distributed_c10d import FakeWork
-
-    work = FakeWork()
-    _kept.append(work)
-    return work.boxed()
-
-
-_kept = []
-
-
 @contextlib.contextmanager
-def pretend(world_size: int) -> Iterator[Pretended]:
+def pretend(world_size: int) -> Iterator[None]:
     """Be rank 0 of `world_size` ranks inside the context, a process group included."""
-    mode = Pretended(world_size)
+    _check_torch()
+    mode = Pretended()
     if world_size > 1:
         _register_backend()
-        dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=dist.HashStore())
+        dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
     own_group = dist.new_group
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
@@ -129,14 +124,34 @@ def pretend(world_size: int) -> Iterator[Pretended]:
 
     try:
         with (
+            _values_are_missing(),
+            warnings.catch_warnings(),
             mock.patch.object(dist, "new_group", new_group),
             mock.patch.object(nn.Module, "_apply", _apply),
             mode,
         ):
-            yield mode
+            # FSDP1 compares the addresses of tensors.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
     finally:
         if world_size > 1:
             dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _values_are_missing() -> Iterator[None]:
+    try:
+        yield
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    ) as error:
+        raise ConfigError(
+            "model.name",
+            "the model or its loss",
+            f"cannot be followed without the values of its tensors, at the operation {error.func}",
+        ) from error
 
 
 def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
@@ -153,13 +168,23 @@ def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
     return module
 
 
-def _register_backend() -> None:
-    from torch._C._distributed_c10d import FakeProcessGroup
+def _check_torch() -> None:
+    missing = [name for name in ("FakeProcessGroup", "FakeWork") if not hasattr(c10d, name)]
+    if missing:
+        raise SetupError(
+            {
+                0: f"torch {torch.__version__} has no {' and '.join(missing)}, with which distmp "
+                "pretends other ranks; use a version of torch that distmp is tested with"
+            },
+            exit_code=2,
+        )
 
+
+def _register_backend() -> None:
     if hasattr(dist.Backend, BACKEND.upper()):
         return
 
     def create(common: Any, options: Any) -> Any:
-        return FakeProcessGroup._create_internal(common.group_rank, common.group_size)
+        return c10d.FakeProcessGroup._create_internal(common.group_rank, common.group_size)
 
     dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

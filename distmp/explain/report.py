@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
 
 from distmp.explain.explanation import Explanation
-from distmp.explain.types import Group
-from distmp.precision.policy import dtype_word
-from distmp.telemetry.units import bytes_text
+from distmp.explain.types import NO_MODULE, Group
+from distmp.precision.policy import dtype_name, dtype_word
+from distmp.telemetry.units import bytes_text, quantity
 
 WIDTH = 100
-LONGEST_NAME = 38
+LONGEST_NAME = 32
 
 
 def report(explanation: Explanation) -> Iterator[str]:
@@ -56,7 +59,7 @@ def _types(explanation: Explanation) -> Iterator[str]:
     rows = [
         (
             _short(group.name),
-            f"{group.parameters:,}",
+            quantity(group.parameters),
             dtype_word(group.stored),
             dtype_word(group.stepped),
             _computed(group),
@@ -71,7 +74,25 @@ def _types(explanation: Explanation) -> Iterator[str]:
     if explanation.observed is None:
         yield "observed: nothing; the model is too large to be run here"
     else:
-        yield f"observed: {explanation.observed.of}"
+        yield from _wrapped(f"observed: {explanation.observed.of}; {_also_seen(explanation)}")
+
+
+def _also_seen(explanation: Explanation) -> str:
+    """Say what was computed outside of the modules of the table."""
+    observed = explanation.observed
+    assert observed is not None
+    known = {group.name for group in explanation.groups}
+    seen = [
+        f"{kind} {'' if name == NO_MODULE else f'in {name} '}in {_words(found)}"
+        for name, kinds in observed.computed.items()
+        if name not in known
+        for kind, found in kinds.items()
+    ]
+    return ", ".join([*seen, f"products of backward in {_words(observed.backward)}"])
+
+
+def _words(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(map(dtype_word, dtypes)))
 
 
 def _computed(group: Group) -> str:
@@ -97,7 +118,7 @@ def _wire(explanation: Explanation) -> Iterator[str]:
         (
             entry.purpose,
             entry.kind,
-            str(entry.dtype)[6:],
+            dtype_name(entry.dtype),
             str(entry.calls),
             bytes_text(entry.nbytes),
         )
@@ -123,6 +144,4 @@ def _short(name: str) -> str:
 
 
 def _wrapped(text: str) -> list[str]:
-    import textwrap
-
     return textwrap.wrap(text, WIDTH, subsequent_indent="  ")
