@@ -12,7 +12,11 @@ from typing import Any
 from benchmarks.report import RESULTS, Spread, table
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "precision.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    ROOT / "docs" / "explain.md",
+    ROOT / "docs" / "precision.md",
+)
 
 
 def quickstart(result: dict[str, Any]) -> str:
@@ -98,6 +102,25 @@ def precision_training(result: dict[str, Any]) -> str:
     )
 
 
+def explain_memory(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.explain_memory`."""
+    rows: list[dict[str, object]] = [
+        {
+            "run": name,
+            "policy": f"`{case['policy']}`",
+            "ranks": case["ranks"],
+            "predicted, MB": f"{case['predicted'] / 1e6:.1f}",
+            "measured, MB": f"{case['measured'] / 1e6:.1f}",
+            "predicted / measured": f"{case['predicted'] / case['measured']:.3f}",
+        }
+        for name, case in result["cases"].items()
+    ]
+    return (
+        f"{table(rows)}\n\nMeasured: the most that torch's CPU allocator had given out on the "
+        f"first rank in {result['steps']} steps. {_machine(result)}"
+    )
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
@@ -106,6 +129,7 @@ def _machine(result: dict[str, Any]) -> str:
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
+    "explain-memory-cpu": explain_memory,
     "precision-errors-cpu": precision_errors,
     "precision-training-cpu": precision_training,
 }

@@ -31,20 +31,50 @@ MICROBATCHES_RUN = 3
 REPRODUCIBLE_RUN = 4
 
 
+class Prediction(NamedTuple):
+    """What a rank will hold and send.
+
+    Attributes:
+        strategy: In force.
+        strategy_reason: What it chose and why; empty if there was nothing to choose.
+        microbatches: Of a step, on each rank.
+        groups: What is promised, by group of modules.
+        memory: Bytes of a rank by part, when they are most in a step.
+        wire: What a rank sends in a step.
+    """
+
+    strategy: str
+    strategy_reason: str
+    microbatches: int
+    groups: list[Group]
+    memory: dict[str, int]
+    wire: list[Traffic]
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(group.parameters for group in self.groups)
+
+    @property
+    def memory_bytes(self) -> int:
+        """All parts of memory together."""
+        return sum(self.memory.values())
+
+    @property
+    def wire_bytes(self) -> int:
+        """All that a rank sends in a step."""
+        return sum(entry.nbytes for entry in self.wire)
+
+
 class Explanation(NamedTuple):
     """What a run will do.
 
     Attributes:
         world_size: Ranks.
         device: What each of them computes on.
-        strategy: In force.
-        strategy_reason: What it chose and why; empty if there was nothing to choose.
         policy: In force.
         policy_reason: Why.
-        microbatches: Of a step, on each rank.
-        groups: What is promised, by group of modules.
-        memory: Bytes of a rank by part, when they are most in a step.
-        wire: What a rank sends in a step.
+        predicted: What a rank will hold and send.
         observed: What a real step did; None if the model is too large to run one.
         differences: Where it did not do what is promised.
         warnings: What loses precision, with the figure.
@@ -52,38 +82,32 @@ class Explanation(NamedTuple):
 
     world_size: int
     device: str
-    strategy: str
-    strategy_reason: str
     policy: PrecisionPolicy
     policy_reason: str
-    microbatches: int
-    groups: list[Group]
-    memory: dict[str, int]
-    wire: list[Traffic]
+    predicted: Prediction
     observed: Observed | None
     differences: list[str]
     warnings: list[str]
 
-    @property
-    def parameters(self) -> int:
-        """Elements of all parameters."""
-        return sum(group.parameters for group in self.groups)
-
     def as_json(self) -> dict[str, Any]:
         """Return the same numbers as dictionaries, lists, text and numbers."""
+        predicted = self.predicted
         return {
             "world_size": self.world_size,
             "device": self.device,
-            "strategy": self.strategy,
-            "strategy_reason": self.strategy_reason,
+            "strategy": predicted.strategy,
+            "strategy_reason": predicted.strategy_reason,
             "policy": as_mapping(self.policy),
             "policy_reason": self.policy_reason,
-            "microbatches": self.microbatches,
-            "parameters": self.parameters,
-            "groups": [self._group_as_json(group) for group in self.groups],
-            "memory_bytes": {**self.memory, "total": sum(self.memory.values())},
-            "wire": [{**entry._asdict(), "dtype": dtype_name(entry.dtype)} for entry in self.wire],
-            "wire_bytes": sum(entry.nbytes for entry in self.wire),
+            "microbatches": predicted.microbatches,
+            "parameters": predicted.parameters,
+            "groups": [self._group_as_json(group) for group in predicted.groups],
+            "memory": predicted.memory,
+            "memory_bytes": predicted.memory_bytes,
+            "wire": [
+                {**entry._asdict(), "dtype": dtype_name(entry.dtype)} for entry in predicted.wire
+            ],
+            "wire_bytes": predicted.wire_bytes,
             "observed": None if self.observed is None else _observed_as_json(self.observed),
             "differences": self.differences,
             "warnings": self.warnings,
@@ -132,33 +156,51 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
     config = replace(config, compile="none", lockstep=replace(config.lockstep, every=0))
     device = local_device(0)
     policy, policy_reason = resolve(config.precision.policy, device)
-    with _quiet():
-        with pretend(world_size):
-            world = World.current(device)
-            strategy = resolve_strategy(config.strategy, world)
-            parts = prepare(config, world)
-            groups = promised(parts.model, policy, strategy)
-            run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
-            followed = follow(config, parts, world, microbatches=min(run, parts.microbatches))
-        parameters = sum(group.parameters for group in groups)
-        small = smaller(config, parameters)
-        observed = None if small is None else observe(small, strategy)
-    wire = traffic(followed.sent, parts.microbatches, shards=strategy in SHARDED_STRATEGIES)
-    found = [] if observed is None else [*differences(groups, observed, policy)]
+    predicted = predict(config, policy, world_size, device)
+    small = smaller(config, predicted.parameters)
+    with _as_before():
+        observed = None if small is None else observe(small, policy, predicted.strategy)
+    found = [] if observed is None else [*differences(predicted.groups, observed, policy)]
     return Explanation(
         world_size,
         device.type,
-        strategy,
-        followed.strategy_reason,
         policy,
         policy_reason,
+        predicted,
+        observed,
+        [*found, *_wire_differences(predicted)],
+        costs(policy),
+    )
+
+
+def predict(
+    config: RunConfig, policy: PrecisionPolicy, world_size: int, device: torch.device
+) -> Prediction:
+    """Say what a rank of a run will hold and send, by taking steps without values or other ranks.
+
+    Args:
+        config: The run.
+        policy: Its policy, resolved.
+        world_size: Its ranks.
+        device: What a rank computes on.
+
+    Raises:
+        ConfigError: As the run itself would raise it.
+    """
+    with _as_before(), pretend(world_size):
+        world = World.current(device)
+        strategy = resolve_strategy(config.strategy, world)
+        parts = prepare(config, world)
+        groups = promised(parts.model, policy, strategy)
+        run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
+        followed = follow(config, parts, world, policy, microbatches=min(run, parts.microbatches))
+    return Prediction(
+        strategy,
+        followed.strategy_reason,
         parts.microbatches,
         groups,
         _whole_tree(followed.peak, parts.microbatches, reproducible=config.reproducible),
-        wire,
-        observed,
-        [*found, *_wire_differences(groups, wire)],
-        costs(policy),
+        traffic(followed.sent, parts.microbatches, shards=strategy in SHARDED_STRATEGIES),
     )
 
 
@@ -171,9 +213,9 @@ def _whole_tree(peak: dict[str, int], microbatches: int, *, reproducible: bool) 
     return memory
 
 
-def _wire_differences(groups: list[Group], wire: list[Traffic]) -> Iterator[str]:
-    promised_types = {group.reduced for group in groups}
-    for entry in wire:
+def _wire_differences(predicted: Prediction) -> Iterator[str]:
+    promised_types = {group.reduced for group in predicted.groups}
+    for entry in predicted.wire:
         if entry.purpose == "gradients" and entry.dtype not in promised_types:
             yield (
                 f"gradients travel in {dtype_name(entry.dtype)} ({entry.kind}), and the policy "
@@ -182,12 +224,18 @@ def _wire_differences(groups: list[Group], wire: list[Traffic]) -> Iterator[str]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what the engine logs at its start to itself: it is all in the explanation."""
+def _as_before() -> Iterator[None]:
+    """Put back what engines set for the whole process, and keep what they log to itself."""
     logger = logging.getLogger("distmp")
-    level = logger.level
+    level, threads = logger.level, torch.get_num_threads()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with torch.random.fork_rng():
+            yield
     finally:
         logger.setLevel(level)
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]

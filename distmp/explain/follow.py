@@ -14,6 +14,7 @@ from distmp.explain import memory as parts_of_memory
 from distmp.explain.memory import LiveBytes
 from distmp.explain.wire import Sent, Wire
 from distmp.parallel.world import World
+from distmp.precision import PrecisionPolicy
 from distmp.trainer import Parts, Progress, build_engine, training_batches
 
 # How many steps ago the oldest microbatches are that an engine keeps for attribution.
@@ -38,6 +39,7 @@ def follow(
     config: RunConfig,
     parts: Parts,
     world: World,
+    policy: PrecisionPolicy,
     *,
     steps: int = 2,
     microbatches: int | None = None,
@@ -48,6 +50,7 @@ def follow(
         config: The run.
         parts: What it is made of, see `distmp.trainer.prepare`.
         world: The ranks, which all have to call it, or which are pretended.
+        policy: Its policy, resolved.
         steps: How many; optimizer state and what ranks agree on once is there from the second on.
         microbatches: Take only the first of each step; None takes all.
 
@@ -60,7 +63,7 @@ def follow(
             config,
             parts._replace(loss=watch.loss),
             world,
-            policy=config.precision.policy,
+            policy=policy,
             attribution=config.precision.attribution,
         )
         watch.engine = engine

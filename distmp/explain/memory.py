@@ -127,7 +127,8 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self) -> None:
         total = sum(self.live.values())
-        if total > self._most:
+        # Equal too: what has just been labelled is known better now.
+        if total >= self._most:
             self._most, self.peak = total, {part: size for part, size in self.live.items() if size}
 
 

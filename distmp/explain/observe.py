@@ -135,11 +135,12 @@ class Operations(TorchDispatchMode):
         self._running.pop()
 
 
-def observe(config: RunConfig, strategy: str) -> Observed:
+def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observed:
     """Take one real step of a small run and return the types that were seen.
 
     Args:
-        config: The run; the model is made smaller if it is large, and the batch is.
+        config: The run, as `smaller` returns it; of its batch one sample is taken.
+        policy: Its policy, resolved.
         strategy: The strategy, resolved; FSDP1 and copies under `hsdp` need several ranks, and are
             observed as `single` and `fsdp`.
 
@@ -155,9 +156,7 @@ def observe(config: RunConfig, strategy: str) -> Observed:
     )
     with _one_rank(needs_group=strategy != "single") as world:
         parts = prepare(small, world)
-        engine = build_engine(
-            small, parts, world, policy=config.precision.policy, attribution=False
-        )
+        engine = build_engine(small, parts, world, policy=policy, attribution=False)
         model = engine._strategy.model
         stored: dict[str, set[torch.dtype]] = {}
         for name, value in model.named_parameters():

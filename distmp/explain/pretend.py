@@ -113,6 +113,11 @@ def _attention_kernel(func: Any, args: Any, kwargs: Any) -> Any:
 def pretend(world_size: int) -> Iterator[None]:
     """Be rank 0 of `world_size` ranks inside the context, a process group included."""
     _check_torch()
+    if dist.is_initialized():
+        raise SetupError(
+            {0: "explain pretends all ranks in one process; do not start it with torchrun"},
+            exit_code=2,
+        )
     mode = Pretended()
     if world_size > 1:
         _register_backend()

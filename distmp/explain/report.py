@@ -7,24 +7,27 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from distmp.explain.explanation import Explanation
-from distmp.explain.types import NO_MODULE, Group
+from distmp.explain.explanation import Explanation, Prediction
+from distmp.explain.observe import Observed
+from distmp.explain.types import NO_MODULE
 from distmp.precision.policy import dtype_name, dtype_word
 from distmp.telemetry.units import bytes_text, quantity
 
 WIDTH = 100
 LONGEST_NAME = 32
+COLUMNS = ("stored", "stepped", "computed", "observed", "reduced", "summed", "kept")
 
 
 def report(explanation: Explanation) -> Iterator[str]:
     """Yield the lines."""
+    predicted = explanation.predicted
     yield from _heading(explanation)
     yield ""
     yield from _types(explanation)
     yield ""
-    yield from _memory(explanation)
+    yield from _memory(predicted)
     yield ""
-    yield from _wire(explanation)
+    yield from _wire(predicted)
     for warning in explanation.warnings:
         yield from ("", *_wrapped(f"warning: {warning}"))
     for difference in explanation.differences:
@@ -32,85 +35,74 @@ def report(explanation: Explanation) -> Iterator[str]:
 
 
 def _heading(explanation: Explanation) -> Iterator[str]:
-    ranks = f"{explanation.world_size} rank{'s' * (explanation.world_size > 1)}"
+    policy, predicted = explanation.policy, explanation.predicted
     yield from _wrapped(
-        f"precision {explanation.policy.name} ({explanation.policy_reason}), "
-        f"loss scale {explanation.policy.loss_scale or 'none'}"
+        f"precision {policy.name} ({explanation.policy_reason}), "
+        f"loss scale {policy.loss_scale or 'none'}"
     )
-    reason = f" ({explanation.strategy_reason})" if explanation.strategy_reason else ""
+    reason = f" ({predicted.strategy_reason})" if predicted.strategy_reason else ""
     yield from _wrapped(
-        f"strategy {explanation.strategy} on {ranks} ({explanation.device}){reason}, "
-        f"{explanation.microbatches} microbatch{'es' * (explanation.microbatches > 1)} per step"
+        f"strategy {predicted.strategy} on {_count(explanation.world_size, 'rank')} "
+        f"({explanation.device}){reason}, {_count(predicted.microbatches, 'microbatch')} per step"
     )
+
+
+def _count(number: int, what: str) -> str:
+    ending = "" if number == 1 else "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{ending}"
 
 
 def _types(explanation: Explanation) -> Iterator[str]:
-    head = (
-        f"{explanation.parameters:,} parameters",
-        "count",
-        "stored",
-        "stepped",
-        "computed",
-        "observed",
-        "reduced",
-        "summed",
-        "kept",
-    )
-    rows = [
+    predicted = explanation.predicted
+    several = explanation.world_size > 1
+    rows: list[tuple[str, ...]] = [(f"{predicted.parameters:,} parameters", "count", *COLUMNS)]
+    rows += [
         (
             _short(group.name),
             quantity(group.parameters),
             dtype_word(group.stored),
             dtype_word(group.stepped),
-            _computed(group),
+            "autocast" if group.computed is None else dtype_word(group.computed),
             explanation.seen(group) or "-",
-            dtype_word(group.reduced) if explanation.world_size > 1 else "-",
+            dtype_word(group.reduced) if several else "-",
             dtype_word(group.accumulated),
             "fp32" if group.kept else "",
         )
-        for group in explanation.groups
+        for group in predicted.groups
     ]
-    yield from _table([head, *rows], right=(1,))
+    yield from _table(rows, right=(1,))
     if explanation.observed is None:
         yield "observed: nothing; the model is too large to be run here"
     else:
-        yield from _wrapped(f"observed: {explanation.observed.of}; {_also_seen(explanation)}")
+        yield from _wrapped(f"observed: {_seen(explanation.observed, predicted)}")
 
 
-def _also_seen(explanation: Explanation) -> str:
-    """Say what was computed outside of the modules of the table."""
-    observed = explanation.observed
-    assert observed is not None
-    known = {group.name for group in explanation.groups}
+def _seen(observed: Observed, predicted: Prediction) -> str:
+    """Say what was observed, and what was computed outside of the modules of the table."""
+    known = {group.name for group in predicted.groups}
     seen = [
         f"{kind} {'' if name == NO_MODULE else f'in {name} '}in {_words(found)}"
         for name, kinds in observed.computed.items()
         if name not in known
         for kind, found in kinds.items()
     ]
-    return ", ".join([*seen, f"products of backward in {_words(observed.backward)}"])
+    told = ", ".join([*seen, f"products of backward in {_words(observed.backward)}"])
+    return f"{observed.of}; {told}"
 
 
 def _words(dtypes: Iterable[torch.dtype]) -> str:
     return " and ".join(sorted(map(dtype_word, dtypes)))
 
 
-def _computed(group: Group) -> str:
-    return "autocast" if group.computed is None else dtype_word(group.computed)
-
-
-def _memory(explanation: Explanation) -> Iterator[str]:
-    total = sum(explanation.memory.values())
+def _memory(predicted: Prediction) -> Iterator[str]:
     rows = [("memory of a rank, when it is most", "", "bytes per parameter")]
-    parts = [*explanation.memory.items(), ("total", total)]
-    rows += [
-        (part, bytes_text(size), f"{size / explanation.parameters:.2f}") for part, size in parts
-    ]
+    parts = [*predicted.memory.items(), ("total", predicted.memory_bytes)]
+    rows += [(part, bytes_text(size), f"{size / predicted.parameters:.2f}") for part, size in parts]
     yield from _table(rows, right=(1, 2))
 
 
-def _wire(explanation: Explanation) -> Iterator[str]:
-    if not explanation.wire:
+def _wire(predicted: Prediction) -> Iterator[str]:
+    if not predicted.wire:
         yield "nothing is sent: there is one rank"
         return
     rows = [("sent by a rank in a step", "collective", "type", "calls", "")]
@@ -122,10 +114,9 @@ def _wire(explanation: Explanation) -> Iterator[str]:
             str(entry.calls),
             bytes_text(entry.nbytes),
         )
-        for entry in explanation.wire
+        for entry in predicted.wire
     ]
-    total = sum(entry.nbytes for entry in explanation.wire)
-    rows.append(("total", "", "", "", bytes_text(total)))
+    rows.append(("total", "", "", "", bytes_text(predicted.wire_bytes)))
     yield from _table(rows, right=(3, 4))
 
 
