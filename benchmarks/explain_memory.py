@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing.spawn as processes
 from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import figures
 from benchmarks.report import machine, save
 from distmp.config import RunConfig, load
 from distmp.explain.explanation import predict
 from distmp.parallel.world import World
-from distmp.precision import resolve
+from distmp.precision import PrecisionPolicy, resolve
 from distmp.trainer import Progress, build_engine, prepare, training_batches
 
 CPU = torch.device("cpu")
@@ -45,6 +45,7 @@ CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "22m, `bf16-autocast`": (1, (*SMALL_22M, "--precision.policy=bf16-autocast")),
 }
 STEPS = 3
+MEASURED = "steps after the first"
 
 
 def main() -> int:
@@ -78,7 +79,7 @@ def _rank(rank: int, config: RunConfig, ranks: int, folder: str) -> None:
     if ranks > 1:
         store = f"file://{folder}/store"
         dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
-    peak = peak_allocated(lambda: train(config, STEPS))
+    peak = peak_allocated(stepper(config))
     if rank == 0:
         with open(f"{folder}/peak", "w") as file:
             file.write(str(peak))
@@ -86,32 +87,49 @@ def _rank(rank: int, config: RunConfig, ranks: int, folder: str) -> None:
         dist.destroy_process_group()
 
 
-def train(config: RunConfig, steps: int) -> Any:
-    """Build the engine of a run and take its first steps; return the engine."""
+def stepper(config: RunConfig) -> Callable[[], object]:
+    """Return a function that builds the engine of a run when it is first called, then steps."""
     world = World.current(CPU)
-    parts = prepare(config, world)
     policy, _ = resolve(config.precision.policy, CPU)
+    steps = _steps(config, world, policy)
+    return lambda: next(steps)
+
+
+def _steps(config: RunConfig, world: World, policy: PrecisionPolicy) -> Iterator[object]:
+    parts = prepare(config, world)
     attribution = config.precision.attribution
     engine = build_engine(config, parts, world, policy=policy, attribution=attribution)
     with closing(training_batches(config, parts, world, Progress())) as batches:
-        for _ in range(steps):
-            engine.step(next(batches))
-    return engine
+        for batch in batches:
+            yield engine.step(batch)
 
 
-def peak_allocated(work: Callable[[], object]) -> int:
-    """Return the most bytes that torch's CPU allocator had given out during `work`."""
+def peak_allocated(step: Callable[[], object]) -> int:
+    """Return the most bytes that torch's CPU allocator had given out in steps after the first."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        work()
+        step()
+        with record_function(MEASURED):
+            for _ in range(STEPS - 1):
+                step()
     assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.experimental_event_tree()
+    events = [*_all(profiler.profiler.kineto_results.experimental_event_tree())]
+    (begin,) = [event.start_time_ns for event in events if event.name == MEASURED]
     allocations = sorted(
-        (event for event in _all(events) if event.tag == _EventType.Allocation),
+        (event for event in events if event.tag == _EventType.Allocation),
         key=lambda event: event.start_time_ns,
     )
-    totals = [event.extra_fields.total_allocated for event in allocations]
-    # What earlier uses of the profiler did not see the end of is still counted.
-    return max(totals) - (totals[0] - allocations[0].extra_fields.alloc_size)
+    # By address and not by the profiler's own total, which misses what gloo's threads give back.
+    given_out: dict[int, int] = {}
+    total = most = 0
+    for event in allocations:
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        total -= given_out.pop(address, 0)
+        if size > 0:
+            given_out[address] = size
+            total += size
+        if event.start_time_ns >= begin:
+            most = max(most, total)
+    return most
 
 
 def _all(events: Any) -> Iterator[Any]:

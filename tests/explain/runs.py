@@ -20,7 +20,7 @@ SMALL: dict[str, Any] = {
         "held_out": 0.0,
     },
     "model": {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128},
-    "batch": {"global_batch_size": 4, "microbatch_size": 2},
+    "batch": {"global_batch_size": 16, "microbatch_size": 8},
     "steps": 20,
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.explain_memory import peak_allocated, train
+from benchmarks.explain_memory import peak_allocated, stepper
 from distmp import cli
 from distmp.config import RunConfig
 from distmp.errors import ConfigError, SetupError
 from distmp.explain.explanation import explain, predict
 from distmp.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
 from distmp.precision import resolve
-from distmp.trainer import Progress, prepare, training_batches
 from tests.explain.runs import CPU, SMALL, policy, run
 from tests.ranks import run_ranks
 from tests.recording import Collectives
@@ -31,7 +29,7 @@ ONE_RANK = {
     "dropping": run(precision={"policy": "bf16", "on_nonfinite": "drop_microbatch"}),
     "recomputed": run(precision=policy("bf16"), activation_checkpointing="blocks"),
     "reproducible": run(
-        precision=policy("fp32"), reproducible=True, batch={"global_batch_size": 16}
+        precision=policy("fp32"), reproducible=True, batch={"global_batch_size": 64}
     ),
     "sgd": run(precision=policy("fp32"), optim={"name": "sgd", "options": {"momentum": 0.9}}),
 }
@@ -43,10 +41,14 @@ TWO_RANKS = {
         precision=policy("bf16,reduce=bf16"),
         strategy="fsdp",
         sharding={"accumulate": "sharded"},
-        batch={"global_batch_size": 20},  # five microbatches: more than are run to predict them
+        batch={"global_batch_size": 80},  # five microbatches: more than are run to predict them
     ),
     "fsdp1": run(precision=policy("bf16"), strategy="fsdp1"),
 }
+
+
+# What gloo and kernels take for themselves is not predicted.
+LIMIT = 0.05
 
 
 def predicted(config: RunConfig, ranks: int) -> Any:
@@ -59,29 +61,23 @@ def test_memory_of_one_rank(name: str) -> None:
     deterministic = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory
     try:
-        measured = peak_allocated(lambda: train(config, 2))
+        measured = peak_allocated(stepper(config))
         found = predicted(config, 1)
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = fills
-    assert found.memory_bytes == pytest.approx(measured, rel=0.03)
+    assert found.memory_bytes == pytest.approx(measured, rel=LIMIT)
     assert found.wire == []
 
 
 def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
-    """Return by name: the peak of memory, and what a rank sends in its third step."""
+    """Return by name: the peak of memory, and what a rank sends in a step."""
     found = {}
     for name, config in TWO_RANKS.items():
-        engines = []
-        peak = peak_allocated(lambda c=config, e=engines: e.append(train(c, 2)))
-        engine = engines.pop()
-        world = engine.world
-        with closing(
-            training_batches(config, prepare(config, world), world, Progress())
-        ) as batches:
-            batch = next(batches)
+        step = stepper(config)
+        peak = peak_allocated(step)
         with Collectives() as collectives:
-            engine.step(batch)
+            step()
         found[name] = peak, sum(map(bytes_sent, collectives.names(), collectives.sent))
     return found
 
@@ -89,7 +85,7 @@ def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
 def bytes_sent(name: str, first: tuple[torch.dtype, int]) -> float:
     """Return what one of two ranks sends, from the first tensor of the operation."""
     size = first[0].itemsize * first[1]
-    if name == "_reduce_scatter_base_":  # the output: one of two parts
+    if name in ("_reduce_scatter_base_", "allgather_"):  # an output: one of two parts
         return size
     # All-reduce: twice the half. All-gather and all-to-all begin with the whole output.
     return size if name == "allreduce_" else size / 2
@@ -100,18 +96,18 @@ def test_memory_and_traffic_of_two_ranks() -> None:
     for name, config in TWO_RANKS.items():
         found = predicted(config, 2)
         peak, sent = measured[name]
-        assert found.memory_bytes == pytest.approx(peak, rel=0.05), name
+        assert found.memory_bytes == pytest.approx(peak, rel=LIMIT), name
         assert found.wire_bytes == pytest.approx(sent, rel=1e-3), name
 
 
 def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
     """Shares shrink with the ranks, reproducible sums grow with the logarithm of microbatches."""
     settings: dict[str, Any] = {"precision": policy("bf16"), "strategy": "ddp"}
-    many = run(**settings, shard_optimizer=True, batch={"global_batch_size": 2 * 64})
+    many = run(**settings, shard_optimizer=True, batch={"global_batch_size": 8 * 64})
     parameters = predicted(many, 64).parameters
     assert predicted(many, 64).memory[MASTERS] == pytest.approx(4 * parameters / 64, rel=0.02)
     for microbatches, sets in ((2, 1), (4, 2), (16, 4)):
-        batch = {"global_batch_size": 4 * microbatches}
+        batch = {"global_batch_size": 16 * microbatches}
         memory = predicted(run(**settings, reproducible=True, batch=batch), 2).memory
         assert memory[PARTIAL_SUMS] == sets * memory[GRADIENTS]
 
