@@ -106,7 +106,7 @@ def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
     many = run(**settings, shard_optimizer=True, batch={"global_batch_size": 8 * 64})
     parameters = predicted(many, 64).parameters
     assert predicted(many, 64).memory[MASTERS] == pytest.approx(4 * parameters / 64, rel=0.02)
-    for microbatches, sets in ((2, 1), (4, 2), (16, 4)):
+    for microbatches, sets in ((2, 1), (16, 4)):
         batch = {"global_batch_size": 16 * microbatches}
         memory = predicted(run(**settings, reproducible=True, batch=batch), 2).memory
         assert memory[PARTIAL_SUMS] == sets * memory[GRADIENTS]
