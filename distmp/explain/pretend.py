@@ -51,8 +51,6 @@ class Pretended(TorchDispatchMode):
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return torch.ones((), dtype=args[0].dtype).item()
-        if func is aten._fused_sdp_choice.default:
-            return _attention_kernel(func, args, kwargs)
         if not tensors and self._is_large(func, args, kwargs):
             with self._fake:
                 return func(*args, **kwargs)
@@ -95,18 +93,6 @@ def _without_masks(indices: Any) -> list[Any]:
         else:
             found.append(index)
     return found
-
-
-def _attention_kernel(func: Any, args: Any, kwargs: Any) -> Any:
-    """Ask torch which kernel it would take, with a real sample in place of the fake ones."""
-
-    def real(leaf: Any) -> Any:
-        if not isinstance(leaf, FakeTensor):
-            return leaf
-        size = (1, *leaf.shape[1:])
-        return torch.empty_strided(size, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-
-    return func(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
 
 
 @contextlib.contextmanager
