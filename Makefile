@@ -28,6 +28,11 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.quickstart
 	$(VENV)/bin/python -m benchmarks.step_tail
+	$(VENV)/bin/python -m benchmarks.accumulation_error
+	$(VENV)/bin/python -m benchmarks.accumulation_passes
+	$(VENV)/bin/python -m benchmarks.accumulation_step
+	$(VENV)/bin/python -m benchmarks.reproducible
+	$(VENV)/bin/python -m benchmarks.precision
 	$(VENV)/bin/python -m benchmarks.figures
 
 # A stamp, so that the environment is prepared once and again when what it holds has changed.

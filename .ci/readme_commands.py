@@ -1,9 +1,10 @@
-"""Runs every command of the README, in its order, and checks what it says of the quickstart."""
+"""Runs what the README and the pages of docs/ show, in order, and checks the quickstart's claim."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -11,15 +12,20 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-# Run by .ci/run itself.
-ELSEWHERE = {"make test"}
+PAGES = [README, *(page.read_text() for page in sorted((ROOT / "docs").glob("*.md")))]
+# Run by .ci/run itself, or recorded: benchmarks write the figures that tests compare pages with.
+ELSEWHERE = re.compile(r"make test|.* -m benchmarks\..*")
 
 
 def main() -> int:
-    for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL):
-        for command in block.strip().splitlines():
-            if command not in ELSEWHERE:
-                run(command)
+    for page in PAGES:
+        for language, block in re.findall(r"```(bash|python)\n(.*?)```", page, flags=re.DOTALL):
+            if language == "python":
+                run(f".venv/bin/python -c {shlex.quote(block)}")
+                continue
+            for command in block.strip().splitlines():
+                if not ELSEWHERE.fullmatch(command):
+                    run(command)
     return check_quickstart()
 
 

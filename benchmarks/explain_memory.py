@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing.spawn as processes
 from torch._C._profiler import _EventType
+from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import figures
@@ -37,12 +37,10 @@ SMALL_22M = (
 # Name: ranks, and the command line of the run.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "quickstart": (2, QUICKSTART),
-    "quickstart, `fp32`": (2, (*QUICKSTART, "--precision.policy=fp32")),
     "quickstart, `shard_optimizer`": (2, (*QUICKSTART, "--shard-optimizer")),
     "quickstart, `fsdp`": (2, (*QUICKSTART, "--strategy=fsdp")),
     "22m, `fp32`": (1, (*SMALL_22M, "--precision.policy=fp32")),
     "22m, `bf16`": (1, (*SMALL_22M, "--precision.policy=bf16")),
-    "22m, `bf16-autocast`": (1, (*SMALL_22M, "--precision.policy=bf16-autocast")),
 }
 STEPS = 3
 MEASURED = "steps after the first"
@@ -70,7 +68,7 @@ def main() -> int:
 def measure(config: RunConfig, ranks: int) -> int:
     """Return the peak of the first rank of a real run, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
-        processes.spawn(_rank, (config, ranks, folder), nprocs=ranks)
+        spawn(_rank, (config, ranks, folder), nprocs=ranks)
         return int(open(f"{folder}/peak").read())
 
 

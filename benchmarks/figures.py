@@ -12,11 +12,7 @@ from typing import Any
 from benchmarks.report import RESULTS, Spread, table
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = (
-    ROOT / "README.md",
-    ROOT / "docs" / "explain.md",
-    ROOT / "docs" / "precision.md",
-)
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 
 
 def quickstart(result: dict[str, Any]) -> str:
@@ -57,6 +53,112 @@ def step_tail(result: dict[str, Any]) -> str:
         f"alternating turns, {result['elements'] / 1e6:.1f} M FP32 gradient elements; the floor, "
         f"one read of them at copy bandwidth, is {floor:.3g} ms, their norm alone {norm:.3g} ms. "
         f"{machine['threads']} threads on {machine['gpu'] or machine['cpu']}, "
+        f"torch {machine['torch']}, {machine['date']}."
+    )
+
+
+def accumulation_error(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.accumulation_error` and a line on its machine."""
+    rows: list[dict[str, object]] = [
+        {
+            "accumulator": name,
+            **{
+                f"{count} microbatches": f"{error:.1e}"
+                for count, error in zip(result["microbatches"], errors, strict=True)
+            },
+        }
+        for name, errors in result["relative_error"].items()
+    ]
+    machine = result["machine"]
+    return (
+        f"{table(rows)}\n\nRelative L2 error against a float64 sum of the same bfloat16 microbatch "
+        f"gradients, {result['ranks']} ranks, microbatches per rank. {machine['cpu']}, "
+        f"torch {machine['torch']}, {machine['date']}."
+    )
+
+
+def accumulation_passes(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.accumulation_passes` and a line on its machine."""
+    taken = {name: Spread.of(values) for name, values in result["milliseconds"].items()}
+    floor = taken.pop("autograd alone").median
+    ours = taken["distmp.Fp32GradBuckets"].median - floor
+    rows: list[dict[str, object]] = []
+    for name, spread in taken.items():
+        beyond = spread.median - floor
+        row: dict[str, object] = {"way": name, "CPU ms": spread}
+        row["beyond autograd alone, ms"] = f"{beyond:.3g}"
+        row["Fp32GradBuckets takes of that"] = f"{ours / beyond:.2f}"
+        rows.append(row)
+    machine = result["machine"]
+    return (
+        f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds'][rows[0]['way']])} "
+        f"alternating turns of {result['microbatches']} microbatches, "
+        f"{result['elements'] / 1e6:.1f} M bfloat16 gradient elements in {result['parameters']} "
+        f"parameters; autograd alone, without accumulating, {floor:.3g} ms. "
+        f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+    )
+
+
+def accumulation_step(result: dict[str, Any]) -> str:
+    """Return the tables of `benchmarks.accumulation_step` and a line on its machine."""
+    seconds = result["seconds"]
+    rows: list[dict[str, object]] = []
+    for name, measured in result["memory"].items():
+        row: dict[str, object] = {"way": name, "seconds": Spread.of(seconds[name])}
+        for other in ("autocast", "bf16"):
+            reference = seconds[result["references"][other]]
+            row[f"of DDP {other}"] = f"{_ratio(seconds[name], reference).median:.2f}"
+        row["peak bytes per parameter"] = f"{measured['peak']:.1f}"
+        row["live tensors, 2 microbatches"] = f"{measured['live_tensors_peak']:.1f}"
+        rows.append(row)
+    held: list[dict[str, object]] = []
+    for name, by_ranks in result["memory_with_adamw"].items():
+        for ranks, measured in by_ranks.items():
+            held.append(
+                {
+                    "optimizer": name,
+                    "ranks": ranks,
+                    "bytes per parameter between steps": f"{measured['between_steps']:.1f}",
+                    "2 + 4 + 12 (/ ranks if sharded)": (
+                        f"{6 + 12 / (int(ranks) if 'shard' in name else 1):.0f}"
+                    ),
+                    "peak": f"{measured['peak']:.1f}",
+                }
+            )
+    machine = result["machine"]
+    return (
+        f"{table(rows)}\n\n{table(held)}\n\nMedian (least to most) of "
+        f"{len(next(iter(seconds.values())))} alternating turns of one step with "
+        f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on "
+        f"each of 2 ranks, ratios turn by turn. {machine['cpu']}, torch {machine['torch']}, "
+        f"{machine['date']}."
+    )
+
+
+def _ratio(ours: list[float], theirs: list[float]) -> Spread:
+    """Return what of another way's time is ours, turn by turn."""
+    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
+
+
+def reproducible(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.reproducible` and a line on its machine."""
+    runs = result["runs"]
+    layouts = list(dict.fromkeys(run["layout"] for run in runs))
+    rows: list[dict[str, object]] = []
+    for policy, mode in dict.fromkeys((run["policy"], run["mode"]) for run in runs):
+        digests = {
+            run["layout"]: run["digest"]
+            for run in runs
+            if (run["policy"], run["mode"]) == (policy, mode)
+        }
+        shown = {layout: f"`{digests[layout][:8]}`" for layout in layouts}
+        rows.append({"policy": policy, "mode": mode, **shown})
+    first, machine = runs[0], result["machine"]
+    return (
+        f"{table(rows)}\n\nSHA-256, shortened, of weights, FP32 masters and moments after "
+        f"{result['steps']} steps of the quickstart's model with samples of "
+        f"{result['sequence_length']} tokens, at ranks x microbatches; {first['skipped']} of the "
+        f"steps overflowed and was skipped, {first['clipped']} were clipped. {machine['cpu']}, "
         f"torch {machine['torch']}, {machine['date']}."
     )
 
@@ -130,6 +232,10 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
     "explain-memory-cpu": explain_memory,
+    "accumulation-passes-cpu": accumulation_passes,
+    "accumulation-step-cpu": accumulation_step,
+    "reproducible-cpu": reproducible,
+    "accumulation-error-cpu": accumulation_error,
     "precision-errors-cpu": precision_errors,
     "precision-training-cpu": precision_training,
 }

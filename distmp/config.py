@@ -137,18 +137,18 @@ class RunConfig:
     strategy: str = "auto"
     """single, ddp, ddp-torch, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
 
-    shard_optimizer: bool = False
-    """Each rank keeps and steps only its share of FP32 weights and optimizer state (ddp)."""
-
-    reproducible: bool = False
-    """The same bits at 1, 2, 4, 8 ... ranks, with a power of two of microbatches (single, ddp)."""
-
     activation_checkpointing: ActivationCheckpointing = "none"
     """`blocks`: keep only the inputs of each block for backward and compute the rest again."""
 
     compile: Compilation = "none"
     """What `torch.compile` gets: each of the `blocks`, or the whole `model`, after which no
     reduction overlaps with backward."""
+
+    shard_optimizer: bool = False
+    """Each rank keeps and steps only its share of FP32 weights and optimizer state (ddp)."""
+
+    reproducible: bool = False
+    """The same bits at 1, 2, 4, 8 ... ranks, with a power of two of microbatches (single, ddp)."""
 
     timeout_minutes: float = 10.0
     """A collective operation that takes longer has failed."""
@@ -176,11 +176,6 @@ class RunConfig:
             raise ConfigError("run_dir", self.run_dir, "name a folder")
         if self.strategy not in STRATEGIES:
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
-        accumulation = AccumulationSettings(
-            self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
-        )
-        if self.strategy in SHARDED_STRATEGIES:
-            accumulation.refuse_for(self.strategy)
         self.sharding.check(self.strategy)
         self.parallel(microbatches=None)
         if self.lockstep.every and self.strategy == "fsdp1":
@@ -190,6 +185,11 @@ class RunConfig:
                 "FSDP1 does not tell which of its tensors ranks have in common; use strategy = "
                 "'fsdp', or 0",
             )
+        accumulation = AccumulationSettings(
+            self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
+        )
+        if self.strategy in SHARDED_STRATEGIES:
+            accumulation.refuse_for(self.strategy)
         if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
             raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
         if self.schedule.warmup_steps >= self.steps:

@@ -17,6 +17,7 @@ class RunDirectory:
         self.records = path / "steps.jsonl"
         self.curves = path / "curves.png"
         self.checkpoints = path / "checkpoints"
+        self.model = path / "model"
         self.profile = path / "profile"
 
     def owns(self, checkpoint: Path) -> bool:

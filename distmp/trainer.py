@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from distmp.data.loading import Batch, evaluation_batches, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
+from distmp.launcher.accelerate import overruled
+from distmp.models import huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
@@ -41,7 +44,9 @@ from distmp.telemetry import (
     draw_curves,
     peak_memory_bytes,
     read_records,
+    trackers,
 )
+from distmp.telemetry.trackers import Trackers
 
 
 class Parts(NamedTuple):
@@ -108,13 +113,16 @@ class Trainer:
             if world.rank == 0
             else None
         )
+        self.trackers = all_or_none(world, self._start_trackers)
 
     def run(self, stop: StopSignals) -> bool:
         """Train to the end or to a request to stop; return whether the end was reached."""
-        self.train(stop)
+        with closing(self.trackers):
+            self.train(stop)
         self._save()
         finished = self.progress.step >= self.config.steps
         if finished:
+            self._save_model()
             self._show_sample()
         else:
             self.console.message(
@@ -200,6 +208,7 @@ class Trainer:
         )
         if self.records is not None:
             self.records.write(record)
+        self.trackers.write(record)
         self.console.step(record, self.config.steps)
         if report is not None:
             self.console.message(f"step {unread.step} skipped: {report}")
@@ -289,11 +298,25 @@ class Trainer:
             f"batch {batch.global_batch_size} = {self.world.world_size} ranks x "
             f"{self.parts.microbatches} microbatches x {batch.microbatch_size} samples"
         )
+        for line in overruled(os.environ, engine.policy, engine.strategy):
+            say(line)
         say(f"run directory: {self.directory.path}")
         if checkpoint is not None:
             say(f"continuing from {checkpoint}")
         if self.world.rank == 0:
             settings.write_yaml(self.config, self.directory.config)
+
+    def _start_trackers(self) -> Trackers:
+        log = self.config.log
+        return trackers.start(
+            log.trackers if self.world.rank == 0 else (),
+            log.tracker_options,
+            project=log.project,
+            directory=self.directory.path,
+            hyperparameters=settings.to_mapping(self.config),
+            after_step=self.progress.step,
+            complain=self.console.message,
+        )
 
     def _save(self) -> None:
         with self.timer.paused():
@@ -304,6 +327,17 @@ class Trainer:
                 {"step": self.progress.step, "samples": self.progress.samples},
                 keep=self.config.checkpoint.keep,
             )
+
+    def _save_model(self) -> None:
+        """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""
+        if not self.config.model.is_hugging_face:
+            return
+        prefix = "model/"
+        state = self.engine.state_dict().items()
+        weights = [(k.removeprefix(prefix), v) for k, v in state if k.startswith(prefix)]
+        folder = self.directory.model
+        huggingface.save(folder, self.parts.model, weights, writes=self.world.rank == 0)
+        self.console.message(f"model in the format of Hugging Face: {folder}")
 
 
 class _Unread(NamedTuple):

@@ -1,4 +1,4 @@
-"""The README says what is so."""
+"""The README and the pages of docs/ say what is so; .ci/readme_commands.py runs their commands."""
 
 from __future__ import annotations
 
@@ -7,16 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from benchmarks.figures import with_figures
+from distmp.config import RunConfig
 from distmp.precision import PRESETS
+from distmp.settings import from_mapping
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
 def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,8 +52,20 @@ def test_the_figures_are_those_of_the_results() -> None:
     assert with_figures(README) == README
 
 
-def test_every_file_that_commands_name_exists() -> None:
-    named = re.findall(r"--config (\S+)", "\n".join(blocks("bash")))
+def test_every_file_that_is_named_exists() -> None:
+    text = "".join(page.read_text() for page in PAGES)
+    named = re.findall(r"(?:--config|accelerate launch [^\n]*?) ((?:configs|examples)/\S+)", text)
     assert named
     for path in named:
         assert (ROOT / path).is_file(), path
+    for page in PAGES:
+        for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / path).exists(), path
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_settings_shown_are_settings(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Whether a logger is installed does not matter here.
+    monkeypatch.setattr("distmp.telemetry.trackers.find", lambda name: name)
+    for block in blocks("yaml", page.read_text()):
+        from_mapping(RunConfig, yaml.safe_load(block))

@@ -166,7 +166,7 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 def whole(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, or of what a DTensor or slice is a part of; all ranks call it."""
     if isinstance(tensor, FlatSlice):
-        flat = torch.zeros(tensor.whole_shape.numel(), dtype=tensor.dtype)
+        flat = torch.zeros(tensor.whole_shape.numel(), dtype=tensor.dtype, device=tensor.device)
         flat[tensor.start : tensor.start + tensor.numel()] = tensor
         if dist.is_initialized():
             dist.all_reduce(flat)

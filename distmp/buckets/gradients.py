@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -246,11 +247,9 @@ class Fp32GradBuckets:
                 zip(layout.names, layout.parameters, strict=True)
             ):
                 parameter.grad_dtype = torch.float32
-                slot = _Slot(name, parameter, bucket, index, target=parameter)
-                parameter.register_post_accumulate_grad_hook(
-                    lambda _, slot=slot: self._arrived(slot)
-                )
-                yield slot
+                hook = _hook(weakref.ref(self), bucket, index)
+                parameter.register_post_accumulate_grad_hook(hook)
+                yield _Slot(name, parameter, bucket, index, target=parameter)
 
     @torch.no_grad()
     def _arrived(self, slot: _Slot) -> None:
@@ -352,6 +351,19 @@ class Fp32GradBuckets:
         share = layout.shares(layout.shard(self.rank, self.world_size))[slot.index]
         flat = self._total.buffers[slot.bucket]
         return flat[layout.offsets[slot.index] :][share]
+
+
+def _hook(
+    buckets: weakref.ref[Fp32GradBuckets], bucket: int, index: int
+) -> Callable[[Tensor], None]:
+    """Return the hook of a parameter, which must keep alive neither the buckets nor itself."""
+
+    def arrived(_: Tensor) -> None:
+        alive = buckets()
+        if alive is not None:
+            alive._arrived(alive._by_bucket[bucket][index])
+
+    return arrived
 
 
 def _check_reproducible(world_size: int, reduce_dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distmp.errors import ConfigError
+from distmp.launcher.accelerate import check_started
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -41,10 +42,12 @@ class RankEnvironment:
         """Read torchrun's variables; where there are none, the process is alone.
 
         Raises:
-            ConfigError: If some of the variables are missing, or a value is impossible.
+            ConfigError: If some of the variables are missing, a value is impossible, or accelerate
+                launched one process in place of several.
         """
         present = [name for name in _VARIABLES if name in variables]
         if not present:
+            check_started(variables)
             return cls()
         return cls(**{name.lower(): _read(variables, name, present[0]) for name in _VARIABLES})
 

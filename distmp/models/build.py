@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.imports import load_object
+from distmp.models import huggingface
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig
@@ -33,6 +34,8 @@ def build_model(
     """
     if config.is_import_path:
         return _build_from_callable(config)
+    if config.is_hugging_face:
+        return huggingface.build(config.name, config.options, vocabulary_size, sequence_length)
     return Transformer(_transformer_config(config, vocabulary_size, sequence_length))
 
 

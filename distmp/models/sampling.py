@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from distmp.models.loss import logits_of
+
 
 @torch.no_grad()
 def generate(
@@ -22,7 +24,7 @@ def generate(
     ranks of a sharded model can do this in lockstep, with generators of the same seed.
 
     Args:
-        model: int64 [1, time] -> logits [1, time, vocabulary].
+        model: int64 [1, time] -> logits [1, time, vocabulary], or what has them as `logits`.
         prompt: Token ids, int64 [length], at least one; on the device of the model.
         count: Number of tokens to add.
         sequence_length: Longest sequence the model accepts; it sees that many last tokens.
@@ -37,7 +39,7 @@ def generate(
     model.eval()
     try:
         for _ in range(count):
-            logits = model(tokens[None, -sequence_length:])[0, -1]
+            logits = logits_of(model(tokens[None, -sequence_length:]))[0, -1]
             token = _choose(logits.float().cpu(), temperature, generator)
             tokens = torch.cat((tokens, token.to(tokens.device)))
     finally:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
+from distmp.models import huggingface
 
 
 class Size(NamedTuple):
@@ -36,8 +37,8 @@ class ModelConfig:
     """Which model to train, and with which loss."""
 
     name: str = "transformer"
-    """'transformer' (decoder-only) or the import path 'module:callable' of a function that
-    returns a torch.nn.Module."""
+    """'transformer' (decoder-only), 'hf:FOLDER' for a local model of Hugging Face transformers, or
+    the import path 'module:callable' of a function that returns a torch.nn.Module."""
 
     size: str = "1m"
     """Named size of the transformer: 1m, 22m, 125m, 350m or 1.3b."""
@@ -65,8 +66,9 @@ class ModelConfig:
     loss(model, batch) -> (loss sum, weight)."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments for the callable of an import path. The transformer takes `tied_head`
-    (true, false) and `rotary_base` (a number)."""
+    """Keyword arguments for the callable of an import path; values in place of those in config.json
+    for a Hugging Face model. The transformer takes `tied_head` (true, false) and `rotary_base`
+    (a number)."""
 
     def __post_init__(self) -> None:
         """Check each value, and that the dimensions fit one another.
@@ -74,9 +76,13 @@ class ModelConfig:
         Raises:
             ConfigError: Naming the setting, its value and what to do.
         """
-        if not self.is_import_path and self.name != "transformer":
+        if self.is_hugging_face:
+            huggingface.locate(self.name)
+        elif not self.is_import_path and self.name != "transformer":
             raise ConfigError(
-                "model.name", self.name, "write 'transformer' or an import path 'module:callable'"
+                "model.name",
+                self.name,
+                "write 'transformer', 'hf:FOLDER' or an import path 'module:callable'",
             )
         if ":" not in self.loss and self.loss != "next_token":
             raise ConfigError(
@@ -86,13 +92,18 @@ class ModelConfig:
             raise ConfigError("model.size", self.size, nearest(self.size, SIZES))
         for name in (*_OVERRIDES, "vocabulary_size", "sequence_length"):
             self._check_count(name)
-        if not self.is_import_path:
+        if self.name == "transformer":
             self._check_transformer()
+
+    @property
+    def is_hugging_face(self) -> bool:
+        """Whether the model is one of Hugging Face transformers."""
+        return self.name.startswith(huggingface.PREFIX)
 
     @property
     def is_import_path(self) -> bool:
         """Whether the model is a user's own callable."""
-        return ":" in self.name
+        return ":" in self.name and not self.is_hugging_face
 
     @property
     def dimensions(self) -> Size:
@@ -104,7 +115,7 @@ class ModelConfig:
         value = getattr(self, name)
         if value is None:
             return
-        if self.is_import_path:
+        if self.name != "transformer":
             raise ConfigError(
                 f"model.{name}", value, f"{self.name} does not see it; pass it in model.options"
             )

@@ -43,7 +43,7 @@ from distmp.parallel.strategy import (
 from distmp.parallel.world import World
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
-from distmp.precision.policy import PrecisionPolicy
+from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
 
 
@@ -116,9 +116,25 @@ class FullySharded(Strategy):
         # Whether something of an unfinished step may wait inside FSDP.
         self._unfinished = False
         self._last_microbatch = True
+        # Forward passes of this microbatch.
+        self._forwards = 0
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
+
+    def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
+        known = {name for name, _ in self._trainable}
+        added = [entry for entry in trainable(self.module) if entry[0] not in known]
+        for name, parameter in added:
+            if parameter.dtype != torch.float32:
+                raise ConfigError(
+                    "model",
+                    name,
+                    f"was unfrozen, but its shards are {dtype_name(parameter.dtype)}; hand it over "
+                    "in float32",
+                )
+        self._trainable += added
+        return [*added]
 
     def begin_step(self) -> None:
         if self._unfinished:
@@ -129,6 +145,7 @@ class FullySharded(Strategy):
     def begin_microbatch(self, *, last: bool) -> None:
         self._unfinished = True
         self._last_microbatch = last
+        self._forwards = 0
         if self.accumulation.place == "unsharded":
             self._root.set_requires_gradient_sync(last)
         elif self.accumulation.place == "hybrid":
@@ -189,10 +206,13 @@ class FullySharded(Strategy):
         return order
 
     def _begin_forward(self, module: nn.Module, args: Any) -> None:
-        if self._order is not None:
-            place = self.accumulation.place
-            trains = torch.is_grad_enabled()
-            self._order.begin((trains, trains and (place == "sharded" or self._last_microbatch)))
+        if self._order is None:
+            return
+        if torch.is_grad_enabled():
+            self._forwards += 1
+            self._order.begin((self._forwards, self._last_microbatch))
+        else:
+            self._order.begin("evaluation")
 
     def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._order is not None:
@@ -206,10 +226,12 @@ class FullySharded(Strategy):
             cast(FSDPModule, part).reshard()
 
     def _prepare_gradients(self) -> None:
-        # Only when it gathers does FSDP make the tensors that gradients are accumulated in.
+        # Only when it gathers does FSDP make the tensors that gradients are accumulated in. One
+        # group after the other, as the whole model may not fit.
         for _, part in self.units():
-            cast(FSDPModule, part).unshard()
-        self._reshard()
+            unit = cast(FSDPModule, part)
+            unit.unshard()
+            unit.reshard()
         fsdp_internals.check(self.module)
         fsdp_internals.accumulate_in_fp32(self.module)
 

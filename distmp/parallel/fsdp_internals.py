@@ -56,7 +56,7 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     (FSDP2 fails on a mixture, pytorch#196996).
     """
     for parameter in _gathered_parameters(model):
-        if parameter.requires_grad:
+        if parameter.is_floating_point():  # also of one that may be unfrozen later
             parameter.grad_dtype = torch.float32
 
 

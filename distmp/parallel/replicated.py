@@ -22,6 +22,7 @@ from distmp.parallel.strategy import (
 )
 from distmp.parallel.world import World
 from distmp.precision.builders import prepare
+from distmp.precision.keep import storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.slices import FlatSlice
@@ -105,6 +106,10 @@ class Replicated(Strategy):
         for _, parameter in named:
             parameter.grad = None
         values = {name: parameter.data.float() for name, parameter in named}
+        # While it was frozen a parameter may have had a type of its own.
+        dtypes = storage_dtypes(self.model, self._policy)
+        for name, parameter in named:
+            parameter.data = parameter.data.to(dtypes[name])
         self._parts.append(self._lay_out(named, values))
         return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
 

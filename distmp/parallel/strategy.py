@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, nearest
 from distmp.optim import OptimizerFactory
 from distmp.parallel.world import World
-from distmp.precision.policy import PrecisionPolicy, dtype_name
+from distmp.precision.policy import PrecisionPolicy, dtype_name, dtype_word
 from distmp.scaling import GradientPart
 
 STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1")
@@ -188,7 +188,7 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
                 policy.name,
                 f"holds parameters in {dtype_name(policy.compute_dtype)}, but parameter {name!r} "
                 f"is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
-                f"{policy.name}-autocast",
+                f"{dtype_word(policy.compute_dtype)}-autocast",
             )
         if parameter.requires_grad and parameter.dtype not in (
             torch.float32,

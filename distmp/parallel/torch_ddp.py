@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distmp.errors import ConfigError
 from distmp.parallel.replicated import Replicated
 from distmp.parallel.strategy import AccumulationSettings
-from distmp.parallel.world import World
+from distmp.parallel.world import World, keep_until_exit
 from distmp.precision.policy import PrecisionPolicy
 
 
@@ -46,6 +46,7 @@ class TorchDistributedDataParallel(Replicated):
         super().__init__(module, policy, world, settings)
         wrapper = _wrapper(module, world)
         wrapper.require_backward_grad_sync = False
+        keep_until_exit(world.group)
         self.module = wrapper
 
     @property

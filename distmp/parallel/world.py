@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distmp.errors import DistmpError, SetupError
+from distmp.launcher.accelerate import wants_cpu
 
 T = TypeVar("T")
 
@@ -49,9 +51,9 @@ class World:
 def local_device(local_rank: int) -> torch.device:
     """Return the device of a rank: its own GPU where each rank of this machine has one, else CPU.
 
-    With fewer GPUs than ranks the ranks share them.
+    With fewer GPUs than ranks the ranks share them. `accelerate launch --cpu` keeps off them.
     """
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or wants_cpu(os.environ):
         return torch.device("cpu")
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
@@ -104,6 +106,19 @@ def all_or_none(world: World, work: Callable[[], T]) -> T:
             max(exit_code for _, exit_code in found.values()),
         )
     return cast("T", result)
+
+
+def keep_until_exit(group: dist.ProcessGroup | None) -> None:
+    """Keep a group alive until the process ends, although everybody has let go of it.
+
+    Seen with torch 2.13: a gloo group that only torch's DDP still holds is destroyed with the
+    interpreter locked, and waits for a thread of gloo that waits for the interpreter.
+    """
+    atexit.register(_let_go, group)
+
+
+def _let_go(_: object) -> None:
+    """Hold a reference until now."""
 
 
 def leave() -> None:

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
 from distmp.errors import ConfigError, nearest
@@ -86,7 +85,7 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     kept = kept_modules(module, policy.keep_fp32)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
         for name, part in module.named_modules():
-            if name and isinstance(part, _NormBase) and part.running_mean is not None:
+            if name and getattr(part, "running_mean", None) is not None:
                 kept[name] = part
     return _outermost(module, kept)
 
@@ -95,7 +94,8 @@ def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torc
     """Return the dtype in which the module holds each parameter, by its name.
 
     A parameter in 16 bits has an FP32 master where the policy has masters; one in FP32 is stepped
-    itself. Integer parameters stay as they are.
+    itself. Integer parameters stay as they are, and so do frozen ones (a base model in 16 bits)
+    where the policy has FP32 parameters.
 
     Raises:
         ConfigError: As `kept_modules`.
@@ -114,7 +114,11 @@ def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torc
 def _storage_dtype(parameter: Tensor, policy: PrecisionPolicy, *, kept: bool) -> torch.dtype:
     if not parameter.is_floating_point():
         return parameter.dtype
-    return torch.float32 if kept else policy.module_dtype
+    if kept:
+        return torch.float32
+    if not (policy.casts_parameters or parameter.requires_grad):
+        return parameter.dtype
+    return policy.module_dtype
 
 
 def cast_buffers(module: nn.Module, policy: PrecisionPolicy) -> None:
@@ -167,7 +171,7 @@ def run_in_fp32(
 ) -> None:
     """Make `module` compute in FP32: FP32 inputs, and autocast off inside.
 
-    It survives `copy.deepcopy`, `torch.compile` and activation checkpointing.
+    It survives `copy.deepcopy`, `torch.compile`, activation checkpointing, FSDP1 and FSDP2.
 
     Args:
         module: A module that holds FP32 parameters when it is called.
@@ -214,12 +218,14 @@ def _matches(pattern: str, name: str, part: nn.Module) -> bool:
 
 def _nothing(module: nn.Module, pattern: str) -> str:
     parts = [(name, part) for name, part in module.named_modules() if name]
+    if not parts:
+        return "the model has no parts"
     names = {name.rpartition(".")[2] for name, _ in parts} | {name for name, _ in parts}
     classes = {type(part).__name__ for _, part in parts}
-    guess = nearest(pattern, {*names, *classes, *WORDS})
+    guess = nearest(pattern, {*names, *classes, *WORDS} - {pattern})
     if not guess.startswith("did you mean"):
         guess = f"write a name such as {parts[-1][0]!r}, a class, or one of {', '.join(WORDS)}"
-    return f"matches no module of the model; {guess}" if parts else "the model has no parts"
+    return f"matches no module of the model; {guess}"
 
 
 def _called(name: str, part: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:

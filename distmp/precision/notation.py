@@ -1,8 +1,7 @@
 """Policies as people write them: presets, one line of text, and mappings as in YAML.
 
-bf16
-bf16,reduce=bf16,keep_fp32=norm|head
-{preset: bf16, reduce: bf16, keep_fp32: [norm, head]}
+The preset `bf16`, the text `bf16,reduce=bf16,keep_fp32=norm|head`, and the mapping
+`{preset: bf16, reduce: bf16, keep_fp32: [norm, head]}`, which says the same as the text.
 """
 
 from __future__ import annotations
@@ -100,7 +99,7 @@ def _split(text: str) -> dict[str, Any]:
 
 
 def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
-    base = _preset(items.pop("preset", "fp32"), alone=not items)
+    base = _preset(items.pop("preset", "fp32"))
     for key in items:
         if key not in _FIELDS:
             problem = nearest(str(key), [*_FIELDS, "preset"])
@@ -122,9 +121,14 @@ def _name_of(built: PrecisionPolicy) -> str:
     return ",".join(_changes(built))
 
 
-def _preset(name: Any, *, alone: bool) -> PrecisionPolicy:
-    if name == "auto" and not alone:
-        raise ConfigError(SETTING, name, "is chosen by the device; name a preset to change it")
+def _preset(name: Any) -> PrecisionPolicy:
+    if name == "auto":
+        raise ConfigError(
+            SETTING,
+            name,
+            "is what distmp.resolve chooses for a device, and stands alone; name a preset to "
+            "change something in it",
+        )
     if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(SETTING, name, nearest(str(name), [*PRESETS, "auto"]))
     return PRESETS[name]

@@ -48,11 +48,13 @@ def _remember(stack: contextlib.ExitStack) -> None:
     for products in _FP32_PRODUCTS:
         stack.callback(setattr, products, "fp32_precision", products.fp32_precision)
     for name in _REDUCED_SUMS:
-        both = (
-            getattr(_BACKENDS.cuda.matmul, name),
-            getattr(_BACKENDS.cuda.matmul, f"{name}_split_k"),
+        value = getattr(_BACKENDS.cuda.matmul, name)
+        # Newer versions of torch have a second switch, which goes back to its default with the
+        # first unless both are set.
+        split_k = getattr(_BACKENDS.cuda.matmul, f"{name}_split_k", None)
+        stack.callback(
+            setattr, _BACKENDS.cuda.matmul, name, value if split_k is None else (value, split_k)
         )
-        stack.callback(setattr, _BACKENDS.cuda.matmul, name, both)
     # Unreadable where somebody has set the newer switches only; they alone count then.
     with contextlib.suppress(RuntimeError):
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())

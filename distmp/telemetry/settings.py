@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
 
 from distmp.errors import ConfigError, nearest
 
@@ -15,7 +15,8 @@ class LogConfig:
     """What the first rank prints and draws while training.
 
     Raises:
-        ConfigError: If `every` is below 1 or `console` is not one of its choices.
+        ConfigError: If `every` is below 1, `console` is not one of its choices, or a tracker is
+            not there.
     """
 
     every: int = 10
@@ -28,6 +29,16 @@ class LogConfig:
     curves: bool = True
     """Draw loss, learning rate, gradient norm and loss scale into a PNG."""
 
+    trackers: tuple[str, ...] = ()
+    """Loggers that get the numbers of every step: tensorboard, wandb and whatever else accelerate
+    knows, or the import path 'module:Class' of an accelerate.tracking.GeneralTracker."""
+
+    tracker_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of loggers, by name: `wandb: {mode: offline}`."""
+
+    project: str = "distmp"
+    """Under which loggers file the run."""
+
     def __post_init__(self) -> None:
         if self.every < 1:
             raise ConfigError(
@@ -37,6 +48,17 @@ class LogConfig:
             raise ConfigError(
                 "log.console", self.console, nearest(str(self.console), get_args(ConsoleMode))
             )
+        for name, options in self.tracker_options.items():
+            setting = f"log.tracker_options.{name}"
+            if name not in self.trackers:
+                raise ConfigError(setting, options, "add it to log.trackers")
+            if not isinstance(options, dict):
+                raise ConfigError(setting, options, "must be a mapping of keyword arguments")
+        for name in self.trackers:
+            # Imported here: accelerate takes a second to import.
+            from distmp.telemetry.trackers import find
+
+            find(name)
 
 
 @dataclass(frozen=True)

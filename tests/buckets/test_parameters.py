@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distmp.buckets import FlatParameters, Fp32GradBuckets
+from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -105,3 +105,33 @@ def test_memory_order_is_kept() -> None:
     assert model[0].weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(masters.named["0.weight"], weight)
     assert torch.equal(model[0].weight, weight.bfloat16())
+
+
+def test_pure_weights_are_the_parameters_and_get_sums_that_are_rounded_once() -> None:
+    model = nn.Sequential(nn.Linear(3, 3).bfloat16(), nn.LayerNorm(3), nn.Linear(3, 2).bfloat16())
+    parameters = dict(model.named_parameters())
+    parameters["2.bias"].requires_grad_(False)
+    buckets = Fp32GradBuckets(
+        [(name, p) for name, p in parameters.items() if p.requires_grad], None
+    )
+    pure = PureParameters(buckets)
+    assert set(pure.named) == parameters.keys() - {"2.bias"}
+    buckets.begin_step()
+    for index in range(3):
+        buckets.begin_microbatch(last=index == 2)
+        x = model[0](torch.full((1, 3), 1.0 + index / 128, dtype=torch.bfloat16))
+        model[2](model[1](x.float()).bfloat16()).float().square().sum().backward()
+        buckets.end_microbatch()
+    buckets.finish()
+    pure.round_gradients()
+    for name, weight in pure.named.items():
+        parameter = parameters[name]
+        assert weight.data_ptr() == parameter.data_ptr()
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+        assert weight.grad is not None
+        assert torch.equal(weight.grad, parameter.grad.to(parameter.dtype))
+        assert (weight is parameter) == name.startswith("1.")
+    pure.publish()
+    rounded = [weight for name, weight in pure.named.items() if not name.startswith("1.")]
+    assert all(weight.grad is None for weight in rounded)

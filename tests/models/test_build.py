@@ -83,7 +83,7 @@ def test_models_too_small_for_the_data_are_refused(
 @pytest.mark.parametrize(
     ("values", "setting", "message"),
     [
-        ({"name": "transformr"}, "model.name", "write 'transformer' or"),
+        ({"name": "transformr"}, "model.name", "write 'transformer', 'hf:FOLDER' or"),
         ({"loss": "mse"}, "model.loss", "write 'next_token' or"),
         ({"size": "2m"}, "model.size", "did you mean '2?2m'"),
         ({"layers": 0}, "model.layers", "at least 1"),

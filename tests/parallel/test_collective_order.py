@@ -13,7 +13,7 @@ from distmp.parallel import World
 from distmp.parallel.collective_order import Collective, CollectiveOrder
 from tests.parallel.sharding import Observed, sharded
 from tests.ranks import ranks
-from tests.training import TWO_RANKS, Batch, Classifier, make_engine, samples, train
+from tests.training import TWO_RANKS, Batch, Classifier, loss, make_engine, samples, train
 
 A, B, C = (Collective("gather", unit, 10) for unit in range(3))
 NAMES = ["", "blocks.0", "blocks.1"]
@@ -115,10 +115,18 @@ def test_ranks_that_run_different_blocks_get_one_error_instead_of_wrong_weights(
                 train(engine, 1, TWO_RANKS)
 
 
+def twice(model: nn.Module, batch: Batch) -> Any:
+    """Run the model two times in one microbatch."""
+    (first, weight), (second, _) = (loss(model, batch) for _ in range(2))
+    return first + second, weight
+
+
 @ranks(2)
 def test_a_steady_run_asks_nothing() -> None:
     for options in (sharded("fsdp"), sharded("fsdp", accumulate="sharded"), sharded("fsdp1")):
         engine = make_engine(**options)
+        if options["strategy"] == "fsdp":
+            engine._loss = twice
         train(engine, 1, TWO_RANKS)
         engine.evaluate([samples(0, 3)])
         train(engine, 1, TWO_RANKS, first=1)

@@ -14,6 +14,7 @@ from distmp.errors import ConfigError
 from distmp.parallel.fsdp import FullySharded
 from distmp.parallel.world import World
 from distmp.precision import policy
+from tests.parallel.sharding import sharded
 from tests.parallel.test_replicated import SIZES, train_rank
 from tests.ranks import ranks, run_ranks
 from tests.training import (
@@ -232,3 +233,21 @@ def test_fsdp_needs_a_process_group() -> None:
 def test_parameters_that_cannot_be_trained_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"'first\.weight' is float64"):
         make_engine(model=make_model().double(), strategy="fsdp")
+
+
+@ranks(1)
+def test_there_is_nothing_to_offload_to_on_a_cpu() -> None:
+    with pytest.raises(ConfigError, match=r"sharding.offload = True: this run computes on the CPU"):
+        make_engine(**sharded("fsdp", offload=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(1)
+def test_offloaded_shards_are_stepped_on_the_host() -> None:
+    torch.cuda.set_device(0)
+    engine = make_engine(device="cuda:0", max_norm=1.3, **sharded("fsdp", offload=True))
+    train(engine, 4, ONE_RANK)
+    for parameter in engine.module.parameters():
+        assert parameter.to_local().device.type == "cpu"
+    assert error(weights(engine), plain_training(4, ONE_RANK, max_norm=1.3)[0]) < 1e-4

@@ -53,7 +53,9 @@ def step_batches(step: int, rank: int, world_size: int) -> list[Batch]:
     return batches[rank * each : (rank + 1) * each]
 
 
-def digests(kinds: list[str], options: dict[str, Any], steps: int = STEPS) -> dict[str, str]:
+def digests(
+    kinds: list[str], options: dict[str, Any], steps: int = STEPS, device: str = "cpu"
+) -> dict[str, str]:
     """Train each kind; return SHA-256 of weights, masters, moments, counts and losses."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -62,13 +64,9 @@ def digests(kinds: list[str], options: dict[str, Any], steps: int = STEPS) -> di
         engine = Engine(
             Dropping(),
             loss,
-            **{
-                "optimizer": fused_adamw,
-                "max_norm": 0.7,
-                "device": "cpu",
-                **KINDS[kind],
-                **options,
-            },
+            **{"optimizer": fused_adamw, **KINDS[kind], **options},
+            max_norm=0.7,
+            device=device,
         )
         digest = hashlib.sha256()
         skipped = 0
@@ -80,7 +78,7 @@ def digests(kinds: list[str], options: dict[str, Any], steps: int = STEPS) -> di
         assert skipped >= (steps > OVERFLOW_AT)
         state = {**snapshot(engine), **dict(engine.module.named_parameters())}
         for name, tensor in sorted(state.items()):
-            digest.update(name.encode() + tensor.detach().double().numpy().tobytes())
+            digest.update(name.encode() + tensor.detach().cpu().double().numpy().tobytes())
         found[kind] = digest.hexdigest()
     torch.use_deterministic_algorithms(False)
     return found
@@ -111,6 +109,16 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
 def test_the_ordinary_mode_does_not_have_them() -> None:
     found = {world_size: on_ranks(world_size, ["fp32"], {}, 12)["fp32"] for world_size in (1, 2, 4)}
     assert len(set(found.values())) == 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_same_bits_on_a_gpu() -> None:
+    kinds = ["fp32", "bf16", "fp16"]
+    options = {"reproducible": True}
+    expected = on_ranks(1, kinds, options, 30, "cuda")
+    assert on_ranks(2, kinds, options, 30, "cuda") == expected
+    assert on_ranks(2, kinds, {**options, "shard_optimizer": True}, 30, "cuda") == expected
 
 
 def refuse() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from distmp.checkpoint import store
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel import ParallelConfig
-from distmp.precision import PrecisionPolicy
+from distmp.precision import PRESETS, PrecisionPolicy
 from distmp.scaling import LossScaleConfig
 from distmp.trainer import restore
 from tests.parallel.sharding import FOUR_BY_TWO, Observed, sharded
@@ -41,11 +41,9 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 IN_FP32 = [
     *(sharded("hsdp", shard_size=2, accumulate=p) for p in ("sharded", "unsharded", "hybrid")),
-    sharded("hsdp", shard_size=4),
     sharded("hsdp", shard_size=1, reshard_after_forward=False),
     sharded("fsdp", accumulate="unsharded", reshard_after_forward=False),
     sharded("fsdp", accumulate="sharded", wrap=["Linear", "blocks.*"]),
-    sharded("fsdp1"),
     sharded("fsdp1", reshard_after_forward=False),
     {"strategy": "ddp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
     {"strategy": "hsdp", "parallel": ParallelConfig(activation_checkpointing="blocks")},
@@ -57,8 +55,8 @@ def several(steps: int, sizes: Any, options: list[dict[str, Any]]) -> list[Any]:
 
 
 def test_every_strategy_equals_plain_torch_on_the_same_samples() -> None:
-    results = run_ranks(several, 4, 4, FOUR_BY_TWO, [{**o, "max_norm": 1.3} for o in IN_FP32])
-    expected, losses_and_norms = plain_training(4, ONE_RANK, max_norm=1.3)
+    results = run_ranks(several, 4, 3, FOUR_BY_TWO, [{**o, "max_norm": 1.3} for o in IN_FP32])
+    expected, losses_and_norms = plain_training(3, ONE_RANK, max_norm=1.3)
     for of_rank in results:
         for (numbers, found, state), of_first in zip(of_rank, results[0], strict=True):
             assert error(found, expected) < 1e-5
@@ -93,8 +91,31 @@ def test_sixteen_bits_stay_close_and_cost_nothing_on_the_wire() -> None:
         assert [n.loss for n in numbers] == pytest.approx([n.loss for n in alone[0]], rel=1e-3)
 
 
-PROMISED = {"fp32": FP32, "bf16": BF16, "bf16-autocast": BF16, "fp16": FP16}
-GATHERED = {"fp32": FP32, "bf16": BF16, "bf16-autocast": FP32, "fp16": FP16}
+def fifty_steps(options: list[dict[str, Any]]) -> list[list[float]]:
+    return [[n.loss for n in train(make_engine(**each), 50, TWO_RANKS)] for each in options]
+
+
+def test_losses_of_fifty_steps_are_those_of_a_single_rank() -> None:
+    strategies = (
+        {"strategy": "ddp", "shard_optimizer": True},
+        sharded("fsdp"),
+        sharded("hsdp", shard_size=1),
+        sharded("fsdp1"),
+    )
+    found = run_ranks(
+        fifty_steps, 2, [{"policy": p, **each} for p in ("fp32", "bf16") for each in strategies]
+    )[0]
+    # The second is about 10 times what a step of bf16 rounds; docs/precision.md has the figures.
+    for index, (precision, tolerance) in enumerate((("fp32", 1e-4), ("bf16", 2e-2))):
+        alone = [n.loss for n in train(make_engine(policy=precision), 50, ONE_RANK)]
+        for losses in found[index * len(strategies) : (index + 1) * len(strategies)]:
+            assert losses == pytest.approx(alone, rel=tolerance)
+
+
+# Weights without masters have a test of their own below.
+MIXED = [preset for preset in PRESETS.values() if preset.param_dtype == FP32]
+PROMISED = {preset.name: preset.compute_dtype for preset in MIXED}
+GATHERED = {preset.name: preset.module_dtype for preset in MIXED}
 
 
 @ranks(4)
@@ -327,3 +348,21 @@ def test_a_parameter_may_be_used_first_in_the_last_microbatch() -> None:
         states.append(weights(engine))
     for name, value in states[0].items():
         torch.testing.assert_close(states[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_an_unfrozen_parameter_is_trained_from_then_on() -> None:
+    ends = []
+    for options in ({"strategy": "ddp"}, sharded("fsdp", accumulate="unsharded"), sharded("hsdp")):
+        model = make_model()
+        model.first.requires_grad_(False)
+        engine = make_engine(model=model, optimizer=fused_sgd, **options)
+        train(engine, 1, TWO_RANKS)
+        for parameter in engine.module.first.parameters():
+            parameter.requires_grad_(True)
+        train(engine, 2, TWO_RANKS, first=1)
+        ends.append(weights(engine))
+    assert not torch.equal(ends[0]["first.weight"], make_model().first.weight)
+    for end in ends[1:]:
+        for name, value in ends[0].items():
+            torch.testing.assert_close(end[name], value, rtol=1e-4, atol=1e-5)

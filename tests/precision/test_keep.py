@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
-from distmp.precision.builders import autocast_context, prepare
+from distmp.precision.builders import (
+    autocast_context,
+    cast_inputs_and_outputs,
+    fsdp1_policy,
+    fsdp2_policy,
+    prepare,
+)
 from distmp.precision.keep import (
     cast_buffers,
     keep_in_fp32,
@@ -21,6 +28,8 @@ from distmp.precision.keep import (
     run_in_fp32,
     storage_dtypes,
 )
+from tests.ranks import ranks
+from tests.training import loss, make_model, samples
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")
@@ -111,6 +120,7 @@ class Uncalled(nn.Module):
         (Model(), "qqq", "write a name such as 'criterion', a class, or one of head, loss, norm"),
         (Model(), "Model", "keeps the whole model; use the policy fp32"),
         (nn.Linear(1, 1), "norm", "the model has no parts"),
+        (nn.Sequential(nn.Linear(1, 1)), "head", "head': matches no module of the model; write a"),
         (Uncalled(), "tables", r"'tables' \(ParameterList\) holds parameters but is never called"),
     ],
 )
@@ -368,8 +378,76 @@ def test_nothing_is_wrapped_in_fp32_policies() -> None:
     assert keep_in_fp32(Model(), policy("fp32"), "cpu") == {}
 
 
+@pytest.mark.parametrize(("text", "dtype"), [("bf16-autocast", FP16), ("bf16", BF16)])
+def test_frozen_parameters_stay_among_fp32_ones(text: str, dtype: torch.dtype) -> None:
+    model = Model()
+    for parameter in model.blocks.parameters():
+        parameter.requires_grad_(False)
+        parameter.data = parameter.data.half()
+    kept = policy(f"{text},keep_fp32=norm")
+    assert storage_dtypes(model, kept)["blocks.0.attention.weight"] == dtype
+    assert storage_dtypes(model, kept)["blocks.0.ln.weight"] == FP32
+
+
 def test_integer_parameters_stay() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     counter = nn.Parameter(torch.tensor(1), requires_grad=False)
     model[0].register_parameter("counter", counter)
     assert storage_dtypes(model, policy("bf16"))["0.counter"] == torch.int64
+
+
+Shard = Callable[[nn.Module, dict[str, nn.Module], PrecisionPolicy], nn.Module]
+
+
+def fsdp2(model: nn.Module, kept: dict[str, nn.Module], own: PrecisionPolicy) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for part in kept.values():
+        fully_shard(part, mp_policy=fsdp2_policy(policy("fp32")))
+    return fully_shard(model, mp_policy=fsdp2_policy(own))
+
+
+def fsdp1(model: nn.Module, kept: dict[str, nn.Module], own: PrecisionPolicy) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    def wrap(part: nn.Module, chosen: PrecisionPolicy) -> nn.Module:
+        return FullyShardedDataParallel(
+            part, mixed_precision=fsdp1_policy(chosen), use_orig_params=True, device_id=CPU
+        )
+
+    for name, part in kept.items():
+        model.set_submodule(name, wrap(part, policy("fp32")))
+    return wrap(model, own)
+
+
+def observed_loss(text: str, shard: Shard) -> float:
+    """Run a forward and backward; check the types inside a kept and another module."""
+    own, model, seen = policy(text), make_model(), {}
+    kept = keep_in_fp32(model, own, "cpu")
+    cast_inputs_and_outputs(model, own)
+    for name in ("blocks.0.norm", "blocks.0.linear"):
+
+        def note(part: nn.Module, args: tuple[Tensor], name: str = name) -> None:
+            seen[name] = next(part.parameters()).dtype, args[0].dtype
+
+        model.get_submodule(name).register_forward_pre_hook(note)
+    module = shard(model, kept, own)
+    with autocast_context(own, CPU):
+        total, _ = loss(module, samples(0, 8))
+    total.backward()
+    # Autocast casts inside of the linear layer, whatever it is given.
+    assert seen["blocks.0.norm"] == (FP32, FP32)
+    assert seen["blocks.0.linear"] == (own.module_dtype, own.module_dtype)
+    assert {p.grad.dtype for p in module.parameters() if p.grad is not None} == {FP32}
+    return total.item()
+
+
+@ranks(2)
+def test_kept_modules_inside_fsdp() -> None:
+    for text in ("bf16,keep_fp32=norm|head", "fp16,keep_fp32=norm", "bf16-autocast,keep_fp32=norm"):
+        own, whole = policy(text), make_model()
+        prepare(whole, own, "cpu")
+        with autocast_context(own, CPU):
+            expected = loss(whole, samples(0, 8))[0].item()
+        for shard in (fsdp1, fsdp2):
+            assert observed_loss(text, shard) == pytest.approx(expected, rel=1e-6)

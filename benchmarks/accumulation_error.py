@@ -1,0 +1,198 @@
+"""How wrong accumulated gradients are: `python -m benchmarks.accumulation_error`.
+
+Two ranks over gloo take 8, 64 and 512 microbatches each through a small model with bfloat16
+weights, by every way in turn. The reference adds up the very same bfloat16 microbatch gradients in
+float64, so what is left is the error of accumulating and reducing alone. Figures are relative L2
+errors of the whole gradient.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks import figures
+from benchmarks.ranks import Ranks, is_rank, serve
+from benchmarks.report import machine, save
+from distmp import Fp32GradBuckets
+from distmp.parallel.world import World
+
+COUNTS = (8, 64, 512)
+RANKS = 2
+WIDTH = 32
+
+
+class Batch(NamedTuple):
+    """One microbatch, bfloat16, shape (8, WIDTH) both."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return the same model every time; its weights have bfloat16 values in any dtype."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
+    model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+    return model.bfloat16().to(dtype)
+
+
+def make_batches(count: int, rank: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    inputs = torch.randn(count, 8, WIDTH, generator=generator).bfloat16()
+    # Targets that the model is far from, so that microbatches agree on a direction, as they do
+    # early in a training.
+    return [Batch(part, (part.float().roll(1, 1) + 1).bfloat16()) for part in inputs]
+
+
+def loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.mse_loss(model(batch.inputs), batch.targets)
+
+
+def reference(batches: Sequence[Batch]) -> list[Tensor]:
+    """Return the float64 sum over microbatches and ranks of the bfloat16 gradients."""
+    model = make_model(torch.bfloat16)
+    parameters = list(model.parameters())
+    total = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
+    for batch in batches:
+        gradients = torch.autograd.grad(loss(model, batch), parameters)
+        assert all(gradient.dtype == torch.bfloat16 for gradient in gradients)
+        torch._foreach_add_(total, [gradient.double() for gradient in gradients])
+    for one in total:
+        dist.all_reduce(one)
+    return total
+
+
+# The ways: each returns the sum over microbatches and ranks of the gradients.
+
+
+def ddp(batches: Sequence[Batch], *, every: bool) -> list[Tensor]:
+    """Use torch's DDP on a bfloat16 model, reducing in every microbatch or in the last one."""
+    model = DistributedDataParallel(make_model(torch.bfloat16))
+    for index, batch in enumerate(batches):
+        model.require_backward_grad_sync = every or index == len(batches) - 1
+        loss(model, batch).backward()
+    return _summed(model)
+
+
+def fsdp1(batches: Sequence[Batch]) -> list[Tensor]:
+    """Use FSDP1 with bfloat16 parameters, reduced in FP32 in the last microbatch."""
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = FullyShardedDataParallel(
+        make_model(), mixed_precision=mixed, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    with model.no_sync():
+        for batch in batches[:-1]:
+            loss(model, batch).backward()
+    loss(model, batches[-1]).backward()
+    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+        return [gradient.clone() for gradient in _summed(model)]
+
+
+def fsdp2(batches: Sequence[Batch], policy: MixedPrecisionPolicy, *, every: bool) -> list[Tensor]:
+    """Use FSDP2, reducing in every microbatch or in the last one."""
+    model = make_model()
+    sharded = fully_shard(model, mp_policy=policy)
+    for index, batch in enumerate(batches):
+        sharded.set_requires_gradient_sync(every or index == len(batches) - 1)
+        loss(model, batch).backward()
+    return _summed(model)
+
+
+def buckets(batches: Sequence[Batch], **options: Any) -> list[Tensor]:
+    """Use distmp's buckets on a bfloat16 model."""
+    model = make_model(torch.bfloat16)
+    grads = Fp32GradBuckets(model.named_parameters(), dist.group.WORLD, **options)
+    grads.begin_step()
+    for index, batch in enumerate(batches):
+        grads.begin_microbatch(last=index == len(batches) - 1)
+        loss(model, batch).backward()
+        grads.end_microbatch()
+    grads.finish()
+    return [grads.gradients()[name] for name, _ in model.named_parameters()]
+
+
+def _summed(model: nn.Module) -> list[Tensor]:
+    """Return gradients that were averaged over ranks as sums, whole."""
+    gradients = [cast(Tensor, parameter.grad) for parameter in model.parameters()]
+    whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in gradients]
+    return [gradient * RANKS for gradient in whole]
+
+
+def _accelerate_policy() -> MixedPrecisionPolicy:
+    """Return what accelerate gives FSDP2 for mixed_precision="bf16"; it does not shard on CPU."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    plugin.set_mixed_precision("bf16")
+    return cast(MixedPrecisionPolicy, plugin.mixed_precision_policy)
+
+
+_FP32_REDUCE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+WAYS: dict[str, Callable[[Sequence[Batch]], list[Tensor]]] = {
+    "torch DDP, bf16 parameters, reduced once": lambda b: ddp(b, every=False),
+    "torch DDP, bf16 parameters, reduced every microbatch": lambda b: ddp(b, every=True),
+    "FSDP1, bf16 compute, fp32 reduce, reduced once": fsdp1,
+    "FSDP2, accelerate's bf16 policy, reduced once": lambda b: fsdp2(
+        b, _accelerate_policy(), every=False
+    ),
+    "FSDP2, accelerate's bf16 policy, reduced every microbatch": lambda b: fsdp2(
+        b, _accelerate_policy(), every=True
+    ),
+    "FSDP2, fp32 reduce, reduced once": lambda b: fsdp2(b, _FP32_REDUCE, every=False),
+    "FSDP2, fp32 reduce, reduced every microbatch": lambda b: fsdp2(b, _FP32_REDUCE, every=True),
+    "distmp.Fp32GradBuckets": buckets,
+    "distmp.Fp32GradBuckets, reduce_dtype=bfloat16": lambda b: buckets(
+        b, reduce_dtype=torch.bfloat16
+    ),
+    "distmp.Fp32GradBuckets, reproducible=True": lambda b: buckets(b, reproducible=True),
+}
+
+
+def measure(world: World) -> dict[str, list[float]]:
+    """Return the errors of every way, one for each entry of COUNTS."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch's own, about FSDP1
+    errors: dict[str, list[float]] = {name: [] for name in WAYS}
+    for count in COUNTS:
+        batches = make_batches(count, world.rank)
+        exact = torch.cat([part.flatten() for part in reference(batches)])
+        for name, way in WAYS.items():
+            found = torch.cat([part.detach().double().flatten() for part in way(batches)])
+            errors[name].append(((found - exact).norm() / exact.norm()).item())
+    return errors
+
+
+def main() -> int:
+    if is_rank():
+        return serve(lambda _, world: lambda _: measure(world))
+    with Ranks("benchmarks.accumulation_error", "all", RANKS) as ranks:
+        errors = ranks.ask("measure")[0]
+    result = {
+        "machine": machine(),
+        "ranks": RANKS,
+        "microbatches": COUNTS,
+        "relative_error": errors,
+    }
+    kept = save("accumulation-error-cpu", result)
+    print(figures.accumulation_error(result))
+    print(f"kept in {kept}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

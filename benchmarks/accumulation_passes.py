@@ -1,0 +1,251 @@
+"""What accumulating 8 microbatches costs: `python -m benchmarks.accumulation_passes`.
+
+One process with one thread, no reduction: autograd hands bfloat16 gradients, prepared beforehand,
+to parameters one by one, and the ways put their sum into flat FP32 buffers. The ways take turns;
+their CPU time counts, which is what a single thread takes on a quiet machine.
+
+- `Fp32GradBuckets`: the first microbatch copies, the others add.
+- `main_grad`: the buffer is set to zero, a hook on every parameter adds its gradient, and a last
+  pass scales the sum, as data-parallel wrappers with a `main_grad` do that. The gradient comes to
+  the hook as bfloat16, or as float32 if `grad_dtype` says so.
+- in place: the buffer is set to zero, `.grad` is a view of it (with `grad_dtype` float32) that
+  autograd adds to, and a last pass scales the sum.
+- autograd alone: the gradients are dropped as they come. This is in all of the other times.
+
+All ways but the last give the same sum, which is checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import figures
+from benchmarks.report import machine, save
+from distmp import Fp32GradBuckets
+from distmp.models.build import build_model
+from distmp.models.settings import ModelConfig
+
+MICROBATCHES = 8
+SCALE = 0.5  # a power of two, so that the sums can be compared bit by bit
+
+
+class _Use(torch.autograd.Function):
+    """Stands for a layer: gives its parameter a gradient that was prepared, and passes on."""
+
+    @staticmethod
+    def forward(ctx: Any, passing: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return passing.clone()
+
+    @staticmethod
+    def backward(ctx: Any, passing: Tensor) -> tuple[Tensor, Tensor, None]:
+        return passing, ctx.gradient, None
+
+
+class Way(ABC):
+    """A way to accumulate, with parameters of its own.
+
+    Args:
+        gradients: Of one microbatch, bfloat16, in the order of the parameters.
+    """
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        self._gradients = gradients
+        self.parameters = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+
+    @abstractmethod
+    def accumulate(self) -> None:
+        """Take all microbatches of a step."""
+
+    @abstractmethod
+    def sums(self) -> list[Tensor]:
+        """Return the accumulated gradients, scaled as this way leaves them."""
+
+    def backward(self) -> None:
+        """Run one microbatch."""
+        passing = torch.zeros((), requires_grad=True)
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            passing = _Use.apply(passing, parameter, gradient)
+        passing.backward()
+
+
+class Buckets(Way):
+    """distmp's; nothing is scaled, because the optimizer's kernel divides."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        super().__init__(gradients)
+        named = [(str(index), parameter) for index, parameter in enumerate(self.parameters)]
+        self._buckets = Fp32GradBuckets(named, None)
+
+    def accumulate(self) -> None:
+        self._buckets.begin_step()
+        for index in range(MICROBATCHES):
+            self._buckets.begin_microbatch(last=index == MICROBATCHES - 1)
+            self.backward()
+            self._buckets.end_microbatch()
+        self._buckets.finish()
+
+    def sums(self) -> list[Tensor]:
+        found = self._buckets.gradients()
+        return [found[str(index)] * SCALE for index in range(len(self.parameters))]
+
+
+class Zeroed(Way):
+    """Set to zero, add all, scale."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        super().__init__(gradients)
+        self._flat = torch.zeros(sum(gradient.numel() for gradient in gradients))
+        self._views = list(_views(self._flat, gradients))
+        self.prepare()
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Lead the gradients of the parameters to the views."""
+
+    def accumulate(self) -> None:
+        self._flat.zero_()
+        for _ in range(MICROBATCHES):
+            self.backward()
+        self._flat.mul_(SCALE)
+
+    def sums(self) -> list[Tensor]:
+        return self._views
+
+
+class MainGrad(Zeroed):
+    """A hook adds the bfloat16 gradient and frees it."""
+
+    grad_dtype = torch.bfloat16
+
+    def prepare(self) -> None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad_dtype = self.grad_dtype
+            parameter.register_post_accumulate_grad_hook(_adder(view))
+
+
+class MainGradFp32(MainGrad):
+    """A hook adds the gradient that autograd has made FP32."""
+
+    grad_dtype = torch.float32
+
+
+class InPlace(Zeroed):
+    """Autograd itself adds to the view."""
+
+    def prepare(self) -> None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            parameter.grad_dtype = torch.float32
+            parameter.grad = view
+
+
+class Dropped(Way):
+    """Nothing is accumulated."""
+
+    def __init__(self, gradients: Sequence[Tensor]) -> None:
+        super().__init__(gradients)
+        for parameter in self.parameters:
+            parameter.register_post_accumulate_grad_hook(_drop)
+
+    def accumulate(self) -> None:
+        for _ in range(MICROBATCHES):
+            self.backward()
+
+    def sums(self) -> list[Tensor]:
+        return []
+
+
+WAYS: dict[str, type[Way]] = {
+    "distmp.Fp32GradBuckets": Buckets,
+    "memset, main_grad hook, scale": MainGrad,
+    "the same with float32 gradients": MainGradFp32,
+    "memset, autograd in place, scale": InPlace,
+    "autograd alone": Dropped,
+}
+
+
+def main() -> int:
+    arguments = _arguments()
+    torch.set_num_threads(1)
+    gradients = _gradients(arguments.size)
+    ways = {name: way(gradients) for name, way in WAYS.items()}
+    milliseconds = _measure(ways, arguments.rounds)
+    _check(ways)
+    result = {
+        "machine": machine(),
+        "elements": sum(gradient.numel() for gradient in gradients),
+        "parameters": len(gradients),
+        "microbatches": MICROBATCHES,
+        "milliseconds": milliseconds,
+    }
+    print(figures.accumulation_passes(result))
+    print(f"kept in {save('accumulation-passes-cpu', result)}")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", default="22m", help="transformer whose parameters these are")
+    parser.add_argument("--rounds", type=int, default=25, help="turns of each way")
+    return parser.parse_args()
+
+
+def _gradients(size: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = build_model(ModelConfig(size=size), 258, 128)
+    return [
+        torch.randn(parameter.shape, generator=generator).bfloat16()
+        for parameter in model.parameters()
+    ]
+
+
+def _views(flat: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in like])
+    for part, tensor in zip(parts, like, strict=True):
+        yield part.view(tensor.shape)
+
+
+def _adder(view: Tensor) -> Any:
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        view.add_(parameter.grad)
+        parameter.grad = None
+
+    return torch.no_grad()(add)
+
+
+def _drop(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+def _measure(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for turn in range(rounds + 2):
+        # Another one is the first in every turn.
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            started = time.process_time()
+            ways[name].accumulate()
+            if turn >= 2:  # the first turns warm up
+                taken[name].append(1000 * (time.process_time() - started))
+    return taken
+
+
+def _check(ways: dict[str, Way]) -> None:
+    """Refuse to report on ways that do not compute the same."""
+    expected, *others = (way.sums() for way in ways.values())
+    for found in filter(None, others):
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Two measures of the memory that training takes: pages of the process, and live tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+# The allocator returns every large tensor to the kernel when it is freed, and all threads share one
+# arena: what is resident is what is in use. It is slower so, and not for measurements of time.
+EXACT_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
+
+
+def settle() -> int:
+    """Free what nobody uses, forget the peak before; return the resident bytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak() -> int:
+    """Return the most resident bytes since `settle`."""
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")
+
+
+class LiveStorages(TorchDispatchMode):
+    """Counts the bytes of tensors that operations inside the context have made and that still live.
+
+    Memory that a kernel takes and gives back inside one operation is not seen.
+
+    Attributes:
+        peak: The most bytes at once.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._live: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._at_most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            return NotImplemented  # what it wraps comes by on its own
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf):
+                self._count(leaf.untyped_storage())
+        if self._at_most > self.peak:
+            self.peak = max(self.peak, self._bytes())
+        return result
+
+    def _bytes(self) -> int:
+        # FSDP empties storages that it keeps, so their sizes at birth are only a bound.
+        alive = [reference() for reference in self._live.values()]
+        return sum(storage.nbytes() for storage in alive if storage is not None)
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        key = id(storage)
+        if key not in self._live:
+            self._live[key] = weakref.ref(storage, lambda _: self._forget(key))
+            self._sizes[key] = storage.nbytes()
+            self._at_most += self._sizes[key]
+
+    def _forget(self, key: int) -> None:
+        del self._live[key]
+        self._at_most -= self._sizes.pop(key)

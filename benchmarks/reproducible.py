@@ -1,0 +1,189 @@
+"""The same bits at any number of ranks: `python -m benchmarks.reproducible`.
+
+Trains the quickstart's model on the quickstart's data, with its optimizer, schedule and clipping,
+for 50 steps of 8 microbatches, one of which overflows, spread over ranks as 1 x 8, 2 x 4 and 4 x 2
+(ranks x microbatches). In the end everything that training continues from is gathered, and the
+SHA-256 of all weights, FP32 masters and moments is taken: with `reproducible`, with `reproducible`
+and `shard_optimizer`, and in the ordinary mode. Samples are shorter than the quickstart's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks import figures
+from benchmarks.ranks import Ranks, is_rank, serve
+from benchmarks.report import machine, save
+from distmp import Engine
+from distmp.config import RunConfig, load
+from distmp.parallel.world import World
+from distmp.slices import FlatSlice
+from distmp.trainer import Progress, build_engine, prepare, training_batches
+
+QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+MICROBATCHES = 8
+LAYOUTS = {f"{ranks} x {MICROBATCHES // ranks}": ranks for ranks in (1, 2, 4)}
+OVERFLOW = 5  # which of the eight microbatches overflows, once
+
+MODES: dict[str, dict[str, bool]] = {
+    "reproducible": {"reproducible": True},
+    "reproducible, shard_optimizer": {"reproducible": True, "shard_optimizer": True},
+    "ordinary": {},
+}
+POLICIES = ("fp32", "bf16")
+
+
+class Training:
+    """One rank of a run.
+
+    Args:
+        way: Policy and mode, separated by a slash.
+        world: The ranks.
+    """
+
+    def __init__(self, way: str, world: World) -> None:
+        self._policy, _, mode = way.partition("/")
+        self._mode = MODES[mode]
+        self._world = world
+
+    def train(self, order: str) -> dict[str, Any]:
+        """Train for some steps on samples of some length, as `order` says.
+
+        Returns:
+            The digest, how many updates were applied, skipped and clipped, and the last loss.
+        """
+        steps, length = map(int, order.split())
+        config = _config(steps, length, self._mode)
+        parts = prepare(config, self._world)
+        batches = training_batches(config, parts, self._world, Progress())
+        step, arrived, loss = 0, 0, parts.loss
+        first = self._world.rank * parts.microbatches
+
+        def overflowing(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+            nonlocal arrived
+            loss_sum, weight = loss(model, batch)
+            overflows = step == steps // 2 and first + arrived == OVERFLOW
+            arrived += 1
+            return loss_sum * math.inf if overflows else loss_sum, weight
+
+        engine = build_engine(
+            config,
+            parts._replace(loss=overflowing),
+            self._world,
+            policy=self._policy,
+            attribution=False,
+        )
+        outcomes = []
+        with closing(batches):
+            for step in range(steps):  # noqa: B007 (read by the loss)
+                arrived = 0
+                outcomes.append(engine.step(next(batches)).numbers)
+        limit = config.optim.max_norm
+        assert limit is not None
+        return {
+            "digest": _digest(engine, self._world),
+            "applied": outcomes[-1].applied_total,
+            "skipped": outcomes[-1].skipped_total,
+            "clipped": sum(not one.skipped and one.grad_norm > limit for one in outcomes),
+            "loss": outcomes[-1].loss,
+        }
+
+
+def _config(steps: int, length: int, options: Mapping[str, bool]) -> RunConfig:
+    config = load(["--config", str(QUICKSTART)])
+    return replace(
+        config,
+        shard_optimizer=options.get("shard_optimizer", False),
+        reproducible=options.get("reproducible", False),
+        steps=steps,
+        strategy="auto",
+        data=replace(config.data, sequence_length=length),
+        batch=replace(config.batch, global_batch_size=MICROBATCHES, microbatch_size=1),
+        schedule=replace(config.schedule, warmup_steps=steps // 5),
+    )
+
+
+def _digest(engine: Engine, world: World) -> str:
+    """Return the SHA-256 of all weights, masters and moments, whole."""
+    state = {
+        name: tensor
+        for name, tensor in engine.state_dict().items()
+        if name.startswith(("model/", "optimizer/"))
+    }
+    computed_with = {f"module/{name}": part for name, part in engine.module.named_parameters()}
+    digest = hashlib.sha256()
+    for name, tensor in sorted({**state, **computed_with}.items()):
+        whole = _whole(tensor, world).detach()
+        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
+        digest.update(whole.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _whole(tensor: Tensor, world: World) -> Tensor:
+    if not isinstance(tensor, FlatSlice):
+        return tensor
+    parts: list[Any] = [None] * world.world_size
+    dist.all_gather_object(parts, (tensor.start, tensor.as_subclass(Tensor).clone()), world.group)
+    ordered = [part for _, part in sorted(parts, key=lambda entry: entry[0])]
+    return torch.cat(ordered).view(tensor.whole_shape)
+
+
+def main() -> int:
+    if is_rank():
+        return serve(lambda way, world: Training(way, world).train)
+    arguments = _arguments()
+    order = f"{arguments.steps} {arguments.sequence_length}"
+    runs = [
+        {"policy": policy, "mode": mode, "layout": layout, **_run(f"{policy}/{mode}", ranks, order)}
+        for policy in POLICIES
+        for mode in MODES
+        for layout, ranks in LAYOUTS.items()
+    ]
+    result = {
+        "machine": machine(),
+        "steps": arguments.steps,
+        "sequence_length": arguments.sequence_length,
+        "runs": runs,
+    }
+    kept = save("reproducible-cpu", result)
+    print(figures.reproducible(result))
+    print(f"kept in {kept}")
+    return 0 if _all_equal(runs) else 1
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--sequence-length", type=int, default=64)
+    return parser.parse_args()
+
+
+def _run(way: str, ranks: int, order: str) -> dict[str, Any]:
+    with Ranks("benchmarks.reproducible", way, ranks) as started:
+        first, *others = started.ask(order)
+    assert all(other["digest"] == first["digest"] for other in others), "ranks differ"
+    return dict(first)
+
+
+def _all_equal(runs: Iterable[dict[str, Any]]) -> bool:
+    """Return whether reproducible runs of a policy ended alike, sharded or not."""
+    digests = {
+        (run["policy"], run["digest"]) for run in runs if run["mode"].startswith("reproducible")
+    }
+    return len(digests) == len(POLICIES)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

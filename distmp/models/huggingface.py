@@ -1,0 +1,238 @@
+"""Models by Hugging Face transformers, from and into local folders (`model.name: hf:FOLDER`).
+
+Nothing is downloaded, and no code out of a folder is run: weights are read from safetensors only,
+and `trust_remote_code` is never given.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import math
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError, nearest
+from distmp.slices import FlatSlice
+
+PREFIX = "hf:"
+_CONFIG = "config.json"
+
+
+def locate(name: str) -> Path:
+    """Return the folder or configuration file that `hf:PATH` names.
+
+    Raises:
+        ConfigError: If there is none, or transformers is not installed.
+    """
+    path = Path(name.removeprefix(PREFIX)).expanduser()
+    file = path if path.suffix == ".json" else path / _CONFIG
+    if not file.is_file():
+        raise ConfigError(
+            "model.name",
+            name,
+            f"there is no file {file}; name a local folder with a {_CONFIG}, or such a file. "
+            "Nothing is downloaded",
+        )
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError("model.name", name, "needs transformers; run pip install 'distmp[hf]'")
+    return path
+
+
+def build(
+    name: str, options: Mapping[str, Any], vocabulary_size: int | None, sequence_length: int
+) -> nn.Module:
+    """Build a causal language model, on torch's default device, with FP32 parameters.
+
+    Args:
+        name: `hf:FOLDER`, with the weights that are in it, or as `hf:FILE.json` with random ones;
+            a folder without weights gives random ones too.
+        options: Values of the configuration in place of those in the file.
+        vocabulary_size: Number of token ids in the data; None if it does not say.
+        sequence_length: Length of the data's samples, in tokens.
+
+    Raises:
+        ConfigError: If transformers cannot build it, weights are missing or no safetensors, or the
+            model is too small for the data.
+    """
+    path = locate(name)
+    with _quiet():
+        config = _read_config(name, path, options)
+        _check_size(name, config, vocabulary_size, sequence_length)
+        model = _load(name, path, config) if _has_weights(name, path) else _create(name, config)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    return model.train()
+
+
+def save(
+    folder: Path, model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, writes: bool
+) -> None:
+    """Save a model as transformers does; every rank has to call it.
+
+    Args:
+        folder: Where `from_pretrained` will find it; a folder that is there is replaced.
+        model: What `build` returned, by now perhaps sharded.
+        weights: Names and live tensors of the model's state, each tied weight once; DTensors and
+            slices are gathered one by one.
+        writes: Whether this rank writes.
+    """
+    state = {}
+    for name, tensor in weights:
+        whole = _whole(tensor)
+        if writes:
+            state[name] = whole.detach().to("cpu", copy=True)
+    if not writes:
+        return
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    # The class of a sharded module is no class of transformers: one without weights stands in.
+    with _quiet(), torch.device("meta"):
+        bare = _auto_model().from_config(model.config)
+        bare.config.dtype = torch.float32
+        bare.save_pretrained(temporary, state_dict=state)
+    shutil.rmtree(folder, ignore_errors=True)
+    temporary.replace(folder)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a tensor of which ranks may hold parts, bit by bit."""
+    if isinstance(tensor, FlatSlice):
+        size = math.prod(tensor.whole_shape)
+        flat = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
+        flat[tensor.start : tensor.start + tensor.numel()] = tensor.as_subclass(Tensor)
+        # As integers: a sum with zeros would lose the sign of a zero.
+        dist.all_reduce(flat.view(torch.uint8))
+        return flat.view(tensor.whole_shape)
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole
+
+
+def _read_config(name: str, path: Path, options: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        config, unused = AutoConfig.from_pretrained(
+            str(path),
+            local_files_only=True,
+            trust_remote_code=False,
+            return_unused_kwargs=True,
+            **options,
+        )
+    except Exception as error:
+        raise _refused(name, error) from error
+    for option in unused:
+        known = [key for key in config.to_dict() if not key.startswith("_")]
+        raise ConfigError(
+            f"model.options.{option}",
+            options.get(option),
+            f"{type(config).__name__} has no such value; {nearest(option, known)}",
+        )
+    return config
+
+
+def _check_size(name: str, config: Any, vocabulary_size: int | None, sequence_length: int) -> None:
+    text = config.get_text_config()
+    limits = {
+        "vocab_size": (vocabulary_size or 0, "token ids in the data"),
+        "max_position_embeddings": (sequence_length, "tokens in a sample (data.sequence_length)"),
+    }
+    for key, (needed, what) in limits.items():
+        value = getattr(text, key, None)
+        if isinstance(value, int) and value < needed:
+            raise ConfigError(
+                "model.name",
+                name,
+                f"has {key} = {value} for {needed} {what}; change the data, or set model.options: "
+                f"{{{key}: {needed}}} for a model with random weights",
+            )
+
+
+def _has_weights(name: str, path: Path) -> bool:
+    if path.suffix == ".json":
+        return False
+    if any(path.glob("*.safetensors")):
+        return True
+    if pickles := sorted(file.name for file in path.glob("*.bin")):
+        raise ConfigError(
+            "model.name",
+            name,
+            f"has its weights in {pickles[0]}, which can run code when it is read; convert them to "
+            f"safetensors, or name {path / _CONFIG} for random weights",
+        )
+    return False
+
+
+def _create(name: str, config: Any) -> nn.Module:
+    try:
+        model: nn.Module = _auto_model().from_config(
+            config, trust_remote_code=False, dtype=torch.float32
+        )
+    except Exception as error:
+        raise _refused(name, error) from error
+    return model
+
+
+def _load(name: str, path: Path, config: Any) -> nn.Module:
+    try:
+        model, report = _auto_model().from_pretrained(
+            str(path),
+            config=config,
+            local_files_only=True,
+            use_safetensors=True,
+            trust_remote_code=False,
+            dtype=torch.float32,
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise _refused(name, error) from error
+    # transformers fills what is not there with random values.
+    for problem in ("missing_keys", "mismatched_keys"):
+        if found := sorted(map(str, report[problem])):
+            raise ConfigError(
+                "model.name",
+                name,
+                f"its weights do not fit {type(model).__name__}: {problem.replace('_', ' ')} "
+                f"{', '.join(found[:3])}{' and more' if len(found) > 3 else ''}",
+            )
+    loaded: nn.Module = model
+    return loaded
+
+
+def _auto_model() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM
+
+
+def _refused(name: str, error: Exception) -> ConfigError:
+    first_line = str(error).strip().partition("\n")[0]
+    return ConfigError("model.name", name, f"refused by transformers: {first_line}")
+
+
+def _without_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Keep no keys and values of past tokens, which training never reads."""
+    return args, {"use_cache": False, **kwargs}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep progress bars and reports of every rank off the console."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

@@ -1,0 +1,162 @@
+"""What Hugging Face accelerate needs to be told, built from a policy.
+
+accelerate knows one word for precision, `mixed_precision`, and lets it mean autocast with DDP,
+autocast and 16-bit parameters and a 16-bit reduction with FSDP1, and the latter two with FSDP2.
+These functions say instead what the policy means, each field, or refuse.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from distmp.errors import ConfigError
+from distmp.precision.builders import (
+    cast_inputs_and_outputs,
+    ddp_comm_hook,
+    fsdp1_policy,
+    fsdp2_policy,
+)
+from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32
+from distmp.precision.policy import DTYPE_WORDS, PrecisionPolicy, dtype_name
+
+if TYPE_CHECKING:
+    from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin
+
+ACCELERATE_WORDS = {dtype: word for word, dtype in DTYPE_WORDS.items()} | {torch.float32: "no"}
+
+
+def mixed_precision(policy: PrecisionPolicy) -> str:
+    """Return accelerate's word for a policy: "no", "bf16" or "fp16".
+
+    With a 16-bit word accelerate steps FP32 weights, which a pure policy does not have.
+
+    Raises:
+        ConfigError: If outputs are to be in 16 bits, which accelerate widens with such a word, or
+            the loss is scaled for FP32 compute, which accelerate would not unscale.
+    """
+    if not (policy.autocast or policy.has_masters):
+        if policy.loss_scale is not None:
+            raise ConfigError(
+                "precision.policy.loss_scale",
+                policy.loss_scale,
+                "accelerate unscales gradients only where float16 is computed; use reduce=fp32",
+            )
+        return "no"
+    if policy.output_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.output",
+            policy.output_dtype,
+            "accelerate returns outputs in float32; use output=fp32, and cast in your loss",
+        )
+    return ACCELERATE_WORDS[policy.compute_dtype]
+
+
+def autocast_kwargs(policy: PrecisionPolicy) -> AutocastKwargs:
+    """Return the handler that keeps autocast off where the policy has none."""
+    from accelerate.utils import AutocastKwargs
+
+    return AutocastKwargs(enabled=policy.autocast)
+
+
+def check_replicated(policy: PrecisionPolicy) -> None:
+    """Refuse a policy that needs FP32 master weights or sums beside 16-bit parameters.
+
+    Raises:
+        ConfigError: With the policy to use instead.
+    """
+    if policy.has_masters:
+        raise ConfigError(
+            "precision.policy",
+            policy.name,
+            f"holds {dtype_name(policy.compute_dtype)} parameters beside FP32 master weights, which"
+            " accelerate has only with FSDP; use a policy with autocast, an fsdp_plugin, or"
+            " distmp.Engine",
+        )
+    ddp_comm_hook(policy)
+
+
+def fsdp_plugin(
+    policy: PrecisionPolicy,
+    plugin: FullyShardedDataParallelPlugin | None = None,
+    *,
+    reduces_every_microbatch: bool = True,
+) -> FullyShardedDataParallelPlugin:
+    """Complete a plugin with the precision of a policy, for both versions of FSDP.
+
+    What FSDP does not do itself, `prepare_to_shard` does.
+
+    Args:
+        policy: What is stored, computed and reduced in which type.
+        plugin: Everything else about FSDP; None takes accelerate's defaults and environment.
+        reduces_every_microbatch: Whether gradients are reduced after each backward.
+
+    Returns:
+        The plugin: reduction as the policy says, never accelerate's 16-bit default.
+
+    Raises:
+        ConfigError: If the plugin has another precision already, or FSDP would sum microbatches in
+            another type than the policy says.
+    """
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
+    wanted = fsdp2_policy(policy) if plugin.fsdp_version == 2 else fsdp1_policy(policy)
+    given = plugin.mixed_precision_policy
+    if given is not None and given != wanted:
+        raise ConfigError(
+            "fsdp_plugin.mixed_precision_policy",
+            given,
+            f"the policy {policy.name} makes it {wanted}; leave it out",
+        )
+    if not reduces_every_microbatch:
+        _check_sums(policy, plugin.fsdp_version)
+    if policy.casts_parameters and policy.keep_fp32:
+        raise _cannot_keep(policy, ", ".join(policy.keep_fp32))
+    plugin.mixed_precision_policy = wanted
+    return plugin
+
+
+def prepare_to_shard(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> None:
+    """Do what FSDP does not do itself, before it shards a module.
+
+    Args:
+        module: The outermost module; changed in place.
+        policy: What is stored and computed in which type.
+        device_type: Where the module runs: "cuda", "cpu".
+
+    Raises:
+        ConfigError: If modules would have to be kept in FP32 among 16-bit parameters, because
+            accelerate shards all modules alike.
+    """
+    if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
+        raise _cannot_keep(policy, next(iter(kept)))
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(policy.param_dtype)
+    cast_buffers(module, policy)
+    keep_in_fp32(module, policy, device_type)
+    cast_inputs_and_outputs(module, policy)
+
+
+def _check_sums(policy: PrecisionPolicy, version: int) -> None:
+    """Refuse sums of microbatches, before their reduction, in another type than the policy's."""
+    unreduced = policy.reduce_dtype if version == 2 else policy.module_dtype
+    if unreduced != policy.accumulate_dtype:
+        raise ConfigError(
+            "gradient_accumulation_plugin.sync_each_batch",
+            False,
+            f"FSDP{version} would add microbatches up in {dtype_name(unreduced)}, the policy "
+            f"{policy.name} does so in {dtype_name(policy.accumulate_dtype)}; set it to True",
+        )
+
+
+def _cannot_keep(policy: PrecisionPolicy, what: str) -> ConfigError:
+    return ConfigError(
+        "precision.policy",
+        policy.name,
+        f"keeps {what} in FP32 among {dtype_name(policy.compute_dtype)} parameters, but accelerate "
+        "shards all modules alike; use a policy with autocast, or distmp.Engine",
+    )

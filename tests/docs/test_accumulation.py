@@ -1,0 +1,35 @@
+"""docs/accumulation.md says what is so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.figures import with_figures
+from tests.ranks import run_ranks
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "accumulation.md").read_text()
+
+
+def example() -> list[Tensor]:
+    """Run the page's example; return the weights that it has trained."""
+    (block,) = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(block, "accumulation.md", "exec"), names)
+    return [parameter.detach() for parameter in names["model"].parameters()]
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    assert "<!-- figures: accumulation-error-cpu -->" in PAGE
+    assert with_figures(PAGE) == PAGE
+
+
+def test_the_example_runs_alone_and_on_two_ranks() -> None:
+    (alone,) = run_ranks(example, 1, initialize=False)
+    first, second = run_ranks(example, 2)
+    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+    assert not torch.equal(first[0], alone[0])

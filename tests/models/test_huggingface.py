@@ -1,0 +1,257 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmp.config import RunConfig
+from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.models import huggingface
+from distmp.models.build import build_model
+from distmp.models.loss import next_token_loss
+from distmp.models.settings import ModelConfig
+from distmp.settings import from_mapping, read_yaml
+from distmp.telemetry import read_records
+from distmp.train import main
+from tests.ranks import run_ranks
+from tests.torchrun import corpus
+
+transformers = pytest.importorskip("transformers")
+
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 300,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "dtype": "bfloat16",
+}
+GPT2 = {
+    "model_type": "gpt2",
+    "vocab_size": 300,
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 64,
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+}
+STEPS = 3
+CASES = [
+    ("ddp", "fp32"),
+    ("ddp", "bf16"),
+    ("sharded ddp", "bf16"),
+    ("fsdp", "fp32"),
+    ("fsdp", "fp16"),
+    ("fsdp", "bf16"),
+]
+
+
+def folder(path: Path, values: dict[str, Any]) -> Path:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(values))
+    return path
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(300, (4, 17), generator=torch.Generator().manual_seed(step))
+
+
+def build(path: Path) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return huggingface.build(f"hf:{path}", {}, 300, 16)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def train_all(sources: dict[str, Path], out: Path) -> dict[str, tuple[float, dict[str, Tensor]]]:
+    """Train each model each way on this rank's half of the data; save it; return its weights."""
+    torch.set_num_threads(1)
+    rank = torch.distributed.get_rank()
+    results = {}
+    for name, path in sources.items():
+        for strategy, policy in CASES:
+            model = build(path)
+            engine = Engine(
+                model,
+                next_token_loss,
+                adamw,
+                strategy=strategy.split()[-1],
+                policy=policy,
+                shard_optimizer=strategy == "sharded ddp",
+                device="cpu",
+            )
+            for step in range(STEPS):
+                mine = tokens(step)[2 * rank : 2 * rank + 2]
+                batches = [{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in mine.split(1)]
+                numbers = engine.step(batches).numbers
+            state = engine.state_dict().items()
+            weights = [(k[6:], v) for k, v in state if k.startswith("model/")]
+            case = f"{name}-{strategy}-{policy}"
+            huggingface.save(out / case, model, weights, writes=rank == 0)
+            if strategy == "sharded ddp":
+                continue  # below, the file is compared with that of the whole optimizer
+            whole = {k: v.full_tensor() if strategy == "fsdp" else v for k, v in weights}
+            results[case] = numbers.loss, {k: v.clone() for k, v in whole.items()}
+    return results
+
+
+def plain_training(path: Path) -> tuple[float, dict[str, Tensor]]:
+    """Train on all the data with the loss of transformers itself, in float64."""
+    model = build(path).double()
+    optimizer = adamw(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens(step), labels=tokens(step)).loss
+        loss.backward()
+        optimizer.step()
+    return loss.item(), dict(model.named_parameters())
+
+
+@pytest.mark.timeout(200)
+def test_training_saving_and_loading(tmp_path: Path) -> None:
+    sources = {"llama": folder(tmp_path / "l", LLAMA), "gpt2": folder(tmp_path / "g", GPT2)}
+    results = run_ranks(train_all, 2, sources, tmp_path, timeout=150)[0]
+    for name, path in sources.items():
+        start = dict(build(path).named_parameters())
+        expected_loss, expected = plain_training(path)
+        for strategy, policy in CASES:
+            case = f"{name}-{strategy}-{policy}"
+            loss, weights = results[case.replace("sharded ", "")]
+            exact = policy == "fp32"
+            assert loss == pytest.approx(expected_loss, rel=1e-5 if exact else 1e-2), case
+            # Tied embeddings are one weight, under the name that transformers gives it.
+            assert weights.keys() == expected.keys()
+            assert distance(weights, expected, start) < (1e-4 if exact else 0.15), case
+            saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / case)
+            assert type(saved).__name__ in ("LlamaForCausalLM", "GPT2LMHeadModel")
+            found = dict(saved.named_parameters())
+            assert found.keys() == weights.keys()
+            assert [k for k in found if not torch.equal(found[k], weights[k])] == []
+
+
+def distance(
+    found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]
+) -> float:
+    """Return how far two trainings are apart, relative to how far the second has come."""
+    apart = torch.cat([(found[k].double() - expected[k]).flatten() for k in expected])
+    moved = torch.cat([(expected[k] - start[k]).flatten() for k in expected])
+    return float((apart.norm() / moved.norm()).detach())
+
+
+def test_a_run_saves_what_another_starts_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = corpus(tmp_path / "corpus")
+    arguments = [
+        f"--data.path={data}",
+        "--data.sequence-length=32",
+        "--batch.global-batch-size=4",
+        "--batch.microbatch-size=2",
+        "--precision.policy=bf16",
+        "--validation.final-samples=8",
+        "--sample.length=4",
+        "--schedule.name=constant",
+        "--optim.lr=1e-2",
+    ]
+    source = folder(tmp_path / "tiny", LLAMA)
+    first = ["--model.name=hf:tiny", "--steps=15", "--run-dir=first", *arguments]
+    assert main(first) == 0
+    assert "a sample of what it writes" in capsys.readouterr().out
+    config = from_mapping(RunConfig, read_yaml(tmp_path / "first" / "config.yaml"))
+    assert config.model.name == "hf:tiny"
+    records = read_records(tmp_path / "first" / "steps.jsonl")
+    assert main(["--model.name=hf:first/model", "--steps=1", "--run-dir=second", *arguments]) == 0
+    (continued,) = read_records(tmp_path / "second" / "steps.jsonl")
+    assert records[0].loss > 5.5
+    assert continued.loss < records[0].loss - 1
+    assert (source / "config.json").exists()
+    saved = json.loads((tmp_path / "first" / "model" / "config.json").read_text())
+    assert saved["architectures"] == ["LlamaForCausalLM"]
+    assert saved["dtype"] == "float32"
+    assert saved["use_cache"]
+
+
+def test_weights_of_a_folder_or_random_ones(tmp_path: Path) -> None:
+    path = folder(tmp_path / "tiny", LLAMA)
+    first = build(path)
+    first.save_pretrained(tmp_path / "weights")
+    torch.manual_seed(7)
+    loaded = build_model(ModelConfig(name=f"hf:{tmp_path}/weights"), 257, 16)
+    assert loaded.training
+    for (name, value), other in zip(first.named_parameters(), loaded.parameters(), strict=True):
+        assert torch.equal(value, other), name
+        assert other.dtype == torch.float32
+    random = ModelConfig(
+        name=f"hf:{tmp_path}/weights/config.json", options={"num_hidden_layers": 3}
+    )
+    fresh = build_model(random, 257, 16)
+    assert len(fresh.model.layers) == 3
+    assert not torch.equal(fresh.lm_head.weight, first.lm_head.weight)
+    assert fresh(torch.zeros(1, 4, dtype=torch.int64)).past_key_values is None
+
+
+def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    path = folder(tmp_path / "tiny", LLAMA)
+    for name, message in (
+        (f"hf:{tmp_path}/nowhere", "there is no file .*config.json"),
+        (f"hf:{empty}", "Nothing is downloaded"),
+        ("hf:", "there is no file|name a local folder"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            ModelConfig(name=name)
+        assert caught.value.setting == "model.name"
+    with pytest.raises(ConfigError, match=r"pass it in model\.options"):
+        ModelConfig(name=f"hf:{path}", layers=3)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="run pip install 'distmp"):
+        ModelConfig(name=f"hf:{path}")
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "message"),
+    [
+        ({"model_type": "lama"}, {}, "refused by transformers: .*lama"),
+        ({"model_type": "t5"}, {}, "refused by transformers: Unrecognized configuration class"),
+        ({"hidden_size": 16}, {}, "refused by transformers: Unrecognized model"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoConfig": "code.Config"}},
+            {},
+            "refused by transformers: .*custom code",
+        ),
+        (LLAMA, {"num_layer": 3}, "has no such value; did you mean"),
+        (LLAMA | {"vocab_size": 100}, {}, "vocab_size = 100 for 257 token ids"),
+        (LLAMA, {"max_position_embeddings": 8}, "max_position_embeddings = 8 for 16 tokens"),
+        (LLAMA | {"hidden_size": 17}, {}, "refused by transformers"),
+    ],
+)
+def test_configurations_that_cannot_be_built(
+    tmp_path: Path, values: dict[str, Any], options: dict[str, Any], message: str
+) -> None:
+    path = folder(tmp_path / "model", values)
+    with pytest.raises(ConfigError, match=message):
+        build_model(ModelConfig(name=f"hf:{path}", options=options), 257, 16)
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    build(folder(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
+    name = f"hf:{tmp_path}/weights"
+    with pytest.raises(ConfigError, match=r"missing keys model\.layers\.2.* and more"):
+        build_model(ModelConfig(name=name, options={"num_hidden_layers": 3}), 257, 16)
+    with pytest.raises(ConfigError, match=r"model\.name"):
+        build_model(ModelConfig(name=name, options={"intermediate_size": 24}), 257, 16)
+    (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "weights" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="can run code when it is read"):
+        build_model(ModelConfig(name=name), 257, 16)

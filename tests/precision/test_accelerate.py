@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+from distmp.errors import ConfigError
+from distmp.precision import PRESETS, policy
+from distmp.precision.accelerate import (
+    autocast_kwargs,
+    check_replicated,
+    fsdp_plugin,
+    mixed_precision,
+    prepare_to_shard,
+)
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+# accelerate's word, whether autocast is on, what FSDP casts parameters to, without FSDP refused.
+WANTED: dict[str, tuple[str, bool, torch.dtype | None, str]] = {
+    "fp32": ("no", False, None, ""),
+    "tf32": ("no", False, None, ""),
+    "bf16": ("bf16", False, BF16, "only with FSDP"),
+    "bf16-autocast": ("bf16", True, None, ""),
+    "bf16-pure,accumulate=bf16": ("no", False, BF16, ""),
+    "fp16": ("fp16", False, FP16, "only with FSDP"),
+    "fp16-autocast": ("fp16", True, None, ""),
+    "fp16-static": ("fp16", False, FP16, "only with FSDP"),
+}
+
+
+def test_every_preset_is_expected() -> None:
+    assert PRESETS.keys() == {text.partition(",")[0] for text in WANTED}
+
+
+@pytest.mark.parametrize("text", WANTED)
+def test_presets_field_by_field(text: str) -> None:
+    word, autocast, cast, refused = WANTED[text]
+    wanted = policy(text)
+    assert mixed_precision(wanted) == word
+    assert autocast_kwargs(wanted).enabled == autocast
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        check_replicated(wanted)
+    plugin = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
+        param_dtype=cast, reduce_dtype=FP32, output_dtype=None, cast_forward_inputs=False
+    )
+    plugin = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=1))
+    assert plugin.mixed_precision_policy == MixedPrecision(
+        param_dtype=cast,
+        reduce_dtype=FP32,
+        buffer_dtype=None,
+        cast_root_forward_inputs=False,
+        _module_classes_to_ignore=(),
+    )
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_fields_that_fsdp_knows_reach_it(version: int) -> None:
+    wanted = policy("bf16,reduce=bf16,buffer=bf16")
+    given = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=version))
+    assert given.mixed_precision_policy.reduce_dtype == BF16
+    assert version == 2 or given.mixed_precision_policy.buffer_dtype == BF16
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "message"),
+    [
+        ("bf16-pure", "precision.policy", "use accumulate=bf16"),
+        ("bf16,keep_fp32=norm", "precision.policy", "keeps norm in FP32 among bfloat16"),
+    ],
+)
+def test_what_fsdp_cannot_do_is_refused(text: str, setting: str, message: str) -> None:
+    for version in (1, 2):
+        with pytest.raises(ConfigError, match=message) as caught:
+            fsdp_plugin(policy(text), FullyShardedDataParallelPlugin(fsdp_version=version))
+        assert caught.value.setting == setting
+    fsdp_plugin(policy("bf16-autocast,keep_fp32=norm"))
+
+
+def test_batch_norms_among_16_bit_parameters_are_refused() -> None:
+    def module() -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+
+    with pytest.raises(ConfigError, match="keeps 1 in FP32"):
+        prepare_to_shard(module(), policy("bf16"), "cpu")
+    for text in ("bf16,buffer=bf16", "bf16-autocast", "fp32"):
+        prepare_to_shard(module(), policy(text), "cpu")
+
+
+def test_the_rest_of_the_plugin_stays() -> None:
+    given = FullyShardedDataParallelPlugin(
+        fsdp_version=2, reshard_after_forward=False, activation_checkpointing=True
+    )
+    plugin = fsdp_plugin(policy("bf16"), given)
+    assert plugin is given
+    assert (plugin.reshard_after_forward, plugin.activation_checkpointing) == (False, True)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_another_precision_in_the_plugin_is_refused(version: int) -> None:
+    # accelerate's own default: everything in 16 bits.
+    given = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="bf16")
+    with pytest.raises(ConfigError, match="leave it out") as caught:
+        fsdp_plugin(policy("bf16"), given)
+    assert caught.value.setting == "fsdp_plugin.mixed_precision_policy"
+    again = fsdp_plugin(policy("bf16"), FullyShardedDataParallelPlugin(fsdp_version=version))
+    assert fsdp_plugin(policy("bf16"), again) is again
+
+
+def test_accumulation_in_16_bits_is_refused() -> None:
+    def build(text: str, version: int) -> Any:
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        return fsdp_plugin(policy(text), plugin, reduces_every_microbatch=False)
+
+    for text, version in (("bf16", 1), ("bf16,reduce=bf16", 2), ("fp32,reduce=bf16", 2)):
+        with pytest.raises(ConfigError, match="add microbatches up in bfloat16") as caught:
+            build(text, version)
+        assert caught.value.setting == "gradient_accumulation_plugin.sync_each_batch"
+    for text, version in (("bf16", 2), ("bf16-autocast", 1), ("fp32", 1)):
+        build(text, version)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("bf16-autocast,output=bf16", "returns outputs in float32"),
+        ("fp32,reduce=fp16,loss_scale=dynamic", "unscales gradients only where float16"),
+    ],
+)
+def test_what_accelerate_has_no_word_for_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        mixed_precision(policy(text))

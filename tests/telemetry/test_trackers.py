@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import PartialState
+from accelerate.tracking import GeneralTracker
+
+from distmp.errors import ConfigError
+from distmp.telemetry import read_records, trackers
+from distmp.telemetry.settings import LogConfig
+from tests.telemetry.samples import record
+from tests.torchrun import TINY, corpus, run, torchrun
+
+HERE = "tests.telemetry.test_trackers"
+
+
+class Recorder(GeneralTracker):
+    """Writes down what it is told."""
+
+    name = "recorder"
+    requires_logging_directory = True
+
+    def __init__(self, project: str, folder: str, fails_at: int = 0) -> None:
+        super().__init__()
+        self.fails_at = fails_at
+        self.folder = Path(folder)
+        self.tell("project", project)
+        self.tell("rank", os.environ.get("RANK"))
+
+    @property
+    def tracker(self) -> Path:
+        return self.folder
+
+    def tell(self, *what: Any) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "told").open("a") as file:
+            file.write(json.dumps(what) + "\n")
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.tell("configuration", values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
+        if step == self.fails_at:
+            raise OSError("the network is gone")
+        self.tell(step, values)
+
+    def finish(self) -> None:
+        self.tell("finished")
+
+
+class Broken(Recorder):
+    def start(self) -> None:
+        raise RuntimeError("no account")
+
+
+NAME = f"{HERE}:Recorder"
+
+
+def told(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / NAME / "told").read_text().splitlines()]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    yield
+    PartialState._reset_state()
+
+
+def start(names: list[str], folder: Path, complaints: list[str], **options: Any) -> Any:
+    return trackers.start(
+        names,
+        options,
+        project="test",
+        directory=folder,
+        hyperparameters={"steps": 3, "optim": {"lr": 0.1, "options": {"betas": [0.9, 0.95]}}},
+        after_step=0,
+        complain=complaints.append,
+    )
+
+
+def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None:
+    complaints: list[str] = []
+    loggers = start([NAME], tmp_path, complaints)
+    loggers.write(record(step=1, skipped=True, overflow={"verdict": "x"}))
+    loggers.write(record(step=2, validation_loss=1.5))
+    loggers.close()
+    project, _, configuration, first, second, finished = told(tmp_path)
+    assert project == ["project", "test"]
+    assert configuration[1] == {"steps": 3, "optim.lr": 0.1, "optim.options.betas": "[0.9, 0.95]"}
+    assert first[0] == 1
+    assert first[1]["skipped"] == 1
+    assert first[1]["loss"] == 2.3456
+    assert {"step", "overflow", "validation_loss"}.isdisjoint(first[1])
+    assert (second[0], second[1]["validation_loss"]) == (2, 1.5)
+    assert finished == ["finished"]
+    assert complaints == []
+
+
+def test_a_logger_that_fails_is_dropped(tmp_path: Path) -> None:
+    complaints: list[str] = []
+    loggers = start([NAME], tmp_path, complaints, **{NAME: {"fails_at": 2}})
+    for step in (1, 2, 3):
+        loggers.write(record(step=step))
+    loggers.close()
+    assert [line[0] for line in told(tmp_path)] == ["project", "rank", "configuration", 1]
+    (complaint,) = complaints
+    assert "the network is gone" in complaint
+    assert "goes on without it" in complaint
+
+
+def test_a_logger_that_does_not_start_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no account; mend it or leave it out"):
+        start([f"{HERE}:Broken"], tmp_path, [])
+    with pytest.raises(ConfigError, match="unexpected keyword"):
+        start([NAME], tmp_path, [], **{NAME: {"colour": 1}})
+
+
+def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.tracking._available_trackers", [])
+    for changes, setting, message in (
+        ({"trackers": ("tensorbord",)}, "log.trackers", "did you mean 'tensorboard'"),
+        ({"trackers": ("wandb",)}, "log.trackers", "run pip install 'wandb'"),
+        ({"trackers": ("tensorboard",)}, "log.trackers", "distmp.trackers"),
+        ({"trackers": (f"{HERE}:told",)}, "log.trackers", "subclass of accelerate's"),
+        ({"trackers": ("nowhere:Tracker",)}, "log.trackers", "no module"),
+        ({"tracker_options": {"wandb": {}}}, "log.tracker_options.wandb", "add it to"),
+        (
+            {"trackers": (NAME,), "tracker_options": {NAME: 3}},
+            f"log.tracker_options.{NAME}",
+            "mapping",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            LogConfig(**changes)  # type: ignore[arg-type]
+        assert caught.value.setting == setting
+
+
+def test_a_run_logs_on_its_first_rank(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    data = corpus(tmp_path / "corpus")
+    arguments = [*TINY, f"--data.path={data}", "--steps=2", "--run-dir=run"]
+    done = run(torchrun(*arguments, "--log.trackers", "tensorboard", NAME), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = told(tmp_path / "run")
+    assert [line[0] for line in written] == ["project", "rank", "configuration", 1, 2, "finished"]
+    assert written[1] == ["rank", "0"]
+    assert written[2][1]["model.layers"] == 2
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    (events,) = (tmp_path / "run" / "tensorboard" / "distmp").glob("events.*")
+    board = accumulator.EventAccumulator(str(events))
+    board.Reload()
+    losses = [(event.step, event.value) for event in board.Scalars("loss")]
+    assert losses == [(r.step, pytest.approx(r.loss, rel=1e-6)) for r in records]
+    assert {"learning_rate", "grad_norm", "validation_loss"} <= set(board.Tags()["scalars"])
