@@ -179,7 +179,7 @@ def smaller(config: RunConfig, parameters: int) -> RunConfig | None:
         config: The run.
         parameters: Of its model.
     """
-    if config.model.is_import_path:
+    if config.model.name != "transformer":
         return config if parameters <= MOST_PARAMETERS else None
     length = min(config.data.sequence_length, SMALL_LENGTH)
     data = config.data
