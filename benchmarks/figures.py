@@ -204,6 +204,25 @@ def precision_training(result: dict[str, Any]) -> str:
     )
 
 
+def explain_memory(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.explain_memory`."""
+    rows: list[dict[str, object]] = [
+        {
+            "run": name,
+            "policy": f"`{case['policy']}`",
+            "ranks": case["ranks"],
+            "predicted, MB": f"{case['predicted'] / 1e6:.1f}",
+            "measured, MB": f"{case['measured'] / 1e6:.1f}",
+            "predicted / measured": f"{case['predicted'] / case['measured']:.3f}",
+        }
+        for name, case in result["cases"].items()
+    ]
+    return (
+        f"{table(rows)}\n\nMeasured: the most that torch's CPU allocator had given out on the "
+        f"first rank in steps 2 to {result['steps']}. {_machine(result)}"
+    )
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
@@ -212,6 +231,7 @@ def _machine(result: dict[str, Any]) -> str:
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
+    "explain-memory-cpu": explain_memory,
     "accumulation-passes-cpu": accumulation_passes,
     "accumulation-step-cpu": accumulation_step,
     "reproducible-cpu": reproducible,

@@ -127,6 +127,14 @@ class Fp32GradBuckets:
         return self._total.buffers
 
     @property
+    def partial_sums(self) -> list[Tensor]:
+        """What is held besides `buffers` where microbatches are kept apart."""
+        if self._sums is None:
+            return []
+        held = [*self._leaf.buffers, *self._sums.buffers]
+        return [buffer for buffer in held if not any(buffer is own for own in self.buffers)]
+
+    @property
     def shards(self) -> list[Tensor]:
         """This rank's 1/ranks part of every bucket, contiguous."""
         return [

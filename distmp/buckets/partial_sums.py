@@ -46,6 +46,11 @@ class PartialSums:
         self._levels: list[FlatGradients | None] = []
         self._spare: list[FlatGradients] = []
 
+    @property
+    def buffers(self) -> list[Tensor]:
+        """All flat buffers that are held, in use or for the next step."""
+        return [buffer for held in (*self._stored(), *self._spare) for buffer in held.buffers]
+
     def clear(self) -> None:
         """Forget all sums; their memory is kept for the next ones."""
         self._spare += [stored for stored in self._levels if stored is not None]

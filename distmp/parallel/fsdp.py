@@ -165,6 +165,9 @@ class FullySharded(Strategy):
                 by_dtype.setdefault(shard.dtype, []).append(shard)
         return [GradientPart(shards, self._replicas) for shards in by_dtype.values()]
 
+    def gradient_memory(self) -> list[Tensor]:
+        return [*super().gradient_memory(), *fsdp_internals.waiting_gradients(self.module)]
+
     def publish_parameters(self) -> None:
         """Nothing to publish: the next forward gathers and casts the shards."""
 

@@ -155,6 +155,12 @@ class Replicated(Strategy):
         buffers = [buffer for part in self._parts for buffer in part.buckets.buffers]
         return [GradientPart(buffers, replicas=self._world.world_size)]
 
+    def gradient_memory(self) -> list[Tensor]:
+        return [buffer for part in self._parts for buffer in part.buckets.buffers]
+
+    def partial_sums(self) -> list[Tensor]:
+        return [buffer for part in self._parts for buffer in part.buckets.partial_sums]
+
     def gradient_shards(self) -> list[Tensor]:
         return [shard for part in self._parts for shard in part.buckets.shards]
 

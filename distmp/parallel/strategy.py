@@ -136,6 +136,14 @@ class Strategy(ABC):
     def gradients(self) -> list[GradientPart]:
         """Return this rank's part of the reduced gradients, FP32."""
 
+    def gradient_memory(self) -> list[Tensor]:
+        """Return all memory in which gradients wait for the end of the step, FP32."""
+        return [tensor for part in self.gradients() for tensor in part.tensors]
+
+    def partial_sums(self) -> list[Tensor]:
+        """Return what is held besides where microbatches are kept apart, FP32."""
+        return []
+
     def gradient_shards(self) -> list[Tensor]:
         """Return this rank's shard of every bucket, for measurements in a fixed order."""
         raise NotImplementedError(f"{type(self).__name__} has no buckets")

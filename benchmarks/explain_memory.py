@@ -1,0 +1,140 @@
+"""What `distmp explain` predicts against what is allocated: `python -m benchmarks.explain_memory`.
+
+Measured is the peak of what torch's CPU allocator has given out, kernels' own memory included, as
+torch's profiler follows it; processes do not share it. About two minutes on a CPU.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._profiler import _EventType
+from torch.multiprocessing.spawn import spawn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from benchmarks import figures
+from benchmarks.report import machine, save
+from distmp.config import RunConfig, load
+from distmp.explain.explanation import predict
+from distmp.parallel.world import World
+from distmp.precision import PrecisionPolicy, resolve
+from distmp.trainer import Progress, build_engine, prepare, training_batches
+
+CPU = torch.device("cpu")
+QUICKSTART = ("--config", "configs/quickstart.yaml")
+SMALL_22M = (
+    "--model.size=22m",
+    "--data.sequence-length=64",
+    "--batch.global-batch-size=4",
+    "--batch.microbatch-size=2",
+)
+# Name: ranks, and the command line of the run.
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "quickstart": (2, QUICKSTART),
+    "quickstart, `shard_optimizer`": (2, (*QUICKSTART, "--shard-optimizer")),
+    "quickstart, `fsdp`": (2, (*QUICKSTART, "--strategy=fsdp")),
+    "22m, `fp32`": (1, (*SMALL_22M, "--precision.policy=fp32")),
+    "22m, `bf16`": (1, (*SMALL_22M, "--precision.policy=bf16")),
+}
+STEPS = 3
+MEASURED = "steps after the first"
+
+
+def main() -> int:
+    cases = {}
+    for name, (ranks, argv) in CASES.items():
+        config = load(argv)
+        policy, _ = resolve(config.precision.policy, CPU)
+        predicted = predict(config, policy, ranks, CPU)
+        cases[name] = {
+            "ranks": ranks,
+            "policy": policy.name,
+            "predicted": predicted.memory_bytes,
+            "measured": measure(config, ranks),
+        }
+        print(name, cases[name], flush=True)
+    result = {"machine": machine(), "steps": STEPS, "cases": cases}
+    print(figures.explain_memory(result))
+    print(f"kept in {save('explain-memory-cpu', result)}")
+    return 0
+
+
+def measure(config: RunConfig, ranks: int) -> int:
+    """Return the peak of the first rank of a real run, in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank, (config, ranks, folder), nprocs=ranks)
+        return int(open(f"{folder}/peak").read())
+
+
+def _rank(rank: int, config: RunConfig, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    if ranks > 1:
+        store = f"file://{folder}/store"
+        dist.init_process_group("gloo", store, rank=rank, world_size=ranks)
+    peak = peak_allocated(stepper(config))
+    if rank == 0:
+        with open(f"{folder}/peak", "w") as file:
+            file.write(str(peak))
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+def stepper(config: RunConfig) -> Callable[[], object]:
+    """Return a function that builds the engine of a run when it is first called, then steps."""
+    world = World.current(CPU)
+    policy, _ = resolve(config.precision.policy, CPU)
+    steps = _steps(config, world, policy)
+    return lambda: next(steps)
+
+
+def _steps(config: RunConfig, world: World, policy: PrecisionPolicy) -> Iterator[object]:
+    parts = prepare(config, world)
+    attribution = config.precision.attribution
+    engine = build_engine(config, parts, world, policy=policy, attribution=attribution)
+    with closing(training_batches(config, parts, world, Progress())) as batches:
+        for batch in batches:
+            yield engine.step(batch)
+
+
+def peak_allocated(step: Callable[[], object]) -> int:
+    """Return the most bytes that torch's CPU allocator had given out in steps after the first."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+        with record_function(MEASURED):
+            for _ in range(STEPS - 1):
+                step()
+    assert profiler.profiler is not None
+    events = [*_all(profiler.profiler.kineto_results.experimental_event_tree())]
+    (begin,) = [event.start_time_ns for event in events if event.name == MEASURED]
+    allocations = sorted(
+        (event for event in events if event.tag == _EventType.Allocation),
+        key=lambda event: event.start_time_ns,
+    )
+    # By address and not by the profiler's own total, which misses what gloo's threads give back.
+    given_out: dict[int, int] = {}
+    total = most = 0
+    for event in allocations:
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        total -= given_out.pop(address, 0)
+        if size > 0:
+            given_out[address] = size
+            total += size
+        if event.start_time_ns >= begin:
+            most = max(most, total)
+    return most
+
+
+def _all(events: Any) -> Iterator[Any]:
+    for event in events:
+        yield event
+        yield from _all(event.children)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

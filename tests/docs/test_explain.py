@@ -1,0 +1,51 @@
+"""The page on `distmp explain` says what is so."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+
+import pytest
+
+from benchmarks.explain_memory import CASES
+from benchmarks.figures import ROOT, with_figures
+from benchmarks.report import RESULTS
+from distmp.explain import command
+from distmp.explain.explanation import MICROBATCHES_RUN, REPRODUCIBLE_RUN
+from distmp.explain.memory import BATCHES, BUFFERS, OPTIMIZER, PARTS, REST
+from distmp.explain.observe import MOST_PARAMETERS
+
+PAGE = (ROOT / "docs" / "explain.md").read_text()
+
+
+def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    commands = re.findall(r"^\.venv/bin/distmp explain (.*)$", PAGE, flags=re.MULTILINE)
+    assert len(commands) == 2
+    for line in commands:
+        assert command.load(shlex.split(line)).world_size
+
+
+def test_the_parts_of_memory_are_those_of_the_tables() -> None:
+    told = re.findall(r"^\| ([\w ,]+) \| ", PAGE, flags=re.MULTILINE)
+    obvious = {BUFFERS, OPTIMIZER, BATCHES, REST}
+    assert told[1:][: len(PARTS) - len(obvious)] == [part for part in PARTS if part not in obvious]
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN, MOST_PARAMETERS) == (3, 4, 8_000_000)
+    assert "many microbatches three\nare run (four with `reproducible`)" in PAGE
+    assert "8 M parameters" in PAGE
+
+
+def test_predictions_are_within_a_tenth_of_measurements() -> None:
+    cases = json.loads((RESULTS / "explain-memory-cpu.json").read_text())["cases"]
+    assert cases.keys() == CASES.keys()
+    for name, case in cases.items():
+        assert case["predicted"] == pytest.approx(case["measured"], rel=0.1), name
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    assert with_figures(PAGE) == PAGE
+    assert "<!-- figures: explain-memory-cpu -->" in PAGE

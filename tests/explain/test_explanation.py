@@ -1,0 +1,207 @@
+"""What is predicted is what real runs allocate, send and compute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.explain_memory import peak_allocated, stepper
+from distmp import cli
+from distmp.config import RunConfig
+from distmp.errors import ConfigError, SetupError
+from distmp.explain.explanation import explain, predict
+from distmp.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
+from distmp.precision import resolve
+from tests.explain.runs import CPU, SMALL, policy, run
+from tests.ranks import run_ranks
+from tests.recording import Collectives
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+ONE_RANK = {
+    "bf16-autocast": run(precision=policy("bf16-autocast")),
+    "bf16-pure, kept": run(precision=policy("bf16-pure,keep_fp32=norm")),
+    "dropping": run(precision={"policy": "bf16", "on_nonfinite": "drop_microbatch"}),
+    "recomputed": run(precision=policy("bf16"), activation_checkpointing="blocks"),
+    "reproducible": run(
+        precision=policy("fp32"), reproducible=True, batch={"global_batch_size": 64}
+    ),
+    "sgd": run(precision=policy("fp32"), optim={"name": "sgd", "options": {"momentum": 0.9}}),
+}
+TWO_RANKS = {
+    "ddp": run(precision=policy("bf16,reduce=bf16"), strategy="ddp"),
+    "shard_optimizer": run(precision=policy("bf16"), strategy="ddp", shard_optimizer=True),
+    "fsdp": run(precision=policy("bf16,keep_fp32=norm"), strategy="fsdp"),
+    "fsdp, sharded": run(
+        precision=policy("bf16,reduce=bf16"),
+        strategy="fsdp",
+        sharding={"accumulate": "sharded"},
+        batch={"global_batch_size": 80},  # five microbatches: more than are run to predict them
+    ),
+    "fsdp1": run(precision=policy("bf16"), strategy="fsdp1"),
+}
+
+
+# What gloo and kernels take for themselves is not predicted.
+LIMIT = 0.05
+
+
+def predicted(config: RunConfig, ranks: int) -> Any:
+    return predict(config, resolve(config.precision.policy, CPU)[0], ranks, CPU)
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_memory_of_one_rank(name: str) -> None:
+    config = ONE_RANK[name]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        measured = peak_allocated(stepper(config))
+        found = predicted(config, 1)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+    assert found.memory_bytes == pytest.approx(measured, rel=LIMIT)
+    assert found.wire == []
+
+
+def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
+    """Return by name: the peak of memory, and what a rank sends in a step."""
+    found = {}
+    for name, config in TWO_RANKS.items():
+        step = stepper(config)
+        peak = peak_allocated(step)
+        with Collectives() as collectives:
+            step()
+        found[name] = peak, sum(map(bytes_sent, collectives.names(), collectives.sent))
+    return found
+
+
+def bytes_sent(name: str, first: tuple[torch.dtype, int]) -> float:
+    """Return what one of two ranks sends, from the first tensor of the operation."""
+    size = first[0].itemsize * first[1]
+    if name in ("_reduce_scatter_base_", "allgather_"):  # an output: one of two parts
+        return size
+    # All-reduce: twice the half. All-gather and all-to-all begin with the whole output.
+    return size if name == "allreduce_" else size / 2
+
+
+def test_memory_and_traffic_of_two_ranks() -> None:
+    measured = run_ranks(measured_on_two_ranks, 2, timeout=110.0)[0]
+    for name, config in TWO_RANKS.items():
+        found = predicted(config, 2)
+        peak, sent = measured[name]
+        assert found.memory_bytes == pytest.approx(peak, rel=LIMIT), name
+        assert found.wire_bytes == pytest.approx(sent, rel=1e-3), name
+
+
+def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
+    """Shares shrink with the ranks, reproducible sums grow with the logarithm of microbatches."""
+    settings: dict[str, Any] = {"precision": policy("bf16"), "strategy": "ddp"}
+    many = run(**settings, shard_optimizer=True, batch={"global_batch_size": 8 * 64})
+    parameters = predicted(many, 64).parameters
+    assert predicted(many, 64).memory[MASTERS] == pytest.approx(4 * parameters / 64, rel=0.02)
+    for microbatches, sets in ((2, 1), (16, 4)):
+        batch = {"global_batch_size": 16 * microbatches}
+        memory = predicted(run(**settings, reproducible=True, batch=batch), 2).memory
+        assert memory[PARTIAL_SUMS] == sets * memory[GRADIENTS]
+
+
+def test_what_is_promised_is_what_is_observed() -> None:
+    for text in ("fp32", "bf16,keep_fp32=norm", "fp16-autocast"):
+        found = explain(run(precision=policy(text)), 1)
+        assert found.observed is not None
+        assert found.differences == []
+        assert all(found.seen(group) for group in found.predicted.groups)
+
+
+def test_a_difference_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"name": "tests.explain.runs:Stubborn"}
+    config = replace(run(precision=policy("bf16")), model=replace(RunConfig().model, **model))
+    (difference,) = explain(config, 1).differences[:1]
+    assert difference == ("linear computes products in float32, and the policy bf16 says bfloat16")
+
+
+def test_a_model_that_needs_values_is_refused() -> None:
+    model = replace(RunConfig().model, name="tests.explain.runs:Indecisive")
+    with pytest.raises(ConfigError, match="cannot be followed without the values"):
+        explain(replace(run(precision=policy("fp32")), model=model), 1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if config.stem == "huggingface":
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(config.parent.parent)
+    # Short samples, so that it takes seconds; nothing else changes.
+    arguments = ["explain", "--config", str(config), "--data.sequence-length", "16"]
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert not [line for line in lines if "NOT AS PROMISED" in line]
+
+
+def small_file(folder: Path) -> str:
+    (folder / "run.yaml").write_text(json.dumps(SMALL))
+    return str(folder / "run.yaml")
+
+
+def test_json_has_the_numbers_of_the_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = small_file(tmp_path)
+    options = ["--precision.policy", "bf16,reduce=bf16"]
+    arguments = ["explain", "--config", file, "--world-size", "2", *options]
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert found["memory_bytes"] == sum(found["memory"].values())
+    assert found["wire_bytes"] == sum(entry["nbytes"] for entry in found["wire"])
+    assert f"{found['parameters']:,} parameters" in text
+    assert sum(group["parameters"] for group in found["groups"]) == found["parameters"]
+    for part, size in found["memory"].items():
+        assert any(
+            line.startswith(f"{part} ") and f"{size / found['parameters']:.2f}" in line
+            for line in text.splitlines()
+        )
+    (warning,) = found["warnings"]
+    assert warning in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--world-size", "0"], "world_size = 0: use 1 or more ranks"),
+        (["--world-size", "3"], "must be a multiple of"),
+        (["--world-size", "2", "--strategy", "single"], "is for one rank"),
+        (["--data.path", "/nowhere"], "data.path"),
+        (["--precision.policy", "bf61"], "did you mean"),
+    ],
+)
+def test_bad_input_is_one_message(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", "--config", small_file(tmp_path), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("distmp explain: ")
+    assert captured.err.count("\n") == 1
+
+
+def refused_on_a_rank() -> None:
+    with pytest.raises(SetupError, match="do not start it with torchrun"):
+        predicted(run(), 2)
+
+
+def test_it_is_one_process() -> None:
+    run_ranks(refused_on_a_rank, 1)
