@@ -128,6 +128,9 @@ class RunConfig:
     run_dir: str = "runs/default"
     """Folder for the resolved configuration, records, curves and checkpoints."""
 
+    resume: str | None = None
+    """Where to go on from: "auto" for the run's latest checkpoint if there is one, or a path."""
+
     steps: int = 1000
     """Steps of the run; a skipped step counts."""
 
@@ -174,6 +177,8 @@ class RunConfig:
             raise ConfigError("seed", self.seed, "use a whole number from 0 to 2^63 - 1")
         if not self.run_dir:
             raise ConfigError("run_dir", self.run_dir, "name a folder")
+        if self.resume == "":
+            raise ConfigError("resume", "", "give 'auto', the path of a checkpoint, or null")
         if self.strategy not in STRATEGIES:
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
         self.sharding.check(self.strategy)

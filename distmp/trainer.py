@@ -126,7 +126,7 @@ class Trainer:
             self._show_sample()
         else:
             self.console.message(
-                f"stopped after step {self.progress.step}; continue with --checkpoint.resume auto"
+                f"stopped after step {self.progress.step}; continue with --resume auto"
             )
         self._draw_curves()
         if self.records is not None:
@@ -426,12 +426,12 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     """Return the checkpoint to continue from, or None for a run that starts anew.
 
     Raises:
-        CheckpointError: If there is none where `checkpoint.resume` says.
+        CheckpointError: If there is none where `resume` says.
     """
-    if config.checkpoint.resume is None:
+    if config.resume is None:
         return None
     directory = latest_run(config.run_dir) or RunDirectory(Path(config.run_dir))
-    return store.resolve(config.checkpoint.resume, directory.checkpoints)
+    return store.resolve(config.resume, directory.checkpoints)
 
 
 def restore(engine: Engine, checkpoint: Path) -> Progress:

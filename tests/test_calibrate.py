@@ -137,9 +137,7 @@ def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
     trainer.train(StopSignals())
     if trainer.records is not None:
         trainer.records.close()
-    resumed = load(
-        [*common, "--calibrate-steps=1", "--checkpoint.resume=run/checkpoints/step-000002"]
-    )
+    resumed = load([*common, "--calibrate-steps=1", "--resume=run/checkpoints/step-000002"])
     found = measure(resumed, WORLD)
     assert exponents(found.histograms) == exponents(recorder.histograms(None))
     fresh = measure(load([*common, "--calibrate-steps=1"]), WORLD)

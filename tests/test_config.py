@@ -54,6 +54,7 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--sample.temperature", "inf"], "sample.temperature"),
         (["--timeout-minutes", "0"], "timeout_minutes"),
         (["--run-dir", ""], "run_dir"),
+        (["--resume", ""], "resume"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name(arguments: list[str], message: str) -> None:

@@ -73,7 +73,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(
     for file in last.iterdir():
         file.unlink()
     last.rmdir()
-    resumed = trained(resumed_in, *arguments, "--checkpoint.resume=auto")
+    resumed = trained(resumed_in, *arguments, "--resume=auto")
     assert [record.step for record in resumed] == list(range(1, 11))
     assert losses(resumed) == losses(whole)
     assert [record.grad_norm for record in resumed] == [record.grad_norm for record in whole]
@@ -207,9 +207,9 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda tmp: [
             *TINY,
             f"--data.path={corpus(tmp / 'corpus')}",
-            f"--checkpoint.resume={tmp / 'nowhere'}",
+            f"--resume={tmp / 'nowhere'}",
         ],
-        "checkpoint.resume = ",
+        "resume = ",
     ),
     "sharding one process": (
         lambda tmp: [*TINY, f"--data.path={corpus(tmp / 'corpus')}", "--strategy=fsdp"],

@@ -38,7 +38,7 @@ def latest(directory: Path) -> Path | None:
 
 
 def resolve(resume: str, directory: Path) -> Path | None:
-    """Return the checkpoint that setting `checkpoint.resume` means.
+    """Return the checkpoint that setting `resume` means.
 
     Args:
         resume: "auto", the path of a checkpoint, or the path of a directory of checkpoints (the
@@ -57,7 +57,7 @@ def resolve(resume: str, directory: Path) -> Path | None:
     found = path if is_checkpoint(path) else latest(path)
     if found is None:
         problem = "is no checkpoint and holds none" if path.exists() else "does not exist"
-        raise ConfigError("checkpoint.resume", resume, f"{path.absolute()} {problem}")
+        raise ConfigError("resume", resume, f"{path.absolute()} {problem}")
     return found
 
 

@@ -9,7 +9,7 @@ from distmp.errors import ConfigError
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written, how many stay, and where a run goes on from."""
+    """When checkpoints are written, and how many stay."""
 
     every: int = 0
     """Steps between checkpoints; 0 writes one at the end only."""
@@ -17,15 +17,8 @@ class CheckpointConfig:
     keep: int = 2
     """Number of latest checkpoints that stay on disk."""
 
-    resume: str | None = None
-    """Where to go on from: "auto" for the run's latest checkpoint if there is one, or a path."""
-
     def __post_init__(self) -> None:
         if self.every < 0:
             raise ConfigError("checkpoint.every", self.every, "give a number of steps, or 0")
         if self.keep < 1:
             raise ConfigError("checkpoint.keep", self.keep, "keep at least 1 checkpoint")
-        if self.resume == "":
-            raise ConfigError(
-                "checkpoint.resume", self.resume, "give 'auto', the path of a checkpoint, or null"
-            )

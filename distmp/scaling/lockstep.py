@@ -317,6 +317,6 @@ def _advice(difference: Difference) -> str:
     if not difference.repairable:
         return message + "they do not even have the same tensors: give every rank the same model"
     return message + (
-        "continue from a checkpoint with --checkpoint.resume, and suspect that machine if it "
+        "continue from a checkpoint with --resume, and suspect that machine if it "
         "happens again; lockstep.on_difference = repair goes on with the values of rank 0"
     )

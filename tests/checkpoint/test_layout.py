@@ -101,7 +101,7 @@ def test_resolve(tmp_path: Path) -> None:
 def test_resolve_refuses_what_is_no_checkpoint(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
         layout.resolve(str(tmp_path / name), tmp_path)
-    assert error.value.setting == "checkpoint.resume"
+    assert error.value.setting == "resume"
 
 
 class Killed(BaseException):

@@ -8,9 +8,7 @@ from distmp.checkpoint.settings import CheckpointConfig
 from distmp.errors import ConfigError
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"), [("every", -1), ("keep", 0), ("keep", -2), ("resume", "")]
-)
+@pytest.mark.parametrize(("setting", "value"), [("every", -1), ("keep", 0), ("keep", -2)])
 def test_unusable_values_name_the_setting(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
         CheckpointConfig(**{setting: value})
@@ -18,4 +16,4 @@ def test_unusable_values_name_the_setting(setting: str, value: Any) -> None:
 
 
 def test_smallest_usable_values() -> None:
-    CheckpointConfig(every=0, keep=1, resume="auto")
+    CheckpointConfig(every=0, keep=1)
