@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import figures, memory
 from benchmarks.ranks import Ranks, is_rank, serve
-from benchmarks.report import machine, save
+from benchmarks.report import alternating, machine, save
 from distmp import Engine, Fp32GradBuckets
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
@@ -254,12 +254,10 @@ def _times(rounds: int) -> dict[str, list[float]]:
         started = {
             way: stack.enter_context(Ranks("benchmarks.accumulation_step", way, 2)) for way in names
         }
-        for turn in range(rounds + 1):
-            # Another one is the first in every turn.
-            for way in names[turn % len(names) :] + names[: turn % len(names)]:
-                taken = max(started[way].ask("time"))
-                if turn > 0:  # the first turn warms up
-                    seconds[way].append(taken)
+        for way, counts in alternating(names, rounds, warm_up=1):
+            taken = max(started[way].ask("time"))
+            if counts:
+                seconds[way].append(taken)
     return seconds
 
 
