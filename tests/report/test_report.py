@@ -4,6 +4,7 @@ import json
 import math
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +129,7 @@ def test_the_summary_is_that_of_the_records(tmp_path: Path) -> None:
     records[9] = record(10, validation_loss=1.25, memory_bytes=3 * 2**30)
     page = report(write_run(tmp_path / "run", records, "steps: 400\n"))
     summary = page.texts[: page.texts.index("Configuration")]
-    shown = dict(zip(summary, summary[1:], strict=False))
+    shown = dict(pairwise(summary))
     assert shown["steps"] == "100 of 400"
     assert shown["loss, last 50 steps"] == "75.5000"
     assert shown["best validation loss"] == "1.2500"
