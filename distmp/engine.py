@@ -97,6 +97,19 @@ class Engine:
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
+
+    Example:
+        >>> model = nn.Linear(8, 1)
+        >>> engine = Engine(
+        ...     model,
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, lr=1e-2, fused=True),
+        ...     policy="fp32",
+        ...     max_norm=1.0,
+        ... )
+        >>> outcome = engine.step([torch.randn(16, 8), torch.randn(4, 8)])
+        >>> outcome.numbers.weight, outcome.numbers.skipped
+        (20.0, False)
     """
 
     def __init__(
