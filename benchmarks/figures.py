@@ -214,6 +214,28 @@ def explain_memory(result: dict[str, Any]) -> str:
     )
 
 
+def growth(result: dict[str, Any]) -> str:
+    """Return the tables of `benchmarks.growth`."""
+    ways = result["ways"]
+    tables = []
+    for quantity in ("memory", "wire"):
+        rows: list[dict[str, object]] = []
+        for ranks in next(iter(ways.values())):
+            row: dict[str, object] = {f"{quantity} of a rank, MB: ranks": f"{int(ranks):,}"}
+            for way, by_ranks in ways.items():
+                found = by_ranks[ranks]
+                text = f"{found[quantity] / 1e6:.1f}"
+                if f"measured_{quantity}" in found:
+                    text += f" (real: {found[f'measured_{quantity}'] / 1e6:.1f})"
+                row[way] = text
+            rows.append(row)
+        tables.append(table(rows))
+    return (
+        "\n\n".join(tables) + f"\n\nPredicted, and in brackets what real steps had; "
+        f"{result['samples_per_rank']} samples on every rank, bf16. {_machine(result)}"
+    )
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
@@ -223,6 +245,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart-cpu": quickstart,
     "step-tail-cpu": step_tail,
     "explain-memory-cpu": explain_memory,
+    "growth-cpu": growth,
     "accumulation-passes-cpu": accumulation_passes,
     "accumulation-step-cpu": accumulation_step,
     "reproducible-cpu": reproducible,
