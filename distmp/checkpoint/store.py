@@ -52,9 +52,17 @@ logger = logging.getLogger("distmp")
 
 
 def save(
-    directory: Path, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any], keep: int
+    directory: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+    keep: int,
+    *,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
+
+    May run in a thread of its own, if nothing else uses `group` meanwhile.
 
     The checkpoint appears whole, under its final name, or not at all. One of the same step is
     replaced. Later ones, from before the run went back, are set aside; see `layout`.
@@ -66,6 +74,7 @@ def save(
             tensor that is the same on all ranks. Same names on all ranks; any shape and device.
         numbers: What JSON can hold. Rank 0's are written.
         keep: Number of latest checkpoints that stay, 1 or more.
+        group: All ranks; carries the collectives. None: the default group.
 
     Returns:
         Path of the checkpoint.
@@ -75,19 +84,22 @@ def save(
             untouched.
     """
     goal = f"save {final_path(directory, step)}"
-    _on_rank_0(goal, lambda: _begin(directory, step, numbers))
-    index = _write_tensors(goal, writing_path(directory, step), tensors)
-    _on_rank_0(goal, lambda: _finish(directory, step, index, keep))
+    _on_rank_0(goal, group, lambda: _begin(directory, step, numbers))
+    index = _write_tensors(goal, group, writing_path(directory, step), tensors)
+    _on_rank_0(goal, group, lambda: _finish(directory, step, index, keep))
     return final_path(directory, step)
 
 
-def load(path: Path, tensors: dict[str, Tensor]) -> list[str]:
+def load(
+    path: Path, tensors: dict[str, Tensor], *, group: dist.ProcessGroup | None = None
+) -> list[str]:
     """Read the checkpoint at `path` into `tensors`, in place. Collective over all ranks.
 
     Args:
         path: A checkpoint, at any world size and sharding when it was saved.
         tensors: Plain tensors and DTensors by name; same names on all ranks. Values are converted
             to their dtypes; that is logged, as it may lose precision.
+        group: All ranks; carries the collectives. None: the default group.
 
     Returns:
         Sorted names of tensors in the checkpoint that were not asked for.
@@ -97,10 +109,12 @@ def load(path: Path, tensors: dict[str, Tensor]) -> list[str]:
             lacks a tensor or has it in another shape. Nothing has been read in the last two cases.
     """
     goal = f"load {path}"
-    index = _on_every_rank(goal, lambda: _fitting_index(path, tensors))
-    with _one_error(goal), _quiet_alone():
+    index = _on_every_rank(goal, group, lambda: _fitting_index(path, tensors))
+    _silence_alone()
+    with _one_error(goal, group):
         state_dict_loader.load(
             dict(tensors),
+            process_group=group,
             storage_reader=IndexedReader(path, index),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
@@ -147,10 +161,14 @@ def _finish(directory: Path, step: int, index: Metadata, keep: int) -> None:
     tidy(directory, step, keep)
 
 
-def _write_tensors(goal: str, path: Path, tensors: dict[str, Tensor]) -> Metadata:
-    with _one_error(goal), _quiet_alone():
+def _write_tensors(
+    goal: str, group: dist.ProcessGroup | None, path: Path, tensors: dict[str, Tensor]
+) -> Metadata:
+    _silence_alone()
+    with _one_error(goal, group):
         return state_dict_saver.save(
             dict(tensors),
+            process_group=group,
             storage_writer=FileSystemWriter(path, sync_files=True),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
@@ -199,25 +217,25 @@ def _log_conversions(
 # Agreement between ranks: what one rank cannot do, all of them raise.
 
 
-def _on_rank_0(goal: str, work: Callable[[], object]) -> None:
-    _on_every_rank(goal, lambda: work() if _rank() == 0 else None)
+def _on_rank_0(goal: str, group: dist.ProcessGroup | None, work: Callable[[], object]) -> None:
+    _on_every_rank(goal, group, lambda: work() if _rank(group) == 0 else None)
 
 
-def _on_every_rank(goal: str, work: Callable[[], T]) -> T:
+def _on_every_rank(goal: str, group: dist.ProcessGroup | None, work: Callable[[], T]) -> T:
     """Run `work` on every rank and return this rank's result."""
     cause: Exception | None = None
     try:
         result = work()
     except Exception as error:  # noqa: BLE001  (raised below, together with the other ranks)
         cause = error
-    problems = _gather(None if cause is None else _describe(cause))
+    problems = _gather(None if cause is None else _describe(cause), group)
     if any(problems):
         raise _failure(goal, problems) from cause
     return result
 
 
 @contextmanager
-def _one_error(goal: str) -> Iterator[None]:
+def _one_error(goal: str, group: dist.ProcessGroup | None) -> Iterator[None]:
     """Turn DCP's error, which it raises on all ranks and not as an `Exception`, into ours."""
     try:
         yield
@@ -225,7 +243,7 @@ def _one_error(goal: str) -> Iterator[None]:
         failures = error.failures
         problems = [
             _describe(failures[rank][0]) if rank in failures else None
-            for rank in range(_world_size())
+            for rank in range(_world_size(group))
         ]
         raise _failure(goal, problems) from error
 
@@ -244,10 +262,10 @@ def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _gather(problem: str | None) -> list[str | None]:
-    problems = [problem] * _world_size()
+def _gather(problem: str | None, group: dist.ProcessGroup | None) -> list[str | None]:
+    problems = [problem] * _world_size(group)
     if _distributed():
-        dist.all_gather_object(problems, problem)
+        dist.all_gather_object(problems, problem, group=group)
     return problems
 
 
@@ -255,17 +273,18 @@ def _distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _rank() -> int:
-    return dist.get_rank() if _distributed() else 0
+def _rank(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_rank(group) if _distributed() else 0
 
 
-def _world_size() -> int:
-    return dist.get_world_size() if _distributed() else 1
+def _world_size(group: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(group) if _distributed() else 1
 
 
-@contextmanager
-def _quiet_alone() -> Iterator[None]:
-    """Silence DCP's warning that a run without a process group has none."""
-    with warnings.catch_warnings():
+def _silence_alone() -> None:
+    """Silence DCP's warning that a run without a process group has none.
+
+    For good: to restore the filters afterwards would undo what other threads do to them meanwhile.
+    """
+    if not _distributed():
         warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
-        yield

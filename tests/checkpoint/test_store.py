@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,27 @@ def test_replicated_tensors_are_written_once(tmp_path: Path) -> None:
     written = [file.stat().st_size for file in path.glob("*.distcp")]
     assert len(written) == 2
     assert 4_000_000 < sum(written) < 4_100_000
+
+
+@ranks(2)
+def test_save_in_a_thread_while_the_ranks_talk(tmp_path: Path) -> None:
+    group = dist.new_group()
+    tensors = distributed(plain_tensors(), Shard(0))
+    with ThreadPoolExecutor(1) as executor:
+        saving = executor.submit(store.save, tmp_path, 1, tensors, {}, keep=1, group=group)
+        rounds = 0
+        while not (rounds > 20 and agreed(saving.done())):
+            rounds += 1
+    found = zeros(tensors)
+    store.load(saving.result(), found, group=group)
+    assert_all_equal(found, plain_tensors())
+
+
+def agreed(done: bool) -> bool:
+    """Whether all ranks say so, by a collective of the default group."""
+    count = torch.tensor(float(done))
+    dist.all_reduce(count)
+    return count.item() == dist.get_world_size()
 
 
 # Errors
