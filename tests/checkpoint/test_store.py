@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import dcp, store
+from distmp.checkpoint.storage import LocalStorage
 from distmp.errors import CheckpointError
 from tests.ranks import ranks, run_ranks
 
@@ -247,8 +247,8 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
     tensors = distributed(plain_tensors(), Shard(0))
     store.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
     if dist.get_rank() == failing_rank:
-        owner: Any = FileSystemWriter if hasattr(FileSystemWriter, point) else store
-        setattr(owner, point, _fail)
+        owners: list[Any] = [LocalStorage, dcp._Writer, store]
+        setattr(next(owner for owner in owners if hasattr(owner, point)), point, _fail)
     with pytest.raises(CheckpointError) as error:
         store.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)
     found = {"mark": torch.tensor(0.0)}
@@ -260,7 +260,14 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
 
 @pytest.mark.parametrize(
     ("point", "failing_rank"),
-    [("_begin", 0), ("prepare_local_plan", 1), ("write_data", 1), ("finish", 0), ("publish", 0)],
+    [
+        ("prepare", 0),
+        ("prepare_local_plan", 1),
+        ("write_data", 1),
+        ("finish", 0),
+        ("check_size", 0),
+        ("publish", 0),
+    ],
 )
 def test_failure_leaves_the_previous_checkpoint(
     tmp_path: Path, point: str, failing_rank: int
