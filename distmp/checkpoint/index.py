@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from distmp.checkpoint import manifest
+from distmp.checkpoint.agreement import describe
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.storage import INDEX_FILE
@@ -70,8 +71,7 @@ def read_index(path: Location) -> Metadata:
         _check_tensors(index)
         _check_files(path, index, sizes)
     except Exception as error:
-        problem = str(error) if isinstance(error, CheckpointError) else repr(error)
-        raise CheckpointError(f"{file} cannot be used: {problem}") from error
+        raise CheckpointError(f"{file} cannot be used: {describe(error)}") from error
     return index
 
 

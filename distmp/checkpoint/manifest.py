@@ -15,6 +15,7 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from distmp.checkpoint.agreement import describe
 from distmp.checkpoint.location import Location
 from distmp.errors import CheckpointError
 
@@ -91,7 +92,7 @@ def read(path: Location) -> State:
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
     except Exception as error:
-        raise CheckpointError(f"{file} cannot be read: {error!r}") from error
+        raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
     if found_format not in (FORMAT_WITHOUT_CHECKSUMS, FORMAT):
         raise CheckpointError(
             f"{file} has format {found_format!r}; this version of distmp reads up to {FORMAT}"
@@ -99,8 +100,7 @@ def read(path: Location) -> State:
     try:
         return _decode(state)
     except Exception as error:
-        problem = str(error) if isinstance(error, CheckpointError) else repr(error)
-        raise CheckpointError(f"{file} cannot be read: {problem}") from error
+        raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
 
 
 def check_file(path: Location, expected: FileSum) -> None:
@@ -116,7 +116,7 @@ def check_file(path: Location, expected: FileSum) -> None:
             while data := file.read(_CHUNK_BYTES):
                 found = found.extended(data)
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {error!r}") from error
+        raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
     check_sum(path, found, expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from distmp.checkpoint.retention import Retention
@@ -37,7 +38,7 @@ class CheckpointConfig:
         if self.keep_every < 0:
             problem = "give a number of steps, or 0"
             raise ConfigError("checkpoint.keep_every", self.keep_every, problem)
-        if self.max_gib is not None and not self.max_gib > 0:
+        if self.max_gib is not None and not 0 < self.max_gib < math.inf:
             problem = "give a number above 0, or null"
             raise ConfigError("checkpoint.max_gib", self.max_gib, problem)
         if self.path == "":
