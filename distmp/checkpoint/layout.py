@@ -6,7 +6,7 @@ import logging
 
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import is_checkpoint, storage
+from distmp.checkpoint.storage import folder_name, is_checkpoint, storage
 
 logger = logging.getLogger("distmp")
 
@@ -27,6 +27,35 @@ def checkpoints(directory: Location) -> dict[int, Location]:
         if entry.finished and entry.step not in found and is_checkpoint(entry.path):
             found[entry.step] = entry.path
     return dict(sorted(found.items()))
+
+
+def final_path(directory: Location, step: int) -> Location:
+    """Return where the checkpoint of `step` lies; on an object store an ending may follow."""
+    return directory / folder_name(step)
+
+
+def prepare(directory: Location, step: int) -> Location:
+    """Remove what a crash has left behind, and return the folder to write to."""
+    return storage(directory).prepare(step)
+
+
+def publish(directory: Location, written: Location) -> Location:
+    """Make the checkpoint in the folder `written` current, and return its final folder.
+
+    Its files must have reached the disk, `state.json` last.
+    """
+    return storage(directory).publish(written)
+
+
+def discard(directory: Location, step: int) -> None:
+    """Remove what a save of `step` has left that failed; log it if that cannot be done."""
+    place = storage(directory)
+    try:
+        for entry in place.entries():
+            if entry.step == step and not entry.finished:
+                place.discard(entry.path)
+    except Exception as error:  # noqa: BLE001  (whatever a file system of fsspec raises)
+        logger.warning("cannot remove what is left of step %d in %s: %s", step, directory, error)
 
 
 def tidy(directory: Location, step: int, retention: Retention) -> None:

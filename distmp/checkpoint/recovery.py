@@ -35,6 +35,7 @@ class Usable(NamedTuple):
 def usable(
     directory: Location,
     *,
+    before: int | None = None,
     other_than: Location | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Usable:
@@ -42,6 +43,7 @@ def usable(
 
     Args:
         directory: The same on all ranks; rank 0 looks what is in it.
+        before: Only checkpoints of earlier steps count.
         other_than: A checkpoint not to be looked at.
         group: All ranks; carries the collectives. None: the default group.
 
@@ -54,7 +56,11 @@ def usable(
     ranks = Ranks(group)
     entries = ranks.on_rank_0(
         f"look for checkpoints in {directory}",
-        lambda: [(entry.path.name, entry.finished) for entry in storage(directory).entries()],
+        lambda: [
+            (entry.path.name, entry.finished)
+            for entry in storage(directory).entries()
+            if before is None or entry.step < before
+        ],
     )
     found = Usable(None, [], [])
     for name, finished in entries:

@@ -65,6 +65,10 @@ class Storage(ABC, Generic[Folder]):
         """Remove what a crash has left behind, and return the folder to write to."""
 
     @abstractmethod
+    def discard(self, path: Folder) -> None:
+        """Remove what was never finished."""
+
+    @abstractmethod
     def publish(self, written: Folder) -> Folder:
         """Make the checkpoint in that folder current; return the folder under its final name.
 
@@ -145,6 +149,9 @@ class LocalStorage(Storage[Path]):
         writing.mkdir()
         return writing
 
+    def discard(self, path: Path) -> None:  # noqa: D102
+        _delete(path)
+
     def publish(self, written: Path) -> Path:  # noqa: D102
         final = written.with_suffix("")
         synchronize(written)
@@ -188,12 +195,15 @@ class RemoteStorage(Storage[RemotePath]):
         attempts = [0]
         for found_step, attempt, path in self._folders():
             if not (path / STATE_FILE).is_file():
-                path.remove_tree()
+                self.discard(path)
             elif found_step == step:
                 attempts.append(attempt)
         attempt = max(attempts) + 1
         ending = f".{attempt}" if attempt > 1 else ""
         return self._directory / f"{folder_name(step)}{ending}"
+
+    def discard(self, path: RemotePath) -> None:  # noqa: D102
+        path.remove_tree()
 
     def publish(self, written: RemotePath) -> RemotePath:  # noqa: D102
         return written

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.agreement import Ranks
 from distmp.checkpoint.index import read_index
-from distmp.checkpoint.layout import latest, tidy
+from distmp.checkpoint.layout import final_path, latest, prepare, publish, tidy
 from distmp.checkpoint.location import Location, RemotePath, check_reachable
 from distmp.checkpoint.manifest import STATE_FILE, FileSum
 from distmp.checkpoint.recovery import Usable, resolve, usable, verify
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import INDEX_FILE, folder_name, storage, synchronize
+from distmp.checkpoint.storage import INDEX_FILE, synchronize
 from distmp.errors import CheckpointError
 from distmp.slices import whole_shape
 
@@ -66,7 +66,8 @@ def save(
         directory: Holds the run's checkpoints; on storage that all ranks share.
         step: Number of steps done.
         tensors: Each a DTensor or a `FlatSlice`, of which every rank writes its part, or a plain
-            tensor that is the same on all ranks. Same names on all ranks; any shape and device.
+            tensor that is the same on all ranks. A rank may leave out what others write; any shape
+            and device.
         numbers: What JSON can hold. Rank 0's are written.
         keep: Which checkpoints stay; a number of latest ones, 1 or more, or all the rules.
         group: All ranks; carries the collectives. None: the default group.
@@ -80,7 +81,7 @@ def save(
     """
     retention = Retention(keep) if isinstance(keep, int) else keep
     ranks = Ranks(group)
-    goal = f"save {directory / folder_name(step)}"
+    goal = f"save {final_path(directory, step)}"
     # Its name and not its path: how to reach a file system cannot always be sent.
     writing = directory / ranks.on_rank_0(goal, lambda: _begin(directory, step, numbers))
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks))
@@ -148,7 +149,7 @@ def stored_tensors(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def _begin(directory: Location, step: int, numbers: dict[str, Any]) -> str:
     manifest.encode(step, numbers, {})  # before anything is written
-    return storage(directory).prepare(step).name
+    return prepare(directory, step).name
 
 
 def _finish(
@@ -165,7 +166,7 @@ def _finish(
     file.write_bytes(state)
     if not isinstance(file, RemotePath):
         synchronize(file)
-    return storage(directory).publish(writing)
+    return publish(directory, writing)
 
 
 def _fitting_index(path: Location, tensors: dict[str, Tensor], ranks: Ranks) -> Metadata:

@@ -72,6 +72,18 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000002"]
 
 
+def test_discard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "step-000001.writing").mkdir()
+    layout.discard(tmp_path, 1)
+    assert names(tmp_path) == ["step-000001", "step-000002.writing"]
+    layout.discard(tmp_path, 2)
+    assert names(tmp_path) == ["step-000001"]
+    layout.discard(tmp_path / "missing", 2)
+    assert caplog.records == []
+
+
 def test_same_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 1, content="old")
     save(tmp_path, 1, content="new")

@@ -88,6 +88,15 @@ def test_a_run_does_not_begin_anew_where_all_are_damaged(tmp_path: Path) -> None
         assert reports[1] in str(error.value)
 
 
+def test_before_a_step(tmp_path: Path) -> None:
+    first, second, third = save(tmp_path, 1, 2, 3)
+    assert store.usable(tmp_path, before=3).path == second
+    damage(second)
+    assert store.usable(tmp_path, before=3).path == first
+    assert store.usable(tmp_path, before=1).path is None
+    assert store.usable(tmp_path).path == third
+
+
 # A path
 
 

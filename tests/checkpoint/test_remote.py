@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 
 from distmp.checkpoint import store
-from distmp.checkpoint.layout import checkpoints
+from distmp.checkpoint.layout import checkpoints, discard
 from distmp.checkpoint.location import Location, RemotePath, locate
 from distmp.errors import CheckpointError
 from distmp.telemetry import read_records
@@ -125,8 +125,13 @@ def test_one_without_its_list_is_not_finished(directory: Location) -> None:
     first, second = save(directory, 1), save(directory, 2)
     (second / "state.json").unlink()
     assert store.usable(directory) == (first, [], [f"{second} was never finished"])
+    discard(directory, 1)
+    assert names(directory) == ["step-000001", "step-000002"]
     save(directory, 3)
     assert names(directory) == ["step-000001", "step-000003"]
+    (directory / "step-000003" / "state.json").unlink()
+    discard(directory, 3)
+    assert names(directory) == ["step-000001"]
 
 
 class Killed(BaseException):

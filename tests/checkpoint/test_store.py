@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from distmp.checkpoint import dcp, store
-from distmp.checkpoint.storage import LocalStorage
 from distmp.errors import CheckpointError
 from tests.ranks import ranks, run_ranks
 
@@ -230,14 +229,6 @@ def test_conversion_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "converted from torch.float32 to torch.bfloat16" in caplog.text
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1}', '{"format": 2, "numbers": {}}'])
-def test_unreadable_numbers(tmp_path: Path, text: str) -> None:
-    path = store.save(tmp_path, 1, {}, {}, keep=1)
-    (path / "state.json").write_text(text)
-    with pytest.raises(CheckpointError, match=r"state\.json cannot be read|has format 2"):
-        store.read_numbers(path)
-
-
 def _fail(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
@@ -247,7 +238,7 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
     tensors = distributed(plain_tensors(), Shard(0))
     store.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
     if dist.get_rank() == failing_rank:
-        owners: list[Any] = [LocalStorage, dcp._Writer, store]
+        owners: list[Any] = [store, dcp.FileSystemWriter]
         setattr(next(owner for owner in owners if hasattr(owner, point)), point, _fail)
     with pytest.raises(CheckpointError) as error:
         store.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)
@@ -265,7 +256,7 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
         ("prepare_local_plan", 1),
         ("write_data", 1),
         ("finish", 0),
-        ("check_size", 0),
+        ("synchronize", 0),
         ("publish", 0),
     ],
 )
