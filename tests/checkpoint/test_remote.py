@@ -209,7 +209,8 @@ def test_a_run_and_its_continuation_on_another_machine(
     data, place = corpus(tmp_path / "corpus"), f"memory://{uuid.uuid4().hex}"
     common = [*TINY, f"--data.path={data}", "--steps=4", f"--checkpoint.path={place}"]
     here, there = tmp_path / "here" / "run", tmp_path / "there" / "run"
-    assert main([*common, f"--run-dir={here}", "--checkpoint.every=2"]) == 0
+    which = ["--checkpoint.every=1", "--checkpoint.keep=1", "--checkpoint.keep-every=2"]
+    assert main([*common, f"--run-dir={here}", *which]) == 0
     assert not (here / "checkpoints").exists()
     kept = locate("checkpoint.path", place) / "run"
     assert names(kept) == ["step-000002", "step-000004"]
