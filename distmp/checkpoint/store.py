@@ -52,7 +52,12 @@ logger = logging.getLogger("distmp")
 
 
 def save(
-    directory: Path, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any], keep: int
+    directory: Path,
+    step: int,
+    tensors: dict[str, Tensor],
+    numbers: dict[str, Any],
+    keep: int,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
@@ -63,9 +68,11 @@ def save(
         directory: Holds the run's checkpoints; on storage that all ranks share.
         step: Number of steps done.
         tensors: Each a DTensor or a `FlatSlice`, of which every rank writes its part, or a plain
-            tensor that is the same on all ranks. Same names on all ranks; any shape and device.
+            tensor that is the same on all ranks. A rank may leave out what others write; any shape
+            and device.
         numbers: What JSON can hold. Rank 0's are written.
         keep: Number of latest checkpoints that stay, 1 or more.
+        group: Whose collectives to use; None takes the default group.
 
     Returns:
         Path of the checkpoint.
@@ -75,9 +82,9 @@ def save(
             untouched.
     """
     goal = f"save {final_path(directory, step)}"
-    _on_rank_0(goal, lambda: _begin(directory, step, numbers))
-    index = _write_tensors(goal, writing_path(directory, step), tensors)
-    _on_rank_0(goal, lambda: _finish(directory, step, index, keep))
+    _on_rank_0(goal, lambda: _begin(directory, step, numbers), group)
+    index = _write_tensors(goal, writing_path(directory, step), tensors, group)
+    _on_rank_0(goal, lambda: _finish(directory, step, index, keep), group)
     return final_path(directory, step)
 
 
@@ -147,12 +154,15 @@ def _finish(directory: Path, step: int, index: Metadata, keep: int) -> None:
     tidy(directory, step, keep)
 
 
-def _write_tensors(goal: str, path: Path, tensors: dict[str, Tensor]) -> Metadata:
+def _write_tensors(
+    goal: str, path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
+) -> Metadata:
     with _one_error(goal), _quiet_alone():
         return state_dict_saver.save(
             dict(tensors),
             storage_writer=FileSystemWriter(path, sync_files=True),
             planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            process_group=group,
         )
 
 
@@ -199,18 +209,20 @@ def _log_conversions(
 # Agreement between ranks: what one rank cannot do, all of them raise.
 
 
-def _on_rank_0(goal: str, work: Callable[[], object]) -> None:
-    _on_every_rank(goal, lambda: work() if _rank() == 0 else None)
+def _on_rank_0(
+    goal: str, work: Callable[[], object], group: dist.ProcessGroup | None = None
+) -> None:
+    _on_every_rank(goal, lambda: work() if _rank() == 0 else None, group)
 
 
-def _on_every_rank(goal: str, work: Callable[[], T]) -> T:
+def _on_every_rank(goal: str, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Run `work` on every rank and return this rank's result."""
     cause: Exception | None = None
     try:
         result = work()
     except Exception as error:  # noqa: BLE001  (raised below, together with the other ranks)
         cause = error
-    problems = _gather(None if cause is None else _describe(cause))
+    problems = _gather(None if cause is None else _describe(cause), group)
     if any(problems):
         raise _failure(goal, problems) from cause
     return result
@@ -244,10 +256,10 @@ def _describe(error: BaseException) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
-def _gather(problem: str | None) -> list[str | None]:
+def _gather(problem: str | None, group: dist.ProcessGroup | None) -> list[str | None]:
     problems = [problem] * _world_size()
     if _distributed():
-        dist.all_gather_object(problems, problem)
+        dist.all_gather_object(problems, problem, group=group)
     return problems
 
 
