@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,10 +117,10 @@ class Trainer:
         self.writer.guard(self.engine.optimizer)
         if checkpoint is not None:
             self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
-            if self.directory.owns(checkpoint):
-                self.writer.resumed(self.progress.step)
+            saved = self.directory.owns(checkpoint)
+            self.writer.resumed(self.progress.step, saved=saved)
         self.records = (
-            RecordWriter(self.directory.records, resume_after_step=self.progress.step)
+            RecordWriter(self.directory.records, self.progress.step, console.message)
             if world.rank == 0
             else None
         )
@@ -282,7 +282,10 @@ class Trainer:
 
     def _draw_curves(self) -> None:
         if self.records is not None and self.config.log.curves:
-            draw_curves(read_records(self.directory.records), self.directory.curves)
+            self._try_to_write(
+                self.directory.curves,
+                lambda path: draw_curves(read_records(self.directory.records), path),
+            )
 
     def _agree_on_directory(self, checkpoint: Path | None) -> RunDirectory:
         """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
@@ -321,7 +324,16 @@ class Trainer:
         if checkpoint is not None:
             say(f"continuing from {checkpoint}")
         if self.world.rank == 0:
-            settings.write_yaml(self.config, self.directory.config)
+            self._try_to_write(
+                self.directory.config, lambda path: settings.write_yaml(self.config, path)
+            )
+
+    def _try_to_write(self, path: Path, write: Callable[[Path], object]) -> None:
+        """Write a file that training can do without; say so if the disk does not take it."""
+        try:
+            write(path)
+        except OSError as error:
+            self.console.message(f"cannot write {path}: {error}; the run goes on without it")
 
     def _start_trackers(self) -> Trackers:
         log = self.config.log

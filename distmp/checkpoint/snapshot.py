@@ -125,6 +125,8 @@ class Snapshot:
         except (MemoryError, RuntimeError) as error:
             # Told by `complete`: the other ranks have to learn of it.
             self._problem = f"no host memory for a copy of the state ({error})"
+        if not self._copies:
+            self._released.set()
 
     def release(self) -> None:
         """Return as soon as held tensors may change. On CUDA that is an order for the device."""

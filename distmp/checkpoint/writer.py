@@ -61,8 +61,8 @@ class _Pending:
 class CheckpointWriter:
     """Saves the state of a run when it is time, one save after the other.
 
-    Every rank makes one and calls `is_due`, `save`, `save_now` and `finish` in the same steps. Use
-    it in a `with` block: no save is under way after it, so that process groups can be left.
+    Every rank makes one and calls `is_due`, `save`, `save_now` and `finish` in the same steps, in a
+    `with` block: no save is under way after it, so that process groups can be left.
 
     Args:
         settings: When, how, and what happens if it fails.
@@ -96,19 +96,21 @@ class CheckpointWriter:
         self._pending: _Pending | None = None
         self._buffers = HostBuffers()
         self._clock = SaveClock(settings.every_minutes, world)
-        self._group = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-            if settings.asynchronous and world.group is not None
-            else None
-        )
+        self._timeout = timedelta(seconds=timeout_seconds)
+        self._group: dist.ProcessGroup | None = None
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Have the optimizer wait, in its next update, for a copy that has not ended."""
         optimizer.register_step_pre_hook(lambda *_: self._release())
 
-    def resumed(self, step: int) -> None:
-        """Take note that the state is that of the checkpoint of `step`, which has been loaded."""
-        self.saved_step = step
+    def resumed(self, step: int, *, saved: bool) -> None:
+        """Take note that the state of `step` has been loaded.
+
+        Args:
+            step: Steps done.
+            saved: Whether from a checkpoint in the directory of this run.
+        """
+        self.saved_step = step if saved else None
         self._clock.restart(step)
 
     def is_due(self, step: int) -> bool:
@@ -203,6 +205,8 @@ class CheckpointWriter:
             )
 
     def __enter__(self) -> CheckpointWriter:
+        if self._settings.asynchronous and self._world.group is not None:
+            self._group = dist.new_group(backend="gloo", timeout=self._timeout)
         return self
 
     def __exit__(
