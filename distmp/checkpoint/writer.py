@@ -144,6 +144,8 @@ class CheckpointWriter:
             self.save_now(step, tensors, numbers)
             return
         self.finish()
+        if self._stopped:  # `save_now` comes next
+            return
         started = time.perf_counter()
         self._clock.restart(step)
         here = written_here(tensors, self._world.rank, self._world.world_size)
@@ -180,6 +182,11 @@ class CheckpointWriter:
     def wants_stop(self) -> bool:
         """Whether the run should end after this step, since a save has failed."""
         return self._stopped
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is being written on this rank."""
+        return self._pending is not None and self._pending.thread.is_alive()
 
     def finish(self) -> None:
         """Wait for the save that is being written, if any, and report it if it failed.
@@ -252,8 +259,7 @@ class CheckpointWriter:
 
     def _report(self) -> None:
         """Take note of a save that has ended."""
-        pending = self._pending
-        if pending is not None and not pending.thread.is_alive():
+        if not self.is_writing:
             self._join(timeout=None)
 
     def _join(self, timeout: float | None) -> None:

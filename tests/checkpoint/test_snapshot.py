@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
+from distmp.checkpoint.snapshot import HostBuffers, HostParts, Snapshot, written_here
 from distmp.errors import CheckpointError
 from distmp.slices import FlatSlice
 from tests.checkpoint.test_store import assert_all_equal, plain_tensors
@@ -100,7 +100,11 @@ def test_the_memory_is_that_of_what_a_rank_writes_and_is_used_again() -> None:
     live["sharded"] = distribute_tensor(torch.randn(200, 10), mesh, [Shard(0)])
     live["slice"] = FlatSlice.of(torch.randn(1000), torch.Size([2000]), 1000 * rank)
     buffers = HostBuffers()
-    complete(Snapshot(written_here(live, rank, 2), set(live), buffers))
+    copied = complete(Snapshot(written_here(live, rank, 2), set(live), buffers))
+    for tensor in copied.values():
+        for part in tensor.parts if isinstance(tensor, HostParts) else [tensor]:
+            # Of anything else DCP makes copies that it keeps until a file is written.
+            assert part.untyped_storage().nbytes() == part.nbytes
     # Half of everything.
     assert buffers.bytes() == 4 * (3 * 1000 + 1000 + 1000)
     before = {id(buffer) for buffer in buffers._buffers.values()}

@@ -138,6 +138,35 @@ def test_saving_does_not_change_training_and_saves_the_state_of_its_step(
             assert store.read_numbers(path) == {"step": step}
 
 
+@pytest.mark.gpu
+def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    wide = torch.nn.Linear(4096, 4096)  # its copy takes longer than a step
+    engine = Engine(
+        torch.nn.Sequential(wide, torch.nn.Linear(4096, 2)),
+        lambda model, batch: (model(batch).square().sum(), len(batch)),
+        fused_adamw,
+        policy="fp32",
+        strategy="single",
+        device="cuda",
+    )
+    batch = torch.ones(4, 4096)
+    engine.step([batch])
+    with make_writer(tmp_path, keep=9) as saving:
+        saving.guard(engine.optimizer)
+        expected = {}
+        for step in (1, 2, 3):
+            expected[step] = state_of(engine)
+            saving.save(step, engine.state_dict(), {}, engine.held_until_update())
+            for _ in range(3):
+                engine.step([batch])
+    for step, state in expected.items():
+        found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        store.load(tmp_path / f"step-{step:06d}", found)
+        assert_same(found, state)
+
+
 # One after the other
 
 
