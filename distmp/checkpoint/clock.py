@@ -16,7 +16,7 @@ class SaveClock:
 
     Ranks do not ask each other in every step. Rank 0 looks at its clock, estimates from the pace of
     the steps when half of the remaining time will have passed, and tells the others at which step
-    to ask again: about ten broadcasts of one number between two saves.
+    to ask again: fewer than twenty broadcasts of one number between two saves.
 
     Args:
         minutes: Between saves; 0 never asks.

@@ -34,7 +34,7 @@ from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
 from distmp.errors import CheckpointError, DistmpError
 from distmp.parallel.world import World, all_or_none
 
-# Lets what training computes go first where all cores are busy, as with ranks on CPUs.
+# What the priority of the thread that writes is lowered by; the system limits the sum.
 NICENESS = 10
 # How long a rank that fails by itself waits for the save that is being written.
 PATIENCE_SECONDS = 10.0
@@ -48,14 +48,14 @@ class _Pending:
         step: Of the checkpoint.
         snapshot: What is written.
         thread: Writes it.
-        problem: Why it failed, once the thread has ended. Only the words: an error would keep its
-            frames alive, and with them the process group.
+        problem: Why it failed, once the thread has ended; None if it has not. Only the words: an
+            error would keep its frames alive, and with them the process group.
     """
 
     step: int
     snapshot: Snapshot
     thread: threading.Thread = field(init=False)
-    problem: str | None = None
+    problem: str | None = "the thread that writes has ended without a word"
 
 
 class CheckpointWriter:
@@ -231,9 +231,8 @@ class CheckpointWriter:
         self, pending: _Pending, numbers: dict[str, Any], group: dist.ProcessGroup | None
     ) -> None:
         """Write a snapshot; what a thread of its own does."""
-        if sys.platform == "linux":  # elsewhere priorities belong to processes
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
+            _give_way()
             tensors = all_or_none(replace(self._world, group=group), pending.snapshot.complete)
             store.save(
                 self._directory,
@@ -243,6 +242,7 @@ class CheckpointWriter:
                 keep=self._settings.keep,
                 group=group,
             )
+            pending.problem = None
         except CheckpointError as error:
             pending.problem = str(error)
         except Exception as error:  # noqa: BLE001  # another rank is lost, or a fault of ours
@@ -291,3 +291,11 @@ class CheckpointWriter:
         if self.saved_step is None:
             return "nothing has been saved yet"
         return f"the last checkpoint is of step {self.saved_step}"
+
+
+def _give_way() -> None:
+    """Let training go first where all cores are busy, as with ranks on CPUs."""
+    if sys.platform == "linux":  # elsewhere priorities belong to processes
+        thread = threading.get_native_id()
+        nice = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, nice + NICENESS)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from distmp.checkpoint import store, writer
 from distmp.checkpoint.settings import CheckpointConfig
@@ -49,6 +50,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "fsdp": {**sharded("fsdp"), "policy": "fp32"},
     "hsdp": {**sharded("hsdp", shard_size=1), "policy": "fp32"},
     "fsdp1": {**sharded("fsdp1"), "policy": "bf16"},
+    "buffers": {"strategy": "ddp", "policy": "fp32", "model": "with buffers"},
     "not fused": {"strategy": "ddp", "policy": "fp32", "optimizer": torch.optim.AdamW},
 }
 STEPS = 5
@@ -58,8 +60,24 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
     return {name: whole(tensor) for name, tensor in engine.state_dict().items()}
 
 
+class Summing(nn.Module):
+    """Passes on what it gets, and changes a buffer in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().sum()
+        return x
+
+
 def make_engine(options: dict[str, Any]) -> Engine:
-    return Engine(make_model(), loss, **{"optimizer": fused_adamw, "device": "cpu", **options})
+    options = {"optimizer": fused_adamw, "device": "cpu", **options}
+    model = make_model()
+    if options.pop("model", None):
+        return Engine(nn.Sequential(Summing(), model), loss, **options)
+    return Engine(model, loss, **options)
 
 
 def trained(
@@ -227,15 +245,33 @@ def test_leaving_finishes_the_save(
     assert store.latest(tmp_path) is not None
 
 
-def test_a_second_interrupt_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of one rank")])
+def test_a_save_that_does_not_end_keeps_no_failed_rank_alive(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leave = threading.Event()
     monkeypatch.setattr(writer.store, "save", lambda *_, **__: leave.wait())
+    monkeypatch.setattr(writer, "PATIENCE_SECONDS", 0.1)
     said: list[str] = []
-    with contextlib.suppress(KeyboardInterrupt), make_writer(tmp_path, said) as saving:
+    with contextlib.suppress(KeyboardInterrupt, ValueError), make_writer(tmp_path, said) as saving:
         saving.save(1, {"a": torch.ones(1)}, {})
-        raise KeyboardInterrupt
+        raise error
     leave.set()
     assert said == ["the checkpoint of step 1 has not been finished"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_writing_gives_way_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: list[int] = []
+    monkeypatch.setattr(writer.store, "save", lambda *_, **__: found.append(priority()))
+    before = priority()
+    with make_writer(tmp_path) as saving:
+        saving.save(1, {"a": torch.ones(1)}, {})
+    assert found == [min(before + 10, 19)]
+    assert priority() == before
 
 
 # Failures
@@ -261,6 +297,13 @@ def _fail_once(directory: Path, on_failure: str, asynchronous: bool) -> dict[str
             if step == 2:
                 with pytest.raises(CheckpointError) as error:
                     saving.check()
+        if on_failure == "stop":
+            with pytest.raises(
+                CheckpointError, match=r"has stopped .* last checkpoint is of step 3"
+            ):
+                saving.check()
+        else:
+            saving.check()
         left = sorted(path.name for path in directory.iterdir())
     dist.barrier()
     return {"said": said, "stops": stops, "error": str(error.value), "left": left}
