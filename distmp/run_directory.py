@@ -5,53 +5,92 @@ from __future__ import annotations
 import glob
 from pathlib import Path
 
+from distmp.checkpoint.location import Location, locate
 from distmp.errors import ConfigError
 
 
 class RunDirectory:
-    """Where everything that a run writes has its place."""
+    """Where everything that a run writes has its place.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: The run's folder.
+        checkpoint_path: Setting `checkpoint.path`: where folders with checkpoints of runs are.
+    """
+
+    def __init__(self, path: Path, checkpoint_path: str | None = None) -> None:
         self.path = path
         self.config = path / "config.yaml"
         self.records = path / "steps.jsonl"
         self.curves = path / "curves.png"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints: Location = path / "checkpoints"
+        if checkpoint_path is not None:
+            self.checkpoints = locate("checkpoint.path", checkpoint_path) / path.name
         self.model = path / "model"
         self.profile = path / "profile"
 
-    def owns(self, checkpoint: Path) -> bool:
+    def owns(self, checkpoint: Location) -> bool:
         """Whether a checkpoint was written by this run."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
 
-def latest_run(run_dir: str) -> RunDirectory | None:
-    """Return the newest folder made for `run_dir`: `run_dir` itself, or the highest `run_dir-N`."""
+def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
+    """Return the newest folder made for `run_dir`: `run_dir` itself, or the highest `run_dir-N`.
+
+    Args:
+        run_dir: As configured.
+        checkpoint_path: As configured. A run that has a folder there counts too: it may have gone
+            on from another machine.
+    """
     first = Path(run_dir)
-    numbered = {
-        int(number): path
-        for path in first.parent.glob(f"{glob.escape(first.name)}-*/")
-        if (number := path.name.removeprefix(f"{first.name}-")).isdecimal()
-    }
+    names = {path.name for path in first.parent.glob(f"{glob.escape(first.name)}*/")}
+    if checkpoint_path is not None:
+        names |= _folders_in(locate("checkpoint.path", checkpoint_path))
+    numbered = [
+        int(number)
+        for name in names
+        if (number := name.removeprefix(f"{first.name}-")) != name and number.isdecimal()
+    ]
     if numbered:
-        return RunDirectory(numbered[max(numbered)])
-    return RunDirectory(first) if first.is_dir() else None
+        return RunDirectory(Path(f"{first}-{max(numbered)}"), checkpoint_path)
+    stands = first.is_dir() or first.name in names
+    return RunDirectory(first, checkpoint_path) if stands else None
 
 
-def create_run(run_dir: str) -> RunDirectory:
+def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory:
     """Make a folder for a new run: `run_dir`, or `run_dir-2` and so on where runs stand already.
+
+    Args:
+        run_dir: As configured.
+        checkpoint_path: As configured. A run that has a folder there stands in the way too.
 
     Raises:
         ConfigError: If the folder cannot be made.
     """
     first = path = Path(run_dir)
+    taken = set()
+    if checkpoint_path is not None:
+        taken = _folders_in(locate("checkpoint.path", checkpoint_path))
     number = 1
     while True:
         try:
-            path.mkdir(parents=True)
-            return RunDirectory(path)
+            if path.name not in taken:
+                path.mkdir(parents=True)
+                return RunDirectory(path, checkpoint_path)
         except FileExistsError:
-            number += 1
-            path = Path(f"{first}-{number}")
+            pass
         except OSError as error:
             raise ConfigError("run_dir", run_dir, f"cannot be made ({error.strerror})") from None
+        number += 1
+        path = Path(f"{first}-{number}")
+
+
+def _folders_in(place: Location) -> set[str]:
+    """Return the names of what is at a place, which need not exist yet.
+
+    Raises:
+        ConfigError: If it cannot be looked at.
+    """
+    try:
+        return {path.name for path in place.iterdir()} if place.is_dir() else set()
+    except Exception as error:
+        raise ConfigError("checkpoint.path", str(place), f"cannot be read ({error!r})") from error

@@ -287,23 +287,25 @@ class Trainer:
                 lambda path: draw_curves(read_records(self.directory.records), path),
             )
 
-    def _agree_on_directory(self, checkpoint: Path | None) -> RunDirectory:
+    def _agree_on_directory(self, checkpoint: store.Location | None) -> RunDirectory:
         """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
+        place = self.config.checkpoint.path
 
         def choose() -> str:
             if self.world.rank != 0:
                 return ""
-            newest = latest_run(self.config.run_dir)
+            newest = latest_run(self.config.run_dir, place)
             if checkpoint is not None and newest is not None and newest.owns(checkpoint):
+                newest.path.mkdir(parents=True, exist_ok=True)
                 return str(newest.path)
-            return str(create_run(self.config.run_dir).path)
+            return str(create_run(self.config.run_dir, place).path)
 
         chosen = [all_or_none(self.world, choose)]
         if self.world.group is not None:
             dist.broadcast_object_list(chosen, src=0, group=self.world.group)
-        return RunDirectory(Path(chosen[0]))
+        return RunDirectory(Path(chosen[0]), place)
 
-    def _introduce(self, checkpoint: Path | None) -> None:
+    def _introduce(self, checkpoint: store.Location | None) -> None:
         """Say what is about to run, with the reason of every automatic choice."""
         engine, batch = self.engine, self.config.batch
         say = self.console.message
@@ -391,6 +393,7 @@ def prepare(config: RunConfig, world: World) -> Parts:
     )
     if config.reproducible:
         check_power_of_two(microbatches)
+    store.check_reachable(config.checkpoint.path, config.resume)
     datasets = build_datasets(config.data)
     torch.manual_seed(config.seed)
     model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
@@ -453,27 +456,37 @@ def training_batches(
     )
 
 
-def find_checkpoint(config: RunConfig) -> Path | None:
+def find_checkpoint(config: RunConfig) -> store.Location | None:
     """Return the checkpoint to continue from, or None for a run that starts anew.
 
+    Every rank has to call it; damaged checkpoints are reported and passed over.
+
     Raises:
-        CheckpointError: If there is none where `resume` says.
+        CheckpointError: If there is none where `resume` says, or it is damaged.
     """
     if config.resume is None:
         return None
-    directory = latest_run(config.run_dir) or RunDirectory(Path(config.run_dir))
-    return store.resolve(config.resume, directory.checkpoints)
+    place = config.checkpoint.path
+    run = store.Ranks(None).on_rank_0(
+        f"find the folder of {config.run_dir}",
+        lambda: str((latest_run(config.run_dir, place) or RunDirectory(Path(config.run_dir))).path),
+    )
+    return store.resolve(config.resume, RunDirectory(Path(run), place).checkpoints)
 
 
-def restore(engine: Engine, checkpoint: Path) -> Progress:
+def restore(engine: Engine, checkpoint: store.Location) -> Progress:
     """Load a checkpoint into an engine; return where the run stood. Every rank has to call it.
+
+    Args:
+        engine: Gets the state.
+        checkpoint: As `find_checkpoint` has found it, hence compared with its checksums.
 
     Raises:
         CheckpointError: If it cannot be read, or does not fit the engine.
     """
     engine.prepare_to_load(store.stored_tensors(checkpoint))
     state = engine.state_dict()
-    store.load(checkpoint, state)
+    store.load(checkpoint, state, verified=True)
     engine.load_state_dict(state)
     numbers: dict[str, Any] = store.read_numbers(checkpoint)
     return Progress(numbers["step"], numbers["samples"])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from distmp.checkpoint.location import locate
 from distmp.errors import ConfigError
 from distmp.run_directory import RunDirectory, create_run, latest_run
 
@@ -57,3 +58,32 @@ def test_a_folder_that_cannot_be_made_is_an_error_of_the_setting(tmp_path: Path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^run_dir = '.*/file/run': cannot be made \(Not a dir"):
         create_run(str(tmp_path / "file" / "run"))
+
+
+def test_checkpoints_in_another_place(tmp_path: Path) -> None:
+    place, wanted = str(tmp_path / "scratch"), str(tmp_path / "run")
+    assert latest_run(wanted, place) is None
+    first = create_run(wanted, place)
+    assert first.checkpoints == tmp_path / "scratch" / "run"
+    assert first.owns(tmp_path / "scratch" / "run" / "step-000001")
+    assert not first.owns(tmp_path / "run" / "checkpoints" / "step-000001")
+    assert create_run(wanted, place).checkpoints == tmp_path / "scratch" / "run-2"
+    remote = create_run(wanted, "memory://bucket/folder")
+    assert remote.checkpoints == locate("checkpoint.path", "memory://bucket/folder/run-3")
+    assert remote.owns(remote.checkpoints / "step-000001")
+
+
+def test_a_run_whose_folder_is_on_another_machine_counts(tmp_path: Path) -> None:
+    place, wanted = tmp_path / "scratch", str(tmp_path / "here" / "run")
+    for name in ("run", "run-3", "other", "run-x"):
+        (place / name).mkdir(parents=True)
+    newest = latest_run(wanted, str(place))
+    assert newest is not None
+    assert newest.path == Path(f"{wanted}-3")
+    assert newest.checkpoints == place / "run-3"
+    assert [create_run(wanted, str(place)).path.name for _ in range(2)] == ["run-2", "run-4"]
+
+
+def test_a_place_that_cannot_be_read_is_an_error_of_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^checkpoint\.path = 'nothing://x': cannot be reached"):
+        latest_run(str(tmp_path / "run"), "nothing://x")

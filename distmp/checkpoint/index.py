@@ -8,15 +8,20 @@ is refused too. The tensors themselves DCP loads with `weights_only=True`.
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from distmp.checkpoint.layout import INDEX_FILE
+from distmp.checkpoint import manifest
+from distmp.checkpoint.agreement import describe
+from distmp.checkpoint.location import Location
+from distmp.checkpoint.manifest import FileSum
+from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -45,42 +50,44 @@ class _RestrictedUnpickler(pickle.Unpickler):
         raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs")
 
 
-class IndexedReader(FileSystemReader):
-    """DCP's reader with an index that has been read and checked before."""
-
-    def __init__(self, path: Path, index: Metadata) -> None:
-        super().__init__(path)
-        self._index = index
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the given index instead of unpickling the file."""
-        return self._index
-
-
-def read_index(path: Path) -> Metadata:
+def read_index(path: Location) -> Metadata:
     """Read and check the index of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: If it cannot be read, would run code, or does not describe whole tensors
-            in files that are there.
+        CheckpointError: If it is damaged, would run code, or does not describe whole tensors in
+            files of the checkpoint.
     """
+    files = manifest.read(path).files
+    file = path / INDEX_FILE
     try:
-        with (path / INDEX_FILE).open("rb") as file:
-            index = _RestrictedUnpickler(file).load()
+        data = file.read_bytes()
+        if files is None:
+            sizes = {found.name: found.stat().st_size for found in path.iterdir()}
+            _refuse_absurd(data)
+        else:
+            sizes = {name: found.size for name, found in files.items()}
+            manifest.check_sum(file, FileSum().extended(data), files.get(INDEX_FILE, FileSum()))
+        index = _RestrictedUnpickler(io.BytesIO(data)).load()
         _check_tensors(index)
-        check_files(path, index)
+        _check_files(path, index, sizes)
     except Exception as error:
-        problem = str(error) if isinstance(error, CheckpointError) else repr(error)
-        raise CheckpointError(f"{path / INDEX_FILE} cannot be used: {problem}") from error
+        raise CheckpointError(f"{file} cannot be used: {describe(error)}") from error
     return index
 
 
-def check_files(path: Path, index: Metadata) -> None:
-    """Check that the files which the index names are there, in full length.
+def _refuse_absurd(data: bytes) -> None:
+    """Refuse what would take any amount of memory to unpickle, in an index without a checksum.
 
-    Raises:
-        CheckpointError: If one is missing, too short, or outside the checkpoint.
+    The one such operation that random bytes contain is to remember an object under a number of
+    their choice: a list of that length is made. Protocol 4 of pickle, which DCP uses, counts.
     """
+    for opcode, _, _ in pickletools.genops(data):
+        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            raise CheckpointError(f"it has the operation {opcode.name}, which no checkpoint needs")
+
+
+def _check_files(path: Location, index: Metadata, sizes: dict[str, int]) -> None:
+    """Check that the files which the index names are there, in full length."""
     ends: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():
         name = entry.relative_path
@@ -88,11 +95,9 @@ def check_files(path: Path, index: Metadata) -> None:
     for name, end in ends.items():
         if Path(name).name != name:
             raise CheckpointError(f"it names a file outside the checkpoint, {name!r}")
-        if not (path / name).is_file():
-            raise CheckpointError(
-                f"there is no {path / name} (all hosts must write to the same, shared storage)"
-            )
-        if (path / name).stat().st_size < end:
+        if name not in sizes:
+            raise CheckpointError(f"there is no {path / name}")
+        if sizes[name] < end:
             raise CheckpointError(f"{path / name} is shorter than the {end} bytes it should have")
 
 

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from distmp.checkpoint.retention import Retention
 from distmp.errors import ConfigError
 
 
@@ -26,7 +27,18 @@ class CheckpointConfig:
     """Whether a run whose checkpoint could not be written goes on, or ends with an error."""
 
     keep: int = 2
-    """Number of latest checkpoints that stay on disk."""
+    """Number of latest checkpoints that stay."""
+
+    keep_every: int = 0
+    """Of each so many steps, the first checkpoint stays for good; 0: none does."""
+
+    max_gib: float | None = None
+    """The oldest checkpoints go while all of them take more GiB than this; never the latest, and
+    none that stays for good. null: no limit."""
+
+    path: str | None = None
+    """Where checkpoints lie, in a folder with the name of the run's: a path, or a URL for fsspec
+    such as s3://bucket/folder. null: in the run's folder."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -39,3 +51,17 @@ class CheckpointConfig:
             raise ConfigError("checkpoint.on_failure", self.on_failure, "use continue or stop")
         if self.keep < 1:
             raise ConfigError("checkpoint.keep", self.keep, "keep at least 1 checkpoint")
+        if self.keep_every < 0:
+            problem = "give a number of steps, or 0"
+            raise ConfigError("checkpoint.keep_every", self.keep_every, problem)
+        if self.max_gib is not None and not 0 < self.max_gib < math.inf:
+            problem = "give a number above 0, or null"
+            raise ConfigError("checkpoint.max_gib", self.max_gib, problem)
+        if self.path == "":
+            raise ConfigError("checkpoint.path", self.path, "give a path, a URL, or null")
+
+    @property
+    def retention(self) -> Retention:
+        """Which checkpoints stay."""
+        max_bytes = None if self.max_gib is None else int(self.max_gib * 2**30)
+        return Retention(self.keep, self.keep_every, max_bytes)

@@ -1,68 +1,66 @@
-"""Saving and loading checkpoints: tensors, sharded or not, and a few numbers.
-
-Tensors go through torch.distributed.checkpoint (DCP): every rank writes and reads its own shards,
-replicated tensors are written once, and a checkpoint can be loaded at another world size or with
-another sharding than it was saved with.
-"""
+"""Saving and loading checkpoints: tensors, sharded or not, and a few numbers."""
 
 from __future__ import annotations
 
-import json
 import logging
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from distmp.checkpoint.index import IndexedReader, check_files, read_index
-from distmp.checkpoint.layout import (
-    NUMBERS_FILE,
-    final_path,
-    latest,
-    prepare,
-    publish,
-    resolve,
-    synchronize,
-    tidy,
-    writing_path,
-)
+from distmp.checkpoint import dcp, manifest
+from distmp.checkpoint.agreement import Ranks
+from distmp.checkpoint.index import read_index
+from distmp.checkpoint.layout import final_path, latest, prepare, publish, tidy
+from distmp.checkpoint.location import Location, RemotePath, check_reachable
+from distmp.checkpoint.manifest import STATE_FILE, FileSum
+from distmp.checkpoint.recovery import Usable, resolve, usable, verify
+from distmp.checkpoint.retention import Retention
+from distmp.checkpoint.storage import INDEX_FILE, synchronize
 from distmp.errors import CheckpointError
 from distmp.slices import whole_shape
 
-__all__ = ["latest", "load", "read_numbers", "resolve", "save", "stored_tensors"]
+__all__ = [
+    "Location",
+    "Ranks",
+    "Retention",
+    "Usable",
+    "check_reachable",
+    "latest",
+    "load",
+    "read_numbers",
+    "resolve",
+    "save",
+    "stored_tensors",
+    "usable",
+    "verify",
+]
 
-FORMAT = 1
 # How many tensors that do not fit an error names.
 LISTED = 5
-
-T = TypeVar("T")
 
 logger = logging.getLogger("distmp")
 
 
 def save(
-    directory: Path,
+    directory: Location,
     step: int,
     tensors: dict[str, Tensor],
     numbers: dict[str, Any],
-    keep: int,
+    keep: int | Retention,
+    *,
     group: dist.ProcessGroup | None = None,
-) -> Path:
+) -> Location:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
     The checkpoint appears whole, under its final name, or not at all. One of the same step is
-    replaced. Later ones, from before the run went back, are set aside; see `layout`.
+    replaced. Later ones, from before the run went back, are set aside; see `storage`.
+
+    May run in a thread of its own, if nothing else uses `group` meanwhile.
 
     Args:
         directory: Holds the run's checkpoints; on storage that all ranks share.
@@ -71,8 +69,8 @@ def save(
             tensor that is the same on all ranks. A rank may leave out what others write; any shape
             and device.
         numbers: What JSON can hold. Rank 0's are written.
-        keep: Number of latest checkpoints that stay, 1 or more.
-        group: Whose collectives to use; None takes the default group.
+        keep: Which checkpoints stay; a number of latest ones, 1 or more, or all the rules.
+        group: All ranks; carries the collectives. None: the default group.
 
     Returns:
         Path of the checkpoint.
@@ -81,58 +79,66 @@ def save(
         CheckpointError: The same on all ranks, if any of them failed. What was there before is
             untouched.
     """
+    retention = Retention(keep) if isinstance(keep, int) else keep
+    ranks = Ranks(group)
     goal = f"save {final_path(directory, step)}"
-    _on_rank_0(goal, lambda: _begin(directory, step, numbers), group)
-    index = _write_tensors(goal, writing_path(directory, step), tensors, group)
-    _on_rank_0(goal, lambda: _finish(directory, step, index, keep), group)
-    return final_path(directory, step)
+    # Its name and not its path: how to reach a file system cannot always be sent.
+    writing = directory / ranks.on_rank_0(goal, lambda: _begin(directory, step, numbers))
+    written = ranks.gather(dcp.write(goal, writing, tensors, ranks))
+    files = {name: file for sums in written for name, file in sums.items()}
+    files[INDEX_FILE] = files.pop(INDEX_FILE)  # behind the data, of which each rank has one
+
+    def finish() -> str:
+        final = _finish(directory, writing, manifest.encode(step, numbers, files), files)
+        tidy(directory, step, retention)
+        return final.name
+
+    return directory / ranks.on_rank_0(goal, finish)
 
 
-def load(path: Path, tensors: dict[str, Tensor]) -> list[str]:
+def load(
+    path: Location,
+    tensors: dict[str, Tensor],
+    *,
+    verified: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> list[str]:
     """Read the checkpoint at `path` into `tensors`, in place. Collective over all ranks.
 
     Args:
         path: A checkpoint, at any world size and sharding when it was saved.
         tensors: Plain tensors and DTensors by name; same names on all ranks. Values are converted
             to their dtypes; that is logged, as it may lose precision.
+        verified: The path comes from `usable` or `resolve` just now, which have compared its files
+            with their checksums; otherwise that is done first.
+        group: All ranks; carries the collectives. None: the default group.
 
     Returns:
         Sorted names of tensors in the checkpoint that were not asked for.
 
     Raises:
         CheckpointError: The same on all ranks, if the checkpoint is damaged, would run code, or
-            lacks a tensor or has it in another shape. Nothing has been read in the last two cases.
+            lacks a tensor or has it in another shape. Nothing has been read in these cases.
     """
+    ranks = Ranks(group)
     goal = f"load {path}"
-    index = _on_every_rank(goal, lambda: _fitting_index(path, tensors))
-    with _one_error(goal), _quiet_alone():
-        state_dict_loader.load(
-            dict(tensors),
-            storage_reader=IndexedReader(path, index),
-            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-        )
+    if not verified:
+        verify(path, group=group)
+    index = ranks.on_every_rank(goal, lambda: _fitting_index(path, tensors, ranks))
+    dcp.read(goal, path, index, tensors, ranks)
     return sorted(index.state_dict_metadata.keys() - tensors.keys())
 
 
-def read_numbers(path: Path) -> dict[str, Any]:
+def read_numbers(path: Location) -> dict[str, Any]:
     """Return the numbers in the checkpoint at `path`.
 
     Raises:
         CheckpointError: If they cannot be read or are of a later format than this version knows.
     """
-    try:
-        state = json.loads((path / NUMBERS_FILE).read_text())
-        found_format, numbers = state["format"], state["numbers"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise CheckpointError(f"{path / NUMBERS_FILE} cannot be read: {error!r}") from error
-    if found_format != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {found_format!r}; this version of distmp reads {FORMAT}"
-        )
-    return numbers
+    return manifest.read(path).numbers
 
 
-def stored_tensors(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def stored_tensors(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return global shape and dtype of every tensor in the checkpoint at `path`.
 
     Raises:
@@ -141,39 +147,36 @@ def stored_tensors(path: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return _shapes(read_index(path))
 
 
-def _begin(directory: Path, step: int, numbers: dict[str, Any]) -> None:
-    text = json.dumps({"format": FORMAT, "step": step, "numbers": numbers}, indent=2)
-    file = prepare(directory, step) / NUMBERS_FILE
-    file.write_text(text + "\n")
-    synchronize(file)
+def _begin(directory: Location, step: int, numbers: dict[str, Any]) -> str:
+    manifest.encode(step, numbers, {})  # before anything is written
+    return prepare(directory, step).name
 
 
-def _finish(directory: Path, step: int, index: Metadata, keep: int) -> None:
-    check_files(writing_path(directory, step), index)
-    publish(directory, step)
-    tidy(directory, step, keep)
+def _finish(
+    directory: Location, writing: Location, state: bytes, files: dict[str, FileSum]
+) -> Location:
+    for name, written in files.items():
+        try:
+            manifest.check_size(writing / name, written)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} (all hosts must write to the same, shared storage)"
+            ) from error
+    file = writing / STATE_FILE
+    file.write_bytes(state)
+    if not isinstance(file, RemotePath):
+        synchronize(file)
+    return publish(directory, writing)
 
 
-def _write_tensors(
-    goal: str, path: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
-) -> Metadata:
-    with _one_error(goal), _quiet_alone():
-        return state_dict_saver.save(
-            dict(tensors),
-            storage_writer=FileSystemWriter(path, sync_files=True),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
-            process_group=group,
-        )
-
-
-def _fitting_index(path: Path, tensors: dict[str, Tensor]) -> Metadata:
+def _fitting_index(path: Location, tensors: dict[str, Tensor], ranks: Ranks) -> Metadata:
     index = read_index(path)
     stored = _shapes(index)
     misfits = list(islice(_misfits(tensors, stored), LISTED + 1))
     if misfits:
         more = "; and more" if len(misfits) > LISTED else ""
         raise CheckpointError(f"it does not fit: {'; '.join(misfits[:LISTED])}{more}")
-    _log_conversions(path, tensors, stored)
+    _log_conversions(path, tensors, stored, ranks)
     return index
 
 
@@ -198,86 +201,12 @@ def _misfits(
 
 
 def _log_conversions(
-    path: Path, tensors: dict[str, Tensor], stored: dict[str, tuple[torch.Size, torch.dtype]]
+    path: Location,
+    tensors: dict[str, Tensor],
+    stored: dict[str, tuple[torch.Size, torch.dtype]],
+    ranks: Ranks,
 ) -> None:
     changes = {(stored[name][1], tensor.dtype) for name, tensor in tensors.items()}
     changed = sorted(f"{old} to {new}" for old, new in changes if old != new)
-    if changed and _rank() == 0:
+    if changed and ranks.rank == 0:
         logger.warning("tensors of %s are converted from %s", path, ", ".join(changed))
-
-
-# Agreement between ranks: what one rank cannot do, all of them raise.
-
-
-def _on_rank_0(
-    goal: str, work: Callable[[], object], group: dist.ProcessGroup | None = None
-) -> None:
-    _on_every_rank(goal, lambda: work() if _rank() == 0 else None, group)
-
-
-def _on_every_rank(goal: str, work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `work` on every rank and return this rank's result."""
-    cause: Exception | None = None
-    try:
-        result = work()
-    except Exception as error:  # noqa: BLE001  (raised below, together with the other ranks)
-        cause = error
-    problems = _gather(None if cause is None else _describe(cause), group)
-    if any(problems):
-        raise _failure(goal, problems) from cause
-    return result
-
-
-@contextmanager
-def _one_error(goal: str) -> Iterator[None]:
-    """Turn DCP's error, which it raises on all ranks and not as an `Exception`, into ours."""
-    try:
-        yield
-    except CheckpointException as error:
-        failures = error.failures
-        problems = [
-            _describe(failures[rank][0]) if rank in failures else None
-            for rank in range(_world_size())
-        ]
-        raise _failure(goal, problems) from error
-
-
-def _failure(goal: str, problems: list[str | None]) -> CheckpointError:
-    """Return the error for one problem per rank (None: this rank had none)."""
-    failed = [rank for rank, problem in enumerate(problems) if problem is not None]
-    first = problems[failed[0]]
-    if problems.count(first) == len(problems):
-        return CheckpointError(f"cannot {goal}: {first}")
-    others = f" (rank {failed[0]} is the first of {len(failed)})" if len(failed) > 1 else ""
-    return CheckpointError(f"cannot {goal}: rank {failed[0]}: {first}{others}")
-
-
-def _describe(error: BaseException) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
-def _gather(problem: str | None, group: dist.ProcessGroup | None) -> list[str | None]:
-    problems = [problem] * _world_size()
-    if _distributed():
-        dist.all_gather_object(problems, problem, group=group)
-    return problems
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-def _rank() -> int:
-    return dist.get_rank() if _distributed() else 0
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if _distributed() else 1
-
-
-@contextmanager
-def _quiet_alone() -> Iterator[None]:
-    """Silence DCP's warning that a run without a process group has none."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
-        yield

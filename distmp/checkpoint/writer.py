@@ -11,14 +11,12 @@ What cannot be written ends no training: it is said at once and the run goes on,
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -28,11 +26,11 @@ from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.checkpoint.clock import SaveClock
-from distmp.checkpoint.layout import final_path, writing_path
+from distmp.checkpoint.layout import discard, final_path
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
 from distmp.errors import CheckpointError, DistmpError
-from distmp.parallel.world import World, all_or_none
+from distmp.parallel.world import World
 
 # What the priority of the thread that writes is lowered by; the system limits the sum.
 NICENESS = 10
@@ -79,7 +77,7 @@ class CheckpointWriter:
     def __init__(
         self,
         settings: CheckpointConfig,
-        directory: Path,
+        directory: store.Location,
         world: World,
         *,
         timeout_seconds: float,
@@ -172,7 +170,7 @@ class CheckpointWriter:
         self._clock.restart(step)
         problem = None
         try:
-            store.save(self._directory, step, tensors, numbers, keep=self._settings.keep)
+            store.save(self._directory, step, tensors, numbers, keep=self._settings.retention)
         except CheckpointError as error:
             problem = str(error)
         self._note(step, problem)
@@ -231,24 +229,24 @@ class CheckpointWriter:
         self, pending: _Pending, numbers: dict[str, Any], group: dist.ProcessGroup | None
     ) -> None:
         """Write a snapshot; what a thread of its own does."""
+        path = final_path(self._directory, pending.step)
         try:
             _give_way()
-            tensors = all_or_none(replace(self._world, group=group), pending.snapshot.complete)
+            goal = f"save {path}"
+            tensors = store.Ranks(group).on_every_rank(goal, pending.snapshot.complete)
             store.save(
                 self._directory,
                 pending.step,
                 tensors,
                 numbers,
-                keep=self._settings.keep,
+                keep=self._settings.retention,
                 group=group,
             )
             pending.problem = None
         except CheckpointError as error:
             pending.problem = str(error)
         except Exception as error:  # noqa: BLE001  # another rank is lost, or a fault of ours
-            what = error if isinstance(error, DistmpError) else f"{type(error).__name__}: {error}"
-            path = final_path(self._directory, pending.step)
-            pending.problem = f"cannot save {path}: {what}"
+            pending.problem = f"cannot save {path}: {type(error).__name__}: {error}"
 
     def _release(self) -> None:
         """Let the optimizer change what the pending snapshot holds, as soon as it is copied."""
@@ -282,7 +280,7 @@ class CheckpointWriter:
             return
         if self._world.rank == 0:
             # What is there of it only takes room, which other files of the run may need.
-            shutil.rmtree(writing_path(self._directory, step), ignore_errors=True)
+            discard(self._directory, step)
         self._stopped = self._stopped or self._settings.on_failure == "stop"
         then = "stops (checkpoint.on_failure)" if self._stopped else "goes on"
         self._say(f"NOT SAVED: {problem}; {self._what_there_is()}; the run {then}")

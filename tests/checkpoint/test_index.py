@@ -3,26 +3,35 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, ChunkStorageMetadata
 
-from distmp.checkpoint import store
+from distmp.checkpoint import manifest, store
 from distmp.checkpoint.index import read_index
-from distmp.checkpoint.layout import INDEX_FILE
+from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError
+from tests.checkpoint.sealing import make_old, seal
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool]
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
+@pytest.fixture(params=["checksums", "old"])
+def path(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     tensors = {str(dtype): torch.zeros(2, 3, dtype=dtype) for dtype in DTYPES}
-    return store.save(tmp_path, 1, tensors, {}, keep=1)
+    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    assert isinstance(path, Path)
+    if request.param == "old":
+        make_old(path)
+    return path
 
 
 class Payload:
@@ -37,6 +46,13 @@ class Payload:
 
 def rewrite(path: Path, index: Any) -> None:
     (path / INDEX_FILE).write_bytes(pickle.dumps(index))
+    deceive(path)
+
+
+def deceive(path: Path) -> None:
+    """Have the checksums, where there are some, say that all is well."""
+    if manifest.read(path).files is not None:
+        seal(path)
 
 
 def test_same_as_dcp_reads_it(path: Path) -> None:
@@ -52,6 +68,7 @@ def test_code_in_the_index_is_refused(path: Path, function: Callable[..., Any]) 
     pickle.loads((path / INDEX_FILE).read_bytes())
     assert mark.exists(), "the attack must work on somebody who just unpickles"
     mark.rmdir() if mark.is_dir() else mark.unlink()
+    deceive(path)
 
     tensors = {"torch.float32": torch.ones(2, 3)}
     for read in (read_index, store.stored_tensors, lambda path: store.load(path, tensors)):
@@ -115,6 +132,10 @@ def _truncate_index(path: Path) -> None:
     os.truncate(path / INDEX_FILE, (path / INDEX_FILE).stat().st_size // 2)
 
 
+def _empty_index(path: Path) -> None:
+    (path / INDEX_FILE).write_bytes(b"")
+
+
 def _lose_a_chunk(path: Path) -> None:
     index = read_index(path)
     half = ChunkStorageMetadata(offsets=torch.Size([0, 0]), sizes=torch.Size([1, 3]))
@@ -137,12 +158,52 @@ def _declare_something_else(path: Path) -> None:
         (_truncate_index, "cannot be used"),
         (_lose_a_chunk, "'torch.bool' is stored incompletely"),
         (lambda path: rewrite(path, {"a": 1}), "it holds a dict"),
-        (shutil.rmtree, "FileNotFoundError"),
+        (_empty_index, "cannot be used: (EOF|Value)Error"),
     ],
 )
 def test_damage_is_found_before_loading(
     path: Path, damage: Callable[[Path], None], problem: str
 ) -> None:
     damage(path)
+    deceive(path)
     with pytest.raises(CheckpointError, match=problem):
         read_index(path)
+
+
+def test_nothing_there(path: Path) -> None:
+    shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        read_index(path)
+
+
+ABSURD = [
+    b"\x80\x04]r\xff\xff\xff\xff.",  # remember an empty list as number 2^32 - 1
+    b"\x80\x04]p4294967295\n.",
+    b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00.",  # a terabyte of bytes
+    b"\x80\x04\x96\xff\xff\xff\xff\xff\x00\x00\x00.",  # the same, as a bytearray
+    b"\x80\x04\x95\xff\xff\xff\xff\xff\x00\x00\x00.",  # a frame of a terabyte
+    b"\x80\x04" + b"(" * 100_000 + b"t" * 100_000 + b".",  # deep nesting
+]
+
+
+@pytest.mark.parametrize("data", ABSURD, ids=range(len(ABSURD)))
+def test_absurd_index_takes_no_memory(tmp_path: Path, data: bytes) -> None:
+    path = store.save(tmp_path, 1, {}, {}, keep=1)
+    assert isinstance(path, Path)
+    make_old(path)
+    (path / INDEX_FILE).write_bytes(data)
+    before = psutil.Process().memory_info().rss
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        read_index(path)
+    assert psutil.Process().memory_info().rss - before < 50_000_000
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=300))
+def test_random_bytes_as_an_index(data: bytes) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        (path / "state.json").write_text('{"format": 1, "step": 1, "numbers": {}}')
+        (path / INDEX_FILE).write_bytes(data)
+        with pytest.raises(CheckpointError, match="cannot be used"):
+            read_index(path)

@@ -13,23 +13,25 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from distmp.checkpoint import layout
-from distmp.errors import ConfigError
+from distmp.checkpoint.manifest import STATE_FILE
+from distmp.checkpoint.retention import Retention
+from distmp.checkpoint.storage import INDEX_FILE, is_checkpoint, storage
 
 REMOVE_TREE = shutil.rmtree
 
 
-def write(directory: Path, step: int, content: str = "") -> None:
+def write(directory: Path, step: int, content: str = "") -> Path:
     """Write a checkpoint as `store.save` does, with `content` in place of tensors."""
-    writing = layout.prepare(directory, step)
-    (writing / layout.NUMBERS_FILE).write_text(content)
-    (writing / layout.INDEX_FILE).touch()
+    writing = storage(directory).prepare(step)
+    (writing / STATE_FILE).write_text(content)
+    (writing / INDEX_FILE).touch()
     (writing / "data").touch()
+    return writing
 
 
 def save(directory: Path, step: int, keep: int = 2, content: str = "") -> None:
-    write(directory, step, content)
-    layout.publish(directory, step)
-    layout.tidy(directory, step, keep)
+    storage(directory).publish(write(directory, step, content))
+    layout.tidy(directory, step, Retention(keep))
 
 
 def names(directory: Path) -> list[str]:
@@ -70,11 +72,23 @@ def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000002"]
 
 
+def test_discard(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, 1)
+    write(tmp_path, 2)
+    (tmp_path / "step-000001.writing").mkdir()
+    layout.discard(tmp_path, 1)
+    assert names(tmp_path) == ["step-000001", "step-000002.writing"]
+    layout.discard(tmp_path, 2)
+    assert names(tmp_path) == ["step-000001"]
+    layout.discard(tmp_path / "missing", 2)
+    assert caplog.records == []
+
+
 def test_same_step_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, 1, content="old")
     save(tmp_path, 1, content="new")
     assert names(tmp_path) == ["step-000001"]
-    assert (tmp_path / "step-000001" / layout.NUMBERS_FILE).read_text() == "new"
+    assert (tmp_path / "step-000001" / STATE_FILE).read_text() == "new"
 
 
 def test_later_steps_are_set_aside(tmp_path: Path) -> None:
@@ -84,24 +98,7 @@ def test_later_steps_are_set_aside(tmp_path: Path) -> None:
     assert layout.latest(tmp_path) == tmp_path / "step-000015"
     aside = ["step-000020.abandoned", "step-000030.abandoned"]
     assert names(tmp_path) == ["step-000010", "step-000015", *aside]
-    assert layout.is_checkpoint(tmp_path / "step-000030.abandoned")
-
-
-def test_resolve(tmp_path: Path) -> None:
-    assert layout.resolve("auto", tmp_path / "run") is None
-    save(tmp_path / "run", 1)
-    save(tmp_path / "run", 2)
-    newest = tmp_path / "run" / "step-000002"
-    assert layout.resolve("auto", tmp_path / "run") == newest
-    assert layout.resolve(str(newest), tmp_path / "other") == newest
-    assert layout.resolve(str(tmp_path / "run"), tmp_path / "other") == newest
-
-
-@pytest.mark.parametrize(("name", "problem"), [("missing", "does not exist"), ("", "holds none")])
-def test_resolve_refuses_what_is_no_checkpoint(tmp_path: Path, name: str, problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem) as error:
-        layout.resolve(str(tmp_path / name), tmp_path)
-    assert error.value.setting == "resume"
+    assert is_checkpoint(tmp_path / "step-000030.abandoned")
 
 
 class Killed(BaseException):
@@ -138,7 +135,8 @@ def found(directory: Path) -> tuple[int, str] | None:
     path = layout.latest(directory)
     if path is None:
         return None
-    return int(path.name[5:11]), (path / layout.NUMBERS_FILE).read_text()
+    assert isinstance(path, Path)
+    return int(path.name[5:11]), (path / STATE_FILE).read_text()
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])

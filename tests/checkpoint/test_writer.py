@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from distmp.checkpoint import store, writer
 from distmp.checkpoint.settings import CheckpointConfig
@@ -287,7 +288,7 @@ def _fail_once(directory: Path, on_failure: str, asynchronous: bool) -> dict[str
         for step in (1, 2, 3):
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if step == 2 and dist.get_rank() == 1:
-                    monkeypatch.setattr(store.FileSystemWriter, "write_data", _disk_full)
+                    monkeypatch.setattr(FileSystemWriter, "write_data", _disk_full)
                 tensors = {f"weight {n}": torch.full((5,), float(step)) for n in range(4)}
                 # A run that stops has its last state saved in this way.
                 save = saving.save_now if step == 3 else saving.save
@@ -396,14 +397,15 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from distmp.checkpoint import store
 from tests.checkpoint.test_writer import make_writer
 
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
-owner, point = {"write_data": (store.FileSystemWriter, "write_data"), "index": (
-    store.FileSystemWriter, "finish"), "publish": (store, "publish")}[sys.argv[2]]
+owner, point = {"write_data": (FileSystemWriter, "write_data"), "index": (
+    FileSystemWriter, "finish"), "publish": (store, "publish")}[sys.argv[2]]
 saving = make_writer(Path(sys.argv[1]))
 saving.save(1, {"a": torch.ones(4)}, {})
 saving.finish()

@@ -1,0 +1,172 @@
+"""Tensors in and out of the files of a checkpoint, by torch.distributed.checkpoint (DCP).
+
+Every rank writes and reads its own shards, replicated tensors are written once, and a checkpoint
+can be loaded at another world size or with another sharding than it was saved with.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemBase,
+    FileSystemReader,
+    FileSystemWriter,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from distmp.checkpoint.agreement import Ranks
+from distmp.checkpoint.location import Location, RemotePath
+from distmp.checkpoint.manifest import FileSum
+
+
+def write(
+    goal: str, path: Location, tensors: dict[str, Tensor], ranks: Ranks
+) -> dict[str, FileSum]:
+    """Write tensors and their index to the folder `path`. Collective over `ranks`.
+
+    Returns:
+        The files that this rank has written, by name.
+
+    Raises:
+        CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
+    """
+    files = _Files()
+    _silence_alone(ranks)
+    with ranks.one_error(goal):
+        state_dict_saver.save(
+            dict(tensors),
+            process_group=ranks.group,
+            storage_writer=_Writer(path, files),
+            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
+    return files.sums
+
+
+def read(
+    goal: str, path: Location, index: Metadata, tensors: dict[str, Tensor], ranks: Ranks
+) -> None:
+    """Read tensors, in place, from the folder `path`. Collective over `ranks`.
+
+    Args:
+        goal: What for, for the error.
+        path: A checkpoint.
+        index: Its index, which has been checked.
+        tensors: Must fit those in the index.
+        ranks: All ranks.
+
+    Raises:
+        CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
+    """
+    _silence_alone(ranks)
+    with ranks.one_error(goal):
+        state_dict_loader.load(
+            dict(tensors),
+            process_group=ranks.group,
+            storage_reader=_Reader(path, index, _Files()),
+            planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+        )
+
+
+class _SummedFile:
+    """A file that is written from beginning to end, and what it is recognised by."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.sum = FileSum()
+
+    def write(self, data: Any) -> int:
+        self.sum = self.sum.extended(data)
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _Files(FileSystemBase):
+    """DCP's view of a `Location`; notes the checksums of the files that it writes.
+
+    Attributes:
+        sums: By file name.
+    """
+
+    def __init__(self) -> None:
+        self.sums: dict[str, FileSum] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        with path.open(mode) as file:
+            if mode == "rb":
+                yield file
+                return
+            summed = _SummedFile(file)
+            yield summed
+        self.sums[path.name] = summed.sum
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return path / suffix
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        path.rename(new_path)
+        self.sums[new_path.name] = self.sums.pop(path.name)
+
+    def init_path(self, path: Any) -> Any:
+        return path
+
+    def mkdir(self, path: Any) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def exists(self, path: Any) -> bool:
+        return path.exists()
+
+    def rm_file(self, path: Any) -> None:
+        path.unlink()
+
+
+class _Writer(FileSystemWriter):
+    fs: Any
+    path: Any
+
+    def __init__(self, path: Location, files: _Files) -> None:
+        # Where files cannot be flushed one by one, DCP would flush every disk of the machine.
+        super().__init__(str(path), sync_files=not isinstance(path, RemotePath))
+        self.fs, self.path = files, path
+
+    def storage_meta(self) -> StorageMeta:
+        """Leave out where the files are: the index would hold a path of this machine."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class _Reader(FileSystemReader):
+    """Reads with an index that has been read and checked before."""
+
+    fs: Any
+    path: Any
+
+    def __init__(self, path: Location, index: Metadata, files: _Files) -> None:
+        super().__init__(str(path))
+        self.fs, self.path = files, path
+        self._index = index
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the given index instead of unpickling the file."""
+        return self._index
+
+
+def _silence_alone(ranks: Ranks) -> None:
+    """Silence DCP's warning that a run without a process group has none.
+
+    For good: to restore the filters afterwards would undo what other threads do to them meanwhile.
+    """
+    if not ranks.distributed:
+        warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")

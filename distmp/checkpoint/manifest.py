@@ -1,0 +1,165 @@
+"""`state.json`: our own numbers, and the list of a checkpoint's files with their checksums.
+
+It is written last, so a checkpoint that has one is whole. Its own checksum is that of its content,
+not of its bytes: of JSON with sorted keys and no spaces, without the checksum.
+
+CRC-32 is there to find what disks, copies and crashes do. It takes half the time of SHA-256 on a
+processor with instructions for the latter, and does not protect from somebody who means to deceive;
+that such a checkpoint runs no code is the business of `index`.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from distmp.checkpoint.agreement import describe
+from distmp.checkpoint.location import Location
+from distmp.errors import CheckpointError
+
+STATE_FILE = "state.json"
+FORMAT = 2
+# Of before there were checksums.
+FORMAT_WITHOUT_CHECKSUMS = 1
+
+_CHUNK_BYTES = 1 << 22
+
+
+class FileSum(NamedTuple):
+    """What a file is recognised by.
+
+    Attributes:
+        size: In bytes.
+        crc32: CRC-32 of its bytes.
+    """
+
+    size: int = 0
+    crc32: int = 0
+
+    def extended(self, data: Any) -> FileSum:
+        """Return the sum with more bytes at the end of the file.
+
+        Args:
+            data: Anything with a buffer.
+        """
+        return FileSum(self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc32))
+
+
+@dataclass(frozen=True)
+class State:
+    """The content of `state.json`.
+
+    Attributes:
+        step: Number of steps done.
+        numbers: What the caller of `store.save` gave.
+        files: The other files by name; None in a checkpoint without checksums.
+        crc32: CRC-32 of the content.
+    """
+
+    step: int
+    numbers: dict[str, Any]
+    files: dict[str, FileSum] | None
+    crc32: int
+
+
+def encode(step: int, numbers: dict[str, Any], files: dict[str, FileSum]) -> bytes:
+    """Return the bytes of `state.json`.
+
+    Raises:
+        TypeError: If `numbers` holds something that JSON cannot.
+    """
+    listed = {
+        name: {"bytes": file.size, "crc32": f"{file.crc32:08x}"} for name, file in files.items()
+    }
+    state = {"format": FORMAT, "step": step, "numbers": numbers, "files": listed}
+    # As it will be read: JSON turns other keys to strings.
+    state["crc32"] = f"{_content_sum(json.loads(json.dumps(state))):08x}"
+    return json.dumps(state, indent=2).encode() + b"\n"
+
+
+def read(path: Location) -> State:
+    """Read and check `state.json` of the checkpoint at `path`.
+
+    Raises:
+        CheckpointError: If it is missing or damaged, or of a format that this version cannot read.
+    """
+    file = path / STATE_FILE
+    try:
+        state = json.loads(file.read_bytes())
+        found_format = state["format"]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{file} is missing") from error
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
+    if found_format not in (FORMAT_WITHOUT_CHECKSUMS, FORMAT):
+        raise CheckpointError(
+            f"{file} has format {found_format!r}; this version of distmp reads up to {FORMAT}"
+        )
+    try:
+        return _decode(state)
+    except Exception as error:
+        raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
+
+
+def check_file(path: Location, expected: FileSum) -> None:
+    """Check that a file holds what was written, by reading it once.
+
+    Raises:
+        CheckpointError: If it does not.
+    """
+    check_size(path, expected)
+    found = FileSum()
+    try:
+        with path.open("rb") as file:
+            while data := file.read(_CHUNK_BYTES):
+                found = found.extended(data)
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
+    check_sum(path, found, expected)
+
+
+def check_size(path: Location, expected: FileSum) -> None:
+    """Check that a file is there and as long as what was written.
+
+    Raises:
+        CheckpointError: If it is not.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} is missing")
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not a file")
+    if (size := path.stat().st_size) != expected.size:
+        raise CheckpointError(f"{path} has {size} bytes, not the {expected.size} that were written")
+
+
+def check_sum(path: Location, found: FileSum, expected: FileSum) -> None:
+    """Compare what a file holds with what was written.
+
+    Raises:
+        CheckpointError: If it is different.
+    """
+    if found != expected:
+        raise CheckpointError(
+            f"{path} does not hold what was written (its CRC-32 is {found.crc32:08x}, not "
+            f"{expected.crc32:08x})"
+        )
+
+
+def _decode(state: dict[str, Any]) -> State:
+    without_sums = state["format"] == FORMAT_WITHOUT_CHECKSUMS and "crc32" not in state
+    if without_sums:
+        return State(state["step"], state["numbers"], None, 0)
+    written = int(state.pop("crc32"), 16)
+    if _content_sum(state) != written:
+        raise CheckpointError("its content does not have its checksum")
+    files = {
+        name: FileSum(file["bytes"], int(file["crc32"], 16))
+        for name, file in state["files"].items()
+    }
+    return State(state["step"], state["numbers"], files, written)
+
+
+def _content_sum(state: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(state, sort_keys=True, separators=(",", ":")).encode())

@@ -1,0 +1,250 @@
+"""How a checkpoint appears and disappears as a whole, on a disk and on an object store.
+
+The checkpoint of step 100 is the folder `step-000100`, and it has `state.json`, which is written
+last. On a disk a folder is renamed, which is atomic, so every reader sees a whole checkpoint or
+none; endings mark what is not one:
+
+- `.writing`: not finished; removed by the next save.
+- `.replaced`: was current until another checkpoint of the same step came; stands in for it while
+  that one is missing, in case the machine stops between the two renames.
+- `.removing`: being deleted.
+- `.abandoned`: of a later step than the one just saved, from before the run went back; kept for
+  the user, but never resumed from by itself.
+
+An object store cannot rename a folder. There a folder is a checkpoint as soon as it has
+`state.json`, and loses that file first when it is removed. Another checkpoint of a step that has
+one goes to `step-000100.2` and so on, the highest number counts, and an abandoned one gets a file
+`abandoned`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from distmp.checkpoint.location import Location, RemotePath
+from distmp.checkpoint.manifest import STATE_FILE
+
+# The index of the tensors, in the format of torch.distributed.checkpoint.
+INDEX_FILE = ".metadata"
+
+_LOCAL_NAME = re.compile(r"step-(\d{6,})(\.writing|\.replaced)?")
+_REMOTE_NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
+_ABANDONED_FILE = "abandoned"
+
+Folder = TypeVar("Folder", Path, RemotePath)
+
+
+class Entry(NamedTuple):
+    """The folder of a checkpoint, or of one that was never finished.
+
+    Attributes:
+        step: As its name says.
+        path: The folder.
+        finished: Whether it was whole once.
+    """
+
+    step: int
+    path: Location
+    finished: bool
+
+
+class Storage(ABC, Generic[Folder]):
+    """The checkpoints in one directory."""
+
+    @abstractmethod
+    def entries(self) -> list[Entry]:
+        """Return what was or should become a checkpoint, the one to prefer first."""
+
+    @abstractmethod
+    def prepare(self, step: int) -> Folder:
+        """Remove what a crash has left behind, and return the folder to write to."""
+
+    @abstractmethod
+    def discard(self, path: Folder) -> None:
+        """Remove what was never finished."""
+
+    @abstractmethod
+    def publish(self, written: Folder) -> Folder:
+        """Make the checkpoint in that folder current; return the folder under its final name.
+
+        Its files must have reached the disk, `state.json` last.
+        """
+
+    @abstractmethod
+    def clean(self) -> None:
+        """Remove checkpoints that another one of the same step has replaced."""
+
+    @abstractmethod
+    def remove(self, path: Folder) -> None:
+        """Remove a checkpoint."""
+
+    @abstractmethod
+    def set_aside(self, path: Folder) -> Folder:
+        """Mark a checkpoint as abandoned; return where it lies now."""
+
+
+def storage(directory: Location) -> Storage[Any]:
+    """Return what manages the checkpoints in a directory."""
+    if isinstance(directory, RemotePath):
+        return RemoteStorage(directory)
+    return LocalStorage(directory)
+
+
+def is_checkpoint(path: Location) -> bool:
+    """Whether `path` is a directory with the files that every checkpoint has."""
+    return (path / STATE_FILE).is_file() and (path / INDEX_FILE).is_file()
+
+
+def folder_name(step: int) -> str:
+    """Return the name of the folder of a step's checkpoint."""
+    return f"step-{step:06d}"
+
+
+def named_step(path: Location) -> int | None:
+    """Return the step that a folder is named after, whatever its ending; None if after none."""
+    name = _REMOTE_NAME.match(path.name)
+    return int(name[1]) if name else None
+
+
+def synchronize(path: Path) -> None:
+    """Wait until a file, or the names in a directory, have reached the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class LocalStorage(Storage[Path]):
+    """Checkpoints on a disk, or on a network file system that renames atomically.
+
+    Args:
+        directory: Need not exist yet.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def entries(self) -> list[Entry]:  # noqa: D102
+        order = {".writing": 0, None: 1, ".replaced": 2}
+        found = []
+        for path in self._directory.glob("step-*"):
+            if name := _LOCAL_NAME.fullmatch(path.name):
+                entry = Entry(int(name[1]), path, finished=name[2] != ".writing")
+                found.append((-entry.step, order[name[2]], entry))
+        return [entry for *_, entry in sorted(found)]
+
+    def prepare(self, step: int) -> Path:  # noqa: D102
+        self._directory.mkdir(parents=True, exist_ok=True)
+        for path in self._directory.glob("step-*"):
+            replaced = path.suffix == ".replaced" and is_checkpoint(path.with_suffix(""))
+            if path.suffix in (".writing", ".removing") or replaced:
+                _delete(path)
+        writing = self._directory / f"{folder_name(step)}.writing"
+        writing.mkdir()
+        return writing
+
+    def discard(self, path: Path) -> None:  # noqa: D102
+        _delete(path)
+
+    def publish(self, written: Path) -> Path:  # noqa: D102
+        final = written.with_suffix("")
+        synchronize(written)
+        if final.exists():
+            final.rename(_clear(final.with_suffix(".replaced")))
+        written.rename(final)
+        synchronize(self._directory)
+        return final
+
+    def clean(self) -> None:  # noqa: D102
+        for path in self._directory.glob("step-*.replaced"):
+            self.remove(path)
+
+    def remove(self, path: Path) -> None:  # noqa: D102
+        _delete(path.rename(_clear(path.with_suffix(".removing"))))
+
+    def set_aside(self, path: Path) -> Path:  # noqa: D102
+        return path.rename(_clear(path.with_suffix(".abandoned")))
+
+
+class RemoteStorage(Storage[RemotePath]):
+    """Checkpoints on anything that fsspec can write.
+
+    Args:
+        directory: Need not exist yet.
+    """
+
+    def __init__(self, directory: RemotePath) -> None:
+        self._directory = directory
+
+    def entries(self) -> list[Entry]:  # noqa: D102
+        found = [
+            (-step, -attempt, Entry(step, path, finished=(path / STATE_FILE).is_file()))
+            for step, attempt, path in self._folders()
+            if not (path / _ABANDONED_FILE).exists()
+        ]
+        return [entry for *_, entry in sorted(found)]
+
+    def prepare(self, step: int) -> RemotePath:  # noqa: D102
+        self._directory.mkdir(parents=True, exist_ok=True)
+        attempts = [0]
+        for found_step, attempt, path in self._folders():
+            if not (path / STATE_FILE).is_file():
+                self.discard(path)
+            elif found_step == step:
+                attempts.append(attempt)
+        attempt = max(attempts) + 1
+        ending = f".{attempt}" if attempt > 1 else ""
+        return self._directory / f"{folder_name(step)}{ending}"
+
+    def discard(self, path: RemotePath) -> None:  # noqa: D102
+        path.remove_tree()
+
+    def publish(self, written: RemotePath) -> RemotePath:  # noqa: D102
+        return written
+
+    def clean(self) -> None:  # noqa: D102
+        current: set[int] = set()
+        for entry in self.entries():
+            if entry.finished and entry.step in current:
+                self.remove(self._directory / entry.path.name)
+            elif entry.finished:
+                current.add(entry.step)
+
+    def remove(self, path: RemotePath) -> None:  # noqa: D102
+        (path / STATE_FILE).unlink()
+        if path.exists():
+            path.remove_tree()
+
+    def set_aside(self, path: RemotePath) -> RemotePath:  # noqa: D102
+        (path / _ABANDONED_FILE).write_bytes(b"")
+        return path
+
+    def _folders(self) -> list[tuple[int, int, RemotePath]]:
+        """Return step, attempt and path of every folder that is named like a checkpoint."""
+        if not self._directory.is_dir():
+            return []
+        return [
+            (int(name[1]), int(name[2] or 1), path)
+            for path in self._directory.iterdir()
+            if (name := _REMOTE_NAME.fullmatch(path.name))
+        ]
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _clear(path: Path) -> Path:
+    """Make sure that nothing is at `path`."""
+    if path.exists():
+        _delete(path)
+    return path

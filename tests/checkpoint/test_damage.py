@@ -1,0 +1,249 @@
+"""Whatever happens to the files of a checkpoint: it is found out, or it does not matter."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from distmp.checkpoint import store
+from distmp.checkpoint.manifest import STATE_FILE
+from distmp.errors import CheckpointError
+from tests.checkpoint.tiny import same_bits, save, values, whole, zeros
+from tests.ranks import run_ranks
+
+CASES = 200
+OLD, NEW = "step-000001", "step-000002"
+
+
+# What can happen to a checkpoint. Each gets its folder.
+
+
+def a_file(path: Path, random: Random) -> Path:
+    return random.choice(sorted(path.iterdir()))
+
+
+def two_files(path: Path, random: Random) -> list[Path]:
+    return random.sample(sorted(path.iterdir()), 2)
+
+
+def some_bytes(random: Random, count: int = 20) -> bytes:
+    return random.randbytes(random.randint(1, count))
+
+
+def truncate(path: Path, random: Random) -> None:
+    file = a_file(path, random)
+    os.truncate(file, random.randrange(file.stat().st_size))
+
+
+def empty(path: Path, random: Random) -> None:
+    a_file(path, random).write_bytes(b"")
+
+
+def append(path: Path, random: Random) -> None:
+    with a_file(path, random).open("ab") as file:
+        file.write(some_bytes(random))
+
+
+def insert(path: Path, random: Random) -> None:
+    file = a_file(path, random)
+    data, at = file.read_bytes(), random.randrange(file.stat().st_size)
+    file.write_bytes(data[:at] + some_bytes(random) + data[at:])
+
+
+def flip_a_bit(path: Path, random: Random) -> None:
+    file = a_file(path, random)
+    data = bytearray(file.read_bytes())
+    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    file.write_bytes(data)
+
+
+def zero_a_block(path: Path, random: Random) -> None:
+    file = a_file(path, random)
+    data, at = bytearray(file.read_bytes()), random.randrange(file.stat().st_size)
+    data[at : at + 512] = bytes(len(data[at : at + 512]))
+    file.write_bytes(data)
+
+
+def randomize(path: Path, random: Random) -> None:
+    file = a_file(path, random)
+    file.write_bytes(random.randbytes(file.stat().st_size))
+
+
+def delete(path: Path, random: Random) -> None:
+    a_file(path, random).unlink()
+
+
+def swap(path: Path, random: Random) -> None:
+    first, second = two_files(path, random)
+    first.rename(path / "other")
+    second.rename(first)
+    (path / "other").rename(second)
+
+
+def copy_over(path: Path, random: Random) -> None:
+    shutil.copyfile(*two_files(path, random))
+
+
+def take_from_the_older(path: Path, random: Random) -> None:
+    file = a_file(path, random)
+    shutil.copyfile(path.with_name(OLD) / file.name, file)
+
+
+def make_a_folder_of_it(path: Path, random: Random) -> None:
+    file = a_file(path, random)
+    file.unlink()
+    file.mkdir()
+
+
+def link_to_nowhere(path: Path, random: Random) -> None:
+    file = a_file(path, random)
+    file.unlink()
+    file.symlink_to("nowhere")
+
+
+def change_the_version(path: Path, random: Random) -> None:
+    edit(path, "format", random.choice([0, 1, 3, 10**30, -2, 2.5, "2", None, True, [2]]))
+
+
+def change_the_step(path: Path, random: Random) -> None:
+    edit(path, "step", random.choice([1, 3, "2", None]))
+
+
+def change_a_number(path: Path, random: Random) -> None:
+    edit(path, "numbers", {"step": 2, "samples": random.choice([8, 17, "16", None])})
+
+
+def lose_the_list(path: Path, random: Random) -> None:
+    edit(path, random.choice(["files", "crc32"]), random.choice([{}, "0", "00000000", None]))
+
+
+def nest_deeply(path: Path, random: Random) -> None:
+    (path / STATE_FILE).write_text("[" * random.choice([10, 100_000]))
+
+
+def format_anew(path: Path, random: Random) -> None:
+    """Harmless."""
+    state = json.loads((path / STATE_FILE).read_text())
+    (path / STATE_FILE).write_text(json.dumps(state, indent=random.choice([None, 1, 4])))
+
+
+def add_a_file(path: Path, random: Random) -> None:
+    """Harmless."""
+    (path / "notes.txt").write_bytes(some_bytes(random))
+
+
+def rename_the_folder(path: Path, random: Random) -> None:
+    path.rename(path.with_name(f"step-{random.randint(3, 10_000_000):06d}"))
+
+
+def rename_the_older(path: Path, random: Random) -> None:
+    shutil.copytree(path.with_name(OLD), path.with_name(f"step-{random.randint(3, 99):06d}"))
+    shutil.rmtree(path)
+
+
+def empty_the_folder(path: Path, random: Random) -> None:
+    shutil.rmtree(path)
+    path.mkdir()
+
+
+def make_a_file_of_the_folder(path: Path, random: Random) -> None:
+    shutil.rmtree(path)
+    path.write_bytes(some_bytes(random))
+
+
+def not_finished(path: Path, random: Random) -> None:
+    a_file(path, random).unlink()
+    path.rename(path.with_suffix(".writing"))
+
+
+DAMAGES: list[Callable[[Path, Random], None]] = [
+    truncate, empty, append, insert, flip_a_bit, zero_a_block, randomize, delete, swap, copy_over,
+    take_from_the_older, make_a_folder_of_it, link_to_nowhere, change_the_version,
+    change_the_step, change_a_number, lose_the_list, nest_deeply, format_anew, add_a_file,
+    rename_the_folder, rename_the_older, empty_the_folder, make_a_file_of_the_folder, not_finished,
+]  # fmt: skip
+ONCE = [str(case) for case in range(len(DAMAGES))]
+HARMLESS = {format_anew, add_a_file}
+
+
+def edit(path: Path, key: str, value: object) -> None:
+    state = json.loads((path / STATE_FILE).read_text())
+    (path / STATE_FILE).write_text(json.dumps(state | {key: value}, indent=2))
+
+
+def test_damage(tmp_path: Path) -> None:
+    first, second = run_ranks(_damage_and_load, 2, tmp_path)
+    assert first == second, "all ranks must come to the same"
+    outcomes = Counter(outcome for outcome, _ in first)
+    assert outcomes.keys() <= {"found out", "loads right"}, first
+    assert sum(outcomes.values()) == CASES
+    for (outcome, reports), damage in zip(first, cycle_of_damages(), strict=True):
+        if damage in HARMLESS:
+            assert outcome == "loads right", damage
+        if outcome == "found out":
+            assert reports, damage
+            assert all("\n" not in report and len(report) < 500 for report in reports), reports
+
+
+def cycle_of_damages() -> list[Callable[[Path, Random], None]]:
+    return [DAMAGES[case % len(DAMAGES)] for case in range(CASES)]
+
+
+def _damage_and_load(tmp_path: Path) -> list[tuple[str, list[str]]]:
+    """Return for each case what came of it, and what was reported."""
+    mesh = init_device_mesh("cpu", (2,))
+    for step in (1, 2):
+        save(tmp_path / "whole", step, mesh)
+    return [
+        _one_case(tmp_path / "whole", tmp_path / str(case), damage, Random(case), mesh)
+        for case, damage in enumerate(cycle_of_damages())
+    ]
+
+
+def _one_case(
+    good: Path,
+    directory: Path,
+    damage: Callable[[Path, Random], None],
+    random: Random,
+    mesh: DeviceMesh,
+) -> tuple[str, list[str]]:
+    if dist.get_rank() == 0:
+        shutil.copytree(good, directory)
+        damage(directory / NEW, random)
+    dist.barrier()
+    path, damaged, unfinished = store.usable(directory)
+    reports = damaged + unfinished
+    if path is None or path.name not in (OLD, NEW):
+        return f"{damage.__name__} leads to {path}", reports
+    if path.name == OLD and not all(str(directory / "step-") in report for report in reports):
+        return f"{damage.__name__} is reported without a path", reports
+
+    tensors, step = zeros(mesh), int(path.name[-1])
+    store.load(path, tensors, verified=True)
+    if not same_bits(tensors, values(step)):
+        return f"{damage.__name__} loads wrong values", reports
+    if store.read_numbers(path) != {"step": step, "samples": 8 * step}:
+        return f"{damage.__name__} loads wrong numbers", reports
+    if path.name == NEW:
+        return "loads right", reports
+
+    tensors = zeros(mesh)
+    with pytest.raises(CheckpointError, match="cannot be used"):
+        store.load(directory / NEW, tensors)
+    if not same_bits(tensors, whole(zeros())):
+        return f"{damage.__name__} is found out too late", reports
+    if directory.name in ONCE:  # one more, over what is left of it
+        store.save(directory, 2, {"mark": torch.tensor(1.0)}, {}, keep=2)
+        if store.usable(directory).path != directory / NEW:
+            return f"{damage.__name__} prevents another checkpoint", reports
+    return "found out", reports

@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import json
+import tempfile
+import zlib
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmp.checkpoint import manifest, store
+from distmp.checkpoint.manifest import STATE_FILE, FileSum
+from distmp.errors import CheckpointError
+from tests.checkpoint.sealing import make_old
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(), values, max_size=3),
+    max_leaves=10,
+)
+
+
+@settings(deadline=None)
+@given(step=st.integers(0), numbers=st.dictionaries(st.text(), JSON, max_size=4))
+def test_round_trip(step: int, numbers: Any) -> None:
+    files = {"data": FileSum(7, 2**32 - 1), "other": FileSum()}
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory)
+        (path / STATE_FILE).write_bytes(manifest.encode(step, numbers, files))
+        found = manifest.read(path)
+    assert (found.step, found.numbers, found.files) == (step, numbers, files)
+
+
+def test_keys_that_json_turns_to_text(tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_bytes(manifest.encode(1, {"a": {1: 2, None: (3,)}}, {}))
+    assert manifest.read(tmp_path).numbers == {"a": {"1": 2, "null": [3]}}
+
+
+def test_every_other_file_is_listed_with_its_size_and_checksum(tmp_path: Path) -> None:
+    tensors = {str(size): torch.randn(size) for size in (0, 3, 5000)}
+    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    expected = {
+        file.name: FileSum(file.stat().st_size, zlib.crc32(file.read_bytes()))
+        for file in path.iterdir()
+        if file.name != STATE_FILE
+    }
+    assert manifest.read(path).files == expected
+    assert expected.keys() == {".metadata", "__0_0.distcp"}
+
+
+def test_checksums_take_no_second_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    open_file = Path.open
+
+    def recording(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> IO[Any]:
+        opened.append((path.name, mode))
+        return open_file(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", recording)
+    store.save(tmp_path, 1, {"weight": torch.zeros(10)}, {}, keep=1)
+    assert ("__0_0.distcp", "wb") in opened
+    assert {mode for _, mode in opened} == {"wb"}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "cannot be read: JSONDecodeError"),
+        ("[]", "cannot be read: TypeError"),
+        ("{}", "cannot be read: KeyError"),
+        ('{"format": 1}', "cannot be read: KeyError"),
+        ('{"format": 2}', "cannot be read: KeyError"),
+        ('{"format": 3, "numbers": {}}', "has format 3; this version of distmp reads up to 2"),
+        ('{"format": 2, "crc32": "00000000"}', "its content does not have its checksum"),
+        ("[" * 100_000, "cannot be read: RecursionError"),
+        (b"\xff" * 10_000, "cannot be read: UnicodeDecodeError"),
+    ],
+)
+def test_unreadable(tmp_path: Path, content: str | bytes, problem: str) -> None:
+    data = content.encode() if isinstance(content, str) else content
+    (tmp_path / STATE_FILE).write_bytes(data)
+    with pytest.raises(CheckpointError, match=problem) as error:
+        manifest.read(tmp_path)
+    assert str(tmp_path / STATE_FILE) in str(error.value)
+    assert len(str(error.value)) < 500
+
+
+def test_missing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"state\.json is missing"):
+        manifest.read(tmp_path)
+
+
+def test_numbers_are_covered_by_the_checksum(tmp_path: Path) -> None:
+    path = store.save(tmp_path, 1, {}, {"samples": 8}, keep=1)
+    assert isinstance(path, Path)
+    text = (path / STATE_FILE).read_text()
+    (path / STATE_FILE).write_text(text.replace('"samples": 8', '"samples": 9'))
+    with pytest.raises(CheckpointError, match="its content does not have its checksum"):
+        store.read_numbers(path)
+
+
+def test_an_earlier_version_has_no_checksum_to_ignore(tmp_path: Path) -> None:
+    data = manifest.encode(1, {}, {})
+    (tmp_path / STATE_FILE).write_bytes(data.replace(b'"format": 2', b'"format": 1'))
+    with pytest.raises(CheckpointError, match="its content does not have its checksum"):
+        manifest.read(tmp_path)
+
+
+def test_a_checkpoint_without_checksums_is_loaded_with_a_note(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = store.save(tmp_path, 1, {"weight": torch.arange(3.0)}, {"samples": 8}, keep=1)
+    assert isinstance(path, Path)
+    make_old(path)
+    assert json.loads((path / STATE_FILE).read_text()).keys() == {"format", "step", "numbers"}
+    found = {"weight": torch.zeros(3)}
+    store.load(path, found)
+    assert torch.equal(found["weight"], torch.arange(3.0))
+    assert store.read_numbers(path) == {"samples": 8}
+    assert f"{path} has no checksums" in caplog.text

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import logging
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distmp.checkpoint import manifest, store
+from distmp.checkpoint.storage import INDEX_FILE
+from distmp.errors import CheckpointError, ConfigError
+from distmp.telemetry import read_records
+from distmp.train import main
+from tests.ranks import ranks
+from tests.torchrun import TINY, corpus
+
+
+def save(directory: Path, *steps: int) -> list[Path]:
+    """Save checkpoints that all stay; return their folders."""
+    for step in steps:
+        store.save(directory, step, {"step": torch.tensor(step)}, {}, keep=9)
+    return [directory / f"step-{step:06d}" for step in steps]
+
+
+def damage(path: Path) -> str:
+    """Change a bit; return what will be said about it."""
+    file = path / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    return f"{path} cannot be used: {file} does not hold what was written (its CRC-32 is "
+
+
+def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "distmp"]
+
+
+# auto
+
+
+def test_auto_is_none_where_there_is_none(tmp_path: Path) -> None:
+    assert store.resolve("auto", tmp_path / "missing") is None
+    assert store.resolve("auto", tmp_path) is None
+
+
+def test_auto_is_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    *_, newest = save(tmp_path, 1, 2)
+    assert store.resolve("auto", tmp_path) == newest
+    assert told(caplog) == []
+
+
+@pytest.mark.parametrize("resume", ["auto", "its path"])
+def test_a_damaged_one_is_reported_and_the_one_before_it_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str
+) -> None:
+    first, second, third = save(tmp_path, 1, 2, 3)
+    reports = [damage(third), damage(second)]
+    resume = "auto" if resume == "auto" else str(tmp_path)
+    assert store.resolve(resume, tmp_path) == first
+    messages = told(caplog)
+    assert len(messages) == 2
+    for message, report in zip(messages, reports, strict=True):
+        assert message.startswith(report)
+        assert message.endswith(f"; going on from {first}")
+
+
+def test_one_that_was_never_finished_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "step-000002.writing").mkdir()
+    assert store.resolve("auto", tmp_path) is None
+    assert "step-000002.writing was never finished; going on from the beginning" in caplog.text
+    [first] = save(tmp_path, 1)
+    (tmp_path / "step-000002.writing").mkdir()
+    assert store.resolve("auto", tmp_path) == first
+    assert f"step-000002.writing was never finished; going on from {first}" in caplog.text
+
+
+def test_a_run_does_not_begin_anew_where_all_are_damaged(tmp_path: Path) -> None:
+    reports = [damage(path) for path in reversed(save(tmp_path, 1, 2))]
+    for resume in ("auto", str(tmp_path)):
+        with pytest.raises(CheckpointError) as error:
+            store.resolve(resume, tmp_path)
+        assert str(error.value).startswith(f"no checkpoint in {tmp_path} can be used: {reports[0]}")
+        assert reports[1] in str(error.value)
+
+
+def test_before_a_step(tmp_path: Path) -> None:
+    first, second, third = save(tmp_path, 1, 2, 3)
+    assert store.usable(tmp_path, before=3).path == second
+    damage(second)
+    assert store.usable(tmp_path, before=3).path == first
+    assert store.usable(tmp_path, before=1).path is None
+    assert store.usable(tmp_path).path == third
+
+
+# A path
+
+
+def test_a_path(tmp_path: Path) -> None:
+    first, second = save(tmp_path / "run", 1, 2)
+    elsewhere = tmp_path / "other"
+    assert store.resolve(str(first), elsewhere) == first
+    assert store.resolve(str(tmp_path / "run"), elsewhere) == second
+    assert store.resolve(f"file://{first}", elsewhere) == first
+    kept = tmp_path / "the one of the paper"
+    shutil.copytree(first, kept)
+    assert store.resolve(str(kept), elsewhere) == kept
+
+
+@pytest.mark.parametrize(("name", "problem"), [("missing", "does not exist"), ("", "holds none")])
+def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, name: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        store.resolve(str(tmp_path / name), tmp_path)
+    assert error.value.setting == "resume"
+
+
+def test_a_named_one_that_is_damaged_is_an_error_that_names_another(tmp_path: Path) -> None:
+    first, second, third = save(tmp_path, 1, 2, 3)
+    damage(third)
+    report = damage(second)
+    with pytest.raises(CheckpointError) as error:
+        store.resolve(str(second), tmp_path)
+    assert str(error.value).startswith(report)
+    assert str(error.value).endswith(f"; {first} is whole")
+    damage(first)
+    with pytest.raises(CheckpointError, match="; there is no other one beside it"):
+        store.resolve(str(second), tmp_path)
+
+
+def test_a_named_one_that_lacks_everything_is_damaged(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1, 2)
+    shutil.rmtree(second)
+    second.mkdir()
+    with pytest.raises(CheckpointError, match=r"state\.json is missing; .*-000001 is whole"):
+        store.resolve(str(second), tmp_path)
+    (first / "state.json").unlink()
+    with pytest.raises(CheckpointError, match=r"state\.json is missing; there is no other"):
+        store.resolve(str(first), tmp_path)
+
+
+# The ranks
+
+
+@ranks(2)
+def test_damage_that_one_rank_sees_counts_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = save(tmp_path, 1, 2)
+    if dist.get_rank() == 1:
+        check_file = manifest.check_file
+
+        def failing(path: Path, *args: object) -> None:
+            if path.parent == second:
+                raise OSError(5, "Input/output error")
+            check_file(path, *args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(manifest, "check_file", failing)
+    found = store.usable(tmp_path)
+    assert found.path == first
+    assert found.damaged == [f"{second} cannot be used: OSError: [Errno 5] Input/output error"]
+    tensors = {"step": torch.tensor(0)}
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        store.load(second, tensors)
+    assert tensors["step"] == 0
+
+
+@ranks(2)
+def test_ranks_that_see_different_files_use_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [path] = save(tmp_path, 1)
+    if dist.get_rank() == 1:
+        other = manifest.read(path)
+        monkeypatch.setattr(manifest, "read", lambda _: replace(other, crc32=other.crc32 ^ 1))
+    with pytest.raises(CheckpointError, match="is not the same on all ranks"):
+        store.verify(path)
+
+
+@ranks(2)
+def test_every_file_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = {f"weight {i}": torch.randn(10) for i in range(4)}
+    path = store.save(tmp_path, 1, tensors, {}, keep=1)
+    read: list[str] = []
+    check_file = manifest.check_file
+
+    def recording(path: Path, *args: object) -> None:
+        read.append(path.name)
+        check_file(path, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(manifest, "check_file", recording)
+    store.verify(path)
+    expected = [["__0_0.distcp", INDEX_FILE], ["__1_0.distcp"]]
+    assert read == expected[dist.get_rank()]
+
+
+@ranks(2)
+def test_rank_0_speaks(tmp_path: Path) -> None:
+    first, second = save(tmp_path, 1, 2)
+    if dist.get_rank() == 0:
+        damage(second)
+    dist.barrier()
+    messages: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = messages.append  # type: ignore[method-assign]
+    logging.getLogger("distmp").addHandler(handler)
+    assert store.resolve("auto", tmp_path) == first
+    assert len(messages) == (1 if dist.get_rank() == 0 else 0)
+
+
+# A run
+
+
+def test_a_run_goes_on_from_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, data = tmp_path / "run", corpus(tmp_path / "corpus")
+    arguments = [*TINY, f"--data.path={data}", f"--run-dir={run}", "--steps=4"]
+    assert main([*arguments, "--checkpoint.every=2"]) == 0
+    records = run / "steps.jsonl"
+    losses = [record.loss for record in read_records(records)]
+    checkpoints = run / "checkpoints"
+    last = checkpoints / "step-000004"
+    report = damage(last)
+
+    assert main([*arguments, f"--resume={last}"]) == 1
+    assert f"{last.with_name('step-000002')} is whole" in capsys.readouterr().err
+    assert main([*arguments, "--resume=auto"]) == 0
+    assert report in "".join(told(caplog))
+    assert [record.loss for record in read_records(records)] == losses
+    assert store.usable(checkpoints).path == last

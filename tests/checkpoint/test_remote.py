@@ -1,0 +1,230 @@
+"""Checkpoints on what cannot rename folders, such as object stores."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from fsspec.implementations.local import LocalFileSystem
+from torch.distributed.device_mesh import init_device_mesh
+
+from distmp.checkpoint import store
+from distmp.checkpoint.layout import checkpoints, discard
+from distmp.checkpoint.location import Location, RemotePath, locate
+from distmp.errors import CheckpointError
+from distmp.telemetry import read_records
+from distmp.train import main
+from tests.checkpoint import tiny
+from tests.ranks import ranks
+from tests.torchrun import TINY, corpus
+
+
+class ObjectStore(LocalFileSystem):
+    """Objects that all processes see; there is no moving, and no folder without a file in it."""
+
+    protocol = "objects"
+    cachable = False
+
+    def mv(self, path1: str, path2: str, **kwargs: object) -> None:
+        """Copy and remove, one object only, as object stores do it."""
+        assert self.isfile(path1), "an object store moves no folders"
+        self.cp_file(path1, path2)
+        self.rm_file(path1)
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Do nothing."""
+
+    def open(self, path: str, mode: str = "rb", **kwargs: object) -> object:
+        """Open; a file appears in its folder."""
+        if "w" in mode:
+            Path(self._strip_protocol(path)).parent.mkdir(parents=True, exist_ok=True)
+        return super().open(path, mode, **kwargs)
+
+
+fsspec.register_implementation("objects", ObjectStore, clobber=True)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Location:
+    return locate("checkpoint.path", f"memory://{uuid.uuid4().hex}/run")
+
+
+def save(directory: Location, *steps: int, keep: int = 9, content: int = 0) -> Location:
+    for step in steps:
+        tensors = {"content": torch.tensor(100 * step + content)}
+        path = store.save(directory, step, tensors, {"content": content}, keep=keep)
+    return path
+
+
+def content(path: Location | None) -> int | None:
+    if path is None:
+        return None
+    tensors = {"content": torch.tensor(-1)}
+    store.load(path, tensors)
+    return int(tensors["content"])
+
+
+def names(directory: Location) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_round_trip(directory: Location) -> None:
+    assert store.latest(directory) is None
+    assert store.usable(directory) == (None, [], [])
+    path = save(directory, 1)
+    assert path == store.latest(directory) == store.usable(directory).path
+    assert str(path) == f"{directory}/step-000001"
+    assert content(path) == 100
+    assert store.read_numbers(path) == {"content": 0}
+    assert store.stored_tensors(path) == {"content": ((), torch.int64)}
+
+
+def test_the_last_stay(directory: Location) -> None:
+    save(directory, 1, 2, 3, 4, keep=2)
+    assert names(directory) == ["step-000003", "step-000004"]
+
+
+def test_the_same_step_again(directory: Location) -> None:
+    save(directory, 1)
+    for number in (1, 2):
+        path = save(directory, 1, content=number)
+        assert content(path) == content(store.latest(directory)) == 100 + number
+        assert len(names(directory)) == 1
+
+
+def test_later_steps_are_set_aside(directory: Location) -> None:
+    save(directory, 10, 20, 30)
+    save(directory, 15)
+    assert list(checkpoints(directory)) == [10, 15]
+    assert store.usable(directory).path == directory / "step-000015"
+    assert content(store.resolve(f"{directory}/step-000030", directory)) == 3000
+    save(directory, 30, content=1)
+    assert content(store.latest(directory)) == 3001
+    assert content(directory / "step-000030") == 3000
+
+
+def test_a_damaged_one_gives_way(directory: Location) -> None:
+    first, second = save(directory, 1), save(directory, 2)
+    data = bytearray((second / "__0_0.distcp").read_bytes())
+    data[100] ^= 1
+    (second / "__0_0.distcp").write_bytes(bytes(data))
+    found = store.usable(directory)
+    assert found.path == first
+    [report] = found.damaged
+    assert report.startswith(f"{second} cannot be used: {second}/__0_0.distcp does not hold")
+    with pytest.raises(CheckpointError, match=f"{first} is whole"):
+        store.resolve(str(second), directory)
+
+
+def test_one_without_its_list_is_not_finished(directory: Location) -> None:
+    first, second = save(directory, 1), save(directory, 2)
+    (second / "state.json").unlink()
+    assert store.usable(directory) == (first, [], [f"{second} was never finished"])
+    discard(directory, 1)
+    assert names(directory) == ["step-000001", "step-000002"]
+    save(directory, 3)
+    assert names(directory) == ["step-000001", "step-000003"]
+    (directory / "step-000003" / "state.json").unlink()
+    discard(directory, 3)
+    assert names(directory) == ["step-000001"]
+
+
+class Killed(BaseException):
+    """The process stops here."""
+
+
+CHANGES = ("mkdir", "open", "write_bytes", "rename", "unlink", "remove_tree")
+
+
+def killed_save(directory: Location, step: int, lives: int) -> bool:
+    """Save, but be killed after so many operations; return whether it was."""
+    countdown = itertools.count(lives, -1)
+
+    def mortal(operation: object) -> object:
+        def run(*args: object, **kwargs: object) -> object:
+            if next(countdown) <= 0:
+                raise Killed
+            return operation(*args, **kwargs)  # type: ignore[operator]
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CHANGES:
+            patch.setattr(RemotePath, name, mortal(getattr(RemotePath, name)))
+        try:
+            save(directory, step, keep=2, content=1)
+        except (Killed, CheckpointError):  # DCP makes the latter of any exception
+            return True
+    return False
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
+    """The newest is the old or the new one, whole, and the next save goes well."""
+    for lives in itertools.count():
+        directory = locate("checkpoint.path", f"memory://{uuid.uuid4().hex}")
+        save(directory, 1, 2)
+        killed = killed_save(directory, step, lives)
+        found = store.usable(directory)
+        assert found.damaged == []
+        assert content(found.path) in (200, 100 * step + 1)
+        save(directory, step, keep=1, content=2)
+        assert content(store.usable(directory).path) == 100 * step + 2
+        if not killed:
+            break
+    assert lives > 5
+
+
+@ranks(2)
+def test_several_ranks(tmp_path: Path) -> None:
+    directory = locate("checkpoint.path", f"objects://{tmp_path}/bucket/run")
+    mesh = init_device_mesh("cpu", (2,))
+    for step in (1, 2, 2, 3):
+        tiny.save(directory, step, mesh)
+    assert names(directory) == ["step-000002.2", "step-000003"]
+    dist.barrier()
+    if dist.get_rank() == 0:
+        file = directory / "step-000003" / "__1_0.distcp"
+        file.write_bytes(file.read_bytes()[:-1])
+    dist.barrier()
+    path, damaged, _ = store.usable(directory)
+    assert path == directory / "step-000002.2"
+    assert len(damaged) == 1
+    tensors = tiny.zeros(mesh)
+    store.load(path, tensors)
+    assert tiny.same_bits(tensors, tiny.values(2))
+
+
+# A run
+
+
+def test_a_run_and_its_continuation_on_another_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, place = corpus(tmp_path / "corpus"), f"memory://{uuid.uuid4().hex}"
+    common = [*TINY, f"--data.path={data}", "--steps=4", f"--checkpoint.path={place}"]
+    here, there = tmp_path / "here" / "run", tmp_path / "there" / "run"
+    assert main([*common, f"--run-dir={here}", "--checkpoint.every=2"]) == 0
+    assert not (here / "checkpoints").exists()
+    kept = locate("checkpoint.path", place) / "run"
+    assert names(kept) == ["step-000002", "step-000004"]
+    assert isinstance(kept, RemotePath)
+    (kept / "step-000004").remove_tree()
+
+    assert main([*common, f"--run-dir={there}", "--resume=auto"]) == 0
+    assert f"continuing from {place}/run/step-000002" in capsys.readouterr().out
+    losses = [
+        [record.loss for record in read_records(run / "steps.jsonl") if record.step > 2]
+        for run in (here, there)
+    ]
+    assert losses[0] == losses[1]
+    # A new run, on a third machine, leaves them alone.
+    third = tmp_path / "third"
+    assert main([*common, f"--run-dir={third / 'run'}"]) == 0
+    assert [path.name for path in third.iterdir()] == ["run-2"]
+    assert names(locate("checkpoint.path", place)) == ["run", "run-2"]
