@@ -232,6 +232,8 @@ class CheckpointWriter:
         path = final_path(self._directory, pending.step)
         try:
             _give_way()
+            if self._world.device.type == "cuda":  # a thread begins with the first device
+                torch.cuda.set_device(self._world.device)
             goal = f"save {path}"
             tensors = store.Ranks(group).on_every_rank(goal, pending.snapshot.complete)
             store.save(
