@@ -37,6 +37,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.precision
 	$(VENV)/bin/python -m benchmarks.explain_memory
 	$(VENV)/bin/python -m benchmarks.growth
+	$(VENV)/bin/python -m benchmarks.checkpoint_stall
 	$(VENV)/bin/python -m benchmarks.figures
 
 # A stamp, so that the environment is prepared once and again when what it holds has changed.

@@ -236,6 +236,32 @@ def growth(result: dict[str, Any]) -> str:
     )
 
 
+def checkpoint_stall(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.checkpoint_stall` and a line on its machine."""
+    blocking = [turn["stall"] for turn in result["turns"]["blocking"]]
+    rows: list[dict[str, object]] = []
+    for way, turns in result["turns"].items():
+        stalls = [turn["stall"] for turn in turns]
+        slower = _ratio([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
+        memory = result["memory"][way]
+        rows.append(
+            {
+                "saving": way,
+                "training stands still, s": Spread.of(stalls),
+                "of a blocking save": _ratio(stalls, blocking),
+                "written after, s": Spread.of([turn["written"] for turn in turns]),
+                "step while it is written, of one without": slower if way != "blocking" else "",
+                "memory of a rank, of the state": f"{memory['beyond'] / memory['state']:.2f}",
+            }
+        )
+    state = result["memory"]["blocking"]["state"]
+    return (
+        f"{table(rows)}\n\nMedian (least to most) of {len(blocking)} alternating turns, ratios "
+        f"turn by turn. {result['ranks']} ranks share the writing of a state of "
+        f"{state / 1e6:.0f} MB. {result['machine']['cores']} cores of {_machine(result)}"
+    )
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
@@ -252,6 +278,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accumulation-error-cpu": accumulation_error,
     "precision-errors-cpu": precision_errors,
     "precision-training-cpu": precision_training,
+    "checkpoint-stall-cpu": checkpoint_stall,
 }
 
 

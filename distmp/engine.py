@@ -443,6 +443,12 @@ class Engine:
         )
         return state
 
+    def held_until_update(self) -> set[str]:
+        """Return the names in `state_dict` of what only an update of the optimizer changes."""
+        weights = {f"model/{name}" for name, _ in self._strategy.optimizer_parameters()}
+        state = named_state(self.optimizer, self._names)
+        return weights | {f"optimizer/{name}" for name in state}
+
     def prepare_to_load(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
         """Create the optimizer state that a stored state has, so that it can be loaded in place.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import nn
 
 from distmp import settings
 from distmp.checkpoint import store
+from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
 from distmp.data.loading import Batch, evaluation_batches, step_batches
@@ -106,10 +107,20 @@ class Trainer:
         checkpoint = all_or_none(world, lambda: find_checkpoint(config))
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
+        self.writer = CheckpointWriter(
+            config.checkpoint,
+            self.directory.checkpoints,
+            world,
+            timeout_seconds=60 * config.timeout_minutes,
+            say=console.message,
+        )
+        self.writer.guard(self.engine.optimizer)
         if checkpoint is not None:
             self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
+            saved = self.directory.owns(checkpoint)
+            self.writer.resumed(self.progress.step, saved=saved)
         self.records = (
-            RecordWriter(self.directory.records, resume_after_step=self.progress.step)
+            RecordWriter(self.directory.records, self.progress.step, console.message)
             if world.rank == 0
             else None
         )
@@ -117,9 +128,10 @@ class Trainer:
 
     def run(self, stop: StopSignals) -> bool:
         """Train to the end or to a request to stop; return whether the end was reached."""
-        with closing(self.trackers):
-            self.train(stop)
-        self._save()
+        with self.writer:
+            with closing(self.trackers):
+                self.train(stop)
+            self.writer.save_now(self.progress.step, self.engine.state_dict(), self._numbers())
         finished = self.progress.step >= self.config.steps
         if finished:
             self._save_model()
@@ -131,6 +143,7 @@ class Trainer:
         self._draw_curves()
         if self.records is not None:
             self.records.close()
+        self.writer.check()
         return finished
 
     def train(self, stop: StopSignals) -> None:
@@ -143,7 +156,7 @@ class Trainer:
             while progress.step < config.steps and not self.stopping:
                 self._seed_step()
                 profiler.before(progress.step + 1)
-                outcome = self.engine.step(next(batches), stop=stop.received is not None)
+                outcome = self.engine.step(next(batches), stop=self._wants_stop(stop))
                 progress.step += 1
                 self._report_profile(profiler.after(progress.step))
                 progress.samples += config.batch.global_batch_size
@@ -156,14 +169,18 @@ class Trainer:
                 if last or self._is_due(config.validation.every):
                     self._report(unread, self._validate(last=last))
                     unread = None
-                if self.engine.host_waits or self._is_due(config.checkpoint.every):
+                save = not last and self.writer.is_due(progress.step)
+                if self.engine.host_waits or save:
                     # A step that was skipped is repeated exactly while the weights stand still.
                     self._report(unread)
                     unread = None
-                if self._is_due(config.checkpoint.every):
+                if save:
                     self._save()
         self._report_profile(profiler.close())
         self._report(unread)
+
+    def _wants_stop(self, stop: StopSignals) -> bool:
+        return stop.received is not None or self.writer.wants_stop
 
     def _report_profile(self, overlap: Overlap | None) -> None:
         if overlap is not None:
@@ -265,7 +282,10 @@ class Trainer:
 
     def _draw_curves(self) -> None:
         if self.records is not None and self.config.log.curves:
-            draw_curves(read_records(self.directory.records), self.directory.curves)
+            self._try_to_write(
+                self.directory.curves,
+                lambda path: draw_curves(read_records(self.directory.records), path),
+            )
 
     def _agree_on_directory(self, checkpoint: store.Location | None) -> RunDirectory:
         """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
@@ -306,7 +326,16 @@ class Trainer:
         if checkpoint is not None:
             say(f"continuing from {checkpoint}")
         if self.world.rank == 0:
-            settings.write_yaml(self.config, self.directory.config)
+            self._try_to_write(
+                self.directory.config, lambda path: settings.write_yaml(self.config, path)
+            )
+
+    def _try_to_write(self, path: Path, write: Callable[[Path], object]) -> None:
+        """Write a file that training can do without; say so if the disk does not take it."""
+        try:
+            write(path)
+        except OSError as error:
+            self.console.message(f"cannot write {path}: {error}; the run goes on without it")
 
     def _start_trackers(self) -> Trackers:
         log = self.config.log
@@ -322,13 +351,15 @@ class Trainer:
 
     def _save(self) -> None:
         with self.timer.paused():
-            store.save(
-                self.directory.checkpoints,
+            self.writer.save(
                 self.progress.step,
                 self.engine.state_dict(),
-                {"step": self.progress.step, "samples": self.progress.samples},
-                keep=self.config.checkpoint.retention,
+                self._numbers(),
+                self.engine.held_until_update(),
             )
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"step": self.progress.step, "samples": self.progress.samples}
 
     def _save_model(self) -> None:
         """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""

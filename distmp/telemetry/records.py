@@ -8,18 +8,27 @@ the last line break was cut off by the death of the writing process.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import logging
 import math
 import operator
 import os
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
 from distmp.errors import DistmpError
 from distmp.files import replacing
+
+# Records of about 400 bytes each.
+MOST_WAITING = 100_000
+
+logger = logging.getLogger("distmp")
 
 
 class RecordError(DistmpError, ValueError):
@@ -71,34 +80,92 @@ class StepRecord:
 class RecordWriter:
     """Appends step records to a file, each on disk (in the system's cache) when `write` returns.
 
+    No run ends for its records. While they cannot be written, on a full disk for one, they wait in
+    memory, up to `MOST_WAITING`, and follow as soon as there is room. A file that has vanished is
+    made again.
+
     Args:
         path: The file; it and its folder are created where missing.
         resume_after_step: Drop records of later steps first, so that a run resumed after that
             step has every step once (0 drops all). None keeps every complete record.
+        complain: Where to say that records cannot be written, and when they can again.
 
     Raises:
         RecordError: If an existing line is not a step record.
     """
 
-    def __init__(self, path: str | os.PathLike[str], resume_after_step: int | None) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _drop_later_records(path, math.inf if resume_after_step is None else resume_after_step)
-        self._file = path.open("ab")
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        resume_after_step: int | None,
+        complain: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self._path = Path(path)
+        self._last_kept = math.inf if resume_after_step is None else resume_after_step
+        self._complain = complain
+        self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
+        self._file: FileIO | None = None
+        self._size = 0  # of the complete records in the file
+        self._failing = False
+        self._write_waiting()
 
     def write(self, record: StepRecord) -> None:
-        """Append one record.
+        """Append one record, after those that wait.
 
         Raises:
             TypeError: If `record.overflow` holds something that JSON cannot.
         """
-        self._file.write(_line(record))
-        self._file.flush()
+        self._waiting.append(_line(record))
+        self._write_waiting()
 
     def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        """Close the file; what waits is lost, and that is said."""
+        if self._waiting:
+            self._complain(f"{len(self._waiting)} records are lost: {self._path} has no room")
+        if self._file is not None:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        try:
+            file = self._opened()
+            while self._waiting:
+                self._append(file, self._waiting[0])
+                self._waiting.popleft()
+        except OSError as error:
+            if not self._failing:
+                self._complain(
+                    f"cannot write {self._path}: {error}; the run goes on, and step records wait "
+                    "in memory"
+                )
+            self._failing = True
+            return
+        if self._failing:
+            self._complain(f"step records are written to {self._path} again")
+        self._failing = False
+
+    def _opened(self) -> FileIO:
+        """Return the file, opened anew if there is no longer one of this name."""
+        if self._file is not None and _is_gone(self._file, self._path):
+            self._complain(f"{self._path} has vanished; later records go to a new file")
+            self._file.close()
+            self._file = None
+        if self._file is None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                _drop_later_records(self._path, self._last_kept)
+                self._last_kept = math.inf
+            self._file = FileIO(self._path, "ab")
+            self._size = os.fstat(self._file.fileno()).st_size
+        return self._file
+
+    def _append(self, file: FileIO, line: bytes) -> None:
+        """Append a whole line or nothing."""
+        if os.fstat(file.fileno()).st_size > self._size:
+            file.truncate(self._size)  # what has not been written whole
+        if file.write(line) < len(line):
+            file.truncate(self._size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._size += len(line)
 
     def __enter__(self) -> RecordWriter:
         return self
@@ -110,6 +177,14 @@ class RecordWriter:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _is_gone(file: FileIO, path: Path) -> bool:
+    """Whether `path` no longer names the open file."""
+    try:
+        return not os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return True
 
 
 def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
+from tests.disks import disk, fill
 from tests.telemetry.samples import record
 
 _JSON = st.recursive(
@@ -138,11 +140,62 @@ def test_dropping_records_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert path.read_bytes() == content
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="no space"):
-        RecordWriter(path, 1)
-    assert path.read_bytes() == content
-    assert list(tmp_path.iterdir()) == [path]
+    said: list[str] = []
+    with monkeypatch.context() as context:
+        context.setattr(os, "fsync", fail)
+        writer = RecordWriter(path, 1, said.append)
+        writer.write(record(2))
+        assert path.read_bytes() == content
+        assert list(tmp_path.iterdir()) == [path]
+    writer.write(record(3))
+    writer.close()
+    assert _steps(path) == [1, 2, 3]
+    assert [text.partition(":")[0] for text in said] == [
+        f"cannot write {path}",
+        f"step records are written to {path} again",
+    ]
+
+
+def test_records_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
+    said: list[str] = []
+    with disk(tmp_path / "disk", "size=64k") as folder:
+        path = folder / "records.jsonl"
+        with RecordWriter(path, None, said.append) as writer:
+            writer.write(record(1))
+            ballast = fill(folder)
+            for step in range(2, 40):  # more than what is left of the page
+                writer.write(record(step))
+            found = _steps(path)
+            assert found == list(range(1, len(found) + 1))
+            assert 1 < len(found) < 39
+            assert path.read_bytes().endswith(b"\n"), "no record is written in part"
+            ballast.unlink()
+            writer.write(record(40))
+            assert _steps(path) == list(range(1, 41))
+            fill(folder)
+            for step in range(41, 80):
+                writer.write(record(step))
+            lost = 79 - len(_steps(path))
+    assert said[0] == (
+        f"cannot write {path}: [Errno 28] No space left on device; the run goes on, and step "
+        "records wait in memory"
+    )
+    assert said[1] == f"step records are written to {path} again"
+    assert said[2] == said[0]
+    assert said[3] == f"{lost} records are lost: {path} has no room"
+    assert len(said) == 4
+
+
+def test_a_file_that_vanishes_is_made_again(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "run" / "records.jsonl"
+    with RecordWriter(path, None, said.append) as writer:
+        writer.write(record(1))
+        shutil.rmtree(path.parent)
+        writer.write(record(2))
+        writer.write(record(3))
+    assert _steps(path) == [2, 3]
+    assert said == [f"{path} has vanished; later records go to a new file"]
 
 
 def test_creates_missing_folders(tmp_path: Path) -> None:

@@ -1,0 +1,198 @@
+"""What saving costs a run: `python -m benchmarks.checkpoint_stall`.
+
+A transformer of 22 M parameters with AdamW, FP32, on two CPU ranks over gloo, saves with
+`checkpoint.asynchronous` and without, each way in processes of its own that take turns. A turn is a
+few steps without saving, then a save and steps until the checkpoint is written. The stall is the
+time for which training stood still for the save: in the save itself, and before the next update of
+the optimizer. Memory is measured in fresh processes: how much more is resident at most while a
+checkpoint is written than in the same steps without, as a share of the state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import figures, memory
+from benchmarks.ranks import Ranks, is_rank, serve
+from benchmarks.report import machine, save
+from distmp import Engine
+from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.writer import CheckpointWriter
+from distmp.models.build import build_model
+from distmp.models.loss import next_token_loss
+from distmp.models.settings import ModelConfig
+from distmp.parallel.world import World
+
+RANKS = 2
+VOCABULARY, LENGTH = 258, 128
+STEPS = 6
+"""Steps before a save, and at least after it."""
+
+WAYS = ("asynchronous", "blocking")
+
+
+class Rank:
+    """What one rank answers to the orders of the main process."""
+
+    def __init__(self, way: str, world: World) -> None:
+        torch.manual_seed(0)
+        tokens = torch.randint(VOCABULARY, (1, LENGTH + 1))
+        self._batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+        self._engine = Engine(
+            build_model(ModelConfig(size="22m"), VOCABULARY, LENGTH),
+            next_token_loss,
+            lambda parameters: torch.optim.AdamW(parameters, 1e-4, fused=True),
+            policy="fp32",
+            strategy="ddp",
+            attribution=False,
+        )
+        self._folder = tempfile.TemporaryDirectory()
+        folders: list[Any] = [self._folder.name]
+        dist.broadcast_object_list(folders)
+        self._writer = CheckpointWriter(
+            CheckpointConfig(asynchronous=way == "asynchronous", keep=1),
+            Path(folders[0]),
+            world,
+            timeout_seconds=600,
+            say=lambda text: print(text, file=sys.stderr),
+        )
+        self._writer.guard(self._engine.optimizer)
+        self._writer.__enter__()  # its group is left with all others at the end
+        self._steps = 0
+
+    def answer(self, order: str) -> Any:
+        """Do what `order` names."""
+        return {"turn": self.turn, "resident": self.resident, "leave": self.leave}[order]()
+
+    def turn(self) -> dict[str, Any]:
+        """Return seconds: of steps without saving, of the stall, of steps while it is written."""
+        dist.barrier()
+        before = [self._step() for _ in range(STEPS)]
+        dist.barrier()
+        started = time.perf_counter()
+        self._save()
+        stall = time.perf_counter() - started
+        stalled = self._writer.stalled_seconds
+        while_writing = []
+        # The same number on both ranks: rank 0 decides when it is over.
+        while self._is_writing():
+            while_writing.append(self._step())
+        written = time.perf_counter() - started
+        stall += self._writer.stalled_seconds - stalled
+        self._writer.finish()
+        return {"before": before, "stall": stall, "while": while_writing, "written": written}
+
+    def resident(self) -> dict[str, float]:
+        """Return bytes: resident beyond what steps take while saving, at most, and the state's."""
+        for _ in range(2):
+            self._step()
+        memory.settle()
+        for _ in range(STEPS):
+            self._step()
+        without = memory.peak()
+        memory.settle()
+        for _ in range(2):  # the first makes what the second uses again
+            self._save()
+            for _ in range(STEPS):
+                self._step()
+            self._writer.finish()
+        state = sum(tensor.nbytes for tensor in self._engine.state_dict().values())
+        return {"beyond": memory.peak() - without, "state": state}
+
+    def leave(self) -> None:
+        """Finish; the folder goes with the process."""
+        self._writer.__exit__(None, None, None)
+        dist.barrier()
+        self._folder.cleanup()
+
+    def _save(self) -> None:
+        self._writer.save(
+            self._steps,
+            self._engine.state_dict(),
+            {"step": self._steps},
+            self._engine.held_until_update(),
+        )
+
+    def _step(self) -> float:
+        started = time.perf_counter()
+        self._engine.step([self._batch])
+        self._steps += 1
+        return time.perf_counter() - started
+
+    def _is_writing(self) -> bool:
+        writing = torch.tensor(self._writer.is_writing)
+        dist.broadcast(writing, src=0)
+        return bool(writing)
+
+
+def main() -> int:
+    if is_rank():
+        return serve(lambda way, world: Rank(way, world).answer)
+    arguments = _arguments()
+    result = {
+        "machine": machine(),
+        "ranks": RANKS,
+        "memory": {way: _memory(way) for way in WAYS},
+        "turns": _turns(arguments.rounds),
+    }
+    kept = save("checkpoint-stall-cpu", result)
+    print(figures.checkpoint_stall(result))
+    print(f"kept in {kept}")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each way")
+    return parser.parse_args()
+
+
+def _memory(way: str) -> dict[str, float]:
+    """Return the memory of the rank that takes most."""
+    with Ranks("benchmarks.checkpoint_stall", way, RANKS, memory.EXACT_MALLOC) as started:
+        answers = started.ask("resident")
+        started.ask("leave")
+    return max(answers, key=lambda answer: float(answer["beyond"]))
+
+
+def _turns(rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Return for each way and turn the seconds that `figures.checkpoint_stall` asks for."""
+    turns: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    with ExitStack() as stack:
+        started = {
+            way: stack.enter_context(Ranks("benchmarks.checkpoint_stall", way, RANKS))
+            for way in WAYS
+        }
+        for turn in range(rounds + 1):
+            for way in WAYS if turn % 2 else WAYS[::-1]:
+                answers = started[way].ask("turn")
+                if turn > 0:  # the first turn warms up
+                    turns[way].append(_slowest(answers))
+        for way in WAYS:
+            started[way].ask("leave")
+    return turns
+
+
+def _slowest(answers: list[dict[str, Any]]) -> dict[str, float]:
+    """Return of one turn: the stall, a step without saving and while writing, and the writing."""
+    steps = answers[0]["while"] or answers[0]["before"]
+    return {
+        "stall": max(answer["stall"] for answer in answers),
+        "step": statistics.median(answers[0]["before"]),
+        "step_while_writing": statistics.mean(steps),
+        "written": max(answer["written"] for answer in answers),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from distmp.checkpoint import store
+from distmp.checkpoint.snapshot import HostBuffers, HostParts, Snapshot, written_here
+from distmp.errors import CheckpointError
+from distmp.slices import FlatSlice
+from tests.checkpoint.test_store import assert_all_equal, plain_tensors
+from tests.ranks import ranks
+
+
+def uneven(rank: int, whole: Tensor) -> FlatSlice:
+    """Return what rank 0 (a little) or 1 (the rest) of a sharded optimizer has of a tensor."""
+    cut = whole.numel() // 3
+    part = slice(0, cut) if rank == 0 else slice(cut, whole.numel())
+    return FlatSlice.of(whole.flatten()[part].clone(), whole.shape, part.start)
+
+
+def every_kind(rank: int) -> dict[str, Tensor]:
+    """Tensors of every kind and sharding, on two ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = plain_tensors()
+    for name in ("layer.weight", "layer.half"):
+        for placement in (Shard(0), Shard(1), Replicate()):
+            found[f"{name} {placement}"] = distribute_tensor(found[name].clone(), mesh, [placement])
+        found[f"{name} slice"] = uneven(rank, found[name])
+    found["short"] = distribute_tensor(torch.randn(1, 3), mesh, [Shard(0)])  # rank 1 has none of it
+    return found
+
+
+def expected() -> dict[str, Tensor]:
+    values = plain_tensors()
+    for name in ("layer.weight", "layer.half"):
+        for kind in (Shard(0), Shard(1), Replicate(), "slice"):
+            values[f"{name} {kind}"] = values[name]
+    return values
+
+
+def complete(snapshot: Snapshot) -> dict[str, Tensor]:
+    snapshot_of: list[Any] = []
+
+    def work() -> None:
+        try:
+            snapshot_of.append(snapshot.complete())
+        except CheckpointError as error:
+            snapshot_of.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    snapshot.release()
+    thread.join()
+    if isinstance(snapshot_of[0], CheckpointError):
+        raise snapshot_of[0]
+    return snapshot_of[0]
+
+
+@pytest.mark.parametrize("held", [False, True])
+@ranks(2)
+def test_every_kind_of_tensor_is_saved_as_it_was(held: bool, tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    live = every_kind(rank)
+    short = live["short"].full_tensor()  # type: ignore[attr-defined]
+    buffers = HostBuffers()
+    for step in (1, 2):  # the second time in the memory of the first
+        here = written_here(live, rank, 2)
+        snapshot = Snapshot(here, set(live) if held else (), buffers)
+        copied = complete(snapshot)
+        with torch.no_grad():
+            for tensor in live.values():
+                (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+        path = store.save(tmp_path, step, copied, {}, keep=2)
+        found = {name: torch.zeros_like(tensor) for name, tensor in expected().items()}
+        found["short"] = torch.zeros(1, 3)
+        assert store.load(path, found) == []
+        assert_all_equal(found, {**expected(), "short": short})
+        fresh = every_kind(rank)
+        with torch.no_grad():
+            for name, tensor in live.items():
+                if name == "short":
+                    tensor.copy_(distribute_tensor(short, tensor.device_mesh, [Shard(0)]))  # type: ignore[attr-defined]
+                else:
+                    tensor.copy_(fresh[name])
+
+
+@ranks(2)
+def test_the_memory_is_that_of_what_a_rank_writes_and_is_used_again() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    live: dict[str, Tensor] = {f"plain {n}": torch.randn(1000) for n in range(6)}
+    live["sharded"] = distribute_tensor(torch.randn(200, 10), mesh, [Shard(0)])
+    live["slice"] = FlatSlice.of(torch.randn(1000), torch.Size([2000]), 1000 * rank)
+    buffers = HostBuffers()
+    copied = complete(Snapshot(written_here(live, rank, 2), set(live), buffers))
+    for tensor in copied.values():
+        for part in tensor.parts if isinstance(tensor, HostParts) else [tensor]:
+            # Of anything else DCP makes copies that it keeps until a file is written.
+            assert part.untyped_storage().nbytes() == part.nbytes
+    # Half of everything.
+    assert buffers.bytes() == 4 * (3 * 1000 + 1000 + 1000)
+    before = {id(buffer) for buffer in buffers._buffers.values()}
+    complete(Snapshot(written_here(live, rank, 2), set(live), buffers))
+    assert {id(buffer) for buffer in buffers._buffers.values()} == before
+
+
+@ranks(4)
+def test_every_rank_writes_its_share_and_everything_is_written_once() -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2))
+    live: dict[str, Tensor] = {f"plain {n}": torch.zeros(100 + n) for n in range(8)}
+    for n in range(4):
+        whole = torch.zeros(10, 7)
+        live[f"hybrid {n}"] = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
+        live[f"copied {n}"] = distribute_tensor(whole, mesh, [Replicate(), Replicate()])
+    here = written_here(live, rank, 4)
+    elements = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in here.values())
+    everybody: list[Any] = [None] * 4
+    dist.all_gather_object(everybody, ([*here], elements))
+    times = {name: sum(name in names for names, _ in everybody) for name in live}
+    # Two ranks have different halves of a hybrid tensor.
+    assert times == {name: 2 if name.startswith("hybrid") else 1 for name in live}
+    counts = [count for _, count in everybody]
+    assert sum(counts) == sum(100 + n for n in range(8)) + 8 * 70
+    assert max(counts) <= sum(counts) / 4 + 110
+
+
+def test_held_tensors_are_copied_before_release_returns() -> None:
+    live = {"weight": torch.zeros(10), "buffer": torch.zeros(10)}
+    snapshot = Snapshot(live, {"weight"}, HostBuffers())
+    live["buffer"].fill_(1)  # not held: it has been copied
+    found: list[dict[str, Tensor]] = []
+    worker = threading.Timer(0.05, lambda: found.append(snapshot.complete()))
+    worker.start()
+    snapshot.release()
+    live["weight"].fill_(1)
+    worker.join()
+    assert {name: tensor.sum().item() for name, tensor in found[0].items()} == {
+        "weight": 0,
+        "buffer": 0,
+    }
+
+
+def test_a_held_tensor_that_has_changed_fails_the_snapshot() -> None:
+    live = {"first": torch.zeros(10), "weight": torch.zeros(10)}
+    snapshot = Snapshot(live, set(live), HostBuffers())
+    live["weight"].fill_(1)
+    with pytest.raises(CheckpointError, match=r"^weight was changed .* checkpoint\.asynchronous"):
+        complete(snapshot)
+
+
+def test_no_memory_fails_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers = HostBuffers()
+    monkeypatch.setattr(buffers, "like", _no_memory)
+    snapshot = Snapshot({"weight": torch.zeros(10)}, (), buffers)
+    with pytest.raises(CheckpointError, match="no host memory for a copy of the state"):
+        complete(snapshot)
+
+
+def _no_memory(*_: Any) -> Tensor:
+    raise MemoryError("not enough memory")

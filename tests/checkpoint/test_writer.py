@@ -1,0 +1,429 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from distmp.checkpoint import store, writer
+from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.snapshot import Snapshot
+from distmp.checkpoint.writer import CheckpointWriter
+from distmp.engine import Engine
+from distmp.errors import CheckpointError
+from distmp.parallel.world import World
+from tests.parallel.sharding import sharded
+from tests.ranks import ranks, run_ranks
+from tests.torchrun import environment
+from tests.training import TWO_RANKS, fused_adamw, loss, make_model, microbatches, whole
+
+
+def make_writer(
+    directory: Path, said: list[str] | None = None, **settings: Any
+) -> CheckpointWriter:
+    return CheckpointWriter(
+        CheckpointConfig(**settings),
+        directory,
+        World.current("cpu"),
+        timeout_seconds=60,
+        say=[].append if said is None else said.append,
+    )
+
+
+# Training
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp, fp32": {"strategy": "ddp", "policy": "fp32"},
+    "ddp, bf16": {"strategy": "ddp", "policy": "bf16"},
+    "ddp, sharded optimizer": {"strategy": "ddp", "policy": "bf16", "shard_optimizer": True},
+    "fsdp": {**sharded("fsdp"), "policy": "fp32"},
+    "hsdp": {**sharded("hsdp", shard_size=1), "policy": "fp32"},
+    "fsdp1": {**sharded("fsdp1"), "policy": "bf16"},
+    "buffers": {"strategy": "ddp", "policy": "fp32", "model": "with buffers"},
+    "not fused": {"strategy": "ddp", "policy": "fp32", "optimizer": torch.optim.AdamW},
+}
+STEPS = 5
+
+
+def state_of(engine: Engine) -> dict[str, Tensor]:
+    return {name: whole(tensor) for name, tensor in engine.state_dict().items()}
+
+
+class Summing(nn.Module):
+    """Passes on what it gets, and changes a buffer in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += x.detach().sum()
+        return x
+
+
+def make_engine(options: dict[str, Any]) -> Engine:
+    options = {"optimizer": fused_adamw, "device": "cpu", **options}
+    model = make_model()
+    if options.pop("model", None):
+        return Engine(nn.Sequential(Summing(), model), loss, **options)
+    return Engine(model, loss, **options)
+
+
+def trained(
+    options: dict[str, Any], saving: CheckpointWriter | None, steps: int = STEPS
+) -> dict[int, dict[str, Tensor]]:
+    """Train and save after steps 2 and 4; return the state after each step."""
+    engine = make_engine(options)
+    if saving is not None:
+        saving.guard(engine.optimizer)
+    states = {}
+    for step in range(1, steps + 1):
+        batches = microbatches(step, TWO_RANKS[step % len(TWO_RANKS)], dist.get_rank())
+        engine.step(batches)
+        states[step] = state_of(engine)
+        if saving is not None and step % 2 == 0:
+            numbers = {"step": step}
+            saving.save(step, engine.state_dict(), numbers, engine.held_until_update())
+        MORE_TRAINED.release()
+    return states
+
+
+# Counts the steps of `trained`, for what waits until training has gone on.
+MORE_TRAINED = threading.Semaphore(0)
+
+
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copy a little later than ordered, and write when training is two steps further."""
+    complete, save = Snapshot.complete, store.save
+
+    def complete_later(snapshot: Snapshot) -> dict[str, Tensor]:
+        while MORE_TRAINED.acquire(blocking=False):
+            pass
+        time.sleep(0.02)
+        return complete(snapshot)
+
+    def save_later(directory: Path, step: int, *args: Any, **options: Any) -> Path:
+        if step + 2 <= STEPS:
+            MORE_TRAINED.acquire()
+        return save(directory, step, *args, **options)
+
+    monkeypatch.setattr(Snapshot, "complete", complete_later)
+    monkeypatch.setattr(writer.store, "save", save_later)
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@ranks(2)
+def test_saving_does_not_change_training_and_saves_the_state_of_its_step(
+    name: str, tmp_path: Path
+) -> None:
+    options = STRATEGIES[name]
+    alone = trained(options, None)
+    with make_writer(tmp_path / "blocking", asynchronous=False) as saving:
+        blocking = trained(options, saving)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        slow(monkeypatch)
+        with make_writer(tmp_path / "asynchronous") as saving:
+            asynchronous = trained(options, saving)
+    for step in range(1, STEPS + 1):
+        assert_same(blocking[step], alone[step])
+        assert_same(asynchronous[step], alone[step])
+    for directory in ("blocking", "asynchronous"):
+        for step in (2, 4):
+            path = tmp_path / directory / f"step-{step:06d}"
+            engine = make_engine(options)
+            engine.prepare_to_load(store.stored_tensors(path))
+            state = engine.state_dict()
+            assert store.load(path, state) == []
+            engine.load_state_dict(state)
+            assert_same(state_of(engine), alone[step])
+            assert store.read_numbers(path) == {"step": step}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Path) -> None:
+    wide = torch.nn.Linear(4096, 4096)  # its copy takes longer than a step
+    engine = Engine(
+        torch.nn.Sequential(wide, torch.nn.Linear(4096, 2)),
+        lambda model, batch: (model(batch).square().sum(), len(batch)),
+        fused_adamw,
+        policy="fp32",
+        strategy="single",
+        device="cuda",
+    )
+    batch = torch.ones(4, 4096)
+    engine.step([batch])
+    with make_writer(tmp_path, keep=9) as saving:
+        saving.guard(engine.optimizer)
+        expected = {}
+        for step in (1, 2, 3):
+            expected[step] = state_of(engine)
+            saving.save(step, engine.state_dict(), {}, engine.held_until_update())
+            for _ in range(3):
+                engine.step([batch])
+    for step, state in expected.items():
+        found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        store.load(tmp_path / f"step-{step:06d}", found)
+        assert_same(found, state)
+
+
+# One after the other
+
+
+def _save_often(directory: Path) -> tuple[list[int], int]:
+    """Return which steps have been saved, and how many saves were under way at once at most."""
+    active, most, saved = 0, 0, []
+    save = store.save
+
+    def noting(directory: Path, step: int, *args: Any, **options: Any) -> Path:
+        nonlocal active, most
+        active += 1
+        most = max(most, active)
+        time.sleep(0.05)
+        path = save(directory, step, *args, **options)
+        active -= 1
+        saved.append(step)
+        return path
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(writer.store, "save", noting)
+        with make_writer(directory, keep=9) as saving:
+            for step in (1, 2, 3):
+                saving.save(step, {"step": torch.tensor(step)}, {})
+            assert saving.stalled_seconds > 0.1, "waiting for the save before is a stall"
+            saving.save_now(4, {"step": torch.tensor(4)}, {})
+    return saved, most
+
+
+def test_saves_wait_for_each_other(tmp_path: Path) -> None:
+    assert run_ranks(_save_often, 2, tmp_path) == [([1, 2, 3, 4], 1)] * 2
+    for step in (1, 2, 3, 4):
+        found = {"step": torch.tensor(0)}
+        store.load(tmp_path / f"step-{step:06d}", found)
+        assert found["step"] == step
+
+
+def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
+    with make_writer(tmp_path) as saving:
+        saving.save(3, {"a": torch.ones(1)}, {"first": True})
+        saving.save_now(3, {"a": torch.ones(1)}, {"first": False})
+        assert saving.saved_step == 3
+        assert store.read_numbers(tmp_path / "step-000003") == {"first": True}
+        # The run has gone back, and comes to step 3 with another state.
+        saving.resumed(1, saved=True)
+        saving.save_now(3, {"a": torch.ones(1)}, {"first": False})
+        assert store.read_numbers(tmp_path / "step-000003") == {"first": False}
+
+
+@pytest.mark.parametrize("error", [None, CheckpointError("of all ranks"), ValueError("of one")])
+def test_leaving_finishes_the_save(
+    error: Exception | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = store.save
+    monkeypatch.setattr(writer.store, "save", lambda *a, **k: time.sleep(0.2) or save(*a, **k))
+    with contextlib.suppress(CheckpointError, ValueError), make_writer(tmp_path) as saving:
+        saving.save(1, {"a": torch.ones(1)}, {})
+        if error is not None:
+            raise error
+    assert store.latest(tmp_path) is not None
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of one rank")])
+def test_a_save_that_does_not_end_keeps_no_failed_rank_alive(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leave = threading.Event()
+    monkeypatch.setattr(writer.store, "save", lambda *_, **__: leave.wait())
+    monkeypatch.setattr(writer, "PATIENCE_SECONDS", 0.1)
+    said: list[str] = []
+    with contextlib.suppress(KeyboardInterrupt, ValueError), make_writer(tmp_path, said) as saving:
+        saving.save(1, {"a": torch.ones(1)}, {})
+        raise error
+    leave.set()
+    assert said == ["the checkpoint of step 1 has not been finished"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
+def test_writing_gives_way_to_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    found: list[int] = []
+    monkeypatch.setattr(writer.store, "save", lambda *_, **__: found.append(priority()))
+    before = priority()
+    with make_writer(tmp_path) as saving:
+        saving.save(1, {"a": torch.ones(1)}, {})
+    assert found == [min(before + 10, 19)]
+    assert priority() == before
+
+
+# Failures
+
+
+def _fail_once(directory: Path, on_failure: str, asynchronous: bool) -> dict[str, Any]:
+    """Save steps 1 to 3, the second on a disk that is full for rank 1; return what was seen."""
+    said: list[str] = []
+    stops = []
+    with make_writer(
+        directory, said, on_failure=on_failure, asynchronous=asynchronous, keep=1
+    ) as saving:
+        for step in (1, 2, 3):
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                if step == 2 and dist.get_rank() == 1:
+                    monkeypatch.setattr(FileSystemWriter, "write_data", _disk_full)
+                tensors = {f"weight {n}": torch.full((5,), float(step)) for n in range(4)}
+                # A run that stops has its last state saved in this way.
+                save = saving.save_now if step == 3 else saving.save
+                save(step, tensors, {"step": step})
+                saving.finish()
+            stops.append(saving.wants_stop)
+            if step == 2:
+                with pytest.raises(CheckpointError) as error:
+                    saving.check()
+        if on_failure == "stop":
+            with pytest.raises(
+                CheckpointError, match=r"has stopped .* last checkpoint is of step 3"
+            ):
+                saving.check()
+        else:
+            saving.check()
+        left = sorted(path.name for path in directory.iterdir())
+    dist.barrier()
+    return {"said": said, "stops": stops, "error": str(error.value), "left": left}
+
+
+def _disk_full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("on_failure", ["continue", "stop"])
+def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(
+    asynchronous: bool, on_failure: str, tmp_path: Path
+) -> None:
+    seen = run_ranks(_fail_once, 2, tmp_path, on_failure, asynchronous)
+    cause = (
+        f"cannot save {tmp_path / 'step-000002'}: rank 1: OSError: [Errno 28] No space left on "
+        "device; the last checkpoint is of step 1"
+    )
+    then = "goes on" if on_failure == "continue" else "stops (checkpoint.on_failure)"
+    for rank in seen:
+        assert rank["said"] == [f"NOT SAVED: {cause}; the run {then}"]
+        assert rank["error"] == cause
+        assert rank["stops"] == [False, on_failure == "stop", on_failure == "stop"]
+        # Neither the old one nor what was written of the second is there once the third is.
+        assert rank["left"] == ["step-000003"]
+
+
+def test_a_failed_save_leaves_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_writer(tmp_path) as saving:
+        saving.save_now(1, {"a": torch.ones(1)}, {})
+        monkeypatch.setattr(store, "publish", _disk_full)
+        saving.save(2, {"a": torch.ones(1)}, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("reported", ["is_due", "finish"])
+def test_a_failure_is_reported_at_the_next_step(
+    reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "publish", _disk_full)
+    said: list[str] = []
+    with make_writer(tmp_path, said) as saving:
+        saving.save(1, {"a": torch.ones(1)}, {})
+        if reported == "is_due":
+            _until(lambda: saving.is_due(2) or bool(said))
+        else:
+            saving.finish()
+        assert len(said) == 1
+        assert "nothing has been saved yet; the run goes on" in said[0]
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_model_that_changes_its_weights_in_forward_is_told_what_to_do(tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    said: list[str] = []
+    with make_writer(tmp_path, said) as saving:
+        saving.save(1, {"model/weight": weight}, {}, held={"model/weight"})
+        weight.mul_(2)
+    assert "model/weight was changed" in said[0]
+    assert "set checkpoint.asynchronous to false" in said[0]
+    assert store.latest(tmp_path) is None
+
+
+@ranks(2)
+def test_a_rank_without_memory_fails_the_save_of_all(tmp_path: Path) -> None:
+    said: list[str] = []
+    with make_writer(tmp_path, said) as saving:
+        if dist.get_rank() == 1:
+            saving._buffers.like = _no_memory  # type: ignore[method-assign]
+        saving.save(1, {f"weight {n}": torch.ones(3) for n in range(4)}, {})
+    assert f"cannot save {tmp_path / 'step-000001'}" in said[0]
+    assert "no host memory for a copy of the state (not enough)" in said[0]
+    assert store.latest(tmp_path) is None
+
+
+def _no_memory(*_: Any) -> Tensor:
+    raise MemoryError("not enough")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from distmp.checkpoint import store
+from tests.checkpoint.test_writer import make_writer
+
+def kill(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+owner, point = {"write_data": (FileSystemWriter, "write_data"), "index": (
+    FileSystemWriter, "finish"), "publish": (store, "publish")}[sys.argv[2]]
+saving = make_writer(Path(sys.argv[1]))
+saving.save(1, {"a": torch.ones(4)}, {})
+saving.finish()
+setattr(owner, point, kill)
+saving.save(2, {"a": torch.zeros(4)}, {})
+saving.finish()
+"""
+
+
+@pytest.mark.parametrize("point", ["write_data", "index", "publish"])
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(point: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path), point]
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(command, cwd=root, env=environment(), timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "step-000002.writing").exists()
+    latest = store.latest(tmp_path)
+    assert latest == tmp_path / "step-000001"
+    found = {"a": torch.zeros(4)}
+    store.load(latest, found)
+    assert torch.equal(found["a"], torch.ones(4))

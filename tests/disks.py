@@ -1,0 +1,50 @@
+"""Disks that are full or read-only. Mounting takes privileges; without them tests are skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@contextlib.contextmanager
+def disk(folder: Path, options: str) -> Iterator[Path]:
+    """Mount a disk in memory on `folder`.
+
+    Args:
+        folder: Made where missing; what it holds is hidden while the disk is mounted.
+        options: Of the mount: "size=2m", "ro".
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    mount(folder, options)
+    try:
+        yield folder
+    finally:
+        unmount(folder)
+
+
+def mount(folder: Path, options: str) -> None:
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("there is no command `mount`")
+    if done.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
+
+
+def unmount(folder: Path) -> None:
+    # Lazily: what is still open there is nobody's concern.
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no room on the disk; return the file that takes it."""
+    ballast = folder / "ballast"
+    with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+    return ballast
