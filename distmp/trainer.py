@@ -16,6 +16,8 @@ from torch import nn
 
 from distmp import settings
 from distmp.checkpoint import store
+from distmp.checkpoint.changes import Changes
+from distmp.checkpoint.origin import changes_since, origin
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
 from distmp.data.loading import Batch, evaluation_batches, step_batches
@@ -23,7 +25,7 @@ from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
 from distmp.launcher.accelerate import overruled
-from distmp.models import huggingface
+from distmp.models.architecture import architecture
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
@@ -91,6 +93,9 @@ class Trainer:
         self.timer = StepTimer()
         self.stopping = False
         self.parts = all_or_none(world, lambda: prepare(config, world))
+        checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+        if checkpoint is None:
+            all_or_none(world, lambda: start_from_weights(config, self.parts.model))
         # Counted before some strategy leaves only a part of each on this rank.
         self.parameters = sum(parameter.numel() for parameter in self.parts.model.parameters())
         self.engine = all_or_none(
@@ -103,10 +108,14 @@ class Trainer:
                 attribution=config.precision.attribution,
             ),
         )
-        checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+        self.origin = origin(config, self.parts.datasets, world, self.engine.policy)
+        self.origin["model"] = architecture(self.parts.model, config.model)
+        changes = all_or_none(world, lambda: self._compare(checkpoint))
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
         if checkpoint is not None:
+            if world.rank == 0:
+                changes.tell(console.message)
             self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
         self.records = (
             RecordWriter(self.directory.records, resume_after_step=self.progress.step)
@@ -306,6 +315,15 @@ class Trainer:
         if self.world.rank == 0:
             settings.write_yaml(self.config, self.directory.config)
 
+    def _compare(self, checkpoint: Path | None) -> Changes:
+        """Return what has changed since the checkpoint, unless it makes another run of it."""
+        if checkpoint is None:
+            return Changes()
+        changes = changes_since(store.read_numbers(checkpoint), self.origin)
+        if not self.config.resume_force:
+            changes.refuse(str(checkpoint))
+        return changes
+
     def _start_trackers(self) -> Trackers:
         log = self.config.log
         return trackers.start(
@@ -324,7 +342,7 @@ class Trainer:
                 self.directory.checkpoints,
                 self.progress.step,
                 self.engine.state_dict(),
-                {"step": self.progress.step, "samples": self.progress.samples},
+                {"step": self.progress.step, "samples": self.progress.samples, **self.origin},
                 keep=self.config.checkpoint.keep,
             )
 
@@ -332,11 +350,13 @@ class Trainer:
         """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""
         if not self.config.model.is_hugging_face:
             return
-        prefix = "model/"
-        state = self.engine.state_dict().items()
-        weights = [(k.removeprefix(prefix), v) for k, v in state if k.startswith(prefix)]
-        folder = self.directory.model
-        huggingface.save(folder, self.parts.model, weights, writes=self.world.rank == 0)
+        # Imported here: most runs have no use for it.
+        from distmp.checkpoint.export import live_weights, write
+
+        folder, writes = self.directory.model, self.world.rank == 0
+        weights = live_weights(self.engine.state_dict(), keep=writes)
+        if writes:
+            write(folder, weights, self.origin["model"], torch.float32)
         self.console.message(f"model in the format of Hugging Face: {folder}")
 
 
@@ -364,6 +384,19 @@ def prepare(config: RunConfig, world: World) -> Parts:
     torch.manual_seed(config.seed)
     model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
     return Parts(datasets, model, build_loss(config.model), microbatches)
+
+
+def start_from_weights(config: RunConfig, model: nn.Module) -> None:
+    """Give the model the weights that `model.weights` names, if any.
+
+    Raises:
+        ConfigError: If they cannot be read or do not fit.
+    """
+    if config.model.weights is not None:
+        # Imported here: most runs have no use for it.
+        from distmp.checkpoint.weights import load_weights
+
+        load_weights(model, config.model.weights)
 
 
 def build_engine(
@@ -440,8 +473,7 @@ def restore(engine: Engine, checkpoint: Path) -> Progress:
     Raises:
         CheckpointError: If it cannot be read, or does not fit the engine.
     """
-    engine.prepare_to_load(store.stored_tensors(checkpoint))
-    state = engine.state_dict()
+    state = engine.prepare_to_load(store.stored_tensors(checkpoint))
     store.load(checkpoint, state)
     engine.load_state_dict(state)
     numbers: dict[str, Any] = store.read_numbers(checkpoint)

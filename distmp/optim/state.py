@@ -87,7 +87,7 @@ def create_state(
     names: Mapping[int, str],
     stored: Mapping[str, tuple[torch.Size, torch.dtype]],
     shapes: Mapping[str, torch.Size] | None = None,
-) -> None:
+) -> list[str]:
     """Create state tensors for loading, shaped and sharded like their parameters where they match.
 
     Args:
@@ -95,16 +95,20 @@ def create_state(
         names: Name of each parameter by its `id`.
         stored: Shape and dtype of each stored state, named as by `named_state`.
         shapes: Shape of each whole parameter, where the optimizer has shares of them.
+
+    Returns:
+        Names of parameters that have a stored state and are not the optimizer's.
     """
     places = {
         names[id(parameter)]: (parameter, group)
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+    left_out: dict[str, None] = {}
     for entry, (shape, dtype) in stored.items():
         name, key = entry.rsplit("/", 1)
         if name not in places:
-            logger.warning("the checkpoint has optimizer state of %r, which is not trained", name)
+            left_out[name] = None
             continue
         parameter, group = places[name]
         state = optimizer.state[parameter]
@@ -119,3 +123,4 @@ def create_state(
             state[key] = torch.zeros(
                 shape, dtype=dtype, device=parameter.device if on_device else "cpu"
             )
+    return list(left_out)

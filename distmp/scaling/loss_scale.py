@@ -166,8 +166,10 @@ class LossScale:
                 value,
             )
         for name in ("clean_steps", "overflows_in_a_row"):
-            count = state[name].to(getattr(self, name))
-            setattr(self, name, count if stored > 0 else torch.zeros_like(count))
+            count = torch.zeros_like(getattr(self, name))
+            if stored > 0 and name in state:
+                count.copy_(state[name])
+            setattr(self, name, count)
 
     def _allowed(self, value: float) -> float:
         """Return the scale to continue with after one of `value` (0 or NaN: there was none)."""

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from distmp.checkpoint.export import live_weights, write
 from distmp.config import RunConfig
 from distmp.engine import Engine
 from distmp.errors import ConfigError
@@ -97,7 +98,9 @@ def train_all(sources: dict[str, Path], out: Path) -> dict[str, tuple[float, dic
             state = engine.state_dict().items()
             weights = [(k[6:], v) for k, v in state if k.startswith("model/")]
             case = f"{name}-{strategy}-{policy}"
-            huggingface.save(out / case, model, weights, writes=rank == 0)
+            saved = live_weights(engine.state_dict(), keep=rank == 0)
+            if rank == 0:
+                write(out / case, saved, huggingface.configuration(model), torch.float32)
             if strategy == "sharded ddp":
                 continue  # below, the file is compared with that of the whole optimizer
             whole = {k: v.full_tensor() if strategy == "fsdp" else v for k, v in weights}
