@@ -116,7 +116,10 @@ class Trainer:
         if checkpoint is not None:
             if world.rank == 0:
                 changes.tell(console.message)
-            self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
+            same_optimizer = "optim.name" not in changes.dangerous
+            self.progress = all_or_none(
+                world, lambda: restore(self.engine, checkpoint, optimizer=same_optimizer)
+            )
         self.records = (
             RecordWriter(self.directory.records, resume_after_step=self.progress.step)
             if world.rank == 0
@@ -467,14 +470,23 @@ def find_checkpoint(config: RunConfig) -> Path | None:
     return store.resolve(config.resume, directory.checkpoints)
 
 
-def restore(engine: Engine, checkpoint: Path) -> Progress:
+def restore(engine: Engine, checkpoint: Path, *, optimizer: bool = True) -> Progress:
     """Load a checkpoint into an engine; return where the run stood. Every rank has to call it.
+
+    Args:
+        engine: A new one.
+        checkpoint: What to load.
+        optimizer: Whether the state of the optimizer is loaded too; otherwise that begins anew.
 
     Raises:
         CheckpointError: If it cannot be read, or does not fit the engine.
     """
-    state = engine.prepare_to_load(store.stored_tensors(checkpoint))
-    store.load(checkpoint, state)
+    left_out = () if optimizer else ("optimizer/",)
+    stored = store.stored_tensors(checkpoint)
+    kept = {name: kind for name, kind in stored.items() if not name.startswith(left_out)}
+    state = engine.prepare_to_load(kept)
+    wanted = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
+    store.load(checkpoint, wanted)
     engine.load_state_dict(state)
     numbers: dict[str, Any] = store.read_numbers(checkpoint)
     return Progress(numbers["step"], numbers["samples"])

@@ -127,7 +127,7 @@ logger = logging.getLogger("distmp")
 
 @dataclass(frozen=True)
 class Changes:
-    """What is not as it was when a checkpoint was written, a line for each difference.
+    """What is not as it was when a checkpoint was written: name to a line about it.
 
     Attributes:
         harmless: Differences without an effect but rounding.
@@ -136,18 +136,18 @@ class Changes:
         note: What else there is to say.
     """
 
-    harmless: list[str] = field(default_factory=list)
-    consequential: list[str] = field(default_factory=list)
-    dangerous: list[str] = field(default_factory=list)
+    harmless: dict[str, str] = field(default_factory=dict)
+    consequential: dict[str, str] = field(default_factory=dict)
+    dangerous: dict[str, str] = field(default_factory=dict)
     note: str = ""
 
     def tell(self, say: Callable[[str], object]) -> None:
         """Tell all of them: harmless ones by `say`, the others as warnings."""
         if self.note:
             say(self.note)
-        for line in self.harmless:
+        for line in self.harmless.values():
             say(f"changed: {line}")
-        for line in (*self.consequential, *self.dangerous):
+        for line in (*self.consequential.values(), *self.dangerous.values()):
             logger.warning("changed: %s", line)
 
     def refuse(self, checkpoint: str) -> None:
@@ -160,7 +160,7 @@ class Changes:
             ConfigError: One message with all of them.
         """
         if self.dangerous:
-            listed = "".join(f"\n  {line}" for line in self.dangerous)
+            listed = "".join(f"\n  {line}" for line in self.dangerous.values())
             raise ConfigError(
                 "resume",
                 checkpoint,
@@ -184,11 +184,11 @@ def compare(
     for name, old, new in _differences(before, now, defaults):
         line = f"{name}: {_shown(old)} -> {_shown(new)}"
         if name in DANGEROUS:
-            changes.dangerous.append(f"{line} ({DANGEROUS[name]})")
+            changes.dangerous[name] = f"{line} ({DANGEROUS[name]})"
         elif name in CONSEQUENTIAL:
-            changes.consequential.append(f"{line} ({CONSEQUENTIAL[name]})")
+            changes.consequential[name] = f"{line} ({CONSEQUENTIAL[name]})"
         else:
-            changes.harmless.append(line)
+            changes.harmless[name] = line
     return changes
 
 

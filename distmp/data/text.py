@@ -140,6 +140,7 @@ class TextFolder(Dataset[dict[str, Tensor]]):
     """
 
     vocabulary_size = VOCABULARY_SIZE
+    draws_nothing = True
 
     def __init__(
         self,

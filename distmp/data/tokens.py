@@ -60,6 +60,8 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         last: Token after the part to use; None for the end of the file.
     """
 
+    draws_nothing = True
+
     def __init__(
         self,
         path: Path,

@@ -23,22 +23,28 @@ def test_each_difference_is_told_as_its_table_says() -> None:
     before = {"optim.lr": 0.001, "log.every": 10, "seed": 1, "resume": None, "steps": 5}
     now = {"optim.lr": 0.0003, "log.every": 1, "seed": 2, "resume": "auto", "steps": 5}
     found = compare(before, now, {})
-    assert found.harmless == ["log.every: 10 -> 1"]
-    assert found.consequential == ["optim.lr: 0.001 -> 0.0003 (other learning rates from here on)"]
-    assert found.dangerous == [f"seed: 1 -> 2 ({DANGEROUS['seed']})"]
+    assert list(found.harmless.values()) == ["log.every: 10 -> 1"]
+    assert list(found.consequential.values()) == [
+        "optim.lr: 0.001 -> 0.0003 (other learning rates from here on)"
+    ]
+    assert list(found.dangerous.values()) == [f"seed: 1 -> 2 ({DANGEROUS['seed']})"]
 
 
 def test_values_are_shown_as_they_are_written() -> None:
     before = {"strategy": "ddp", "compile": "none", "data.path": None, "optim.options": {"a": [1]}}
     now = {"strategy": "fsdp", "compile": "none", "data.path": "/x", "optim.options": {"a": [2]}}
     found = compare(before, now, {})
-    assert found.harmless == ["strategy: ddp -> fsdp", "data.path: null -> /x"]
-    assert found.consequential[0].startswith('optim.options: {"a": [1]} -> {"a": [2]} (')
+    assert list(found.harmless.values()) == ["strategy: ddp -> fsdp", "data.path: null -> /x"]
+    assert found.consequential["optim.options"].startswith(
+        'optim.options: {"a": [1]} -> {"a": [2]} ('
+    )
 
 
 def test_settings_of_other_versions() -> None:
     found = compare({"gone": 3, "old": 1}, {"old": 1, "new": 2, "newer": 3}, {"new": 2, "newer": 1})
-    assert found == changes.Changes(harmless=["newer: 1 -> 3", "gone: 3 -> (unknown)"])
+    assert found == changes.Changes(
+        harmless={"newer": "newer: 1 -> 3", "gone": "gone: 3 -> (unknown)"}
+    )
 
 
 def test_dangerous_changes_are_refused_in_one_message() -> None:

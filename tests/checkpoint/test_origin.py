@@ -75,13 +75,13 @@ def test_nested_settings_and_facts_are_compared() -> None:
         precision="bf16",
     )
     found = changes_since(before, now)
-    assert found.harmless == ["number of ranks: 1 -> 4"]
-    assert [line.split(" (")[0] for line in found.consequential] == [
+    assert found.harmless == {"number of ranks": "number of ranks: 1 -> 4"}
+    assert [line.split(" (")[0] for line in found.consequential.values()] == [
         "precision.loss_scale.init: 4.0 -> 8.0",
         "optim.lr: 0.001 -> 0.0003",
         "precision in force: fp32 -> bf16",
     ]
-    assert found.dangerous == []
+    assert found.dangerous == {}
 
 
 @pytest.mark.parametrize(
@@ -97,12 +97,12 @@ def test_nested_settings_and_facts_are_compared() -> None:
 )
 def test_another_model_or_other_data_is_dangerous(now: dict[str, Any], line: str) -> None:
     found = changes_since(numbers(), now)
-    assert [dangerous.split(" (")[0] for dangerous in found.dangerous] == [line]
+    assert [dangerous.split(" (")[0] for dangerous in found.dangerous.values()] == [line]
 
 
 def test_the_same_data_at_another_place_are_the_same_data() -> None:
     found = changes_since(numbers({"data": {"path": "/a"}}), numbers({"data": {"path": "/b"}}))
-    assert found == Changes(harmless=["data.path: /a -> /b"])
+    assert found == Changes(harmless={"data.path": "data.path: /a -> /b"})
 
 
 def test_what_one_of_the_two_does_not_know_is_not_compared() -> None:
