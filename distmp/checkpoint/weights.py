@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.models.architecture import rebuild
+from distmp.models.architecture import CONFIG_FILE, TRANSFORMER, read, rebuild
+from distmp.models.transformer import Transformer
 
 # How many names of a kind an error lists.
 LISTED = 5
@@ -67,7 +69,7 @@ def _fill(model: nn.Module, folder: str | Path, files: list[Path]) -> None:
     for file in files:
         opened = safe_open(file, framework="pt")
         places.update((name, opened) for name in opened.keys())  # noqa: SIM118 - no dictionary
-    problems = list(_misfits(wanted, places))
+    problems = [*_misfits(wanted, places), *_other_dimensions(model, Path(folder))]
     if problems:
         raise ConfigError(SETTING, str(folder), f"does not fit the model: {'; '.join(problems)}")
     with torch.no_grad():
@@ -91,3 +93,15 @@ def _misfits(wanted: Mapping[str, Tensor], places: Mapping[str, Any]) -> Iterato
         if names:
             more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
             yield f"{problem}: {', '.join(islice(names, LISTED))}{more}"
+
+
+def _other_dimensions(model: nn.Module, folder: Path) -> Iterator[str]:
+    """Give what shapes do not show, such as the number of heads, where the folder tells it."""
+    if not isinstance(model, Transformer) or not (folder / CONFIG_FILE).is_file():
+        return
+    described, own = read(folder), asdict(model.config)
+    if described.pop("model_type") == TRANSFORMER:
+        for name, value in described.items():
+            # Nothing is learned of the longest sequence.
+            if name != "sequence_length" and own.get(name, value) != value:
+                yield f"{name} = {value} for {own[name]}"

@@ -36,6 +36,22 @@ def is_hugging_face(described: Mapping[str, Any]) -> bool:
     return described.get("model_type") not in (TRANSFORMER, IMPORT_PATH)
 
 
+def read(folder: str | Path) -> dict[str, Any]:
+    """Return the description in a folder; `model_type` is among it.
+
+    Raises:
+        ConfigError: If there is no config.json, or it is no such description.
+    """
+    file = Path(folder) / CONFIG_FILE
+    try:
+        described = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError("folder", str(folder), f"{file} cannot be read: {error}") from None
+    if not isinstance(described, dict) or "model_type" not in described:
+        raise ConfigError("folder", str(folder), f"{file} has no 'model_type'")
+    return described
+
+
 def rebuild(folder: str | Path) -> nn.Module:
     """Build distmp's transformer as config.json in a folder describes it, with random weights.
 
@@ -45,12 +61,8 @@ def rebuild(folder: str | Path) -> nn.Module:
     Raises:
         ConfigError: If there is no config.json, or it is of something else.
     """
-    file = Path(folder) / CONFIG_FILE
-    try:
-        described = json.loads(file.read_text())
-        kind = described.pop("model_type")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError("folder", str(folder), f"{file} cannot be used: {error!r}") from None
+    described = read(folder)
+    kind = described.pop("model_type")
     if kind != TRANSFORMER:
         raise ConfigError(
             "folder",
@@ -59,5 +71,5 @@ def rebuild(folder: str | Path) -> nn.Module:
         )
     try:
         return Transformer(TransformerConfig(**described))
-    except (TypeError, ValueError) as error:
-        raise ConfigError("folder", str(folder), f"{file} cannot be used: {error}") from None
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError("folder", str(folder), f"cannot be built: {error}") from None
