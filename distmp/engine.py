@@ -494,7 +494,8 @@ class Engine:
                 tensor.copy_(state[name])
         prefix = "loss_scale/"
         self.loss_scale.load_state_dict(
-            {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)}
+            {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},
+            quiet=self.world.rank != 0,
         )
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None

@@ -78,7 +78,7 @@ CONSEQUENTIAL = {
     "precision in force": "other roundings in forward, backward and reductions",
     "precision.on_nonfinite": "steps that are not finite are treated in another way",
     "precision.loss_scale.dynamic": _SCALE,
-    "precision.loss_scale.init": "only a loss scale that has not been used yet starts there",
+    "precision.loss_scale.init": "the loss scale goes on from where it stands",
     "precision.loss_scale.growth_factor": _SCALE,
     "precision.loss_scale.backoff_factor": _SCALE,
     "precision.loss_scale.growth_interval": _SCALE,
