@@ -134,6 +134,7 @@ def write(
             huggingface.write(temporary, weights, architecture, dtype, largest_file)
         else:
             _write_plain(temporary, weights, architecture, largest_file)
+        _make_readable(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
     except OSError as error:
@@ -154,6 +155,16 @@ def _write_plain(
     save_torch_state_dict(weights, folder, max_shard_size=largest_file)
     if architecture is not None:
         (folder / CONFIG_FILE).write_text(json.dumps(architecture, indent=2) + "\n")
+
+
+def _make_readable(folder: Path) -> None:
+    """Give files the permissions of new ones: safetensors makes them for their owner alone."""
+    files = list(folder.iterdir())
+    new = folder / "new"
+    new.touch()
+    for file in files:
+        shutil.copymode(new, file)
+    new.unlink()
 
 
 def _find(source: str | Path) -> Path:

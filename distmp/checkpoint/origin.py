@@ -86,7 +86,7 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         return Changes(note="the checkpoint is too old to tell its configuration: none is compared")
     leaves = frozenset(leaf_names(RunConfig))
     facts_before, facts_now = _facts(before), _facts(now)
-    known = facts_before.keys() & facts_now.keys()
+    known = [name for name in facts_now if name in facts_before]
     return compare(
         _flat(before["configuration"], leaves) | {name: facts_before[name] for name in known},
         _flat(now["configuration"], leaves) | {name: facts_now[name] for name in known},

@@ -163,6 +163,10 @@ def test_a_run_its_export_and_a_run_from_there(
     assert cli.main(["export", "run", "--to", "weights/fp32"]) == 0
     told = capsys.readouterr().out
     assert told.endswith(" numbers in fp32: weights/fp32\n")
+    modes = {file.name: file.stat().st_mode for file in Path("weights/fp32").iterdir()}
+    new = tmp_path / "new"
+    new.touch()
+    assert modes == dict.fromkeys(("config.json", "model.safetensors"), new.stat().st_mode)
     model = load_model("weights/fp32")
     assert isinstance(model, Transformer)
     assert (model.head is None) == tied
