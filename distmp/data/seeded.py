@@ -32,27 +32,32 @@ class SeededSamples:
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
         """Return the samples of a microbatch; the data loader calls it by this name."""
         whole_microbatch = getattr(self.dataset, "__getitems__", None)
-        if whole_microbatch is not None:
-            with drawing(self.seed, places[0][0]):
+        with _generators_kept():
+            if whole_microbatch is not None:
+                _seed_generators(self.seed, places[0][0])
                 return whole_microbatch([index for _, index in places])
-        return [self._sample(position, index) for position, index in places]
+            return [self._sample(position, index) for position, index in places]
 
     def _sample(self, position: int, index: int) -> Any:
-        with drawing(self.seed, position):
-            return self.dataset[index]
+        _seed_generators(self.seed, position)
+        return self.dataset[index]
 
 
 @contextmanager
-def drawing(seed: int, position: int) -> Iterator[None]:
-    """Let torch (on the CPU), numpy and `random` draw what belongs to a position, for a while."""
+def _generators_kept() -> Iterator[None]:
+    """Give torch's generator of the CPU, numpy's and Python's back as they were."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    digest = hashlib.sha256(f"sample {seed} {position}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "big"))
-    np.random.seed(int.from_bytes(digest[8:12], "big"))
-    random.seed(digest[12:])
     try:
         yield
     finally:
         torch.set_rng_state(before[0])
         np.random.set_state(before[1])
         random.setstate(before[2])
+
+
+def _seed_generators(seed: int, position: int) -> None:
+    digest = hashlib.sha256(f"sample {seed} {position}".encode()).digest()
+    # Not `torch.manual_seed`, which seeds all devices.
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
+    np.random.seed(int.from_bytes(digest[8:12], "big"))
+    random.seed(digest[12:])
