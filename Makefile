@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
+WORKERS ?= 3
 INSTALLED := $(VENV)/.installed
 
 .PHONY: train test lint format bench clean
@@ -13,8 +14,9 @@ INSTALLED := $(VENV)/.installed
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
 
+# Ranks wait for each other most of the time, so a few files of tests run side by side.
 test: $(INSTALLED)
-	$(VENV)/bin/python -m pytest
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import figures
-from benchmarks.report import machine, save
+from benchmarks.report import alternating, machine, save
 from distmp import Fp32GradBuckets
 from distmp.models.build import build_model
 from distmp.models.settings import ModelConfig
@@ -229,14 +229,11 @@ def _drop(parameter: Tensor) -> None:
 
 def _measure(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for turn in range(rounds + 2):
-        # Another one is the first in every turn.
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            started = time.process_time()
-            ways[name].accumulate()
-            if turn >= 2:  # the first turns warm up
-                taken[name].append(1000 * (time.process_time() - started))
+    for name, counts in alternating(list(ways), rounds, warm_up=2):
+        started = time.process_time()
+        ways[name].accumulate()
+        if counts:
+            taken[name].append(1000 * (time.process_time() - started))
     return taken
 
 

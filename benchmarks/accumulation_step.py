@@ -25,13 +25,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import figures, memory
 from benchmarks.ranks import Ranks, is_rank, serve
-from benchmarks.report import machine, save
+from benchmarks.report import alternating, machine, save
 from distmp import Engine, Fp32GradBuckets
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks
+from distmp.telemetry.memory import begin_peak, peak_since
 
+CPU = torch.device("cpu")
 MICROBATCHES = 8
 VOCABULARY, LENGTH = 258, 128
 RATE = 1e-4
@@ -159,7 +161,7 @@ class Rank:
         self._build = {**STEPS, **OPTIMIZERS}[way]
         self._parameters = _warm_up()
         self._build("1m").step()
-        self._base = memory.settle()
+        self._base = begin_peak(CPU)
         self._way = self._build("22m")
 
     def answer(self, order: str) -> Any:
@@ -177,10 +179,10 @@ class Rank:
     def resident(self) -> dict[str, float]:
         """Return resident bytes per parameter: at most in a step, and after it."""
         _settle(self._way)
-        memory.settle()
+        begin_peak(CPU)
         self._way.step()
-        peak = memory.peak() - self._base
-        between = memory.settle() - self._base
+        peak = peak_since(self._base, CPU)
+        between = begin_peak(CPU) - self._base
         return {"peak": peak / self._parameters, "between_steps": between / self._parameters}
 
     def live(self) -> dict[str, float]:
@@ -254,12 +256,10 @@ def _times(rounds: int) -> dict[str, list[float]]:
         started = {
             way: stack.enter_context(Ranks("benchmarks.accumulation_step", way, 2)) for way in names
         }
-        for turn in range(rounds + 1):
-            # Another one is the first in every turn.
-            for way in names[turn % len(names) :] + names[: turn % len(names)]:
-                taken = max(started[way].ask("time"))
-                if turn > 0:  # the first turn warms up
-                    seconds[way].append(taken)
+        for way, counts in alternating(names, rounds, warm_up=1):
+            taken = max(started[way].ask("time"))
+            if counts:
+                seconds[way].append(taken)
     return seconds
 
 

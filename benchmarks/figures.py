@@ -23,11 +23,10 @@ def quickstart(result: dict[str, Any]) -> str:
         {"loop": "distmp", "tokens/s": speeds["distmp"], "of plain DDP": ratio},
         {"loop": "plain torch DDP", "tokens/s": speeds["plain"], "of plain DDP": 1},
     ]
-    machine = result["machine"]
     return (
         f"{table(rows)}\n\nMedian (least to most) of {len(result['seconds']['plain'])} alternating "
-        f"turns of {result['steps_per_turn']} steps, {machine['cores']} cores of "
-        f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+        f"turns of {result['steps_per_turn']} steps, {result['machine']['cores']} cores of "
+        + _machine(result)
     )
 
 
@@ -47,13 +46,11 @@ def step_tail(result: dict[str, Any]) -> str:
         row["of torch's"] = f"{beyond / stock:.2f}" if beyond else ""
         row["of the floor"] = f"{beyond / floor:.1f}" if beyond else ""
         rows.append(row)
-    machine = result["machine"]
     return (
         f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds']['copy'])} "
         f"alternating turns, {result['elements'] / 1e6:.1f} M FP32 gradient elements; the floor, "
         f"one read of them at copy bandwidth, is {floor:.3g} ms, their norm alone {norm:.3g} ms. "
-        f"{machine['threads']} threads on {machine['gpu'] or machine['cpu']}, "
-        f"torch {machine['torch']}, {machine['date']}."
+        f"{result['machine']['threads']} threads on {_machine(result)}"
     )
 
 
@@ -69,11 +66,9 @@ def accumulation_error(result: dict[str, Any]) -> str:
         }
         for name, errors in result["relative_error"].items()
     ]
-    machine = result["machine"]
     return (
         f"{table(rows)}\n\nRelative L2 error against a float64 sum of the same bfloat16 microbatch "
-        f"gradients, {result['ranks']} ranks, microbatches per rank. {machine['cpu']}, "
-        f"torch {machine['torch']}, {machine['date']}."
+        f"gradients, {result['ranks']} ranks, microbatches per rank. {_machine(result)}"
     )
 
 
@@ -89,13 +84,12 @@ def accumulation_passes(result: dict[str, Any]) -> str:
         row["beyond autograd alone, ms"] = f"{beyond:.3g}"
         row["Fp32GradBuckets takes of that"] = f"{ours / beyond:.2f}"
         rows.append(row)
-    machine = result["machine"]
     return (
         f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds'][rows[0]['way']])} "
         f"alternating turns of {result['microbatches']} microbatches, "
         f"{result['elements'] / 1e6:.1f} M bfloat16 gradient elements in {result['parameters']} "
         f"parameters; autograd alone, without accumulating, {floor:.3g} ms. "
-        f"{machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+        f"{_machine(result)}"
     )
 
 
@@ -125,13 +119,11 @@ def accumulation_step(result: dict[str, Any]) -> str:
                     "peak": f"{measured['peak']:.1f}",
                 }
             )
-    machine = result["machine"]
     return (
         f"{table(rows)}\n\n{table(held)}\n\nMedian (least to most) of "
         f"{len(next(iter(seconds.values())))} alternating turns of one step with "
         f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on "
-        f"each of 2 ranks, ratios turn by turn. {machine['cpu']}, torch {machine['torch']}, "
-        f"{machine['date']}."
+        f"each of 2 ranks, ratios turn by turn. {_machine(result)}"
     )
 
 
@@ -153,13 +145,12 @@ def reproducible(result: dict[str, Any]) -> str:
         }
         shown = {layout: f"`{digests[layout][:8]}`" for layout in layouts}
         rows.append({"policy": policy, "mode": mode, **shown})
-    first, machine = runs[0], result["machine"]
+    first = runs[0]
     return (
         f"{table(rows)}\n\nSHA-256, shortened, of weights, FP32 masters and moments after "
         f"{result['steps']} steps of the quickstart's model with samples of "
         f"{result['sequence_length']} tokens, at ranks x microbatches; {first['skipped']} of the "
-        f"steps overflowed and was skipped, {first['clipped']} were clipped. {machine['cpu']}, "
-        f"torch {machine['torch']}, {machine['date']}."
+        f"steps overflowed and was skipped, {first['clipped']} were clipped. {_machine(result)}"
     )
 
 

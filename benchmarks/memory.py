@@ -1,11 +1,8 @@
-"""Two measures of the memory that training takes: pages of the process, and live tensors."""
+"""Measuring memory exactly: settings of the allocator, and live tensors."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,26 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 # The allocator returns every large tensor to the kernel when it is freed, and all threads share one
 # arena: what is resident is what is in use. It is slower so, and not for measurements of time.
 EXACT_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
-
-
-def settle() -> int:
-    """Free what nobody uses, forget the peak before; return the resident bytes."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def peak() -> int:
-    """Return the most resident bytes since `settle`."""
-    return _status("VmHWM")
-
-
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {name}")
 
 
 class LiveStorages(TorchDispatchMode):

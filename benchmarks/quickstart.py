@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import figures
-from benchmarks.report import Spread, machine, save
+from benchmarks.report import Spread, alternating, machine, save
 from distmp.config import RunConfig, load
 from distmp.launcher.local import run_ranks
 from distmp.optim.build import schedule_factory, weight_decay_groups
@@ -44,12 +44,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         config = _config(arguments.steps, folder)
         seconds: dict[str, list[float]] = {"distmp": [], "plain": []}
-        for turn in range(arguments.rounds + 1):
-            order = ("distmp", "plain") if turn % 2 else ("plain", "distmp")
-            for name in order:
-                measured = (_distmp if name == "distmp" else _plain)(config, world)
-                if turn > 0:  # the first turn warms up
-                    seconds[name].append(measured)
+        for name, counts in alternating(list(seconds), arguments.rounds, warm_up=1):
+            measured = (_distmp if name == "distmp" else _plain)(config, world)
+            if counts:
+                seconds[name].append(measured)
     if world.rank == 0:
         _report(config, world, seconds)
     leave()

@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,14 @@ class Spread(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.median:,.3g} ({self.least:,.3g} to {self.most:,.3g})"
+
+
+def alternating(names: Sequence[str], rounds: int, warm_up: int) -> Iterator[tuple[str, bool]]:
+    """Yield what to measure next, and whether it counts; another one is the first in every turn."""
+    for turn in range(rounds + warm_up):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            yield name, turn >= warm_up
 
 
 def machine() -> dict[str, Any]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from benchmarks import figures
-from benchmarks.report import machine, save
+from benchmarks.report import alternating, machine, save
 from distmp.buckets.layout import DEFAULT_BUCKET_BYTES
 from distmp.scaling import (
     DistributedGradScaler,
@@ -142,14 +142,11 @@ def _measure(
     work: Work, ways: dict[str, Callable[[], None]], rounds: int
 ) -> dict[str, list[float]]:
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    names = list(ways)
-    for turn in range(rounds + 2):
-        # Another one is the first in every turn.
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            work.refresh()
-            elapsed = _timed(ways[name], work.device)
-            if turn >= 2:  # the first turns warm up
-                taken[name].append(1000 * elapsed)
+    for name, counts in alternating(list(ways), rounds, warm_up=2):
+        work.refresh()
+        elapsed = _timed(ways[name], work.device)
+        if counts:
+            taken[name].append(1000 * elapsed)
     return taken
 
 

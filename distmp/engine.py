@@ -50,7 +50,7 @@ logger = logging.getLogger("distmp")
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
 
-# What states of older versions lack; a new run begins with zeros there.
+# Beginnings of names that states of older versions lack: what a new run has is kept there.
 ADDED_LATER = ("loss_scale/overflows_in_a_row",)
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
@@ -100,6 +100,19 @@ class Engine:
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
+
+    Example:
+        >>> model = nn.Linear(8, 1)
+        >>> engine = Engine(
+        ...     model,
+        ...     lambda module, batch: (module(batch).square().sum(), len(batch)),
+        ...     lambda named: torch.optim.AdamW(named, lr=1e-2, fused=True),
+        ...     policy="fp32",
+        ...     max_norm=1.0,
+        ... )
+        >>> outcome = engine.step([torch.randn(16, 8), torch.randn(4, 8)])
+        >>> outcome.numbers.weight, outcome.numbers.skipped
+        (20.0, False)
     """
 
     def __init__(
@@ -470,7 +483,11 @@ class Engine:
                 _listed(left_out),
             )
         live = self.state_dict()
-        return {name: live[name] for name in live if name in stored or name not in ADDED_LATER}
+        return {
+            name: tensor
+            for name, tensor in live.items()
+            if name in stored or not name.startswith(ADDED_LATER)
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state with the names of `state_dict`, sharded as this engine shards.
@@ -486,9 +503,9 @@ class Engine:
         )
         if missing := live.keys() - state.keys():
             raise CheckpointError(f"the state lacks {_listed(sorted(missing))}")
-        absent = [name for name in ADDED_LATER if name not in state]
+        absent = sorted(self.state_dict().keys() - live.keys())
         if absent and self.world.rank == 0:
-            logger.warning("the state is of an older version: %s starts at 0", _listed(absent))
+            logger.warning("the state is of an older version: %s starts anew", _listed(absent))
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(state[name])

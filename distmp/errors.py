@@ -14,6 +14,17 @@ class DistmpError(Exception):
 
     The command line prints its message without a traceback; anything else is a bug or a fault of
     the user's own code and keeps its traceback.
+
+    Attributes:
+        exit_code: That of a process that ends with this error.
+
+    Example:
+        >>> import distmp
+        >>> try:
+        ...     distmp.policy("fp8")
+        ... except distmp.DistmpError as error:
+        ...     print(error.exit_code)
+        2
     """
 
     exit_code = 1
@@ -26,6 +37,12 @@ class ConfigError(DistmpError, ValueError):
         setting: Dotted name as it stands in the YAML file and on the command line (`optim.lr`).
         value: The value that was received.
         problem: What is wrong with it and what to do instead.
+
+    Example:
+        >>> import distmp
+        >>> distmp.LossScaleConfig(growth_interval=0)
+        Traceback (most recent call last):
+        distmp.errors.ConfigError: precision.loss_scale.growth_interval = 0: use 1 or more steps
     """
 
     exit_code = 2
@@ -61,11 +78,35 @@ class SetupError(DistmpError):
 
 
 class CheckpointError(DistmpError, RuntimeError):
-    """A checkpoint that cannot be written or read."""
+    """A checkpoint that cannot be written or read; raised on every rank alike.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from distmp.checkpoint import store
+        >>> try:
+        ...     store.load(Path("nowhere"), {})
+        ... except CheckpointError as error:
+        ...     print(str(error).partition(":")[0])
+        cannot load nowhere
+    """
 
 
 class TrainingError(DistmpError, RuntimeError):
-    """Training cannot go on; raised on every rank in the same step."""
+    """Training cannot go on; raised on every rank in the same step.
+
+    Example:
+        >>> import torch, distmp
+        >>> parameter = torch.nn.Parameter(torch.ones(()))
+        >>> optimizer = torch.optim.SGD([parameter], lr=1.0)
+        >>> scaler = distmp.DistributedGradScaler("cpu", init_scale=1.0, optimizers=[optimizer])
+        >>> scaler.scale(parameter * torch.inf).backward()
+        >>> _ = scaler.step(optimizer)
+        >>> try:
+        ...     scaler.update()
+        ... except TrainingError:
+        ...     print("an overflow at the lowest scale that is allowed")
+        an overflow at the lowest scale that is allowed
+    """
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

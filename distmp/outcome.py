@@ -29,6 +29,18 @@ class StepNumbers(NamedTuple):
         skipped_total: Steps skipped since the beginning, this one included.
         skipped_in_a_row: Steps skipped since the last applied one.
         scale_exhausted: There was an overflow, and the loss scale can sink no further.
+
+    Example:
+        >>> import torch, distmp
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(2, 1),
+        ...     lambda module, batch: (module(batch).sum(), len(batch)),
+        ...     lambda named: torch.optim.SGD(named, lr=0.5),
+        ...     policy="fp32",
+        ... )
+        >>> numbers = engine.step([torch.ones(3, 2)]).numbers
+        >>> numbers.weight, numbers.learning_rate, numbers.applied_total
+        (3.0, 0.5, 1)
     """
 
     loss: float
@@ -54,6 +66,11 @@ class StepOutcome:
 
     Attributes:
         overflow_report: Why the step overflowed, once `Engine.explain` has found out.
+
+    Example:
+        >>> outcome = StepOutcome({name: torch.tensor(1.0) for name in StepNumbers._fields})
+        >>> outcome.numbers.loss
+        1.0
     """
 
     overflow_report: OverflowReport | None = None

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.parallel import Strategy
+from distmp.parallel.module_buffers import buffer_values, restore_buffers
 from distmp.scaling.attribution import ParameterOverflow, RankEvidence
 from distmp.scaling.histogram import ExponentHistogram
 from distmp.scaling.probe import GradientSummary, Probe, count_non_finite
@@ -163,10 +164,8 @@ def _generators_as(states: dict[torch.device, Tensor]) -> Iterator[None]:
 @contextmanager
 def _buffers_restored(module: nn.Module) -> Iterator[None]:
     """Undo what forward writes into buffers, such as running statistics."""
-    saved = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    values = buffer_values(module)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for buffer, value in saved:
-                buffer.copy_(value)
+        restore_buffers(module, values)

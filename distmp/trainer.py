@@ -24,6 +24,7 @@ from distmp.data.loading import Batch, evaluation_batches, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
+from distmp.errors import CheckpointError
 from distmp.launcher.accelerate import overruled
 from distmp.models.architecture import architecture
 from distmp.models.build import Loss, build_loss, build_model
@@ -345,9 +346,12 @@ class Trainer:
                 self.directory.checkpoints,
                 self.progress.step,
                 self.engine.state_dict(),
-                {"step": self.progress.step, "samples": self.progress.samples, **self.origin},
+                self._numbers(),
                 keep=self.config.checkpoint.keep,
             )
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"step": self.progress.step, "samples": self.progress.samples, **self.origin}
 
     def _save_model(self) -> None:
         """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""
@@ -358,9 +362,14 @@ class Trainer:
 
         folder, writes = self.directory.model, self.world.rank == 0
         weights = live_weights(self.engine.state_dict(), keep=writes)
-        if writes:
+        if not writes:
+            return
+        try:
             write(folder, weights, self.origin["model"], torch.float32)
-        self.console.message(f"model in the format of Hugging Face: {folder}")
+        except CheckpointError as error:
+            self.console.message(f"{error}; distmp export writes it from the checkpoint")
+        else:
+            self.console.message(f"model in the format of Hugging Face: {folder}")
 
 
 class _Unread(NamedTuple):

@@ -1,7 +1,13 @@
 from __future__ import annotations
 
+import doctest
+import inspect
+import io
 import subprocess
 import sys
+
+import pytest
+import torch
 
 import distmp
 from tests.torchrun import environment
@@ -20,6 +26,19 @@ HEAVY = (
 def test_public_names_exist() -> None:
     assert sorted(distmp.__all__) == distmp.__all__
     assert all(hasattr(distmp, name) for name in distmp.__all__)
+
+
+@pytest.mark.parametrize("name", distmp.__all__)
+def test_every_public_name_has_an_example_that_runs(name: str) -> None:
+    public = getattr(distmp, name)
+    module = inspect.getmodule(public)
+    assert module is not None
+    finder = doctest.DocTestFinder(recurse=False)
+    (examples,) = finder.find(public, name, module, extraglobs={"torch": torch})
+    assert examples.examples
+    output = io.StringIO()
+    failed, _ = doctest.DocTestRunner().run(examples, out=output.write)
+    assert not failed, output.getvalue()
 
 
 def test_importing_brings_nothing_heavy_that_torch_has_not_brought() -> None:

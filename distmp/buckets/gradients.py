@@ -81,6 +81,18 @@ class Fp32GradBuckets:
 
     Raises:
         ConfigError: If `reproducible` does not fit the number of ranks or the reduce dtype.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        >>> buckets = Fp32GradBuckets([("weight", weight)], group=None)
+        >>> buckets.begin_step()
+        >>> for microbatch in range(300):
+        ...     buckets.begin_microbatch(last=microbatch == 299)
+        ...     weight.sum().backward()
+        ...     buckets.end_microbatch()
+        >>> buckets.finish()
+        >>> weight.grad  # a sum in bfloat16 would have stopped at 256
+        tensor([300., 300., 300.])
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class Exchange(Reduction):
     ) -> None:
         super().__init__(group, shard=shard)
         self.wire_dtype = wire_dtype
-        self._sum = _sum_pairwise if pairwise else _sum_in_order
+        self._sum = _sum_pairwise if pairwise else sum_in_order
         self._exchanged: _Exchanged | None = None
         self._gathered: list[_Gathered] = []
         self._stream: torch.cuda.Stream | None = None
@@ -136,7 +136,7 @@ class Exchange(Reduction):
         self._exchanged = None
         work.wait()
         own = self.shard(bucket)
-        own.copy_(self._sum(received.view(self.world_size, -1)))
+        self._sum(received.view(self.world_size, -1), own)
         if self.sharded:
             return
         arriving = bucket
@@ -163,17 +163,16 @@ class Exchange(Reduction):
         return torch.cuda.stream(self._stream)
 
 
-def _sum_in_order(pieces: Tensor) -> Tensor:
-    """Sum the rows of `pieces`, shape (ranks, n), in FP32."""
-    total = pieces[0].to(torch.float32, copy=True)
+def sum_in_order(pieces: Tensor, out: Tensor) -> None:
+    """Write the sum of the rows of `pieces`, shape (ranks, n), to `out`, FP32 of shape (n,)."""
+    out.copy_(pieces[0])
     for piece in pieces[1:]:
-        total += piece
-    return total
+        out.add_(piece)
 
 
-def _sum_pairwise(pieces: Tensor) -> Tensor:
-    """Sum the rows of `pieces`, shape (2^k, n), as a balanced binary tree, in FP32."""
+def _sum_pairwise(pieces: Tensor, out: Tensor) -> None:
+    """Write the sum of the rows of `pieces`, shape (2^k, n), as a balanced binary tree, in FP32."""
     rows = list(pieces.float().unbind())
     while len(rows) > 1:
         rows = [left + right for left, right in zip(rows[::2], rows[1::2], strict=True)]
-    return rows[0]
+    out.copy_(rows[0])

@@ -75,13 +75,14 @@ def prepare_blocks(model: nn.Module, config: ParallelConfig, *, backend: str = "
         for block in blocks.values():
             block.compile(backend=backend)
     elif config.compile == "model":
-        logger.warning(
-            "compile = 'model': gradients of a compiled model arrive all at once at the end of "
-            "backward, so no reduction overlaps with it; 'blocks' compiles nearly as well"
-        )
+        logger.warning(COMPILED_WHOLE)
         model.compile(backend=backend)
 
 
+COMPILED_WHOLE = (
+    "the whole model is compiled: all gradients come at the end of backward, and no reduction "
+    "overlaps with it; compile its blocks instead (compile = 'blocks', or block.compile())"
+)
 NO_BLOCKS = (
     "the model has no list of modules and no _no_split_modules to tell its blocks from; name them "
     "in sharding.wrap"

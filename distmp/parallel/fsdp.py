@@ -36,6 +36,7 @@ from distmp.parallel.strategy import (
     Strategy,
     broadcast_from_rank_zero,
     check_parameters,
+    group_of,
     narrow_parameters,
     store_parameters_in_fp32,
     trainable,
@@ -76,10 +77,7 @@ class FullySharded(Strategy):
         name: str = "fsdp",
     ) -> None:
         config = config or ParallelConfig()
-        if world.group is None:
-            raise ConfigError(
-                "strategy", name, "needs a process group; start the run with torchrun"
-            )
+        group_of(world, name)
         _check_offload(config.sharding, world)
         check_parameters(module, policy)
         _check_accumulator(policy)

@@ -28,7 +28,10 @@ from distmp.parallel.strategy import (
     Strategy,
     broadcast_from_rank_zero,
     check_parameters,
+    group_of,
+    parameter_name,
     store_parameters_in_fp32,
+    trainable,
 )
 from distmp.parallel.world import World
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp1_policy
@@ -38,7 +41,6 @@ from distmp.scaling import GradientPart
 from distmp.slices import FlatSlice
 
 # What FSDP1 puts into the names of wrapped modules.
-WRAPPER = "_fsdp_wrapped_module."
 
 
 class FullySharded1(Strategy):
@@ -64,16 +66,14 @@ class FullySharded1(Strategy):
         config: ParallelConfig | None = None,
     ) -> None:
         config = config or ParallelConfig()
-        if world.group is None:
-            raise ConfigError(
-                "strategy", "fsdp1", "needs a process group; start the run with torchrun"
-            )
+        self._group = group_of(world, "fsdp1")
         if world.world_size == 1:
             raise ConfigError("strategy", "fsdp1", "is for several ranks; use 'single'")
         check_parameters(module, policy)
         _check_weights(module, policy)
-        self._group = world.group
-        self._shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        self._shapes = {
+            parameter_name(name): parameter.shape for name, parameter in module.named_parameters()
+        }
         module.to(world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
@@ -82,11 +82,7 @@ class FullySharded1(Strategy):
         cast_inputs_and_outputs(module, policy)
         self._root = _wrap(module, policy, kept, world, config)
         self.module = self._root
-        self._trainable = [
-            (_plain_name(name), parameter)
-            for name, parameter in self.module.named_parameters()
-            if parameter.requires_grad
-        ]
+        self._trainable = trainable(self.module)
         self._places = self._find_places(world)
         # Whether a forward has begun that no backward has followed.
         self._open = False
@@ -129,14 +125,14 @@ class FullySharded1(Strategy):
 
     def units(self) -> list[tuple[str, nn.Module]]:
         return [
-            (_plain_name(f"{name}.").rstrip("."), part.module)
+            (parameter_name(f"{name}.").rstrip("."), part.module)
             for name, part in self.module.named_modules()
             if isinstance(part, FullyShardedDataParallel)
         ]
 
     def untrained(self) -> dict[str, Tensor]:
         return {
-            _plain_name(name): buffer
+            parameter_name(name): buffer
             for name, buffer in self.module.named_buffers(remove_duplicate=False)
         }
 
@@ -249,7 +245,3 @@ def _check_weights(module: nn.Module, policy: PrecisionPolicy) -> None:
             "fsdp1",
             f"flattens whole blocks and cannot keep {frozen[0]!r} frozen; use 'fsdp'",
         )
-
-
-def _plain_name(name: str) -> str:
-    return name.replace(WRAPPER, "")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -27,9 +29,8 @@ class ModuleBuffers:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Remember the buffers; what a step that was not ended has written is taken back first."""
-        for buffer, value in self._with_value_before():
-            buffer.copy_(value)
-        self._before = {name: buffer.clone() for name, buffer in self._current().items()}
+        restore_buffers(self._module, self._before)
+        self._before = buffer_values(self._module)
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
@@ -39,28 +40,38 @@ class ModuleBuffers:
             skipped: 0-dim, not 0 if the step was skipped; the host does not wait for it.
         """
         # All of them: torch writes running statistics without counting up a tensor's version.
-        for buffer, value in self._with_value_before():
-            buffer.copy_(torch.where(skipped.bool(), value, buffer))
+        current = dict(self._module.named_buffers())
+        for name, value in self._before.items():
+            if name in current:
+                buffer = current[name]
+                buffer.copy_(torch.where(skipped.bool(), value, buffer))
         self._before = {}
         if self._group is not None:
-            self._broadcast()
+            _broadcast(current.values(), self._group)
 
-    def _with_value_before(self) -> list[tuple[Tensor, Tensor]]:
-        current = self._current()
-        return [(current[name], value) for name, value in self._before.items() if name in current]
 
-    def _current(self) -> dict[str, Tensor]:
-        return dict(self._module.named_buffers())
+@torch.no_grad()
+def buffer_values(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of a module's buffers by name."""
+    return {name: buffer.clone() for name, buffer in module.named_buffers()}
 
-    def _broadcast(self) -> None:
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-        for buffer in self._current().values():
-            by_kind.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        assert self._group is not None
-        source = dist.get_global_rank(self._group, 0)
-        for buffers in by_kind.values():
-            flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            dist.broadcast(flat, source, self._group)
-            parts = flat.split([buffer.numel() for buffer in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+
+@torch.no_grad()
+def restore_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
+    """Write `values` back into the buffers of these names, as far as they are still there."""
+    for name, buffer in module.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])
+
+
+def _broadcast(all_buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for buffer in all_buffers:
+        by_kind.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+    source = dist.get_global_rank(group, 0)
+    for buffers in by_kind.values():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        dist.broadcast(flat, source, group)
+        parts = flat.split([buffer.numel() for buffer in buffers])
+        for buffer, part in zip(buffers, parts, strict=True):
+            buffer.copy_(part.view(buffer.shape))

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.buckets.collectives import all_to_all, reduce_scatter
+from distmp.buckets.reduction import sum_in_order
 
 
 def reduce_scatter_sum(
@@ -30,7 +31,4 @@ def reduce_scatter_sum(
     sent = gradients.to(wire_dtype)
     received = torch.empty_like(sent)
     all_to_all(received, sent, group).wait()
-    first, *others = received.view(group.size(), -1).unbind()
-    output.copy_(first)
-    for part in others:
-        output.add_(part)
+    sum_in_order(received.view(group.size(), -1), output)

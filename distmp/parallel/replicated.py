@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
+from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.strategy import (
     AccumulationSettings,
     Strategy,
@@ -61,10 +62,7 @@ class Replicated(Strategy):
         self._world = world
         check_parameters(module, policy)
         if world.group is not None and hasattr(module, "_orig_mod"):
-            logger.warning(
-                "the whole model is compiled: all gradients come at the end of backward, and no "
-                "reduction overlaps with it; compile its blocks instead (block.compile())"
-            )
+            logger.warning(COMPILED_WHOLE)
         self.module = module.to(world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)

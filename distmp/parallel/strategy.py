@@ -204,6 +204,19 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
             )
 
 
+def group_of(world: World, strategy: str) -> dist.ProcessGroup:
+    """Return the ranks' process group.
+
+    Raises:
+        ConfigError: If the process runs alone.
+    """
+    if world.group is None:
+        raise ConfigError(
+            "strategy", strategy, "needs a process group; start the run with torchrun"
+        )
+    return world.group
+
+
 @torch.no_grad()
 def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
     """Widen trainable 16-bit parameters to FP32, in place; nothing is lost."""
@@ -233,8 +246,8 @@ def broadcast_from_rank_zero(module: nn.Module, world: World) -> None:
 
 
 def parameter_name(name: str) -> str:
-    """Return a parameter's name without what `torch.compile` puts before it."""
-    return name.replace("_orig_mod.", "")
+    """Return the name in the model, without what `torch.compile` and FSDP1 put into it."""
+    return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:

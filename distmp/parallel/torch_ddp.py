@@ -7,9 +7,8 @@ import inspect
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distmp.errors import ConfigError
 from distmp.parallel.replicated import Replicated
-from distmp.parallel.strategy import AccumulationSettings
+from distmp.parallel.strategy import AccumulationSettings, group_of
 from distmp.parallel.world import World, keep_until_exit
 from distmp.precision.policy import PrecisionPolicy
 
@@ -39,14 +38,11 @@ class TorchDistributedDataParallel(Replicated):
         world: World,
         settings: AccumulationSettings | None = None,
     ) -> None:
-        if world.group is None:
-            raise ConfigError(
-                "strategy", "ddp-torch", "needs a process group; start the run with torchrun"
-            )
+        group = group_of(world, "ddp-torch")
         super().__init__(module, policy, world, settings)
         wrapper = _wrapper(module, world)
         wrapper.require_backward_grad_sync = False
-        keep_until_exit(world.group)
+        keep_until_exit(group)
         self.module = wrapper
 
     @property

@@ -37,8 +37,15 @@ def resolve(wanted: PolicyLike, device: torch.device) -> Resolution:
             "auto".
         device: Where the model will run.
 
+    Returns:
+        The policy, and the reason in words.
+
     Raises:
         ConfigError: If there is no such policy.
+
+    Example:
+        >>> resolve("fp32", torch.device("cpu")).policy.name
+        'fp32'
     """
     if wanted == "auto":
         return _resolve_cuda(device) if device.type == "cuda" else _resolve_cpu(device)

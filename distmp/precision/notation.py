@@ -40,6 +40,10 @@ def policy(wanted: str | Mapping[str, Any]) -> PrecisionPolicy:
     Raises:
         ConfigError: If there is no such preset, key or value ("auto" needs a device, see
             `distmp.precision.resolve`), or the policy contradicts itself.
+
+    Example:
+        >>> policy("bf16,reduce=bf16,keep_fp32=norm|head").keep_fp32
+        ('norm', 'head')
     """
     if isinstance(wanted, str):
         if wanted in PRESETS:

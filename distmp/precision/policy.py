@@ -57,6 +57,11 @@ class PrecisionPolicy:
     Raises:
         ConfigError: For a value or a combination that cannot run, contradicts itself, or would lose
             a field silently.
+
+    Example:
+        >>> import torch
+        >>> PrecisionPolicy("mine", compute_dtype=torch.bfloat16, autocast=True).reduce_dtype
+        torch.float32
     """
 
     name: str

@@ -145,6 +145,19 @@ class OverflowReport:
             where that was measured.
         lost_share: Share of the gradient values seen that would be zero at `fitting_scale`.
         exact: Whether the step was repeated with the very weights that it had.
+
+    Example:
+        >>> import torch, distmp
+        >>> engine = distmp.Engine(
+        ...     torch.nn.Linear(2, 1),
+        ...     lambda module, batch: (module(batch).sum(), len(batch)),
+        ...     lambda named: torch.optim.SGD(named, lr=0.1),
+        ...     policy="fp32",
+        ... )
+        >>> outcome = engine.step([torch.ones(3, 2), torch.full((3, 2), torch.nan)])
+        >>> report = engine.explain(outcome)
+        >>> report.cause, report.microbatch
+        ('bad_input', 1)
     """
 
     cause: Cause

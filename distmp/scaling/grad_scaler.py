@@ -77,6 +77,17 @@ class DistributedGradScaler(torch.amp.GradScaler):
     Raises:
         ConfigError: For a number that cannot work, and on a rank outside `group`.
         AssertionError: For factors that torch's scaler refuses.
+
+    Example:
+        >>> model = torch.nn.Linear(8, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        >>> scaler = DistributedGradScaler("cpu", optimizers=[optimizer])
+        >>> scaler.scale(model(torch.randn(16, 8)).square().mean()).backward()
+        >>> norm = scaler.clip_grad_norm_(optimizer, 1.0)
+        >>> _ = scaler.step(optimizer)
+        >>> scaler.update()
+        >>> scaler.get_scale()
+        65536.0
     """
 
     def __init__(

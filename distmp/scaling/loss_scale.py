@@ -22,7 +22,15 @@ LARGEST_SCALE = 2.0**126
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """Rules of a loss scale (Micikevicius et al. 2018, section 3.2)."""
+    """Rules of a loss scale (Micikevicius et al. 2018, section 3.2).
+
+    Raises:
+        ConfigError: For a number that cannot work.
+
+    Example:
+        >>> LossScaleConfig(init=2.0**12, hysteresis=2).max_scale
+        16777216.0
+    """
 
     dynamic: bool = True
     """Follow overflows; false keeps the scale at `init` for ever."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from distmp.files import replacing
 from distmp.telemetry.records import StepRecord
+from distmp.telemetry.thinning import smoothed, thinned
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,9 +18,6 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's palette, made to be told apart with every kind of colour blindness.
 _BLUE, _SKY, _VERMILION, _GREEN = "#0072B2", "#56B4E9", "#D55E00", "#009E73"
-
-_MOST_POINTS = 2000
-"""Points per line: about one per pixel; more take time and memory and cannot be seen."""
 
 
 def draw_curves(records: Sequence[StepRecord], path: str | os.PathLike[str]) -> bool:
@@ -79,7 +77,7 @@ def _draw_loss(axes: Any, records: Sequence[StepRecord]) -> None:
 
 def _draw_learning_rate(axes: Any, records: Sequence[StepRecord]) -> None:
     rates = _values([record.learning_rate for record in records])
-    axes.plot(*_thinned(_steps(records), rates), color=_BLUE, marker=_marker(records))
+    axes.plot(*thinned(_steps(records), rates), color=_BLUE, marker=_marker(records))
     axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3), useMathText=True)
     axes.set_ylim(bottom=0)
     _finish(axes, "Learning rate", "rate", legend=False)
@@ -143,12 +141,12 @@ def _finish(axes: Any, title: str, label: str, *, legend: bool = True) -> None:
 
 
 def _raw_line(axes: Any, steps: Values, values: Values, color: str, label: str) -> None:
-    x, y = _thinned(steps, values)
+    x, y = thinned(steps, values)
     axes.plot(x, y, color=color, alpha=0.6, linewidth=0.8, marker=_marker(steps), label=label)
 
 
 def _smooth_line(axes: Any, steps: Values, values: Values, color: str, label: str) -> None:
-    axes.plot(*_smoothed(steps, values), color=color, linewidth=1.6, label=label)
+    axes.plot(*smoothed(steps, values), color=color, linewidth=1.6, label=label)
 
 
 def _marker(points: Sequence[Any] | Values) -> str | None:
@@ -172,38 +170,3 @@ def _values(values: Sequence[float | None]) -> Values:
 def _spans_decades(values: Values) -> bool:
     known = values[values == values]
     return bool(known.size and known.min() > 0 and known.max() > 1000 * known.min())
-
-
-def _thinned(steps: Values, values: Values) -> tuple[Values, Values]:
-    """Keep the smallest and the largest value of each run of neighbours, so that spikes stay."""
-    import numpy as np
-
-    size = -(-len(values) // (_MOST_POINTS // 2))
-    if size <= 2:
-        return steps, values
-    runs = np.array_split(values, -(-len(values) // size))
-    starts = np.cumsum([0] + [len(run) for run in runs[:-1]])
-    kept = [
-        start + index for start, run in zip(starts, runs, strict=True) for index in _extremes(run)
-    ]
-    return steps[kept], values[kept]
-
-
-def _extremes(values: Values) -> list[int]:
-    import numpy as np
-
-    if np.isnan(values).all():
-        return [0]
-    return sorted({int(np.nanargmin(values)), int(np.nanargmax(values))})
-
-
-def _smoothed(steps: Values, values: Values) -> tuple[Values, Values]:
-    """Average over a centred window of a fortieth of the run, so that the line does not lag."""
-    import numpy as np
-
-    half = len(values) // 80
-    centres = np.unique(np.linspace(0, len(values) - 1, _MOST_POINTS // 2).astype(int))
-    windows = (values[max(0, c - half) : c + half + 1] for c in centres)
-    known = (window[~np.isnan(window)] for window in windows)
-    means = [window.mean() if window.size else np.nan for window in known]
-    return steps[centres], np.array(means)

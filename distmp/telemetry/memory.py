@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -25,3 +28,34 @@ def peak_memory_bytes(device: torch.device) -> int:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # Linux counts in KiB, macOS in bytes.
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def begin_peak(device: torch.device) -> int:
+    """Free what nobody uses, forget the peak before, and return the bytes in use.
+
+    On a CUDA device those of tensors, elsewhere the resident set of the process (Linux).
+    """
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    return _status("VmRSS")
+
+
+def peak_since(start: int, device: torch.device) -> int:
+    """Return how many bytes more than `start` were in use at the most since `begin_peak`."""
+    if device.type == "cuda":
+        return peak_memory_bytes(device) - start
+    return _status("VmHWM") - start
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {name}")

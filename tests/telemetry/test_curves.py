@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distmp.telemetry.curves import _smoothed, _thinned, draw_curves
+from distmp.telemetry.curves import draw_curves
 from distmp.telemetry.records import StepRecord
 from tests.telemetry.samples import record
 
@@ -100,37 +100,3 @@ assert "matplotlib.pyplot" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_thinning_keeps_spikes_gaps_and_order() -> None:
-    rng = np.random.default_rng(0)
-    values = rng.normal(size=50_000)
-    values[12_345], values[30_001] = 99.0, -99.0
-    values[40_000:41_000] = math.nan
-    steps = np.arange(50_000, dtype=np.float64)
-    kept_steps, kept = _thinned(steps, values)
-    assert len(kept) <= 2100
-    assert (np.diff(kept_steps) > 0).all()
-    assert kept[kept_steps == 12_345] == 99.0
-    assert kept[kept_steps == 30_001] == -99.0
-    assert np.isnan(kept[(kept_steps > 40_050) & (kept_steps < 40_950)]).all()
-    assert ((kept_steps > 40_050) & (kept_steps < 40_950)).any()
-
-
-@pytest.mark.parametrize("count", [1, 79, 80, 400, 1001])
-def test_smoothing_is_a_centred_mean_of_what_is_known(count: int) -> None:
-    rng = np.random.default_rng(count)
-    values = rng.normal(size=count)
-    values[rng.random(count) < 0.3] = math.nan
-    centres, means = _smoothed(np.arange(count, dtype=np.float64), values)
-    half = count // 80
-    assert centres[0] == 0
-    assert centres[-1] == count - 1
-    for centre, mean in zip(centres.astype(int), means, strict=True):
-        window = [
-            values[i]
-            for i in range(centre - half, centre + half + 1)
-            if 0 <= i < count and not math.isnan(values[i])
-        ]
-        expected = math.fsum(window) / len(window) if window else math.nan
-        assert mean == pytest.approx(expected, nan_ok=True)

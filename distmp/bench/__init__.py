@@ -1,0 +1,1 @@
+"""`distmp bench`: measurements of the user's own run."""

@@ -1,0 +1,44 @@
+"""The page on arithmetic says what is so; its blocks of Python are run by CI with all others."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from benchmarks.figures import ROOT
+from distmp.scaling import LossScaleConfig
+from distmp.scaling.verdict import CLIP_EPSILON, measure
+
+PAGE = (ROOT / "docs" / "numerics.md").read_text()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_table_of_formats(dtype: torch.dtype) -> None:
+    limits = torch.finfo(dtype)
+    name = str(dtype).removeprefix("torch.")
+    row = next(line for line in PAGE.splitlines() if line.startswith(f"| {name} |"))
+    bits = round(-torch.tensor(limits.eps, dtype=torch.float64).log2().item())
+    # Rounding is off by half of the last bit at most.
+    numbers = (limits.tiny, limits.max, limits.eps / 2)
+    assert row == f"| {name} | {bits} | " + " | ".join(f"{x:.1e}" for x in numbers) + " |"
+
+
+@pytest.mark.parametrize(
+    "block", re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL), ids=lambda b: b[:40]
+)
+def test_the_assertions_of_a_block(block: str) -> None:
+    exec(compile(block, "docs/numerics.md", "exec"), {"__name__": "block"})
+    assert "assert " in block
+
+
+def test_the_numbers_of_the_verdict_and_the_scale() -> None:
+    rules = LossScaleConfig()
+    assert f"starts at 2^{int(rules.init).bit_length() - 1}," in PAGE
+    assert f"doubles after {rules.growth_interval:,} clean steps" in PAGE
+    assert (rules.growth_factor, rules.backoff_factor) == (2, 0.5)
+    assert f"max_norm / (|g| + {CLIP_EPSILON:.0e}))".replace("e-06", "e-6") in PAGE
+    numbers = measure([], torch.zeros(()), torch.zeros(()), stop=False, device=torch.device("cpu"))
+    words = {6: "six", 7: "seven", 8: "eight"}
+    assert f"One all-reduce of {words[numbers.numel()]} FP64 numbers" in PAGE

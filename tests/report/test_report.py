@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distmp.cli import main
+from distmp.telemetry.records import RecordWriter, StepRecord
+from tests.telemetry.samples import record
+
+EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'"
+
+
+def write_run(folder: Path, records: list[StepRecord], config: str = "") -> Path:
+    folder.mkdir()
+    with RecordWriter(folder / "steps.jsonl", resume_after_step=None) as writer:
+        for one in records:
+            writer.write(one)
+    (folder / "config.yaml").write_text(config)
+    return folder
+
+
+def skipped(step: int, **overflow: Any) -> StepRecord:
+    return record(step, skipped=True, skipped_total=1, grad_norm=math.inf, overflow=overflow)
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: tags with attributes, texts, and scripts."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.texts: list[str] = []
+        self.scripts: list[str] = []
+        self._open: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self._open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag != "meta":
+            self._open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        (self.scripts if self._open[-1:] == ["script"] else self.texts).append(data)
+
+    def cells(self) -> str:
+        return "\n".join(self.texts)
+
+    def charts(self) -> dict[str, dict[str, Any]]:
+        return {chart["title"]: chart for chart in json.loads(self.scripts[0])}
+
+
+def report(*arguments: Path | str) -> Page:
+    assert main(["report", *map(str, arguments)]) == 0
+    target = Path(arguments[0]) / "report.html"
+    if "--to" in arguments:
+        target = Path(arguments[arguments.index("--to") + 1])
+    return Page(target.read_text())
+
+
+def test_charts_hold_what_the_records_hold(tmp_path: Path) -> None:
+    records = [record(s, loss=3 - s / 100, tokens_per_second=s * 10.0) for s in range(1, 41)]
+    records[19] = skipped(20, diagnosis="too high", advice="wait")
+    records[29] = record(30, validation_loss=2.5, loss=math.nan)
+    charts = report(write_run(tmp_path / "run", records)).charts()
+
+    line, dots = charts["Loss"]["series"]
+    assert line["x"] == list(range(1, 41))
+    for one, drawn in zip(records, line["y"], strict=True):
+        assert drawn is None if math.isnan(one.loss) else drawn == pytest.approx(one.loss, 1e-5)
+    assert (dots["kind"], dots["x"], dots["y"]) == ("dots", [30], [2.5])
+    scale, marks = charts["Loss scale"]["series"]
+    assert set(scale["y"]) == {65536}
+    assert (marks["kind"], marks["x"], marks["label"]) == ("marks", [20], "1 skipped")
+    assert charts["Gradient norm before clipping"]["series"][0]["y"][19] is None
+    # The first step compiles; its time would flatten the others.
+    assert charts["Throughput"]["series"][0]["y"][:2] == [None, 20]
+
+
+def test_a_long_run_keeps_its_spikes_and_a_page_of_a_few_hundred_kilobytes(tmp_path: Path) -> None:
+    records = [record(s, loss=99.0 if s == 17_001 else 2.0) for s in range(1, 30_001)]
+    folder = write_run(tmp_path / "run", records)
+    raw, smooth = report(folder).charts()["Loss"]["series"]
+    assert max(raw["y"]) == 99
+    assert len(raw["x"]) <= 2000
+    assert smooth["kind"] == "smooth"
+    assert (folder / "report.html").stat().st_size < 500_000
+
+
+def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [record(1)])
+    page = report(folder)
+    text = (folder / "report.html").read_text()
+    for tag, attributes in page.tags:
+        assert not {"src", "href", "srcset"} & attributes.keys(), tag
+    addresses = set(re.findall(r"https?://[^\s\"']+", text))
+    assert addresses == {"http://www.w3.org/2000/svg"}  # the name of a standard, never fetched
+    assert "@import" not in text
+    assert "url(" not in text
+
+
+def test_what_a_run_says_is_shown_and_never_run(tmp_path: Path) -> None:
+    records = [record(1), skipped(2, diagnosis=EVIL, advice=EVIL)]
+    config = f"steps: 2\nmodel:\n  name: {json.dumps(EVIL)}\n"
+    first = write_run(tmp_path / "a & <b>", records, config)
+    other = write_run(tmp_path / "other", [record(1)], "steps: 2\n")
+    for page in (report(first), report(first, other)):
+        assert [tag for tag, _ in page.tags].count("script") == 2
+        assert "img" not in [tag for tag, _ in page.tags]
+        assert page.texts.count(EVIL) >= 3  # diagnosis, advice, setting
+    # The name of a run stands in the labels of the charts of two.
+    labels = [series["label"] for series in page.charts()["Loss"]["series"]]
+    assert labels == ["a & <b>, each step", "other, each step"]
+
+
+def test_the_summary_is_that_of_the_records(tmp_path: Path) -> None:
+    records = [record(s, loss=float(s), step_seconds=2.0) for s in range(1, 101)]
+    records[9] = record(10, validation_loss=1.25, memory_bytes=3 * 2**30)
+    page = report(write_run(tmp_path / "run", records, "steps: 400\n"))
+    summary = page.texts[: page.texts.index("Configuration")]
+    shown = dict(pairwise(summary))
+    assert shown["steps"] == "100 of 400"
+    assert shown["loss, last 50 steps"] == "75.5000"
+    assert shown["best validation loss"] == "1.2500"
+    assert shown["time in steps"] == "3:18"
+    assert shown["peak memory of a rank"] == "3.0 GiB"
+
+
+def test_two_runs_show_where_their_settings_differ(tmp_path: Path) -> None:
+    first = write_run(tmp_path / "one", [record(1)], "steps: 2\noptim:\n  lr: 0.1\n  name: sgd\n")
+    other = write_run(tmp_path / "two", [record(1)], "steps: 2\noptim:\n  lr: 0.2\n  name: sgd\n")
+    target = tmp_path / "both.html"
+    page = report(first, other, "--to", str(target))
+    start = page.texts.index("Configuration")
+    different = page.texts[start : page.texts.index("all 3 settings")]
+    assert [text for text in different if text.strip()] == (
+        ["Configuration", "one", "two", "optim.lr", "0.1", "0.2"]
+    )
+
+
+@pytest.mark.parametrize("content", [None, b""])
+def test_a_folder_without_a_step_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | None
+) -> None:
+    if content is not None:
+        (tmp_path / "steps.jsonl").write_bytes(content)
+    assert main(["report", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert str(tmp_path) in message
+    assert "holds no step" in message
+    assert message.count("\n") == 1
+
+
+def test_a_place_that_cannot_be_written_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", [record(1)])
+    assert main(["report", str(folder), "--to", str(tmp_path / "nowhere" / "x.html")]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
