@@ -23,15 +23,17 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     torch's fused optimizers do, from their attributes `grad_scale` and `found_inf`. Fused SGD
     leaves its momentum uninitialised when the very first step is skipped, and reads it in the next
     (seen on torch 2.13), so its momentum starts at zero here, which gives the same first update.
-    An optimizer whose fused kernel cannot take sharded parameters is switched to its other one.
+    An optimizer whose fused kernel cannot take the parameters is switched to its other one: none but
+    Adam's takes sharded ones, and SGD's on CPUs steps 16-bit ones wrongly (seen on torch 2.13: by
+    more than half of the update, and from memory that nobody has written).
 
     Raises:
         ConfigError: For fused SGD with dampening, whose first update differs from a zero start.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if not isinstance(optimizer, FUSED_WHEN_SHARDED) and _holds_sharded(optimizer):
-        logger.info("%s of sharded parameters is not fused", type(optimizer).__name__)
+    if kind := _unfit_for_fused(optimizer):
+        logger.info("%s of %s parameters is not fused", type(optimizer).__name__, kind)
         for group in optimizer.param_groups:
             group["fused"] = None
         return False
@@ -49,13 +51,20 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def _holds_sharded(optimizer: torch.optim.Optimizer) -> bool:
+def _unfit_for_fused(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the kind of parameters that the fused kernel of the optimizer cannot take, if any."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A DTensor is such a subclass; importing it to ask would take half a second.
-    return any(
-        is_traceable_wrapper_subclass(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    if not isinstance(optimizer, FUSED_WHEN_SHARDED) and any(
+        is_traceable_wrapper_subclass(parameter) for parameter in parameters
+    ):
+        return "sharded"
+    if isinstance(optimizer, torch.optim.SGD) and any(
+        parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
+        for parameter in parameters
+    ):
+        return "16-bit"
+    return None
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:

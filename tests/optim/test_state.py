@@ -166,6 +166,26 @@ def test_fused_momentum_that_starts_at_zero_is_the_same(nesterov: bool) -> None:
         torch.testing.assert_close(first[key], second[key])
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_on_the_cpu_are_stepped_as_plain_sgd_does(
+    dtype: torch.dtype, momentum: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(144, generator=generator)
+    parameter = nn.Parameter(start.to(dtype))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=momentum, fused=True)
+    assert not prepare_for_device_skip(optimizer)
+    expected, buffer = start.double(), torch.zeros(144, dtype=torch.float64)
+    for _ in range(4):
+        gradient = torch.randn(144, generator=generator).to(dtype)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        buffer = momentum * buffer + gradient
+        expected -= 0.1 * buffer
+    torch.testing.assert_close(parameter.double(), expected, rtol=0, atol=0.05)
+
+
 def test_fused_momentum_with_dampening_is_refused() -> None:
     optimizer = torch.optim.SGD(
         parameters().values(), lr=0.1, momentum=0.9, dampening=0.5, fused=True
