@@ -23,9 +23,9 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     torch's fused optimizers do, from their attributes `grad_scale` and `found_inf`. Fused SGD
     leaves its momentum uninitialised when the very first step is skipped, and reads it in the next
     (seen on torch 2.13), so its momentum starts at zero here, which gives the same first update.
-    An optimizer whose fused kernel cannot take the parameters is switched to its other one: none but
-    Adam's takes sharded ones, and SGD's on CPUs steps 16-bit ones wrongly (seen on torch 2.13: by
-    more than half of the update, and from memory that nobody has written).
+    An optimizer whose fused kernel cannot take the parameters is switched to its other one: only
+    Adam's takes sharded ones, and SGD's on CPUs steps 16-bit ones wrongly (seen on torch 2.13: off
+    by more than the update, and momentum from memory that nobody has written).
 
     Raises:
         ConfigError: For fused SGD with dampening, whose first update differs from a zero start.

@@ -134,6 +134,12 @@ CASES: dict[str, dict[str, Any]] = {
         "precision": {"policy": "bf16"},
         "schedule": STRADDLED,
     },
+    "reproducible, fp16-autocast, a sharded optimizer": {
+        "shard_optimizer": True,
+        "reproducible": True,
+        "precision": {"policy": "fp16-autocast"},
+        "model": {"options": {"dropout": 0.3}},
+    },
     "microbatches left out": {
         "precision": {"policy": "fp16", "on_nonfinite": "drop_microbatch"},
         "data": {"options": {"poison": float("nan")}},
