@@ -32,6 +32,9 @@ from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.parallel.world import World
+from distmp.telemetry.memory import begin_peak, peak_since
+
+CPU = torch.device("cpu")
 
 RANKS = 2
 VOCABULARY, LENGTH = 258, 128
@@ -96,18 +99,18 @@ class Rank:
         """Return bytes: resident beyond what steps take while saving, at most, and the state's."""
         for _ in range(2):
             self._step()
-        memory.settle()
+        start = begin_peak(CPU)
         for _ in range(STEPS):
             self._step()
-        without = memory.peak()
-        memory.settle()
+        without = peak_since(start, CPU)
+        begin_peak(CPU)
         for _ in range(2):  # the first makes what the second uses again
             self._save()
             for _ in range(STEPS):
                 self._step()
             self._writer.finish()
         state = sum(tensor.nbytes for tensor in self._engine.state_dict().values())
-        return {"beyond": memory.peak() - without, "state": state}
+        return {"beyond": peak_since(start, CPU) - without, "state": state}
 
     def leave(self) -> None:
         """Finish; the folder goes with the process."""

@@ -29,6 +29,7 @@ from distmp.trainer import (
     find_checkpoint,
     prepare,
     restore,
+    start_from_weights,
     training_batches,
 )
 
@@ -97,12 +98,14 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
         SetupError: On every rank, if some rank cannot do what is configured.
     """
     parts = all_or_none(world, lambda: prepare(config, world))
+    checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+    if checkpoint is None:
+        all_or_none(world, lambda: start_from_weights(config, parts.model))
     measured_in, reason = _policy(config.precision.policy, world.device)
     engine = all_or_none(
         world,
         lambda: build_engine(config, parts, world, policy=measured_in, attribution=False),
     )
-    checkpoint = all_or_none(world, lambda: find_checkpoint(config))
     progress = Progress()
     if checkpoint is not None:
         progress = all_or_none(world, lambda: restore(engine, checkpoint))

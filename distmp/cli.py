@@ -18,6 +18,7 @@ _SUBCOMMANDS = {
     "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
     "calibrate": ("distmp.calibrate", "measure gradients against the range of float16"),
     "explain": ("distmp.explain.command", "say what a run will store, compute, send and need"),
+    "export": ("distmp.checkpoint.command", "write the weights in a checkpoint for others"),
     "bench": ("distmp.bench.command", "compare the precision policies on a run of yours"),
     "report": ("distmp.report.command", "write an HTML page about a run, or two side by side"),
     "launch": ("distmp.launcher.command", "start the ranks of a run on this machine"),

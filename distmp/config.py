@@ -131,6 +131,9 @@ class RunConfig:
     resume: str | None = None
     """Where to go on from: "auto" for the run's latest checkpoint if there is one, or a path."""
 
+    resume_force: bool = False
+    """Go on although model, data, seed or optimizer are not those of the checkpoint."""
+
     steps: int = 1000
     """Steps of the run; a skipped step counts."""
 

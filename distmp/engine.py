@@ -50,6 +50,9 @@ logger = logging.getLogger("distmp")
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
 
+# Beginnings of names that states of older versions lack: what a new run has is kept there.
+ADDED_LATER = ("loss_scale/overflows_in_a_row",)
+
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
 
@@ -195,8 +198,7 @@ class Engine:
             raise ValueError("a step needs at least one microbatch")
         if self.reproducible:
             check_power_of_two(len(microbatches))
-        if unfrozen := self._strategy.adopt_unfrozen():
-            self._train_also(unfrozen)
+        self._adopt_unfrozen()
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
@@ -212,8 +214,11 @@ class Engine:
             self._recent.append((outcome, ingredients))
         return outcome
 
-    def _train_also(self, parameters: Sequence[tuple[str, Tensor]]) -> None:
-        """Have the optimizer step more parameters, in the groups that its builder gives them."""
+    def _adopt_unfrozen(self) -> None:
+        """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""
+        parameters = self._strategy.adopt_unfrozen()
+        if not parameters:
+            return
         self._names.update((id(tensor), name) for name, tensor in parameters)
         addition = self._strategy.build_optimizer(self._build_optimizer, parameters)
         prepare_for_device_skip(addition)
@@ -449,14 +454,21 @@ class Engine:
         state = named_state(self.optimizer, self._names)
         return weights | {f"optimizer/{name}" for name in state}
 
-    def prepare_to_load(self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
+    def prepare_to_load(
+        self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
+    ) -> dict[str, Tensor]:
         """Create the optimizer state that a stored state has, so that it can be loaded in place.
 
         Args:
             stored: Shape and dtype of every stored tensor, by its name in `state_dict`.
+
+        Returns:
+            The live tensors to fill, for `load_state_dict`: all of `state_dict`, but for what
+            states of older versions lack.
         """
+        self._adopt_unfrozen()
         prefix = "optimizer/"
-        create_state(
+        left_out = create_state(
             self.optimizer,
             self._names,
             {
@@ -469,6 +481,19 @@ class Engine:
                 for name, tensor in self._strategy.optimizer_parameters()
             },
         )
+        if left_out and self.world.rank == 0:
+            logger.warning(
+                "the state has been training %s, frozen or missing here: it stays so, and its "
+                "optimizer state is lost. What was unfrozen during the run has to be unfrozen "
+                "again before loading",
+                _listed(left_out),
+            )
+        live = self.state_dict()
+        return {
+            name: tensor
+            for name, tensor in live.items()
+            if name in stored or not name.startswith(ADDED_LATER)
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state with the names of `state_dict`, sharded as this engine shards.
@@ -479,17 +504,21 @@ class Engine:
         Raises:
             CheckpointError: If the state lacks something that this engine trains.
         """
-        self.prepare_to_load(
+        live = self.prepare_to_load(
             {name: (whole_shape(value), value.dtype) for name, value in state.items()}
         )
-        live = self.state_dict()
         if missing := live.keys() - state.keys():
-            raise CheckpointError(f"the state lacks {', '.join(sorted(missing)[:5])}")
+            raise CheckpointError(f"the state lacks {_listed(sorted(missing))}")
+        absent = sorted(self.state_dict().keys() - live.keys())
+        if absent and self.world.rank == 0:
+            logger.warning("the state is of an older version: %s starts anew", _listed(absent))
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(state[name])
+        prefix = "loss_scale/"
         self.loss_scale.load_state_dict(
-            {name: live[f"loss_scale/{name}"] for name in self.loss_scale.state_dict()}
+            {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},
+            quiet=self.world.rank != 0,
         )
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
@@ -521,6 +550,11 @@ class _Gathered(NamedTuple):
             self.dropped.append(~kept)
         self.loss_sums.append(loss)
         self.weights.append(weight)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 def _general_advice(numbers: StepNumbers) -> str:

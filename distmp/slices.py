@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -142,3 +143,16 @@ class FlatSlice(Tensor):
 def whole_shape(tensor: Tensor) -> torch.Size:
     """Return the shape of the tensor that `tensor` is a part of, as checkpoints have it."""
     return tensor.whole_shape if isinstance(tensor, FlatSlice) else tensor.shape
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the whole of a DTensor or slice, bit by bit; every rank that has a part calls it."""
+    if isinstance(tensor, FlatSlice):
+        size = math.prod(tensor.whole_shape)
+        flat = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
+        flat[tensor.start : tensor.start + tensor.numel()] = tensor.as_subclass(Tensor)
+        # As integers: a sum with zeros would lose the sign of a zero.
+        dist.all_reduce(flat.view(torch.uint8))
+        return flat.view(tensor.whole_shape)
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole

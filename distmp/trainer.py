@@ -16,6 +16,8 @@ from torch import nn
 
 from distmp import settings
 from distmp.checkpoint import store
+from distmp.checkpoint.changes import Changes
+from distmp.checkpoint.origin import changes_since, origin
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -23,8 +25,9 @@ from distmp.data.loading import Batch, evaluation_batches, step_batches
 from distmp.data.order import microbatches_per_rank
 from distmp.data.text import decode, encode
 from distmp.engine import Engine
+from distmp.errors import CheckpointError
 from distmp.launcher.accelerate import overruled
-from distmp.models import huggingface
+from distmp.models.architecture import architecture
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
@@ -92,6 +95,9 @@ class Trainer:
         self.timer = StepTimer()
         self.stopping = False
         self.parts = all_or_none(world, lambda: prepare(config, world))
+        checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+        if checkpoint is None:
+            all_or_none(world, lambda: start_from_weights(config, self.parts.model))
         # Counted before some strategy leaves only a part of each on this rank.
         self.parameters = sum(parameter.numel() for parameter in self.parts.model.parameters())
         self.engine = all_or_none(
@@ -104,7 +110,9 @@ class Trainer:
                 attribution=config.precision.attribution,
             ),
         )
-        checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+        self.origin = origin(config, self.parts.datasets, world, self.engine.policy)
+        self.origin["model"] = architecture(self.parts.model, config.model)
+        changes = all_or_none(world, lambda: self._compare(checkpoint))
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
         self.writer = CheckpointWriter(
@@ -116,7 +124,12 @@ class Trainer:
         )
         self.writer.guard(self.engine.optimizer)
         if checkpoint is not None:
-            self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
+            if world.rank == 0:
+                changes.tell(console.message)
+            same_optimizer = "optim.name" not in changes.dangerous
+            self.progress = all_or_none(
+                world, lambda: restore(self.engine, checkpoint, optimizer=same_optimizer)
+            )
             saved = self.directory.owns(checkpoint)
             self.writer.resumed(self.progress.step, saved=saved)
         self.records = (
@@ -337,6 +350,15 @@ class Trainer:
         except OSError as error:
             self.console.message(f"cannot write {path}: {error}; the run goes on without it")
 
+    def _compare(self, checkpoint: store.Location | None) -> Changes:
+        """Return what has changed since the checkpoint, unless it makes another run of it."""
+        if checkpoint is None:
+            return Changes()
+        changes = changes_since(store.read_numbers(checkpoint), self.origin)
+        if not self.config.resume_force:
+            changes.refuse(str(checkpoint))
+        return changes
+
     def _start_trackers(self) -> Trackers:
         log = self.config.log
         return trackers.start(
@@ -359,18 +381,25 @@ class Trainer:
             )
 
     def _numbers(self) -> dict[str, Any]:
-        return {"step": self.progress.step, "samples": self.progress.samples}
+        return {"step": self.progress.step, "samples": self.progress.samples, **self.origin}
 
     def _save_model(self) -> None:
         """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""
         if not self.config.model.is_hugging_face:
             return
-        prefix = "model/"
-        state = self.engine.state_dict().items()
-        weights = [(k.removeprefix(prefix), v) for k, v in state if k.startswith(prefix)]
-        folder = self.directory.model
-        huggingface.save(folder, self.parts.model, weights, writes=self.world.rank == 0)
-        self.console.message(f"model in the format of Hugging Face: {folder}")
+        # Imported here: most runs have no use for it.
+        from distmp.checkpoint.export import live_weights, write
+
+        folder, writes = self.directory.model, self.world.rank == 0
+        weights = live_weights(self.engine.state_dict(), keep=writes)
+        if not writes:
+            return
+        try:
+            write(folder, weights, self.origin["model"], torch.float32)
+        except CheckpointError as error:
+            self.console.message(f"{error}; distmp export writes it from the checkpoint")
+        else:
+            self.console.message(f"model in the format of Hugging Face: {folder}")
 
 
 class _Unread(NamedTuple):
@@ -398,6 +427,19 @@ def prepare(config: RunConfig, world: World) -> Parts:
     torch.manual_seed(config.seed)
     model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
     return Parts(datasets, model, build_loss(config.model), microbatches)
+
+
+def start_from_weights(config: RunConfig, model: nn.Module) -> None:
+    """Give the model the weights that `model.weights` names, if any.
+
+    Raises:
+        ConfigError: If they cannot be read or do not fit.
+    """
+    if config.model.weights is not None:
+        # Imported here: most runs have no use for it.
+        from distmp.checkpoint.weights import load_weights
+
+        load_weights(model, config.model.weights)
 
 
 def build_engine(
@@ -474,19 +516,23 @@ def find_checkpoint(config: RunConfig) -> store.Location | None:
     return store.resolve(config.resume, RunDirectory(Path(run), place).checkpoints)
 
 
-def restore(engine: Engine, checkpoint: store.Location) -> Progress:
+def restore(engine: Engine, checkpoint: store.Location, *, optimizer: bool = True) -> Progress:
     """Load a checkpoint into an engine; return where the run stood. Every rank has to call it.
 
     Args:
         engine: Gets the state.
         checkpoint: As `find_checkpoint` has found it, hence compared with its checksums.
+        optimizer: Whether the state of the optimizer is loaded too; otherwise that begins anew.
 
     Raises:
         CheckpointError: If it cannot be read, or does not fit the engine.
     """
-    engine.prepare_to_load(store.stored_tensors(checkpoint))
-    state = engine.state_dict()
-    store.load(checkpoint, state, verified=True)
+    left_out = () if optimizer else ("optimizer/",)
+    stored = store.stored_tensors(checkpoint)
+    kept = {name: kind for name, kind in stored.items() if not name.startswith(left_out)}
+    state = engine.prepare_to_load(kept)
+    wanted = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
+    store.load(checkpoint, wanted, verified=True)
     engine.load_state_dict(state)
     numbers: dict[str, Any] = store.read_numbers(checkpoint)
     return Progress(numbers["step"], numbers["samples"])

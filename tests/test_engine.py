@@ -681,6 +681,54 @@ def test_scale_is_limited_by_the_rules_of_the_resumed_run() -> None:
     assert train(resumed, 1, ONE_RANK)[0].loss_scale == 64
 
 
+def test_a_state_of_before_consecutive_overflows_were_stored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine(policy="fp16", loss_scale=LossScaleConfig(hysteresis=3))
+    engine.step(bad_batches(0))
+    old = snapshot(engine)
+    assert old.pop("loss_scale/overflows_in_a_row") == 1
+    engine.load_state_dict(old)
+    assert snapshot(engine)["loss_scale/overflows_in_a_row"] == 0
+    assert caplog.text.count("loss_scale/overflows_in_a_row starts anew") == 1
+    del old["loss_scale/clean_steps"]
+    with pytest.raises(CheckpointError, match="lacks loss_scale/clean_steps"):
+        engine.load_state_dict(old)
+
+
+def frozen_engine(*, unfrozen: bool, after: bool = True) -> Engine:
+    """Build an engine whose first layer was frozen, and perhaps unfrozen again."""
+    model = make_model(seed=4)
+    model.first.requires_grad_(unfrozen and not after)
+    engine = make_engine(model=model)
+    model.first.requires_grad_(unfrozen)
+    return engine
+
+
+def test_what_was_unfrozen_during_a_run_has_to_be_unfrozen_before_loading(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = frozen_engine(unfrozen=False)
+    train(engine, 1, ONE_RANK)
+    engine.module.first.requires_grad_(True)
+    train(engine, 2, ONE_RANK, first=1)
+    state = snapshot(engine)
+    still_frozen = frozen_engine(unfrozen=False)
+    still_frozen.load_state_dict(state)
+    (record,) = caplog.records
+    assert "training first.weight, first.bias, frozen or missing here" in record.getMessage()
+    assert "unfrozen again before loading" in record.getMessage()
+    assert_same_bits(weights(still_frozen), weights(engine))
+    caplog.clear()
+    train(engine, 2, ONE_RANK, first=3)
+    for after in (True, False):
+        resumed = frozen_engine(unfrozen=True, after=after)
+        resumed.load_state_dict(state)
+        train(resumed, 2, ONE_RANK, first=3)
+        assert_same_bits(snapshot(resumed), snapshot(engine))
+    assert caplog.records == []
+
+
 # Host and device
 
 

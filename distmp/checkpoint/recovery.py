@@ -105,7 +105,11 @@ def verify(path: Location, *, group: dist.ProcessGroup | None = None) -> None:
 
 
 def resolve(
-    resume: str, directory: Location, *, group: dist.ProcessGroup | None = None
+    resume: str,
+    directory: Location,
+    *,
+    group: dist.ProcessGroup | None = None,
+    setting: str = "resume",
 ) -> Location | None:
     """Return the checkpoint that setting `resume` means. Collective over all ranks.
 
@@ -116,6 +120,7 @@ def resolve(
             not damaged is taken; a path, or a URL for fsspec.
         directory: Directory of this run's checkpoints, for "auto".
         group: All ranks; carries the collectives. None: the default group.
+        setting: How errors call the setting.
 
     Returns:
         The checkpoint, compared with its checksums; None only for "auto" where there is none yet.
@@ -126,7 +131,7 @@ def resolve(
     """
     ranks = Ranks(group)
     if resume != "auto":
-        directory = locate("resume", resume)
+        directory = locate(setting, resume)
     goal = f"look for checkpoints in {directory}"
     exists, is_one = ranks.on_rank_0(
         goal, lambda: (directory.exists(), resume != "auto" and _means_one(directory))
@@ -141,7 +146,7 @@ def resolve(
         )
     if found.path is None and resume != "auto":
         problem = "is no checkpoint and holds none" if exists else "does not exist"
-        raise ConfigError("resume", resume, f"{directory.absolute()} {problem}")
+        raise ConfigError(setting, resume, f"{directory.absolute()} {problem}")
     if ranks.rank == 0:
         for report in found.damaged + found.unfinished:
             logger.warning("%s; going on from %s", report, found.path or "the beginning")

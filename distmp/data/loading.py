@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from distmp.data import IGNORED
 from distmp.data.order import MicrobatchSampler, microbatches_per_rank
+from distmp.data.seeded import SeededSamples
 from distmp.errors import ConfigError
 
 Batch = dict[str, Tensor]
@@ -33,7 +34,8 @@ def step_batches(
     """Return the microbatches of this rank, one list for each step, forever.
 
     Args:
-        dataset: Map-style dataset.
+        dataset: Map-style dataset. It may draw random numbers (see `distmp.data.seeded`); an
+            attribute `draws_nothing = True` saves the time that this costs.
         seed: Seed of the order (see `distmp.data.order`).
         first_sample: Number of samples that all ranks together have consumed before.
         global_batch_size: Samples of one step, over all ranks.
@@ -59,9 +61,12 @@ def step_batches(
         rank=rank,
         world_size=world_size,
     )
+    places: Any = sampler
+    if not getattr(dataset, "draws_nothing", False):
+        dataset, places = SeededSamples(dataset, seed), _Places(sampler)
     loader: DataLoader[Any] = DataLoader(
         dataset,
-        batch_sampler=sampler,
+        batch_sampler=places,
         num_workers=workers,
         pin_memory=pin_memory,
         worker_init_fn=_ignore_stop_signals,
@@ -69,6 +74,17 @@ def step_batches(
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     return _group(loader, count)
+
+
+class _Places:
+    """The (position, index) of the samples of each microbatch."""
+
+    def __init__(self, sampler: MicrobatchSampler) -> None:
+        self._sampler = sampler
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for indices, positions in zip(self._sampler, self._sampler.positions(), strict=False):
+            yield list(zip(positions, indices, strict=True))
 
 
 def _group(loader: DataLoader[Any], count: int) -> Generator[list[Batch], None, None]:

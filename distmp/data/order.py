@@ -151,3 +151,11 @@ class MicrobatchSampler:
             for start in range(0, self.samples_per_rank, self.microbatch_size):
                 yield indices[start : start + self.microbatch_size]
             first += self.global_batch_size
+
+    def positions(self) -> Iterator[range]:
+        """Yield the positions in the order of the data that each of the microbatches stands at."""
+        first = self.first
+        while True:
+            for start in range(first, first + self.samples_per_rank, self.microbatch_size):
+                yield range(start, start + self.microbatch_size)
+            first += self.global_batch_size

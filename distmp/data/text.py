@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -139,6 +140,7 @@ class TextFolder(Dataset[dict[str, Tensor]]):
     """
 
     vocabulary_size = VOCABULARY_SIZE
+    draws_nothing = True
 
     def __init__(
         self,
@@ -171,6 +173,13 @@ class TextFolder(Dataset[dict[str, Tensor]]):
         first = self.first + index * self.sequence_length
         window = torch.from_numpy(self._read(first, first + self.sequence_length + 1))
         return {"inputs": window[:-1], "targets": window[1:]}
+
+    def digest(self) -> str:
+        """Return a digest of the names and sizes of the files, and of the part that is used."""
+        found = hashlib.sha256(f"{self.first} {self.last}".encode())
+        for file in self.files:
+            found.update(f"\n{file.size} {file.name}".encode(errors="surrogateescape"))
+        return found.hexdigest()[:16]
 
     def _read(self, first: int, last: int) -> NDArray[np.int64]:
         """Return the tokens `first` to `last - 1`."""

@@ -60,6 +60,8 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         last: Token after the part to use; None for the end of the file.
     """
 
+    draws_nothing = True
+
     def __init__(
         self,
         path: Path,
@@ -91,6 +93,10 @@ class TokenFile(Dataset[dict[str, Tensor]]):
             raise IndexError(f"sample {index} of {len(self)}")
         window = torch.from_numpy(self._read(self.first + index * self.sequence_length))
         return {"inputs": window[:-1], "targets": window[1:]}
+
+    def digest(self) -> str:
+        """Return what is known without reading: type of the ids, and which of them are used."""
+        return f"{self.dtype.name} {self.first} {self.last}"
 
     def _read(self, first: int) -> NDArray[np.int64]:
         """Return the ids of the window that starts at token `first`."""

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import math
-import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, nearest
-from distmp.slices import FlatSlice
 
 PREFIX = "hf:"
 _CONFIG = "config.json"
@@ -41,9 +38,13 @@ def locate(name: str) -> Path:
             f"there is no file {file}; name a local folder with a {_CONFIG}, or such a file. "
             "Nothing is downloaded",
         )
+    _require_transformers(name)
+    return path
+
+
+def _require_transformers(name: str) -> None:
     if importlib.util.find_spec("transformers") is None:
         raise ConfigError("model.name", name, "needs transformers; run pip install 'distmp[hf]'")
-    return path
 
 
 def build(
@@ -72,47 +73,42 @@ def build(
     return model.train()
 
 
-def save(
-    folder: Path, model: nn.Module, weights: Iterable[tuple[str, Tensor]], *, writes: bool
+def configuration(model: nn.Module) -> dict[str, Any]:
+    """Return the configuration of a model that `build` has built, as JSON can hold it."""
+    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr,operator]
+    return found
+
+
+def write(
+    folder: Path,
+    weights: dict[str, Tensor],
+    values: Mapping[str, Any],
+    dtype: torch.dtype,
+    largest_file: int,
 ) -> None:
-    """Save a model as transformers does; every rank has to call it.
+    """Write a model as transformers does.
 
     Args:
-        folder: Where `from_pretrained` will find it; a folder that is there is replaced.
-        model: What `build` returned, by now perhaps sharded.
-        weights: Names and live tensors of the model's state, each tied weight once; DTensors and
-            slices are gathered one by one.
-        writes: Whether this rank writes.
+        folder: Where `from_pretrained` will find it.
+        weights: Names and tensors of the model's state, on the CPU; each tied weight once.
+        values: What `configuration` returned.
+        dtype: Type of the weights, for the configuration.
+        largest_file: Bytes of one file.
+
+    Raises:
+        ConfigError: If transformers is not installed or does not know the model.
     """
-    state = {}
-    for name, tensor in weights:
-        whole = _whole(tensor)
-        if writes:
-            state[name] = whole.detach().to("cpu", copy=True)
-    if not writes:
-        return
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    _require_transformers(str(values.get("model_type")))
+    from transformers import AutoConfig
+
     # The class of a sharded module is no class of transformers: one without weights stands in.
     with _quiet(), torch.device("meta"):
-        bare = _auto_model().from_config(model.config)
-        bare.config.dtype = torch.float32
-        bare.save_pretrained(temporary, state_dict=state)
-    shutil.rmtree(folder, ignore_errors=True)
-    temporary.replace(folder)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """Return a tensor of which ranks may hold parts, bit by bit."""
-    if isinstance(tensor, FlatSlice):
-        size = math.prod(tensor.whole_shape)
-        flat = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
-        flat[tensor.start : tensor.start + tensor.numel()] = tensor.as_subclass(Tensor)
-        # As integers: a sum with zeros would lose the sign of a zero.
-        dist.all_reduce(flat.view(torch.uint8))
-        return flat.view(tensor.whole_shape)
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
+        try:
+            config = AutoConfig.for_model(**values)
+            bare = _auto_model().from_config(config, trust_remote_code=False, dtype=dtype)
+        except Exception as error:
+            raise _refused(str(values.get("model_type")), error) from error
+        bare.save_pretrained(folder, state_dict=weights, max_shard_size=largest_file)
 
 
 def _read_config(name: str, path: Path, options: Mapping[str, Any]) -> Any:

@@ -65,6 +65,10 @@ class ModelConfig:
     """'next_token' (cross entropy) or the import path 'module:callable' of a function
     loss(model, batch) -> (loss sum, weight)."""
 
+    weights: str | None = None
+    """Folder of safetensors (or one such file) that a new run starts from, as `distmp export` or
+    others have left it; null: random weights. A run that is resumed has its own."""
+
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; values in place of those in config.json
     for a Hugging Face model. The transformer takes `tied_head` (true, false) and `rotary_base`

@@ -23,15 +23,17 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     torch's fused optimizers do, from their attributes `grad_scale` and `found_inf`. Fused SGD
     leaves its momentum uninitialised when the very first step is skipped, and reads it in the next
     (seen on torch 2.13), so its momentum starts at zero here, which gives the same first update.
-    An optimizer whose fused kernel cannot take sharded parameters is switched to its other one.
+    An optimizer whose fused kernel cannot take the parameters is switched to its other one: only
+    Adam's takes sharded ones, and SGD's on CPUs steps 16-bit ones wrongly (seen on torch 2.13: off
+    by more than the update, and momentum from memory that nobody has written).
 
     Raises:
         ConfigError: For fused SGD with dampening, whose first update differs from a zero start.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
-    if not isinstance(optimizer, FUSED_WHEN_SHARDED) and _holds_sharded(optimizer):
-        logger.info("%s of sharded parameters is not fused", type(optimizer).__name__)
+    if kind := _unfit_for_fused(optimizer):
+        logger.info("%s of %s parameters is not fused", type(optimizer).__name__, kind)
         for group in optimizer.param_groups:
             group["fused"] = None
         return False
@@ -49,13 +51,20 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     return True
 
 
-def _holds_sharded(optimizer: torch.optim.Optimizer) -> bool:
+def _unfit_for_fused(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the kind of parameters that the fused kernel of the optimizer cannot take, if any."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # A DTensor is such a subclass; importing it to ask would take half a second.
-    return any(
-        is_traceable_wrapper_subclass(parameter)
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    )
+    if not isinstance(optimizer, FUSED_WHEN_SHARDED) and any(
+        is_traceable_wrapper_subclass(parameter) for parameter in parameters
+    ):
+        return "sharded"
+    if isinstance(optimizer, torch.optim.SGD) and any(
+        parameter.device.type == "cpu" and parameter.dtype in (torch.bfloat16, torch.float16)
+        for parameter in parameters
+    ):
+        return "16-bit"
+    return None
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
@@ -87,7 +96,7 @@ def create_state(
     names: Mapping[int, str],
     stored: Mapping[str, tuple[torch.Size, torch.dtype]],
     shapes: Mapping[str, torch.Size] | None = None,
-) -> None:
+) -> list[str]:
     """Create state tensors for loading, shaped and sharded like their parameters where they match.
 
     Args:
@@ -95,16 +104,20 @@ def create_state(
         names: Name of each parameter by its `id`.
         stored: Shape and dtype of each stored state, named as by `named_state`.
         shapes: Shape of each whole parameter, where the optimizer has shares of them.
+
+    Returns:
+        Names of parameters that have a stored state and are not the optimizer's.
     """
     places = {
         names[id(parameter)]: (parameter, group)
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+    left_out: dict[str, None] = {}
     for entry, (shape, dtype) in stored.items():
         name, key = entry.rsplit("/", 1)
         if name not in places:
-            logger.warning("the checkpoint has optimizer state of %r, which is not trained", name)
+            left_out[name] = None
             continue
         parameter, group = places[name]
         state = optimizer.state[parameter]
@@ -119,3 +132,4 @@ def create_state(
             state[key] = torch.zeros(
                 shape, dtype=dtype, device=parameter.device if on_device else "cpu"
             )
+    return list(left_out)

@@ -164,14 +164,15 @@ class Strategy(ABC):
         return [("", self.model)]
 
     def untrained(self) -> dict[str, Tensor]:
-        """Return frozen parameters and buffers under the names of the model."""
+        """Return frozen parameters and buffers under the names of the model, each once."""
         # By identity, not by name: a tied weight has several names.
-        trained = {id(value) for value in self.module.parameters() if value.requires_grad}
-        return {
-            parameter_name(name): value
-            for name, value in self.model.state_dict(keep_vars=True).items()
-            if id(value) not in trained
-        }
+        seen = {id(value) for value in self.module.parameters() if value.requires_grad}
+        found = {}
+        for name, value in self.model.state_dict(keep_vars=True).items():
+            if id(value) not in seen:
+                seen.add(id(value))
+                found[parameter_name(name)] = value
+        return found
 
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -156,26 +157,32 @@ class LossScale:
             "overflows_in_a_row": self.overflows_in_a_row,
         }
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor], *, quiet: bool = False) -> None:
         """Continue from a state as far as the configuration allows; say where it does not.
 
         Without rules the scale stays 1, a static one stays what it is. A dynamic one keeps within
-        its limits, and starts anew after a run that had none.
+        its limits, and starts anew after a run that had none. Counts that are not there are 0.
+
+        Args:
+            state: As `state_dict` returns it.
+            quiet: Leave it to another rank to say something.
         """
         if self.config is None:
             return
         stored = float(state["value"])
         self.value = torch.full_like(self.value, self._allowed(stored))
         value = float(self.value)  # rounded to FP32, as the stored one is
-        if value != stored and stored > 0:
+        if value != stored and stored > 0 and not quiet:
             logger.warning(
                 "loss scale %g of the loaded state becomes %g, as precision.loss_scale says",
                 stored,
                 value,
             )
         for name in ("clean_steps", "overflows_in_a_row"):
-            count = state[name].to(getattr(self, name))
-            setattr(self, name, count if stored > 0 else torch.zeros_like(count))
+            count = torch.zeros_like(getattr(self, name))
+            if stored > 0 and name in state:
+                count.copy_(state[name])
+            setattr(self, name, count)
 
     def _allowed(self, value: float) -> float:
         """Return the scale to continue with after one of `value` (0 or NaN: there was none)."""

@@ -5,7 +5,7 @@ fields (`optim.lr`), the same in the file, on the command line and in every mess
 """
 
 from distmp.settings.command_line import command_line
-from distmp.settings.convert import from_mapping, to_mapping
+from distmp.settings.convert import from_mapping, leaf_names, to_mapping
 from distmp.settings.yaml_files import read_yaml, write_yaml
 
-__all__ = ["command_line", "from_mapping", "read_yaml", "to_mapping", "write_yaml"]
+__all__ = ["command_line", "from_mapping", "leaf_names", "read_yaml", "to_mapping", "write_yaml"]

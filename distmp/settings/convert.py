@@ -71,6 +71,13 @@ def setting_names(cls: type[Any], where: str = "") -> Iterator[str]:
                 yield from setting_names(cast("type[Any]", member), full)
 
 
+def leaf_names(cls: type[Any]) -> list[str]:
+    """Return the dotted names of all settings of `cls`, without those of sections."""
+    names = list(setting_names(cls))
+    sections = {name.rpartition(".")[0] for name in names}
+    return [name for name in names if name not in sections]
+
+
 def annotation_of(cls: type[Any], setting: str) -> Any:
     """Return the annotation of the setting with this dotted name below `cls`."""
     name, _, rest = setting.partition(".")

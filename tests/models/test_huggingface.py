@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from distmp.checkpoint.export import export, live_weights, write
 from distmp.config import RunConfig
 from distmp.engine import Engine
 from distmp.errors import ConfigError
@@ -20,8 +22,10 @@ from distmp.telemetry import read_records
 from distmp.train import main
 from tests.ranks import run_ranks
 from tests.torchrun import corpus
+from tests.training import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
+AUTO = transformers.AutoModelForCausalLM
 
 LLAMA = {
     "model_type": "llama",
@@ -97,7 +101,9 @@ def train_all(sources: dict[str, Path], out: Path) -> dict[str, tuple[float, dic
             state = engine.state_dict().items()
             weights = [(k[6:], v) for k, v in state if k.startswith("model/")]
             case = f"{name}-{strategy}-{policy}"
-            huggingface.save(out / case, model, weights, writes=rank == 0)
+            saved = live_weights(engine.state_dict(), keep=rank == 0)
+            if rank == 0:
+                write(out / case, saved, huggingface.configuration(model), torch.float32)
             if strategy == "sharded ddp":
                 continue  # below, the file is compared with that of the whole optimizer
             whole = {k: v.full_tensor() if strategy == "fsdp" else v for k, v in weights}
@@ -180,6 +186,23 @@ def test_a_run_saves_what_another_starts_from(
     assert saved["architectures"] == ["LlamaForCausalLM"]
     assert saved["dtype"] == "float32"
     assert saved["use_cache"]
+    # The same from a checkpoint, also where the folder that the model came from is gone.
+    source.rename(tmp_path / "gone")
+    weights = AUTO.from_pretrained("first/model").state_dict()
+    for dtype in (torch.float32, torch.bfloat16):
+        word = {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
+        export("first", word, word)
+        exported = AUTO.from_pretrained(word)
+        assert type(exported).__name__ == "LlamaForCausalLM"
+        assert exported.dtype == dtype
+        assert exported.lm_head.weight is exported.model.embed_tokens.weight
+        assert_same_bits(exported.state_dict(), {k: v.to(dtype) for k, v in weights.items()})
+        assert "lm_head.weight" not in load_file(f"{word}/model.safetensors")
+    # And as the start of a run with the same architecture.
+    options = ["--model.name=hf:first/model/config.json", "--model.weights=bf16"]
+    assert main([*options, "--steps=1", "--run-dir=third", *arguments]) == 0
+    (again,) = read_records(tmp_path / "third" / "steps.jsonl")
+    assert again.loss == pytest.approx(continued.loss, abs=0.1)
 
 
 def test_weights_of_a_folder_or_random_ones(tmp_path: Path) -> None:

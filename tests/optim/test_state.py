@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -117,12 +116,11 @@ def test_state_that_is_not_a_tensor_is_refused_by_name() -> None:
         named_state(optimizer, names_of(named))
 
 
-def test_state_of_what_is_not_trained_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+def test_state_of_what_is_not_trained_is_left_out() -> None:
     named = parameters()
     optimizer = OPTIMIZERS["adamw"](named.values())
-    with caplog.at_level(logging.WARNING, logger="distmp"):
-        create_state(optimizer, names_of(named), {"gone/exp_avg": (torch.Size([2]), torch.float32)})
-    assert "'gone', which is not trained" in caplog.text
+    stored = {f"gone/{key}": (torch.Size([2]), torch.float32) for key in ("exp_avg", "exp_avg_sq")}
+    assert create_state(optimizer, names_of(named), stored) == ["gone"]
     assert named_state(optimizer, names_of(named)) == {}
 
 
@@ -166,6 +164,26 @@ def test_fused_momentum_that_starts_at_zero_is_the_same(nesterov: bool) -> None:
     take_steps(second, optimizer, 1, 2, 3)
     for key in first:
         torch.testing.assert_close(first[key], second[key])
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_parameters_on_the_cpu_are_stepped_as_plain_sgd_does(
+    dtype: torch.dtype, momentum: float
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(144, generator=generator)
+    parameter = nn.Parameter(start.to(dtype))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=momentum, fused=True)
+    assert not prepare_for_device_skip(optimizer)
+    expected, buffer = start.double(), torch.zeros(144, dtype=torch.float64)
+    for _ in range(4):
+        gradient = torch.randn(144, generator=generator).to(dtype)
+        parameter.grad = gradient.clone()
+        optimizer.step()
+        buffer = momentum * buffer + gradient
+        expected -= 0.1 * buffer
+    torch.testing.assert_close(parameter.double(), expected, rtol=0, atol=0.05)
 
 
 def test_fused_momentum_with_dampening_is_refused() -> None:

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import random
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from distmp.data.loading import step_batches
+
+
+class Augmented:
+    """Each sample draws from all three generators."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = (torch.rand(()).item(), np.random.rand(), random.random())
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+class AugmentedMicrobatch(Augmented):
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return [self[index] for index in indices]
+
+
+class Plain(Augmented):
+    draws_nothing = True
+
+
+def drawn(
+    dataset: Any, steps: int, first_sample: int = 0, world_size: int = 1, workers: int = 0
+) -> Tensor:
+    """Return the samples of all ranks in the order of the global batches, [steps, 8, 4]."""
+    ranks = []
+    for rank in range(world_size):
+        batches = step_batches(
+            dataset,
+            seed=3,
+            first_sample=first_sample,
+            global_batch_size=8,
+            microbatch_size=2,
+            rank=rank,
+            world_size=world_size,
+            workers=workers,
+        )
+        ranks.append(torch.stack([torch.cat(step) for step in islice(batches, steps)]))
+        batches.close()
+    return torch.cat(ranks, dim=1)
+
+
+@pytest.mark.parametrize("dataset", [Augmented(), AugmentedMicrobatch()])
+def test_what_samples_draw_depends_on_their_position_alone(dataset: Augmented) -> None:
+    whole = drawn(dataset, 4)
+    assert torch.equal(drawn(dataset, 2, first_sample=16), whole[2:])
+    assert torch.equal(drawn(dataset, 4, world_size=2), whole)
+    assert torch.equal(drawn(dataset, 2, first_sample=16, world_size=2, workers=1), whole[2:])
+
+
+def test_every_sample_and_every_epoch_draws_anew() -> None:
+    found = drawn(Augmented(), 5).flatten(0, 1)
+    assert sorted(found[:10, 0].tolist()) == list(range(10))
+    for generator in (1, 2, 3):
+        assert len(set(found[:, generator].tolist())) == len(found)
+
+
+def test_nothing_is_taken_from_the_generators_of_the_process() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+    before = torch.get_rng_state(), np.random.get_state()[1], random.getstate()
+    drawn(Augmented(), 2)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+    drawn(Plain(), 1)
+    assert not torch.equal(torch.get_rng_state(), before[0])

@@ -1,0 +1,54 @@
+"""docs/checkpoints.md on going on and on weights says what is so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from benchmarks.figures import ROOT
+from distmp.checkpoint.changes import CONSEQUENTIAL, DANGEROUS, HARMLESS, compare
+from distmp.checkpoint.export import LARGEST_FILE
+from distmp.config import RunConfig, load
+from distmp.settings import leaf_names
+
+PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
+
+
+def flat(config: RunConfig) -> dict[str, object]:
+    found = {}
+    for name in leaf_names(RunConfig):
+        value: object = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        found[name] = value
+    return found
+
+
+def test_the_changes_are_told_as_the_page_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    lines = re.findall(r"^\.venv/bin/distmp train (--run-dir runs/pages .*)$", PAGE, re.MULTILINE)
+    first, second = (flat(load(shlex.split(line))) for line in lines)
+    shown = re.findall(r"^    (changed: .*)$", PAGE, re.MULTILINE)
+    assert len(shown) == 2
+    found = compare(first, second, {})
+    assert [f"changed: {line}" for line in found.consequential.values()] == shown
+    assert found.harmless == found.dangerous == {}
+
+
+def test_the_examples_of_the_table_stand_where_they_belong() -> None:
+    rows = re.findall(r"^\| (?:none|wanted|another).*\| .* \| (.*) \|$", PAGE, re.MULTILINE)
+    tables = (HARMLESS, tuple(CONSEQUENTIAL), tuple(DANGEROUS))
+    assert len(rows) == len(tables)
+    for row, table in zip(rows, tables, strict=True):
+        examples = re.findall(r"`([\w.]+)`", row)
+        assert examples
+        for example in examples:
+            of_it = [name for name in leaf_names(RunConfig) if f"{name}.".startswith(f"{example}.")]
+            assert of_it
+            assert set(of_it) <= set(table), example
+
+
+def test_the_size_of_a_file_is_that_of_the_code() -> None:
+    assert f"several files of up to {LARGEST_FILE // 10**9} GB" in PAGE
