@@ -187,13 +187,13 @@ def test_a_run_its_export_and_a_run_from_there(
 
 REFUSED = {
     "no such checkpoint": (["nowhere", "--to", "new"], "checkpoint = 'nowhere': "),
-    "no checkpoint in it": (["empty", "--to", "new"], "holds no checkpoint"),
+    "no checkpoint in it": (["empty", "--to", "new"], "holds none"),
     "a folder that is there": (["run", "--to", "run"], "--to = 'run': is there already"),
     "a file": (["run", "--to", "file"], "--to = 'file': is there already"),
     "no folder": (["run"], "--to"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
-    "damaged": (["damaged", "--to", "new"], "shorter"),
+    "damaged": (["damaged", "--to", "new"], "has 0 bytes"),
     "not to be written": (["run", "--to", "file/new"], "cannot write file/new: "),
 }
 
