@@ -207,10 +207,10 @@ def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:
         return 128 + number
     code = stop.exit_code()
     how = f"by {stop.asked.name}" if stop.asked else "in order"
-    if code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
-        _say(f"stopped {how}; the run goes on with --resume auto (exit code {code})")
-    elif code == 128 + number:
+    if stop.killed:
         _say(f"stopped {how}; ranks that did not end in time were killed")
+    elif code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
+        _say(f"stopped {how}; the run goes on with --resume auto (exit code {code})")
     else:
         _say(f"stopped {how}, and a rank failed with exit code {code}; its messages stand above")
     return code

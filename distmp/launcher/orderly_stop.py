@@ -45,12 +45,13 @@ class OrderlyStop:
 
     Attributes:
         asked: The first signal received here, or None.
+        killed: Whether ranks had to be killed.
     """
 
     def __init__(self, options: Namespace) -> None:
         self.asked: signal.Signals | None = None
         self._interrupts = 0
-        self._gave_up = False
+        self.killed = False
         self._patience: float | None = getattr(options, "shutdown_timeout", None)
         self._waiting = False
         self._codes: set[int] = set()
@@ -62,7 +63,7 @@ class OrderlyStop:
         for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._pass_on)
         self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._give_up)
+        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._look_after)
         return self
 
@@ -78,7 +79,7 @@ class OrderlyStop:
 
     def exit_code(self) -> int:
         """Return the exit code of the launcher after `torchrun` was ended by this class."""
-        if self.asked is not None and self._gave_up:
+        if self.asked is not None and self.killed:
             return 128 + self.asked
         # Ranks that had not come far enough to take the request die of it, and have lost nothing.
         expected = {0, *_ORDERLY, *(() if self.asked is None else (-self.asked,))}
@@ -95,14 +96,19 @@ class OrderlyStop:
                 signal.setitimer(signal.ITIMER_REAL, max(self._patience, _POLL_SECONDS))
         self._interrupts += number == signal.SIGINT
         ranks = _ranks()
-        if not ranks or self._interrupts == _MOST_INTERRUPTS:
+        if not ranks:
             self._end_torchrun()
+        if self._interrupts == _MOST_INTERRUPTS:
+            self._kill(number, frame)
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
 
-    def _give_up(self, number: int, frame: FrameType | None) -> None:
-        self._gave_up = True
+    def _kill(self, number: int, frame: FrameType | None) -> None:
+        self.killed = True
+        for rank in _ranks():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(rank, signal.SIGKILL)
         self._end_torchrun()
 
     def _look_after(self, number: int, frame: FrameType | None) -> None:
