@@ -471,6 +471,8 @@ class Engine:
                 for name, tensor in self._strategy.optimizer_parameters()
             },
         )
+        if self._skips_on_device:
+            prepare_for_device_skip(self.optimizer)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state with the names of `state_dict`, sharded as this engine shards.
