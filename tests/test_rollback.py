@@ -150,17 +150,19 @@ def test_after_a_rollback_the_run_does_not_come_to_the_place_again(tmp_path: Pat
     bad = [samples_of(9)[0]]
     whole = run(tmp_path / "whole", *ROLLBACK, poisoned=bad)
     killed = trainer(tmp_path / "killed", *ROLLBACK, poisoned=bad)
-    save = killed._save
+    train_on = killed._train_on
 
-    def save_and_die() -> None:
-        save()
+    def die_after_the_rollback() -> None:
         if killed.progress.rollbacks:
             raise ArithmeticError
+        train_on()
 
-    killed._save = save_and_die  # type: ignore[method-assign]
+    killed._train_on = die_after_the_rollback  # type: ignore[method-assign]
     with pytest.raises(ArithmeticError):
         killed.train(StopSignals())
-    resumed = run(tmp_path / "killed", *ROLLBACK, "--resume=auto", poisoned=bad)
+    resumed = trainer(tmp_path / "killed", *ROLLBACK, "--resume=auto", poisoned=bad)
+    assert (resumed.progress.step, resumed.progress.samples) == (6, 9 * BATCH)
+    assert resumed.run(StopSignals())
     assert resumed.progress == whole.progress
     assert resumed.progress.rollbacks == 1
     assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
