@@ -609,7 +609,8 @@ def test_names_and_types_of_the_state() -> None:
         for key in ("exp_avg", "exp_avg_sq", "step")
     ]
     scale = [f"loss_scale/{key}" for key in ("value", "clean_steps", "overflows_in_a_row")]
-    own = [*scale, "engine/counts", "engine/nominal_weight"]
+    bounds = ["divergence/seen", "divergence/values"]
+    own = [*scale, *bounds, "engine/counts", "engine/nominal_weight"]
     assert sorted(state) == sorted([*(f"model/{name}" for name in parameters), *moments, *own])
     assert {state[f"model/{name}"].dtype for name in parameters} == {torch.float32}
 
@@ -815,3 +816,15 @@ class TestCuda:
         for one in (engine, reference):
             train(one, 3, ONE_RANK)
         assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
+
+
+@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd, sgd, adagrad])
+def test_an_engine_goes_back_to_a_state_from_before_its_first_step(optimizer: Any) -> None:
+    engine = make_engine(optimizer=optimizer)
+    start = snapshot(engine)
+    train(engine, 2, ONE_RANK)
+    there = snapshot(engine)
+    engine.load_state_dict(start)
+    assert_same_bits(snapshot(engine), start)
+    train(engine, 2, ONE_RANK)
+    assert_same_bits(snapshot(engine), there)

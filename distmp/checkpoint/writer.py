@@ -48,12 +48,14 @@ class _Pending:
         thread: Writes it.
         problem: Why it failed, once the thread has ended; None if it has not. Only the words: an
             error would keep its frames alive, and with them the process group.
+        seconds: How long it took.
     """
 
     step: int
     snapshot: Snapshot
     thread: threading.Thread = field(init=False)
     problem: str | None = "the thread that writes has ended without a word"
+    seconds: float = 0.0
 
 
 class CheckpointWriter:
@@ -68,6 +70,7 @@ class CheckpointWriter:
         world: The ranks.
         timeout_seconds: A collective that takes longer fails the save.
         say: Prints a message on the first rank.
+        took: Called with the seconds that a save took until it was whole.
 
     Attributes:
         saved_step: Step of the latest checkpoint known to be whole; None without one.
@@ -82,11 +85,13 @@ class CheckpointWriter:
         *,
         timeout_seconds: float,
         say: Callable[[str], None],
+        took: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._world = world
         self._say = say
+        self._took = took
         self.saved_step: int | None = None
         self.stalled_seconds = 0.0
         self._failure: str | None = None
@@ -173,7 +178,7 @@ class CheckpointWriter:
             store.save(self._directory, step, tensors, numbers, keep=self._settings.retention)
         except CheckpointError as error:
             problem = str(error)
-        self._note(step, problem)
+        self._note(step, problem, time.perf_counter() - started)
         self.stalled_seconds += time.perf_counter() - started
 
     @property
@@ -230,6 +235,7 @@ class CheckpointWriter:
     ) -> None:
         """Write a snapshot; what a thread of its own does."""
         path = final_path(self._directory, pending.step)
+        started = time.perf_counter()
         try:
             _give_way()
             if self._world.device.type == "cuda":  # a thread begins with the first device
@@ -249,6 +255,8 @@ class CheckpointWriter:
             pending.problem = str(error)
         except Exception as error:  # noqa: BLE001  # another rank is lost, or a fault of ours
             pending.problem = f"cannot save {path}: {type(error).__name__}: {error}"
+        finally:
+            pending.seconds = time.perf_counter() - started
 
     def _release(self) -> None:
         """Let the optimizer change what the pending snapshot holds, as soon as it is copied."""
@@ -272,13 +280,14 @@ class CheckpointWriter:
         if pending.thread.is_alive():
             self._say(f"the checkpoint of step {pending.step} has not been finished")
             return
-        self._note(pending.step, pending.problem)
+        self._note(pending.step, pending.problem, pending.seconds)
 
-    def _note(self, step: int, problem: str | None) -> None:
+    def _note(self, step: int, problem: str | None, seconds: float) -> None:
         """Take note of how a save has ended, and say so if it failed."""
         self._failure = problem
         if problem is None:
             self.saved_step = step
+            self._took(seconds)
             return
         if self._world.rank == 0:
             # What is there of it only takes room, which other files of the run may need.
