@@ -55,6 +55,20 @@ def test_keep(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-000030", "step-000040", "step-000050"]
 
 
+def test_too_large_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    retention = Retention(last=3, every=20, max_bytes=250)
+    for step in (10, 20, 30, 40):
+        storage(tmp_path).publish(write(tmp_path, step, "x" * 100))
+        layout.tidy(tmp_path, step, retention)
+    assert names(tmp_path) == ["step-000020", "step-000040"]
+    assert caplog.records == []
+    storage(tmp_path).publish(write(tmp_path, 50, "x" * 100))
+    layout.tidy(tmp_path, 50, retention)
+    assert names(tmp_path) == ["step-000020", "step-000040", "step-000050"]
+    [record] = caplog.records
+    assert "more than checkpoint.max_gib = 2.33e-07" in record.getMessage()
+
+
 def test_unfinished_and_foreign_directories_are_not_checkpoints(tmp_path: Path) -> None:
     save(tmp_path, 1)
     write(tmp_path, 2)

@@ -138,6 +138,7 @@ class Killed(BaseException):
     """The process stops here."""
 
 
+REMOVE_TREE = RemotePath.remove_tree
 CHANGES = ("mkdir", "open", "write_bytes", "rename", "unlink", "remove_tree")
 
 
@@ -146,10 +147,12 @@ def killed_save(directory: Location, step: int, lives: int) -> bool:
     countdown = itertools.count(lives, -1)
 
     def mortal(operation: object) -> object:
-        def run(*args: object, **kwargs: object) -> object:
-            if next(countdown) <= 0:
-                raise Killed
-            return operation(*args, **kwargs)  # type: ignore[operator]
+        def run(path: RemotePath, *args: object, **kwargs: object) -> object:
+            if next(countdown) > 0:
+                return operation(path, *args, **kwargs)  # type: ignore[operator]
+            if operation is REMOVE_TREE:  # only half-way through
+                (path / "__0_0.distcp")._file_system.rm_file((path / "__0_0.distcp")._path)
+            raise Killed
 
         return run
 
@@ -170,9 +173,9 @@ def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
         directory = locate("checkpoint.path", f"memory://{uuid.uuid4().hex}")
         save(directory, 1, 2)
         killed = killed_save(directory, step, lives)
-        found = store.usable(directory)
-        assert found.damaged == []
-        assert content(found.path) in (200, 100 * step + 1)
+        for path in checkpoints(directory).values():
+            store.verify(path)
+        assert content(store.usable(directory).path) in (200, 100 * step + 1)
         save(directory, step, keep=1, content=2)
         assert content(store.usable(directory).path) == 100 * step + 2
         if not killed:
@@ -209,7 +212,8 @@ def test_a_run_and_its_continuation_on_another_machine(
     data, place = corpus(tmp_path / "corpus"), f"memory://{uuid.uuid4().hex}"
     common = [*TINY, f"--data.path={data}", "--steps=4", f"--checkpoint.path={place}"]
     here, there = tmp_path / "here" / "run", tmp_path / "there" / "run"
-    assert main([*common, f"--run-dir={here}", "--checkpoint.every=2"]) == 0
+    which = ["--checkpoint.every=1", "--checkpoint.keep=1", "--checkpoint.keep-every=2"]
+    assert main([*common, f"--run-dir={here}", *which]) == 0
     assert not (here / "checkpoints").exists()
     kept = locate("checkpoint.path", place) / "run"
     assert names(kept) == ["step-000002", "step-000004"]

@@ -1,0 +1,71 @@
+"""docs/checkpoints.md says what is so; what is not here is in tests/checkpoint."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import yaml
+
+from distmp.checkpoint import store
+from distmp.config import RunConfig
+from distmp.run_directory import RunDirectory
+from distmp.settings import from_mapping
+from distmp.train import main
+from tests.torchrun import TINY, corpus
+
+PAGE = (Path(__file__).parent.parent.parent / "docs" / "checkpoints.md").read_text()
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def first_column(table: str) -> list[str]:
+    """Return what stands in backticks in the first column of the tables of a section."""
+    return [
+        name
+        for row in table.splitlines()
+        if row.startswith("| `")
+        for name in re.findall(r"`([^`]+)`", row.split("|")[1])
+    ]
+
+
+def test_what_is_in_one(tmp_path: Path) -> None:
+    data, run = corpus(tmp_path / "corpus"), tmp_path / "run"
+    arguments = [*TINY, f"--data.path={data}", f"--run-dir={run}", "--steps=1"]
+    assert main([*arguments, "--precision.policy=fp16"]) == 0
+    path = store.latest(run / "checkpoints")
+    assert path is not None
+    described = first_column(section("What is in one"))
+    files = {file.name for file in path.iterdir()}
+    assert files == {name for name in described if not name.endswith("...")} - {"__1_0.distcp"}
+    tensors = {f"{name.partition('/')[0]}/..." for name in store.stored_tensors(path)}
+    assert tensors == {name for name in described if name.endswith("...")}
+    assert {"step", "samples"} <= store.read_numbers(path).keys()
+
+
+def test_settings_that_keep() -> None:
+    described = first_column(section("Which ones stay"))
+    values = dict(setting.removeprefix("checkpoint.").split(": ") for setting in described)
+    config = from_mapping(
+        RunConfig, {"checkpoint": {k: yaml.safe_load(v) for k, v in values.items()}}
+    )
+    assert config.checkpoint.retention == store.Retention(2, 1000, 50 * 2**30)
+
+
+def test_where_they_lie() -> None:
+    example = section("Where they lie").split("```yaml\n")[1].split("```")[0]
+    config = from_mapping(RunConfig, yaml.safe_load(example.replace("s3://", "memory://")))
+    run = RunDirectory(Path(config.run_dir), config.checkpoint.path)
+    shown = re.findall(r"this run's: (\S+)", example)[0].replace("s3://", "memory://")
+    assert str(run.checkpoints / "step-000100") == shown
+
+
+def test_a_message(tmp_path: Path) -> None:
+    shown = section("Damage").split("```text\n")[1].split(" cannot be used: ")[1]
+    assert "has 81920 bytes, not the 94208 that were written" in shown
+    path = store.save(tmp_path, 1, {}, {}, keep=1)
+    (path / "__0_0.distcp").write_bytes(b"12")
+    [found] = store.usable(tmp_path).damaged
+    assert found.endswith("/step-000001/__0_0.distcp has 2 bytes, not the 0 that were written")
