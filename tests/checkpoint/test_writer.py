@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from distmp.errors import CheckpointError
 from distmp.parallel.world import World
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks
-from tests.torchrun import environment
+from tests.torchrun import run
 from tests.training import TWO_RANKS, fused_adamw, loss, make_model, microbatches, whole
 
 
@@ -123,37 +122,39 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer.store, "save", save_later)
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(case: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys(), case
     for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(found[name], expected[name]), (case, name)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@ranks(2)
-def test_saving_does_not_change_training_and_saves_the_state_of_its_step(
-    name: str, tmp_path: Path
-) -> None:
-    options = STRATEGIES[name]
+@pytest.mark.timeout(250)
+@ranks(2, timeout=200)
+def test_saving_does_not_change_training_and_saves_the_state_of_its_step(tmp_path: Path) -> None:
+    for name, options in STRATEGIES.items():
+        _check_saving(name, options, tmp_path / name)
+
+
+def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
     alone = trained(options, None)
-    with make_writer(tmp_path / "blocking", asynchronous=False) as saving:
+    with make_writer(directory / "blocking", asynchronous=False) as saving:
         blocking = trained(options, saving)
     with pytest.MonkeyPatch.context() as monkeypatch:
         slow(monkeypatch)
-        with make_writer(tmp_path / "asynchronous") as saving:
+        with make_writer(directory / "asynchronous") as saving:
             asynchronous = trained(options, saving)
     for step in range(1, STEPS + 1):
-        assert_same(blocking[step], alone[step])
-        assert_same(asynchronous[step], alone[step])
-    for directory in ("blocking", "asynchronous"):
+        assert_same(name, blocking[step], alone[step])
+        assert_same(name, asynchronous[step], alone[step])
+    for way in ("blocking", "asynchronous"):
         for step in (2, 4):
-            path = tmp_path / directory / f"step-{step:06d}"
+            path = directory / way / f"step-{step:06d}"
             engine = make_engine(options)
             engine.prepare_to_load(store.stored_tensors(path))
             state = engine.state_dict()
             assert store.load(path, state) == []
             engine.load_state_dict(state)
-            assert_same(state_of(engine), alone[step])
+            assert_same(name, state_of(engine), alone[step])
             assert store.read_numbers(path) == {"step": step}
 
 
@@ -182,7 +183,7 @@ def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Pat
     for step, state in expected.items():
         found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         store.load(tmp_path / f"step-{step:06d}", found)
-        assert_same(found, state)
+        assert_same("cuda", found, state)
 
 
 # One after the other
@@ -278,6 +279,16 @@ def test_writing_gives_way_to_training(tmp_path: Path, monkeypatch: pytest.Monke
 # Failures
 
 
+def _fail_in_every_way(directory: Path) -> dict[tuple[str, bool], dict[str, Any]]:
+    return {
+        (on_failure, asynchronous): _fail_once(
+            directory / f"{on_failure} {asynchronous}", on_failure, asynchronous
+        )
+        for on_failure in ("continue", "stop")
+        for asynchronous in (True, False)
+    }
+
+
 def _fail_once(directory: Path, on_failure: str, asynchronous: bool) -> dict[str, Any]:
     """Save steps 1 to 3, the second on a disk that is full for rank 1; return what was seen."""
     said: list[str] = []
@@ -314,23 +325,20 @@ def _disk_full(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("on_failure", ["continue", "stop"])
-def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(
-    asynchronous: bool, on_failure: str, tmp_path: Path
-) -> None:
-    seen = run_ranks(_fail_once, 2, tmp_path, on_failure, asynchronous)
-    cause = (
-        f"cannot save {tmp_path / 'step-000002'}: rank 1: OSError: [Errno 28] No space left on "
-        "device; the last checkpoint is of step 1"
-    )
-    then = "goes on" if on_failure == "continue" else "stops (checkpoint.on_failure)"
-    for rank in seen:
-        assert rank["said"] == [f"NOT SAVED: {cause}; the run {then}"]
-        assert rank["error"] == cause
-        assert rank["stops"] == [False, on_failure == "stop", on_failure == "stop"]
-        # Neither the old one nor what was written of the second is there once the third is.
-        assert rank["left"] == ["step-000003"]
+def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(tmp_path: Path) -> None:
+    for seen_on_rank in run_ranks(_fail_in_every_way, 2, tmp_path):
+        for (on_failure, asynchronous), seen in seen_on_rank.items():
+            directory = tmp_path / f"{on_failure} {asynchronous}"
+            cause = (
+                f"cannot save {directory / 'step-000002'}: rank 1: OSError: [Errno 28] No space "
+                "left on device; the last checkpoint is of step 1"
+            )
+            then = "goes on" if on_failure == "continue" else "stops (checkpoint.on_failure)"
+            assert seen["said"] == [f"NOT SAVED: {cause}; the run {then}"]
+            assert seen["error"] == cause
+            assert seen["stops"] == [False, on_failure == "stop", on_failure == "stop"]
+            # Neither the first nor what was written of the second is there once the third is.
+            assert seen["left"] == ["step-000003"]
 
 
 def test_a_failed_save_leaves_nothing_of_it(
@@ -404,26 +412,33 @@ from tests.checkpoint.test_writer import make_writer
 def kill(*_, **__):
     os.kill(os.getpid(), signal.SIGKILL)
 
-owner, point = {"write_data": (FileSystemWriter, "write_data"), "index": (
-    FileSystemWriter, "finish"), "publish": (store, "publish")}[sys.argv[2]]
-saving = make_writer(Path(sys.argv[1]))
-saving.save(1, {"a": torch.ones(4)}, {})
-saving.finish()
-setattr(owner, point, kill)
-saving.save(2, {"a": torch.zeros(4)}, {})
-saving.finish()
+def save(directory, owner, point):
+    saving = make_writer(directory)
+    saving.save(1, {"a": torch.ones(4)}, {})
+    saving.finish()
+    setattr(owner, point, kill)
+    saving.save(2, {"a": torch.zeros(4)}, {})
+    saving.finish()
+
+points = (FileSystemWriter, "write_data"), (FileSystemWriter, "finish"), (store, "publish")
+for owner, point in points:
+    child = os.fork()
+    if child == 0:
+        save(Path(sys.argv[1]) / point, owner, point)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("point", ["write_data", "index", "publish"])
-def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(point: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path), point]
-    root = Path(__file__).parent.parent.parent
-    done = subprocess.run(command, cwd=root, env=environment(), timeout=60)
-    assert done.returncode == -signal.SIGKILL
-    assert (tmp_path / "step-000002.writing").exists()
-    latest = store.latest(tmp_path)
-    assert latest == tmp_path / "step-000001"
-    found = {"a": torch.zeros(4)}
-    store.load(latest, found)
-    assert torch.equal(found["a"], torch.ones(4))
+@pytest.mark.timeout(120)
+def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    done = run(command, Path(__file__).parent.parent.parent)
+    assert done.stdout.split() == [str(-signal.SIGKILL.value)] * 3, done.stderr
+    for point in ("write_data", "finish", "publish"):
+        assert (tmp_path / point / "step-000002.writing").exists()
+        latest = store.latest(tmp_path / point)
+        assert latest == tmp_path / point / "step-000001"
+        found = {"a": torch.zeros(4)}
+        store.load(latest, found)
+        assert torch.equal(found["a"], torch.ones(4))
