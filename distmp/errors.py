@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 # Exit code of a rank that ends because another one did; the other's code tells the cause.
 LOST_PEER_EXIT_CODE = 3
+# Exit code of the rank that reports that ranks hang.
+HANG_EXIT_CODE = 4
 
 
 class DistmpError(Exception):

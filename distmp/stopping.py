@@ -13,7 +13,10 @@ class StopSignals:
 
     Attributes:
         received: Number of the first signal, or None.
+        last: Number of the last signal that any of them has received in this process, or None.
     """
+
+    last: int | None = None
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -40,3 +43,4 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._interrupted = True
         self.received = self.received or number
+        StopSignals.last = number

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distmp import settings
+from distmp.activity import activity
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -31,6 +32,7 @@ from distmp.outcome import StepOutcome
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.world import World, all_or_none
 from distmp.precision import PolicyLike
+from distmp.restarts import Restarts
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
 from distmp.stopping import StopSignals
@@ -103,11 +105,17 @@ class Trainer:
                 attribution=config.precision.attribution,
             ),
         )
-        checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+        self.restarts = Restarts.of_this_job(world.world_size)
+        checkpoint = all_or_none(
+            world, lambda: self.restarts.checkpoint(lambda: find_checkpoint(config))
+        )
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
         if checkpoint is not None:
+            activity.enter("loading a checkpoint", transfers=True)
             self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
+        if told := self.restarts.announce(self.progress.step):
+            console.message(told)
         self.records = (
             RecordWriter(self.directory.records, resume_after_step=self.progress.step)
             if world.rank == 0
@@ -139,8 +147,10 @@ class Trainer:
         batches = training_batches(config, self.parts, self.world, progress)
         profiler = StepProfiler(config.profile, self.directory.profile, self.world.rank)
         unread: _Unread | None = None
+        first_step = progress.step
         with closing(batches):
             while progress.step < config.steps and not self.stopping:
+                activity.begin_step(progress.step + 1, first=progress.step == first_step)
                 self._seed_step()
                 profiler.before(progress.step + 1)
                 outcome = self.engine.step(next(batches), stop=stop.received is not None)
@@ -185,6 +195,7 @@ class Trainer:
         """Read a step's numbers, record them, and draw the conclusions that all ranks draw."""
         if unread is None:
             return
+        activity.enter("results of the step")
         numbers = unread.outcome.numbers
         with self.timer.paused():
             report = self.engine.explain(unread.outcome)
@@ -221,6 +232,7 @@ class Trainer:
         self.engine.check(unread.outcome)
 
     def _check_lockstep(self) -> None:
+        activity.enter("comparison of ranks")
         with self.timer.paused():
             lockstep.check(self.engine, self.config.lockstep.on_difference)
 
@@ -247,6 +259,7 @@ class Trainer:
     def _show_sample(self) -> None:
         # The loss `next_token` says that the model turns token ids into logits.
         writes_text = self.config.data.source == "text" and self.config.model.loss == "next_token"
+        activity.enter("writing a sample")
         if writes_text and self.config.sample.length > 0:
             self.console.message(f"a sample of what it writes:\n{self._sample()}")
 
@@ -264,6 +277,7 @@ class Trainer:
         return decode(tokens)
 
     def _draw_curves(self) -> None:
+        activity.enter("drawing curves")
         if self.records is not None and self.config.log.curves:
             draw_curves(read_records(self.directory.records), self.directory.curves)
 
@@ -273,10 +287,15 @@ class Trainer:
         def choose() -> str:
             if self.world.rank != 0:
                 return ""
+            directory = self.restarts.directory or choose_anew()
+            self.restarts.begin(directory, checkpoint)
+            return str(directory.path)
+
+        def choose_anew() -> RunDirectory:
             newest = latest_run(self.config.run_dir)
             if checkpoint is not None and newest is not None and newest.owns(checkpoint):
-                return str(newest.path)
-            return str(create_run(self.config.run_dir).path)
+                return newest
+            return create_run(self.config.run_dir)
 
         chosen = [all_or_none(self.world, choose)]
         if self.world.group is not None:
@@ -319,6 +338,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        activity.enter("saving a checkpoint", transfers=True)
         with self.timer.paused():
             store.save(
                 self.directory.checkpoints,
@@ -327,11 +347,13 @@ class Trainer:
                 {"step": self.progress.step, "samples": self.progress.samples},
                 keep=self.config.checkpoint.keep,
             )
+        self.restarts.note_saved()
 
     def _save_model(self) -> None:
         """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""
         if not self.config.model.is_hugging_face:
             return
+        activity.enter("saving the model", transfers=True)
         prefix = "model/"
         state = self.engine.state_dict().items()
         weights = [(k.removeprefix(prefix), v) for k, v in state if k.startswith(prefix)]

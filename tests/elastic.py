@@ -1,0 +1,149 @@
+"""Runs under torchrun's elastic agent whose ranks start in a fraction of a second.
+
+The agent is a process of its own (`python -m tests.elastic FILE`). Its ranks are forked from a server
+that has imported torch; so one agent carries out many jobs, and restarts are cheap.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.ranks import PRELOAD
+from tests.torchrun import environment, python
+
+
+@dataclass
+class Job:
+    """One run.
+
+    Attributes:
+        arguments: Of `distmp.train`.
+        entry: What each rank calls with them, as "module:function".
+        variables: Of the environment.
+    """
+
+    arguments: list[str]
+    entry: str = "tests.elastic:train"
+    ranks: int = 2
+    max_restarts: int = 0
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Done:
+    """How a job ended.
+
+    Attributes:
+        exit_codes: Of the ranks that failed in the last attempt, by rank.
+        ended: Time of the end, in seconds since the epoch.
+        stdout: What the ranks have written, attempt after attempt, rank after rank.
+        stderr: The same.
+    """
+
+    exit_codes: dict[int, int]
+    ended: float
+    stdout: str
+    stderr: str
+
+
+def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 100) -> list[Done]:
+    """Carry out jobs one after the other, each with its own folder `folder`/N to work in."""
+    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
+    done = subprocess.run(
+        python("-m", "tests.elastic", str(folder)),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((folder / "results.json").read_text())
+    return [
+        Done(
+            {int(rank): code for rank, code in exit_codes.items()},
+            ended,
+            _logs(folder / str(number), "stdout"),
+            _logs(folder / str(number), "stderr"),
+        )
+        for number, (exit_codes, ended) in enumerate(results)
+    ]
+
+
+def _logs(folder: Path, name: str) -> str:
+    files = sorted(folder.glob(f"logs/*/attempt_*/*/{name}.log"), key=_attempt_and_rank)
+    return "".join(file.read_text() for file in files)
+
+
+def _attempt_and_rank(file: Path) -> tuple[int, int]:
+    return int(file.parts[-3].removeprefix("attempt_")), int(file.parts[-2])
+
+
+def train(arguments: list[str]) -> None:
+    """Be a rank of `python -m distmp.train`."""
+    from distmp.train import end_process, main
+
+    end_process(main(arguments))
+
+
+# In the agent's process
+
+
+def _agent(folder: Path) -> None:
+    from torch import multiprocessing
+
+    multiprocessing.set_forkserver_preload([*PRELOAD, "distmp.train", "tests.elastic"])
+    results = []
+    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+        where = folder / str(number)
+        where.mkdir(exist_ok=True)
+        results.append((_carry_out(Job(**job), where), time.time()))
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def _carry_out(job: Job, folder: Path) -> dict[int, int]:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.ranks,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_configs={"is_host": True},
+        local_addr="localhost",
+        max_restarts=job.max_restarts,
+        monitor_interval=0.05,
+        start_method="forkserver",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+    )
+    try:
+        elastic_launch(config, _rank)(asdict(job), str(folder))
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
+
+
+def _rank(job: dict[str, object], folder: str) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ.update(job["variables"])  # type: ignore[call-overload]
+    module, _, function = str(job["entry"]).partition(":")
+    getattr(importlib.import_module(module), function)(job["arguments"])
+
+
+if __name__ == "__main__":
+    _agent(Path(sys.argv[1]))
