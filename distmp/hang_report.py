@@ -121,7 +121,7 @@ def _waiting(waiting: Mapping[int, Answer]) -> list[str]:
         groups.setdefault((answer.waits_in, answer.doing, answer.last), []).append(rank)
     lines = []
     for (place, doing, last), ranks in groups.items():
-        started = f" (started last: {last})" if place.startswith("wait") and last else ""
+        started = f", last started {last}" if place.startswith("work.wait") and last else ""
         verb = "waits" if len(ranks) == 1 else "wait"
         lines.append(f"  {_ranks(ranks)} {verb} in {place}{started}: {doing}")
     return lines

@@ -97,7 +97,7 @@ class Peers:
         self._store = store
 
     def introduce(self, place: Place) -> None:
-        """Say where this rank runs."""
+        """Say where this rank runs, after a first sign of life."""
         self._put(f"place/{self.rank}", asdict(place))
 
     def places(self) -> dict[int, Place] | None:
@@ -123,7 +123,7 @@ class Peers:
         self._put(f"status/{self.rank}", None)
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank, which has given a sign of life, said that it came to its end."""
+        """Whether a rank that has introduced itself said that it came to its end."""
         return self._get([f"status/{rank}"])[0] is None
 
     def ask(self) -> None:

@@ -8,6 +8,7 @@ import linecache
 import os
 import signal
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -29,7 +30,9 @@ def main_thread() -> FrameType | None:
 
 def show(frame: FrameType | None) -> str:
     """Return the stack below a frame in Python's own form, the innermost call last."""
-    return "".join(traceback.format_stack(frame, limit=None)[-CALLS:]) if frame else ""
+    calls = traceback.extract_stack(frame) if frame else []
+    shown = [call for call in calls if not call.filename.endswith("torch/nn/modules/module.py")]
+    return textwrap.dedent("".join(traceback.format_list(shown[-CALLS:])))
 
 
 def collective(frame: FrameType | None) -> str:
@@ -52,7 +55,7 @@ def collective(frame: FrameType | None) -> str:
         else:
             line = linecache.getline(file, inner.f_lineno)
             waits = ".wait(" in line and "/torch/utils/data/" not in file
-            return f"wait ({_place(inner)})" if waits and "threading" not in file else ""
+            return f"work.wait ({_place(inner)})" if waits and "threading" not in file else ""
     return name
 
 

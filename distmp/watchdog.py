@@ -35,7 +35,7 @@ INTERVAL_SECONDS = 1.0
 # How many signs later a rank that has been asked has answered, unless it cannot.
 ANSWER_INTERVALS = 4
 # How long the main thread may take to end by itself after the run has failed elsewhere.
-GRACE_SECONDS = 5.0
+GRACE_SECONDS = 3.0
 # The thread itself was not run for so many intervals: the process had been stopped.
 PAUSE_INTERVALS = 5
 # What the process has to read or write between two signs to have got further with a transfer.
@@ -83,6 +83,7 @@ class Watchdog:
         """Begin to watch."""
         self._activity.restart()
         self._stack = stacks.SharedStack()
+        self._beat()
         place = Place(socket.gethostname(), os.getpid(), self._stack.descriptor)
         self.peers.introduce(place)
         self._thread.start()
@@ -130,11 +131,7 @@ class Watchdog:
     def _turn(self) -> None:
         self._notice_pauses()
         self._notice_transfers()
-        self._count += 1
-        doing = self._activity.now
-        limit = self._first_seconds if doing.starting else self._seconds
-        idle = time.monotonic() - doing.since
-        self.peers.beat(Status(self._count, idle, limit, str(doing)))
+        self._beat()
         if ending := self.peers.ending():
             self._end_with(ending)
             return
@@ -144,6 +141,13 @@ class Watchdog:
         self._look_for_the_dead()
         if self._observes and self._observer.see(self.peers.statuses(), time.monotonic()):
             self._report_hang()
+
+    def _beat(self) -> None:
+        self._count += 1
+        doing = self._activity.now
+        limit = self._first_seconds if doing.starting else self._seconds
+        idle = time.monotonic() - doing.since
+        self.peers.beat(Status(self._count, idle, limit, str(doing)))
 
     def _notice_pauses(self) -> None:
         """Begin to count anew after the process was stopped: nobody could have got further."""

@@ -1,23 +1,26 @@
 """Runs under torchrun's elastic agent whose ranks start in a fraction of a second.
 
-The agent is a process of its own (`python -m tests.elastic FILE`). Its ranks are forked from a server
-that has imported torch; so one agent carries out many jobs, and restarts are cheap.
+The agent is forked from the server of tests/ranks.py, which has imported torch, and its ranks are
+forked from the agent. So restarts are cheap.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
-import subprocess
+import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.ranks import PRELOAD
-from tests.torchrun import environment, python
+import psutil
+
+from tests.ranks import _context
+from tests.torchrun import environment
 
 
 @dataclass
@@ -56,16 +59,18 @@ class Done:
 
 def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 100) -> list[Done]:
     """Carry out jobs one after the other, each with its own folder `folder`/N to work in."""
-    (folder / "jobs.json").write_text(json.dumps([asdict(job) for job in jobs]))
-    done = subprocess.run(
-        python("-m", "tests.elastic", str(folder)),
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
+    agent = _context().Process(
+        target=_agent, args=(list(jobs), folder, environment(), sys.path), name="agent"
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    agent.start()
+    agent.join(timeout)
+    if agent.exitcode is None:
+        for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
+            process.kill()
+        agent.join()
+    output = (folder / "agent.log").read_text()
+    assert agent.exitcode == 0, output + "".join(_logs(path, "stderr") for path in folder.iterdir())
+    agent.close()
     results = json.loads((folder / "results.json").read_text())
     return [
         Done(
@@ -97,15 +102,19 @@ def train(arguments: list[str]) -> None:
 # In the agent's process
 
 
-def _agent(folder: Path) -> None:
-    from torch import multiprocessing
-
-    multiprocessing.set_forkserver_preload([*PRELOAD, "distmp.train", "tests.elastic"])
+def _agent(jobs: list[Job], folder: Path, variables: dict[str, str], path: list[str]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the tests
+    log = os.open(folder / "agent.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = path
     results = []
-    for number, job in enumerate(json.loads((folder / "jobs.json").read_text())):
+    for number, job in enumerate(jobs):
         where = folder / str(number)
         where.mkdir(exist_ok=True)
-        results.append((_carry_out(Job(**job), where), time.time()))
+        results.append((_carry_out(job, where), time.time()))
     (folder / "results.json").write_text(json.dumps(results))
 
 
@@ -125,25 +134,21 @@ def _carry_out(job: Job, folder: Path) -> dict[int, int]:
         local_addr="localhost",
         max_restarts=job.max_restarts,
         monitor_interval=0.05,
-        start_method="forkserver",
+        start_method="fork",
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
     )
     try:
-        elastic_launch(config, _rank)(asdict(job), str(folder))
+        elastic_launch(config, _rank)(job, folder)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
 
 
-def _rank(job: dict[str, object], folder: str) -> None:
+def _rank(job: Job, folder: Path) -> None:
     import torch
 
     torch.set_num_threads(1)
     os.chdir(folder)
-    os.environ.update(job["variables"])  # type: ignore[call-overload]
-    module, _, function = str(job["entry"]).partition(":")
-    getattr(importlib.import_module(module), function)(job["arguments"])
-
-
-if __name__ == "__main__":
-    _agent(Path(sys.argv[1]))
+    os.environ.update(job.variables)
+    module, _, function = job.entry.partition(":")
+    getattr(importlib.import_module(module), function)(job.arguments)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 SIZE = 4
 SAMPLES = 64
 STEPS = 6
+# A rank that goes silent has given a sign of life since its first step.
+LATE_SECONDS = 2.5
 ARGUMENTS = [
     "--data.source=tests.faults:line",
     "--model.name=tests.faults:Affine",
@@ -110,10 +112,12 @@ def _sleep() -> None:
 
 def _spin() -> None:
     """Keep Python's lock in native code, for ever."""
+    time.sleep(LATE_SECONDS)
     sum(itertools.repeat(0))
 
 
 def _stop() -> None:
+    time.sleep(LATE_SECONDS)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 

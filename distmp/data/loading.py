@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -16,6 +17,9 @@ from distmp.data.order import MicrobatchSampler, microbatches_per_rank
 from distmp.errors import ConfigError
 
 Batch = dict[str, Tensor]
+
+# Linux: the signal that a process gets when its parent dies.
+_PR_SET_PDEATHSIG = 1
 
 
 def step_batches(
@@ -64,7 +68,7 @@ def step_batches(
         batch_sampler=sampler,
         num_workers=workers,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_stop_signals,
+        worker_init_fn=_follow_the_training_process,
         # One of its own: the loader would otherwise draw from the generator that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
@@ -85,14 +89,16 @@ def _group(loader: DataLoader[Any], count: int) -> Generator[list[Batch], None, 
             end_workers()
 
 
-def _ignore_stop_signals(worker: int) -> None:
+def _follow_the_training_process(worker: int) -> None:
     """Leave stopping to the training process, which finishes its step and closes the loader.
 
     Ctrl-C and a cluster's notice reach every process of a group; a worker that obeyed first would
-    turn an orderly stop into a crash. A worker whose parent has died ends by itself.
+    turn an orderly stop into a crash. It ends with the training process, however that ends, also
+    while it is busy with a sample.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def evaluation_batches(
