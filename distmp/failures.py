@@ -145,13 +145,11 @@ def _wait_to_be_ended() -> None:
 
 def is_lost_connection(error: Exception) -> bool:
     """Whether a collective failed because the process at its other end is gone."""
-    if isinstance(error, dist.DistNetworkError):
-        return True
     signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    causes = (error, error.__cause__, error.__context__)
     return any(
-        isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs)
-        for cause in causes
+        isinstance(cause, dist.DistNetworkError)
+        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs))
+        for cause in (error, error.__cause__, error.__context__)
     )
 
 

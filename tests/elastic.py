@@ -147,6 +147,8 @@ def _carry_out(job: Job, folder: Path) -> dict[int, int]:
 def _rank(job: Job, folder: Path) -> None:
     import torch
 
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # they are the agent's
     torch.set_num_threads(1)
     os.chdir(folder)
     os.environ.update(job.variables)

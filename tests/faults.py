@@ -1,4 +1,4 @@
-"""A small regression whose ranks fail or hang as the variable FAULT says, as "RANK WHERE WHAT, ...".
+"""A small regression whose ranks fail or hang as the variable FAULT says: "RANK WHERE WHAT, ...".
 
 WHERE is a place: `forward` (of the third step), `validation`, `data`, `save`. WHAT is what happens
 there: see `_DEEDS`. When a rank comes to its fault, it notes the time in a file `fault-RANK`.
@@ -110,6 +110,11 @@ def _sleep() -> None:
     time.sleep(1000)
 
 
+def _pause() -> None:
+    """Be slow, though not as slow as what the watchdog takes for a hang."""
+    time.sleep(1.5)
+
+
 def _spin() -> None:
     """Keep Python's lock in native code, for ever."""
     time.sleep(LATE_SECONDS)
@@ -132,6 +137,7 @@ def _allocate() -> None:
 _DEEDS = {
     "raise": _raise,
     "sleep": _sleep,
+    "pause": _pause,
     "spin": _spin,
     "stop": _stop,
     "kill": _kill,
