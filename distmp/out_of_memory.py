@@ -24,10 +24,10 @@ _SIGNS = (
     "Cuda failure 2 'out of memory'",
 )
 _ASKED = (
-    re.compile(r"[Tt]ried to allocate (?P<number>[\d.]+) (?P<unit>[KMGT]?i?B|bytes)"),
-    re.compile(r"Unable to allocate (?P<number>[\d.]+) (?P<unit>[KMGT]?i?B|bytes)"),  # numpy
+    re.compile(r"[Tt]ried to allocate (?P<number>[\d.]+) (?P<unit>[KMGTP]?i?B|bytes)"),
+    re.compile(r"Unable to allocate (?P<number>[\d.]+) (?P<unit>[KMGTP]?i?B|bytes)"),  # numpy
 )
-_UNITS = {"B": 1, "bytes": 1} | {f"{k}iB": 2 ** (10 * i) for i, k in enumerate("KMGT", 1)}
+_UNITS = {"B": 1, "bytes": 1} | {f"{k}iB": 2 ** (10 * i) for i, k in enumerate("KMGTP", 1)}
 # Reserved and unused memory is worth a hint above this share of what is reserved.
 _FRAGMENTED = 0.1
 _CGROUP_LIMITS = (

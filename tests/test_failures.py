@@ -86,11 +86,8 @@ def test_a_hang_is_found_and_described(tmp_path: Path) -> None:
         assert doing in told, (name, told)
         assert f"rank {1 - late} waits in {WAITING[name]}" in told, (name, told)
         # The reporting rank ends, and the silent one is killed, in the same moment.
-        assert done[number].exit_codes in (
-            {1 - late: HANG_EXIT_CODE},
-            {0: HANG_EXIT_CODE},
-            {late: -9},
-        ), name
+        (code,) = done[number].exit_codes.values()
+        assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in told), name
     asleep, _, _, stopped, native = (result.stderr for result in done)
     assert "in _sleep\n" in asleep
     assert "does not answer: its process is stopped (SIGSTOP" in stopped
