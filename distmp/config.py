@@ -163,6 +163,10 @@ class RunConfig:
     timeout_minutes: float = 10.0
     """A collective operation that takes longer has failed."""
 
+    watchdog_seconds: float | None = None
+    """When no rank has got further for so long, say which ones hang and where, and end; null: half
+    of timeout_minutes; 0: never."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
@@ -207,6 +211,14 @@ class RunConfig:
             raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
         if self.max_minutes is not None and not (0 < self.max_minutes < math.inf):
             raise ConfigError("max_minutes", self.max_minutes, "use a number above 0, or null")
+        limit = 60 * self.timeout_minutes
+        if self.watchdog_seconds is not None and not 0 <= self.watchdog_seconds < limit:
+            raise ConfigError(
+                "watchdog_seconds",
+                self.watchdog_seconds,
+                f"use a number from 0 to timeout_minutes ({limit:g} s), after which a collective "
+                "fails by itself",
+            )
         if self.schedule.warmup_steps >= self.steps:
             raise ConfigError(
                 "schedule.warmup_steps",
@@ -216,6 +228,13 @@ class RunConfig:
         # Looks up names and refuses options that the optimizer or schedule does not have.
         optimizer_factory(self.optim)
         schedule_factory(self.schedule, self.steps)
+
+    @property
+    def watched_seconds(self) -> float:
+        """After how long without progress a rank hangs; 0: never."""
+        if self.watchdog_seconds is None:
+            return 60 * self.timeout_minutes / 2
+        return self.watchdog_seconds
 
     def parallel(self, microbatches: int | None) -> ParallelConfig:
         """Return what a strategy is told, for steps of so many microbatches."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from distmp.activity import activity
 from distmp.errors import CheckpointError, ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
@@ -52,7 +53,7 @@ logger = logging.getLogger("distmp")
 STEPS_KEPT = 2
 
 # Beginnings of names that states of older versions lack: what a new run has is kept there.
-ADDED_LATER = ("loss_scale/overflows_in_a_row",)
+ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -210,10 +211,12 @@ class Engine:
         scale = self.loss_scale.value
         self._buffers.begin_step()
         gathered = self._accumulate(microbatches, scale)
+        activity.enter("verdict")
         total = self._measure(gathered, stop=stop)
         verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
         judgement = self.divergence.judge(verdict)
         verdict = verdict.skipping(judgement.skip)
+        activity.enter("update")
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
@@ -313,12 +316,15 @@ class Engine:
                 torch.manual_seed(seed + self.world.rank * len(microbatches) + index)
             if self.attribution:
                 gathered.generators.append(generator_states(self.device))
+            activity.enter("forward of microbatch", index + 1)
             loss, weight = self._forward(batch)
             if index == 0 and self.nominal_weight is None:
                 self.nominal_weight = self._agree_on_nominal_weight(weight, len(microbatches))
+            activity.enter("backward of microbatch", index + 1)
             self._backward(loss, scale)
             gathered.losses.append(loss.detach())
             gathered.add(loss.detach(), weight, strategy.end_microbatch())
+        activity.enter("reduction of the gradients")
         strategy.finish_gradients()
         return gathered
 
@@ -433,7 +439,7 @@ class Engine:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         training = [part for part in self.module.modules() if part.training]
         self.module.eval()
-        for batch in microbatches:
+        for batch in activity.each("validation", microbatches):
             loss_sum, weight = self._forward(batch)
             total += torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])
         for part in training:  # not all of them, if some were frozen in evaluation mode
@@ -543,9 +549,10 @@ class Engine:
             {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},
             quiet=self.world.rank != 0,
         )
-        self.divergence.load_state_dict(
-            {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
-        )
+        if any(name.startswith("divergence/") for name in live):
+            self.divergence.load_state_dict(
+                {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
+            )
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._strategy.publish_parameters()

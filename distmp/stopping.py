@@ -33,7 +33,10 @@ class StopSignals:
 
     Attributes:
         received: Number of the first signal, or None.
+        last: Number of the last signal that any of them has received in this process, or None.
     """
+
+    last: int | None = None
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -66,6 +69,7 @@ class StopSignals:
                 raise KeyboardInterrupt
             self._interrupted = True
         self.received = self.received or number
+        StopSignals.last = number
 
 
 def ignore_stop_signals() -> None:

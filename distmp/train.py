@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import signal
 import sys
-import time
-import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from distmp import failures
 from distmp.config import RunConfig, load
-from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, DistmpError, SetupError
+from distmp.errors import STOPPED_EXIT_CODE, DistmpError
 from distmp.launcher.environment import RankEnvironment
-from distmp.launcher.stop_note import find_note, leave_note
 from distmp.parallel.world import join, leave
+from distmp.restarts import Restarts
 from distmp.stopping import StopSignals, ignore_stop_signals
 from distmp.telemetry import Console
 from distmp.telemetry.streams import flush_standard_streams
@@ -25,16 +25,14 @@ from distmp.trainer import Trainer
 
 Config = TypeVar("Config")
 
-# How long a rank waits for torchrun to end it, which takes well under a second.
-GRACE_SECONDS = 10.0
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train, and return the exit code of this rank.
 
     Returns:
         0 after the last step; 75 after an orderly stop before it, and 130 if that was Ctrl-C; 2 for
-        a configuration that cannot run; 3 if another rank was lost; 1 for any other failure.
+        a configuration that cannot run; 3 if another rank was lost; 4 if ranks hang; 1 for any
+        other failure.
     """
     return run_as_rank(sys.argv[1:] if argv is None else argv, load, _train)
 
@@ -52,34 +50,21 @@ def run_as_rank(
         work: Joins the other ranks, and returns the exit code of this one.
     """
     environment = RankEnvironment()
+    config = None
     try:
         environment = RankEnvironment.from_variables()
         with _speaking_once(environment.local_rank):
             config = load(argv)
         return work(config, environment)
-    except DistmpError as error:
-        _say_once(error, environment)
-        leave()
-        return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except Exception as error:  # noqa: BLE001  # the last resort of a process, which reports it
-        return _report_failure(environment, error)
-
-
-def _say_once(error: DistmpError, environment: RankEnvironment) -> None:
-    """Print an error that every rank has found: on the first rank, or the first of each machine.
-
-    The other ranks wait for torchrun to end them: if one of them ended first, torchrun would end
-    the one that speaks, before it has spoken. A rank that nobody ends has an error of its own.
-    """
-    gathered = isinstance(error, SetupError)
-    speaks = (environment.rank if gathered else environment.local_rank) == 0
-    if not speaks:
-        time.sleep(GRACE_SECONDS)
-    if speaks or not gathered:
-        sys.stderr.write(f"distmp: {error}\n")
-        sys.stderr.flush()
+        exit_code = failures.report(environment, error, config)
+        if isinstance(error, DistmpError):
+            leave()
+        return exit_code
+    finally:
+        failures.stop_watching()
 
 
 def end_process(exit_code: int) -> NoReturn:
@@ -96,15 +81,16 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def _train(config: RunConfig, environment: RankEnvironment) -> int:
+    restarts = Restarts.of_this_job(environment.world_size)
+    if (given_up := restarts.given_up()) is not None:
+        return given_up
     with StopSignals() as stop, Console(config.log, quiet=environment.rank != 0) as console:
         world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
-        if find_note():
-            console.message("the run was stopped in order and is not started again")
-            leave()
-            return STOPPED_EXIT_CODE
+        failures.watch(world, config.watched_seconds, 0.9 * 60 * config.timeout_minutes)
         finished = Trainer(config, world, console).run(stop)
         if not finished:
-            leave_note()
+            # torchrun takes every exit code but 0 for a failure, and may restart the ranks.
+            restarts.give_up(STOPPED_EXIT_CODE)
         leave()
     if finished:
         return 0
@@ -118,23 +104,7 @@ def _speaking_once(local_rank: int) -> contextlib.AbstractContextManager[object]
     return contextlib.redirect_stdout(open(os.devnull, "w"))  # ends with the process
 
 
-def _report_failure(environment: RankEnvironment, error: Exception) -> int:
-    """Print the cause with its traceback, and a consequence of another rank's failure as a line."""
-    where = f"rank {environment.rank} of {environment.world_size}"
-    if environment.world_size > 1 and _is_lost_connection(error):
-        sys.stderr.write(f"distmp: {where} stopped because it lost another rank\n")
-        return LOST_PEER_EXIT_CODE
-    sys.stderr.write(f"distmp: {where} failed:\n{''.join(traceback.format_exception(error))}")
-    return 1
-
-
-def _is_lost_connection(error: Exception) -> bool:
-    """Whether a collective failed because the process at its other end is gone."""
-    if isinstance(error, dist.DistNetworkError):
-        return True
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
 if __name__ == "__main__":
+    # A crash in native code says where.
+    faulthandler.enable()
     end_process(main())

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from distmp import rollback, settings
+from distmp.activity import activity
 from distmp.checkpoint import store
 from distmp.checkpoint.changes import Changes
 from distmp.checkpoint.origin import changes_since, origin
@@ -36,6 +37,7 @@ from distmp.outcome import StepOutcome
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.world import World, all_or_none, from_rank_0
 from distmp.precision import PolicyLike
+from distmp.restarts import Restarts
 from distmp.rollback import Finding
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
@@ -106,7 +108,10 @@ class Trainer:
         self.out_of_bounds: _OutOfBounds | None = None
         self.rolled_back: dict[str, Any] | None = None
         self.parts = all_or_none(world, lambda: prepare(config, world))
-        checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+        self.restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
+        checkpoint = all_or_none(
+            world, lambda: self.restarts.checkpoint(lambda: find_checkpoint(config))
+        )
         if checkpoint is None:
             all_or_none(world, lambda: start_from_weights(config, self.parts.model))
         # Counted before some strategy leaves only a part of each on this rank.
@@ -133,10 +138,11 @@ class Trainer:
             world,
             timeout_seconds=60 * config.timeout_minutes,
             say=console.message,
-            took=self.budget.add_save,
+            took=self._saved,
         )
         self.writer.guard(self.engine.optimizer)
         if checkpoint is not None:
+            activity.enter("loading a checkpoint", transfers=True)
             if world.rank == 0:
                 changes.tell(console.message)
             same_optimizer = "optim.name" not in changes.dangerous
@@ -145,6 +151,8 @@ class Trainer:
             )
             saved = self.directory.owns(checkpoint)
             self.writer.resumed(self.progress.step, saved=saved)
+        if told := self.restarts.announce(self.progress.step):
+            console.message(told)
         self.records = (
             RecordWriter(self.directory.records, self.progress.step, console.message)
             if world.rank == 0
@@ -157,7 +165,7 @@ class Trainer:
         with self.writer:
             with closing(self.trackers):
                 self.train(stop)
-            self.writer.save_now(self.progress.step, self.engine.state_dict(), self._numbers())
+            self._save_now()
         finished = self.progress.step >= self.config.steps and not self.validation_left_off
         if finished:
             self._save_model()
@@ -192,8 +200,10 @@ class Trainer:
         batches = training_batches(config, self.parts, self.world, progress)
         profiler = StepProfiler(config.profile, self.directory.profile, self.world.rank)
         unread: _Unread | None = None
+        first_step = progress.step
         with closing(batches):
             while progress.step < config.steps and not self._has_to_leave():
+                activity.begin_step(progress.step + 1, first=progress.step == first_step)
                 self._seed_step()
                 profiler.before(progress.step + 1)
                 outcome = self.engine.step(next(batches), stop=self._asked())
@@ -243,6 +253,7 @@ class Trainer:
         """Go back to a checkpoint, and on from there with the data behind a step."""
         config, step, rollbacks = self.config, found.unread.step, self.progress.rollbacks
         rollback.check_limit(step, found.finding, rollbacks, config.divergence)
+        activity.enter("going back to a checkpoint", transfers=True)
         self.writer.finish()
         checkpoint = rollback.checkpoint_before(self.directory.checkpoints, step)
         guard = self.engine.divergence
@@ -259,7 +270,7 @@ class Trainer:
         self.out_of_bounds = None
         self.writer.resumed(self.progress.step, saved=False)
         # Whatever happens from now on, the run does not come to that place again.
-        self.writer.save_now(self.progress.step, self.engine.state_dict(), self._numbers())
+        self._save_now()
         self._rewrite_records(self.progress.step)
         self.rolled_back = {
             "from_step": step,
@@ -309,6 +320,7 @@ class Trainer:
         """Read a step's numbers, record them, and draw the conclusions that all ranks draw."""
         if unread is None:
             return
+        activity.enter("results of the step")
         numbers = unread.outcome.numbers
         with self.timer.paused():
             report = self.engine.explain(unread.outcome)
@@ -360,6 +372,7 @@ class Trainer:
         return found or None
 
     def _check_lockstep(self) -> None:
+        activity.enter("comparison of ranks")
         with self.timer.paused():
             lockstep.check(self.engine, self.config.lockstep.on_difference)
 
@@ -393,6 +406,7 @@ class Trainer:
     def _show_sample(self) -> None:
         # The loss `next_token` says that the model turns token ids into logits.
         writes_text = self.config.data.source == "text" and self.config.model.loss == "next_token"
+        activity.enter("writing a sample")
         if writes_text and self.config.sample.length > 0:
             self.console.message(f"a sample of what it writes:\n{self._sample()}")
 
@@ -410,6 +424,7 @@ class Trainer:
         return decode(tokens)
 
     def _draw_curves(self) -> None:
+        activity.enter("drawing curves")
         if self.records is not None and self.config.log.curves:
             self._try_to_write(
                 self.directory.curves,
@@ -421,11 +436,16 @@ class Trainer:
         place = self.config.checkpoint.path
 
         def choose() -> str:
+            directory = self.restarts.directory or choose_anew()
+            self.restarts.begin(directory, checkpoint)
+            return str(directory.path)
+
+        def choose_anew() -> RunDirectory:
             newest = latest_run(self.config.run_dir, place)
             if checkpoint is not None and newest is not None and newest.owns(checkpoint):
                 newest.path.mkdir(parents=True, exist_ok=True)
-                return str(newest.path)
-            return str(create_run(self.config.run_dir, place).path)
+                return newest
+            return create_run(self.config.run_dir, place)
 
         return RunDirectory(Path(from_rank_0(self.world, choose)), place)
 
@@ -483,6 +503,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
+        activity.enter("saving a checkpoint", transfers=True)
         with self.timer.paused():
             self.writer.save(
                 self.progress.step,
@@ -490,6 +511,15 @@ class Trainer:
                 self._numbers(),
                 self.engine.held_until_update(),
             )
+
+    def _save_now(self) -> None:
+        activity.enter("saving a checkpoint", transfers=True)
+        self.writer.save_now(self.progress.step, self.engine.state_dict(), self._numbers())
+
+    def _saved(self, seconds: float) -> None:
+        """Take note of a save that has ended."""
+        self.budget.add_save(seconds)
+        self.restarts.note_saved()
 
     def _numbers(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self.progress), **self.origin}
@@ -504,6 +534,7 @@ class Trainer:
         # Imported here: most runs have no use for it.
         from distmp.checkpoint.export import live_weights, write
 
+        activity.enter("saving the model", transfers=True)
         folder, writes = self.directory.model, self.world.rank == 0
         weights = live_weights(self.engine.state_dict(), keep=writes)
         if not writes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import signal
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -18,6 +19,9 @@ from distmp.errors import ConfigError
 from distmp.stopping import STOP_SIGNALS
 
 Batch = dict[str, Tensor]
+
+# Linux: the signal that a process gets when its parent dies.
+_PR_SET_PDEATHSIG = 1
 
 
 def step_batches(
@@ -70,7 +74,7 @@ def step_batches(
         batch_sampler=places,
         num_workers=workers,
         pin_memory=pin_memory,
-        worker_init_fn=_ignore_stop_signals,
+        worker_init_fn=_follow_the_training_process,
         # One of its own: the loader would otherwise draw from the generator that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
@@ -102,14 +106,16 @@ def _group(loader: DataLoader[Any], count: int) -> Generator[list[Batch], None, 
             end_workers()
 
 
-def _ignore_stop_signals(worker: int) -> None:
+def _follow_the_training_process(worker: int) -> None:
     """Leave stopping to the training process, which finishes its step and closes the loader.
 
     Ctrl-C and a cluster's notice reach every process of a group; a worker that obeyed first would
-    turn an orderly stop into a crash. A worker whose parent has died ends by itself.
+    turn an orderly stop into a crash. It ends with the training process, however that ends, also
+    while it is busy with a sample.
     """
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def evaluation_batches(

@@ -48,6 +48,15 @@ _CONSEQUENCES = (
     -signal.SIGABRT,
 )
 
+# What is mostly behind a signal that kills a rank.
+_LIKELY: dict[int, str] = {
+    signal.SIGKILL: "the kernel does this when memory runs out (dmesg tells)",
+    signal.SIGSEGV: "native code crashed: an extension, a driver or torch; its stack stands above",
+    signal.SIGBUS: "mostly shared memory is full (/dev/shm): fewer data.workers, or more of it",
+    signal.SIGABRT: "native code gave up; its message stands above",
+    signal.SIGILL: "native code was built for another processor",
+}
+
 # The kernel may take a while to free a killed rank's memory.
 _KILL_SECONDS = 5.0
 
@@ -239,8 +248,8 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
     if code > 0:
         _say(f"rank {rank} failed with exit code {code}; its messages stand above")
         return code
-    hint = "; the kernel does this when memory runs out" if code == -signal.SIGKILL else ""
-    _say(f"rank {rank} was killed by {_signal_name(-code)}{hint}")
+    hint = _LIKELY.get(-code, "")
+    _say(f"rank {rank} was killed by {_signal_name(-code)}{'; ' if hint else ''}{hint}")
     return 128 - code
 
 

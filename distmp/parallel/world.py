@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from distmp.errors import DistmpError, SetupError
+from distmp.launcher import job_store
 from distmp.launcher.accelerate import wants_cpu
 
 T = TypeVar("T")
@@ -74,10 +75,17 @@ def join(local_rank: int, *, timeout_seconds: float) -> World:
     if "RANK" in os.environ:
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
         own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_world_size
+        place: dict[str, Any] = {}
+        if job_store.is_kept_by_the_launcher():
+            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            everything = job_store.connect(timeout_seconds)
+            store = job_store.of_attempt(everything, job_store.restarts(), world_size)
+            place = {"store": store, "rank": rank, "world_size": world_size}
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
             device_id=device if own_gpu else None,
+            **place,
         )
     return World.current(device)
 

@@ -323,6 +323,11 @@ class Failure:
         pytest.param([(-15, 7), (5, 7)], "rank 1 failed with exit code 5", id="torchrun's stop"),
         pytest.param([(-9, 40), (5, 7)], "rank 1 failed with exit code 5", id="torchrun's kill"),
         pytest.param([(5, 7), (5, 7)], "rank 0 failed with exit code 5", id="the first seen"),
+        pytest.param([(-9, 7), (4, 6)], "rank 1 failed with exit code 4", id="a hang, then killed"),
+        pytest.param([(-11, 7)], "rank 0 was killed by SIGSEGV; native code crashed", id="a crash"),
+        pytest.param([(-7, 7)], "rank 0 was killed by SIGBUS; mostly shared memory", id="/dev/shm"),
+        pytest.param([(-9, 7)], "rank 0 was killed by SIGKILL; the kernel", id="a kill"),
+        pytest.param([(-10, 7)], "rank 0 was killed by SIGUSR1\n", id="no likely reason"),
     ],
 )
 def test_the_cause_is_reported(

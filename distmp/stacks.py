@@ -1,0 +1,108 @@
+"""Where a thread stands: its Python stack, and the collective that it waits in."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import linecache
+import os
+import signal
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+# Calls that are shown; the outermost ones are the same in every run.
+CALLS = 12
+# One that nobody else uses. Its handler needs no interpreter: it answers from code that holds it.
+SIGNAL = signal.SIGRTMAX - 5
+ANSWER_SECONDS = 2.0
+
+
+def main_thread() -> FrameType | None:
+    """Return the innermost frame of the main thread."""
+    return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def show(frame: FrameType | None) -> str:
+    """Return the stack below a frame in Python's own form, the innermost call last."""
+    calls = traceback.extract_stack(frame) if frame else []
+    shown = [call for call in calls if not call.filename.endswith("torch/nn/modules/module.py")]
+    return textwrap.dedent("".join(traceback.format_list(shown[-CALLS:])))
+
+
+def collective(frame: FrameType | None) -> str:
+    """Return the collective that a thread waits in and who has called it, or "" if it does not.
+
+    A collective shows as a function of torch's `distributed_c10d`, or as a call of `wait` of what
+    such a function has returned.
+    """
+    if frame is None:
+        return ""
+    name = ""
+    for inner in _outwards(frame):
+        file = inner.f_code.co_filename
+        if file.endswith("torch/distributed/distributed_c10d.py"):
+            name = inner.f_code.co_name
+        elif "torch/distributed/c10d_logger.py" in file:
+            continue
+        elif name:
+            return f"{name} ({_place(inner)})"
+        else:
+            line = linecache.getline(file, inner.f_lineno)
+            waits = ".wait(" in line and "/torch/utils/data/" not in file
+            return f"work.wait ({_place(inner)})" if waits and "threading" not in file else ""
+    return name
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _place(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name}, {Path(*path.parts[-3:])}:{frame.f_lineno}"
+
+
+class SharedStack:
+    """Lets another process of this machine read the stacks of this one, whatever it is busy with.
+
+    Attributes:
+        descriptor: Of a file in memory, where they appear on `SIGNAL`.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("stacks")
+        faulthandler.register(SIGNAL, file=self.descriptor, all_threads=True)
+
+    def close(self) -> None:
+        """Stop to answer."""
+        faulthandler.unregister(SIGNAL)
+        os.close(self.descriptor)
+
+
+def of_process(pid: int, descriptor: int) -> str:
+    """Return the stack of another process on this machine, or "" if it does not answer.
+
+    Args:
+        pid: Of a process with a `SharedStack`.
+        descriptor: The `SharedStack`'s.
+    """
+    path = Path(f"/proc/{pid}/fd/{descriptor}")
+    with contextlib.suppress(OSError):
+        os.kill(pid, SIGNAL)
+        deadline = time.monotonic() + ANSWER_SECONDS
+        while time.monotonic() < deadline:
+            _, found, text = path.read_text().partition("Current thread ")
+            if found and "\n" in text:
+                # Python 3.10 to 3.14: a heading, a line for each call, an empty line.
+                lines = text.split("\n\n")[0].splitlines()[1:]
+                return "".join(f"{line}\n" for line in reversed(lines[:CALLS]))
+            time.sleep(0.05)
+    return ""

@@ -1,0 +1,156 @@
+"""Runs under torchrun's elastic agent whose ranks start in a fraction of a second.
+
+The agent is forked from the server of tests/ranks.py, which has imported torch, and its ranks are
+forked from the agent. So restarts are cheap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.ranks import _context
+from tests.torchrun import environment
+
+
+@dataclass
+class Job:
+    """One run.
+
+    Attributes:
+        arguments: Of `distmp.train`.
+        entry: What each rank calls with them, as "module:function".
+        variables: Of the environment.
+    """
+
+    arguments: list[str]
+    entry: str = "tests.elastic:train"
+    ranks: int = 2
+    max_restarts: int = 0
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Done:
+    """How a job ended.
+
+    Attributes:
+        exit_codes: Of the ranks that failed in the last attempt, by rank.
+        ended: Time of the end, in seconds since the epoch.
+        stdout: What the ranks have written, attempt after attempt, rank after rank.
+        stderr: The same.
+    """
+
+    exit_codes: dict[int, int]
+    ended: float
+    stdout: str
+    stderr: str
+
+
+def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 100) -> list[Done]:
+    """Carry out jobs one after the other, each with its own folder `folder`/N to work in."""
+    agent = _context().Process(
+        target=_agent, args=(list(jobs), folder, environment(), sys.path), name="agent"
+    )
+    agent.start()
+    agent.join(timeout)
+    if agent.exitcode is None:
+        for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
+            process.kill()
+        agent.join()
+    output = (folder / "agent.log").read_text()
+    assert agent.exitcode == 0, output + "".join(_logs(path, "stderr") for path in folder.iterdir())
+    agent.close()
+    results = json.loads((folder / "results.json").read_text())
+    return [
+        Done(
+            {int(rank): code for rank, code in exit_codes.items()},
+            ended,
+            _logs(folder / str(number), "stdout"),
+            _logs(folder / str(number), "stderr"),
+        )
+        for number, (exit_codes, ended) in enumerate(results)
+    ]
+
+
+def _logs(folder: Path, name: str) -> str:
+    files = sorted(folder.glob(f"logs/*/attempt_*/*/{name}.log"), key=_attempt_and_rank)
+    return "".join(file.read_text() for file in files)
+
+
+def _attempt_and_rank(file: Path) -> tuple[int, int]:
+    return int(file.parts[-3].removeprefix("attempt_")), int(file.parts[-2])
+
+
+def train(arguments: list[str]) -> None:
+    """Be a rank of `python -m distmp.train`."""
+    from distmp.train import end_process, main
+
+    end_process(main(arguments))
+
+
+# In the agent's process
+
+
+def _agent(jobs: list[Job], folder: Path, variables: dict[str, str], path: list[str]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the tests
+    log = os.open(folder / "agent.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.path[:] = path
+    results = []
+    for number, job in enumerate(jobs):
+        where = folder / str(number)
+        where.mkdir(exist_ok=True)
+        results.append((_carry_out(job, where), time.time()))
+    (folder / "results.json").write_text(json.dumps(results))
+
+
+def _carry_out(job: Job, folder: Path) -> dict[int, int]:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=job.ranks,
+        run_id=folder.name,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        rdzv_configs={"is_host": True},
+        local_addr="localhost",
+        max_restarts=job.max_restarts,
+        monitor_interval=0.05,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs"), redirects=Std.ALL),
+    )
+    try:
+        elastic_launch(config, _rank)(job, folder)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
+
+
+def _rank(job: Job, folder: Path) -> None:
+    import torch
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # they are the agent's
+    torch.set_num_threads(1)
+    os.chdir(folder)
+    os.environ.update(job.variables)
+    module, _, function = job.entry.partition(":")
+    getattr(importlib.import_module(module), function)(job.arguments)

@@ -1,0 +1,145 @@
+"""A small regression whose ranks fail or hang as the variable FAULT says: "RANK WHERE WHAT, ...".
+
+WHERE is a place: `forward` (of the third step), `validation`, `data`, `save`. WHAT is what happens
+there: see `_DEEDS`. When a rank comes to its fault, it notes the time in a file `fault-RANK`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+SIZE = 4
+SAMPLES = 64
+STEPS = 6
+# A rank that goes silent has given a sign of life since its first step.
+LATE_SECONDS = 2.5
+ARGUMENTS = [
+    "--data.source=tests.faults:line",
+    "--model.name=tests.faults:Affine",
+    "--model.loss=tests.faults:squared",
+    "--batch.global-batch-size=8",
+    "--batch.microbatch-size=2",
+    "--precision.policy=fp32",
+    f"--steps={STEPS}",
+    "--schedule.name=constant",
+    "--schedule.warmup-steps=0",
+    "--log.every=1",
+    "--log.curves=False",
+    "--run-dir=run",
+]
+
+
+def line(split: str, sequence_length: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(7)
+    points = torch.randn(SAMPLES, SIZE, generator=generator)
+    samples = [(x, 3 * x.flip(0) + 1) for x in points]
+    return _Faulty(samples) if split == "train" else samples[:8]
+
+
+class _Faulty(list):  # type: ignore[type-arg]
+    """Samples of which the one that is read in the third step may be a trap."""
+
+    def __init__(self, samples: list[Any]) -> None:
+        super().__init__(samples)
+        self.read = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.read += 1
+        if self.read > 8:
+            perhaps("data")
+        return super().__getitem__(index)
+
+
+class Affine(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(SIZE, SIZE)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            perhaps("validation")
+        else:
+            self.calls += 1
+            if self.calls > 4:
+                perhaps("forward")
+        return super().forward(x)
+
+
+def squared(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    x, y = batch
+    return (model(x) - y).square().sum(), len(x)
+
+
+def train(arguments: list[str]) -> None:
+    """Be a rank of `distmp.train` that may fail in a save."""
+    from distmp.checkpoint import store
+    from tests import elastic
+
+    own = store.save
+
+    def save(*args: Any, **options: Any) -> Any:
+        perhaps("save")
+        return own(*args, **options)
+
+    store.save = save  # type: ignore[assignment]
+    elastic.train(arguments)
+
+
+def perhaps(where: str) -> None:
+    """Do what FAULT says of this rank in this place."""
+    for fault in filter(None, os.environ.get("FAULT", "").split(", ")):
+        rank, place, deed = fault.split()
+        if (rank, place) == (os.environ["RANK"], where):
+            Path(f"fault-{rank}").write_text(str(time.time()))
+            _DEEDS[deed]()
+
+
+def _raise() -> NoReturn:
+    raise ValueError("a fault of the model")
+
+
+def _sleep() -> None:
+    time.sleep(1000)
+
+
+def _pause() -> None:
+    """Be slow, though not as slow as what the watchdog takes for a hang."""
+    time.sleep(1.5)
+
+
+def _spin() -> None:
+    """Keep Python's lock in native code, for ever."""
+    time.sleep(LATE_SECONDS)
+    sum(itertools.repeat(0))
+
+
+def _stop() -> None:
+    time.sleep(LATE_SECONDS)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _allocate() -> None:
+    torch.empty(1 << 50, dtype=torch.uint8)
+
+
+_DEEDS = {
+    "raise": _raise,
+    "sleep": _sleep,
+    "pause": _pause,
+    "spin": _spin,
+    "stop": _stop,
+    "kill": _kill,
+    "allocate": _allocate,
+}

@@ -1,0 +1,252 @@
+"""When something is a hang, and what is said about it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmp import stacks, watchdog
+from distmp.activity import Activity
+from distmp.hang_report import Report, Silence, report
+from distmp.launcher.job_store import HashStore
+from distmp.peers import Answer, Ending, Peers, Place, Status
+from distmp.watchdog import Observer, Watchdog
+from tests.ranks import ranks
+
+LIMIT = 10.0
+
+
+def statuses(*idle: float, count: int = 1) -> dict[int, Status]:
+    return {rank: Status(count, seconds, LIMIT, "step 3") for rank, seconds in enumerate(idle)}
+
+
+def test_all_ranks_have_to_be_over_their_limit() -> None:
+    assert Observer().see(statuses(11, 12, 13), now=100)
+    assert not Observer().see(statuses(11, 12, 9), now=100)
+    assert not Observer().see({}, now=100)
+
+
+def test_silence_counts_from_the_last_sign_of_life() -> None:
+    observer = Observer()
+    assert not observer.see(statuses(1, 1), now=100)
+    # Rank 0 goes on to say that it waits; rank 1 says nothing any more.
+    assert not observer.see({0: Status(2, 8, LIMIT, ""), 1: statuses(1, 1)[1]}, now=107)
+    assert not observer.see({0: Status(3, 10.5, LIMIT, ""), 1: statuses(1, 1)[1]}, now=108.9)
+    assert observer.see({0: Status(4, 11, LIMIT, ""), 1: statuses(1, 1)[1]}, now=109.1)
+
+
+def test_a_phase_that_may_take_longer_has_another_limit() -> None:
+    slow = {**statuses(11, 11), 2: Status(1, 11, 60, "compiling")}
+    assert not Observer().see(slow, now=0)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 9)), max_size=40))
+def test_while_some_rank_gets_further_there_is_no_hang(events: list[tuple[int, float]]) -> None:
+    """Some rank gets further at least every 9 seconds; the others may be as late as they like."""
+    observer, now, last = Observer(), 0.0, dict.fromkeys(range(4), 0.0)
+    for count, (rank, seconds) in enumerate(events):
+        now += seconds
+        last[rank] = now
+        seen = {r: Status(count, now - since, LIMIT, "") for r, since in last.items()}
+        assert not observer.see(seen, now)
+    seen = {r: Status(-1, now + 10.1 - since, LIMIT, "") for r, since in last.items()}
+    assert observer.see(seen, now + 10.1)
+
+
+def answer(waits_in: str = "", collectives: int = 7, doing: str = "step 3, verdict") -> Answer:
+    return Answer(doing, 12.0, waits_in, collectives, "all_reduce", '  File "x.py", line 1\n')
+
+
+def told(answers: dict[int, Answer], silent: dict[int, Silence] | None = None) -> Report:
+    everyone = statuses(*[12.0] * (len(answers) + len(silent or {})))
+    return report(everyone, answers, silent or {}, len(everyone))
+
+
+WAITS = answer("all_reduce (agree, verdict.py:1)")
+
+
+def test_a_rank_in_no_collective_is_late() -> None:
+    said = told({0: WAITS, 1: answer(doing="step 3, loading data"), 2: WAITS})
+    assert said.summary == ("rank 1 late for 12 s; ranks 0, 2 in all_reduce (agree, verdict.py:1)")
+    assert "rank 1 of 3 is late: step 3, loading data for 12 s\n" in said.text
+    assert 'File "x.py", line 1' in said.text
+    assert "ranks 0, 2 wait in all_reduce (agree, verdict.py:1): step 3, verdict" in said.text
+
+
+def test_a_rank_in_an_earlier_collective_is_late() -> None:
+    said = told({0: WAITS, 1: answer("broadcast (begin, x.py:2)", collectives=6)})
+    assert "rank 1 of 2 is late: step 3, verdict for 12 s, waiting in broadcast" in said.text
+
+
+def test_ranks_in_different_collectives_do_not_run_the_same_code() -> None:
+    said = told({0: WAITS, 1: answer("broadcast (begin, x.py:2)")})
+    assert "is late" not in said.text
+    assert "they do not run the same code" in said.text
+
+
+def test_all_ranks_in_one_collective_wait_for_the_network() -> None:
+    said = told({0: WAITS, 1: WAITS})
+    assert "look at the network" in said.text
+    assert said.summary == "all ranks wait for 12 s; they in all_reduce (agree, verdict.py:1)"
+
+
+def test_of_many_late_ranks_a_few_are_shown() -> None:
+    said = told({0: WAITS} | {rank: answer() for rank in range(1, 9)})
+    assert said.text.count("File") == 4
+    assert "late as well: ranks 5, 6, 7, 8" in said.text
+
+
+def test_a_silent_rank_elsewhere() -> None:
+    said = told({0: WAITS}, {1: Silence("node7", 99)})
+    assert "rank 1 of 2 is late and does not answer: it runs on node7; process 99" in said.text
+
+
+class Waiting:
+    """What a collective returns, here one that never ends."""
+
+    def wait(self) -> None:
+        threading.Event().wait()
+
+
+def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
+    def finish() -> None:
+        Waiting().wait()
+
+    thread = threading.Thread(target=finish, daemon=True)
+    thread.start()
+    time.sleep(0.2)
+    frame = sys._current_frames()[thread.ident or 0]
+    assert "in finish\n" in stacks.show(frame)
+    assert stacks.collective(frame) == ""  # it waits for another thread, as far as can be seen
+    while frame.f_code is not finish.__code__:
+        assert frame.f_back is not None
+        frame = frame.f_back
+    assert stacks.collective(frame).startswith("work.wait (finish, ")
+
+
+@ranks(2)
+def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives() -> None:
+    seen: list[tuple[str, int]] = []
+
+    def look() -> None:
+        time.sleep(0.5)
+        seen.append((stacks.collective(stacks.main_thread()), watchdog._collectives_started()))
+
+    dist.all_reduce(torch.ones(1))
+    thread = threading.Thread(target=look)
+    thread.start()
+    if dist.get_rank() == 1:
+        thread.join()
+    dist.all_reduce(torch.ones(1))
+    thread.join()
+    ((place, started),) = seen
+    if dist.get_rank() == 0:
+        assert place.startswith("all_reduce (test_the_collective_of_a_blocked_rank_")
+        assert started == 2
+    else:
+        assert place == ""
+        assert started == 1
+
+
+def test_another_process_shows_its_stack() -> None:
+    shared = stacks.SharedStack()
+    try:
+        stack = stacks.of_process(os.getpid(), shared.descriptor)
+    finally:
+        shared.close()
+    assert "in test_another_process_shows_its_stack" in stack
+    assert stacks.of_process(2**22 + 1, 3) == ""
+
+
+def watch(peers: Peers, activity: Activity, seconds: float = 100.0) -> Watchdog:
+    return Watchdog(peers, activity, seconds, seconds, interval_seconds=0.02)
+
+
+def until(condition: object) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_rank_gives_signs_of_life_until_it_leaves() -> None:
+    store, activity = HashStore(), Activity()
+    peers = Peers(store, 0, 1)
+    dog = watch(peers, activity)
+    dog.start()
+    activity.begin_step(5, first=False)
+    activity.enter("forward of microbatch", 2)
+    until(lambda: peers.statuses()[0].doing == "step 5, forward of microbatch 2")
+    first = peers.statuses()[0].count
+    until(lambda: peers.statuses()[0].count > first)
+    places = peers.places()
+    assert places is not None
+    assert places[0].pid == os.getpid()
+    dog.stop()
+    assert peers.statuses() == {}
+    assert peers.has_left(0)
+
+
+def test_bytes_that_move_are_progress_where_bytes_are_moved(tmp_path: Path) -> None:
+    activity = Activity()
+    dog = watch(Peers(HashStore(), 0, 1), activity)
+    for transfers in (False, True):
+        activity.enter("saving a checkpoint", transfers=transfers)
+        dog._notice_transfers()
+        before = activity.now.since
+        dog._notice_transfers()
+        assert activity.now.since == before
+        (tmp_path / "file").write_bytes(bytes(2 * watchdog.TRANSFER_BYTES))
+        dog._notice_transfers()
+        assert (activity.now.since > before) is transfers
+
+
+def test_a_process_that_was_stopped_as_a_whole_does_not_hang() -> None:
+    activity = Activity()
+    dog = watch(Peers(HashStore(), 0, 1), activity)
+    activity.now = activity.now._replace(since=activity.now.since - 1000)
+    dog._notice_pauses()
+    assert time.monotonic() - activity.now.since > 999
+    dog._last_turn -= 1000
+    dog._notice_pauses()
+    assert time.monotonic() - activity.now.since < 900
+
+
+def test_the_first_cause_counts() -> None:
+    store = HashStore()
+    first, second = Peers(store, 0, 2), Peers(store, 1, 2)
+    assert first.ending() is None
+    assert second.end(Ending(1, 3, "mine", 1))
+    assert not first.end(Ending(0, 3, "no, mine", 1))
+    ending = first.ending()
+    assert ending is not None
+    assert (ending.rank, ending.cause) == (1, "mine")
+
+
+def test_a_process_that_is_gone_is_named_unless_it_had_left(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store = HashStore()
+    mine, others = Peers(store, 0, 2), Peers(store, 1, 2)
+    for peers, pid in ((mine, os.getpid()), (others, 2**22 + 1)):
+        peers.beat(Status(1, 0.0, LIMIT, ""))
+        peers.introduce(Place(socket.gethostname(), pid, 0))
+    others.leave()
+    dog = watch(mine, Activity())
+    assert not dog.bury()
+    others.beat(Status(2, 0.0, LIMIT, ""))
+    assert dog.bury()
+    assert "rank 1 is gone without a message" in capsys.readouterr().err
+    ending = mine.ending()
+    assert ending is not None
+    assert ending.rank == 1
