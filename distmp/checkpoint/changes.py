@@ -25,6 +25,8 @@ HARMLESS = (
     "compile",
     "shard_optimizer",
     "timeout_minutes",
+    "max_minutes",
+    "watchdog_seconds",
     "model.sequence_length",
     # What these lead to is compared itself: the data, and the precision in force.
     "precision.policy",
@@ -56,6 +58,12 @@ HARMLESS = (
     "sample.temperature",
     "checkpoint.every",
     "checkpoint.keep",
+    "checkpoint.asynchronous",
+    "checkpoint.every_minutes",
+    "checkpoint.keep_every",
+    "checkpoint.max_gib",
+    "checkpoint.on_failure",
+    "checkpoint.path",
     "log.every",
     "log.console",
     "log.curves",
@@ -67,6 +75,7 @@ HARMLESS = (
 )
 
 _RATES = "other learning rates from here on"
+_BOUNDS = "steps are judged in another way from here on"
 _SCALE = "the loss scale follows this rule from here on"
 
 # What somebody may well want, but ought to know. Told as a warning, with the consequence.
@@ -77,6 +86,13 @@ CONSEQUENTIAL = {
     "batch.global_batch_size": "so many samples make a step; the learning rate stays as it is",
     "precision in force": "other roundings in forward, backward and reductions",
     "precision.on_nonfinite": "steps that are not finite are treated in another way",
+    "divergence.loss_threshold": _BOUNDS,
+    "divergence.max_rollbacks": _BOUNDS,
+    "divergence.norm_threshold": _BOUNDS,
+    "divergence.on_nonfinite_loss": _BOUNDS,
+    "divergence.on_spike": _BOUNDS,
+    "divergence.pass_over": _BOUNDS,
+    "divergence.warmup_steps": _BOUNDS,
     "precision.loss_scale.dynamic": _SCALE,
     "precision.loss_scale.init": "the loss scale goes on from where it stands",
     "precision.loss_scale.growth_factor": _SCALE,
