@@ -166,7 +166,11 @@ def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) 
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
 
 
-def test_a_rank_that_fails_after_another_has_stopped_in_order(tmp_path: Path) -> None:
+def test_a_rank_that_fails_after_another_has_stopped_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The ranks are waited for by us: torchrun would kill the second one at once.
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
     with launched("fail late", tmp_path, "--nproc-per-node", "2") as run:
         run.ranks()
         run.process.send_signal(signal.SIGTERM)

@@ -48,7 +48,7 @@ def end(ending: str, stopped: Path) -> None:
             time.sleep(0.02)
         time.sleep(GRACE_SECONDS)
         if ending == "fail late" and stopped.name.startswith("1"):
-            time.sleep(GRACE_SECONDS)
+            time.sleep(3 * GRACE_SECONDS)
             sys.exit(4)
         stopped.write_text(" ".join(map(str, signals)))
         sys.exit(130 if signal.SIGINT in signals else STOPPED_EXIT_CODE)
