@@ -24,7 +24,6 @@ from distmp.errors import CheckpointError, ConfigError, nearest
 from distmp.models import huggingface
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
 from distmp.precision.policy import DTYPE_WORDS
-from distmp.run_directory import RunDirectory
 from distmp.slices import gathered
 
 PREFIX = "model/"
@@ -171,7 +170,7 @@ def _find(source: str | Path) -> Path:
     path = Path(source)
     if is_checkpoint(path):
         return path
-    found = store.latest(RunDirectory(path).checkpoints) or store.latest(path)
+    found = store.latest(path / "checkpoints") or store.latest(path)
     if found is None:
         problem = "holds no checkpoint" if path.exists() else "does not exist"
         raise ConfigError("checkpoint", str(source), f"{path.absolute()} {problem}")

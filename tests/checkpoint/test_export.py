@@ -193,7 +193,7 @@ REFUSED = {
     "no folder": (["run"], "--to"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
-    "damaged": (["damaged", "--to", "new"], "shorter"),
+    "damaged": (["damaged", "--to", "new"], "damaged/step-000001"),
     "not to be written": (["run", "--to", "file/new"], "cannot write file/new: "),
 }
 
