@@ -24,7 +24,6 @@ from distmp.errors import CheckpointError, ConfigError, nearest
 from distmp.models import huggingface
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
 from distmp.precision.policy import DTYPE_WORDS
-from distmp.run_directory import RunDirectory
 from distmp.slices import gathered
 
 PREFIX = "model/"
@@ -170,8 +169,8 @@ def _make_readable(folder: Path) -> None:
 def _find(source: str | Path) -> store.Location:
     """Return the checkpoint that is meant, compared with its checksums."""
     place = locate("checkpoint", str(source))
-    if isinstance(place, Path) and RunDirectory(place).checkpoints.is_dir():
-        place = RunDirectory(place).checkpoints
+    if (place / "checkpoints").is_dir():
+        place = place / "checkpoints"
     found = store.resolve(str(place), place, setting="checkpoint")
     assert found is not None  # only "auto" may find none
     return found
