@@ -47,7 +47,7 @@ _CONSEQUENCES = (
 )
 
 # What is mostly behind a signal that kills a rank.
-_LIKELY = {
+_LIKELY: dict[int, str] = {
     signal.SIGKILL: "the kernel does this when memory runs out (dmesg tells)",
     signal.SIGSEGV: "native code crashed: an extension, a driver or torch; its stack stands above",
     signal.SIGBUS: "mostly shared memory is full (/dev/shm): fewer data.workers, or more of it",
