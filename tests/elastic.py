@@ -147,6 +147,7 @@ def _carry_out(job: Job, folder: Path) -> dict[int, int]:
 def _rank(job: Job, folder: Path) -> None:
     import torch
 
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # not to outlive the agent either
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # they are the agent's
     torch.set_num_threads(1)

@@ -6,6 +6,7 @@ there: see `_DEEDS`. When a rank comes to its fault, it notes the time in a file
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
@@ -97,7 +98,7 @@ def perhaps(where: str) -> None:
     """Do what FAULT says of this rank in this place."""
     for fault in filter(None, os.environ.get("FAULT", "").split(", ")):
         rank, place, deed = fault.split()
-        if (rank, place) == (os.environ["RANK"], where):
+        if (rank, place) == (os.environ.get("RANK", "0"), where):
             Path(f"fault-{rank}").write_text(str(time.time()))
             _DEEDS[deed]()
 
@@ -130,6 +131,10 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _crash() -> None:
+    ctypes.string_at(0)
+
+
 def _allocate() -> None:
     torch.empty(1 << 50, dtype=torch.uint8)
 
@@ -140,6 +145,7 @@ _DEEDS = {
     "pause": _pause,
     "spin": _spin,
     "stop": _stop,
+    "crash": _crash,
     "kill": _kill,
     "allocate": _allocate,
 }

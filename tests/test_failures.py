@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, CheckpointError, 
 from distmp.launcher.environment import RankEnvironment
 from tests import faults
 from tests.elastic import Done, Job, run_jobs
+from tests.torchrun import python, run
 
 FAILURE_SECONDS = 30
 WATCHED = "--watchdog-seconds=4"
@@ -117,6 +119,15 @@ def test_what_else_can_happen(tmp_path: Path) -> None:
     assert alone.exit_codes == {0: HANG_EXIT_CODE}
     assert slow.exit_codes == {}
     assert slow.stderr == ""
+
+
+def test_a_crash_in_native_code_shows_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "0 forward crash")
+    done = run(python("-m", "distmp.train", *faults.ARGUMENTS), tmp_path)
+    assert done.returncode == -signal.SIGSEGV
+    assert "in _crash\n" in done.stderr
 
 
 @pytest.mark.parametrize(
