@@ -110,7 +110,8 @@ def never_saw(folder: Path, last: int, first: int, *arguments: str) -> Trainer:
     for until, start in ((last, 0), (begun.config.steps, first)):
         begun.config = dataclasses.replace(begun.config, steps=until)
         begun.progress.samples = start
-        begun.train(StopSignals())
+        with begun.writer:
+            begun.train(StopSignals())
     return begun
 
 
@@ -158,7 +159,7 @@ def test_after_a_rollback_the_run_does_not_come_to_the_place_again(tmp_path: Pat
         train_on()
 
     killed._train_on = die_after_the_rollback  # type: ignore[method-assign]
-    with pytest.raises(ArithmeticError):
+    with pytest.raises(ArithmeticError), killed.writer:
         killed.train(StopSignals())
     resumed = trainer(tmp_path / "killed", *ROLLBACK, "--resume=auto", poisoned=bad)
     assert (resumed.progress.step, resumed.progress.samples) == (6, 9 * BATCH)

@@ -146,6 +146,8 @@ class CheckpointWriter:
         if not self._settings.asynchronous:
             self.save_now(step, tensors, numbers)
             return
+        if self._world.group is not None and self._group is None:
+            raise RuntimeError("a checkpoint writer saves in its own `with` block only")
         self.finish()
         if self._stopped:  # `save_now` comes next
             return
