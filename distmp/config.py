@@ -156,6 +156,9 @@ class RunConfig:
     timeout_minutes: float = 10.0
     """A collective operation that takes longer has failed."""
 
+    preflight: Literal["auto", "always", "never"] = "auto"
+    """Compare and measure the ranks before the first step; auto: with more than one machine."""
+
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)

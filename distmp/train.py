@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 from distmp.config import RunConfig, load
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
+from distmp.launcher import preflight
 from distmp.launcher.environment import RankEnvironment
-from distmp.parallel.world import join, leave
+from distmp.parallel.world import World, join, leave
 from distmp.stopping import StopSignals
 from distmp.telemetry import Console
 from distmp.trainer import Trainer
@@ -95,10 +96,19 @@ def end_process(exit_code: int) -> NoReturn:
 
 def _train(config: RunConfig, environment: RankEnvironment) -> int:
     with StopSignals() as stop, Console(config.log, quiet=environment.rank != 0) as console:
-        world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+        world = _join(config, environment, console)
         finished = Trainer(config, world, console).run(stop)
         leave()
     return 0 if finished else 128 + (stop.received or signal.SIGTERM)
+
+
+def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:
+    if not preflight.is_wanted(config, environment):
+        return join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+    world, report = preflight.join_checked(config, environment)
+    for line in (report.summary, *report.warnings):
+        console.message(f"preflight: {line}")
+    return world
 
 
 def _speaking_once(local_rank: int) -> contextlib.AbstractContextManager[object]:
