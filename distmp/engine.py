@@ -25,6 +25,7 @@ from distmp.parallel import (
     resolve_strategy,
 )
 from distmp.parallel.module_buffers import ModuleBuffers
+from distmp.parallel.own_time import StepClock
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
 from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context
@@ -94,6 +95,7 @@ class Engine:
         policy_reason: Why, in words.
         strategy: The name of the strategy in force.
         strategy_reason: What it has chosen and why, in words; may be empty.
+        clock: Measures the time of steps that is this rank's own, if it is made active.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -147,6 +149,7 @@ class Engine:
         )
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
+        self.clock = StepClock(self.device)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
         if not parameters:
@@ -188,7 +191,9 @@ class Engine:
         scale = self.loss_scale.value
         self._buffers.begin_step()
         gathered = self._accumulate(microbatches, scale)
+        self.clock.end()
         total = self._measure(gathered, stop=stop)
+        self.clock.begin()
         verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)

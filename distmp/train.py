@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -19,7 +22,7 @@ from distmp.launcher import preflight
 from distmp.launcher.environment import RankEnvironment
 from distmp.parallel.world import World, join, leave
 from distmp.stopping import StopSignals
-from distmp.telemetry import Console
+from distmp.telemetry import Console, RankLog
 from distmp.trainer import Trainer
 
 Config = TypeVar("Config")
@@ -35,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 after the last step; 2 for a configuration that cannot run; 128 plus the signal after an
         orderly stop; 3 if another rank was lost; 1 for any other failure.
     """
-    return run_as_rank(sys.argv[1:] if argv is None else argv, load, _train)
+    with RankLog() as log:
+        work = functools.partial(_train, log)
+        return run_as_rank(sys.argv[1:] if argv is None else argv, load, work)
 
 
 def run_as_rank(
@@ -94,10 +99,15 @@ def end_process(exit_code: int) -> NoReturn:
     sys.exit(exit_code)
 
 
-def _train(config: RunConfig, environment: RankEnvironment) -> int:
-    with StopSignals() as stop, Console(config.log, quiet=environment.rank != 0) as console:
+def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int:
+    if config.log.files:
+        log.start(_header(environment))
+    quiet = environment.rank != 0
+    with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
         world = _join(config, environment, console)
-        finished = Trainer(config, world, console).run(stop)
+        trainer = Trainer(config, world, console)
+        log.place(trainer.directory.log(world.rank))
+        finished = trainer.run(stop)
         leave()
     return 0 if finished else 128 + (stop.received or signal.SIGTERM)
 
@@ -109,6 +119,12 @@ def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> 
     for line in (report.summary, *report.warnings):
         console.message(f"preflight: {line}")
     return world
+
+
+def _header(environment: RankEnvironment) -> str:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()}"
+    return f"--- {now}: {who}, pid {os.getpid()}"
 
 
 def _speaking_once(local_rank: int) -> contextlib.AbstractContextManager[object]:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distmp import settings
+from distmp import manifest, settings
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -29,6 +29,7 @@ from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
 from distmp.parallel.reproducible import check_power_of_two
+from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.world import World, all_or_none
 from distmp.precision import PolicyLike
 from distmp.run_directory import RunDirectory, create_run, latest_run
@@ -41,6 +42,7 @@ from distmp.telemetry import (
     StepProfiler,
     StepRecord,
     StepTimer,
+    Stragglers,
     draw_curves,
     peak_memory_bytes,
     read_records,
@@ -114,6 +116,13 @@ class Trainer:
             else None
         )
         self.trackers = all_or_none(world, self._start_trackers)
+        self.stragglers = Stragglers(
+            world,
+            self.engine.clock,
+            every=config.log.ranks_every if self.engine.strategy != "fsdp1" else 0,
+            hidden=world.device.type == "cuda" and self.engine.strategy in SHARDED_STRATEGIES,
+            say=console.message,
+        )
 
     def run(self, stop: StopSignals) -> bool:
         """Train to the end or to a request to stop; return whether the end was reached."""
@@ -143,8 +152,10 @@ class Trainer:
             while progress.step < config.steps and not self.stopping:
                 self._seed_step()
                 profiler.before(progress.step + 1)
+                self.stragglers.before(progress.step + 1)
                 outcome = self.engine.step(next(batches), stop=stop.received is not None)
                 progress.step += 1
+                self.stragglers.after(progress.step, self.timer.paused_seconds)
                 self._report_profile(profiler.after(progress.step))
                 progress.samples += config.batch.global_batch_size
                 # Where the host runs ahead of the device, the step before has ended by now.
@@ -205,6 +216,7 @@ class Trainer:
             memory_bytes=peak_memory_bytes(self.world.device),
             validation_loss=validation_loss,
             overflow=None if report is None else report.to_record(),
+            rank_seconds=self.stragglers.seconds(unread.step),
         )
         if self.records is not None:
             self.records.write(record)
@@ -305,6 +317,7 @@ class Trainer:
             say(f"continuing from {checkpoint}")
         if self.world.rank == 0:
             settings.write_yaml(self.config, self.directory.config)
+        manifest.record(self.directory.manifest, self.world, settings.to_mapping(self.config))
 
     def _start_trackers(self) -> Trackers:
         log = self.config.log

@@ -7,6 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from distmp.buckets.waiting import waiting
+
 # torch 2.13 renamed them and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -14,24 +16,24 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to put the shards of all ranks, in their order, into `gathered`."""
-    return _started(_all_gather(gathered, shard, group=group, async_op=True))
+    return _started(_all_gather(gathered, shard, group=group, async_op=True), gathered)
 
 
 def reduce_scatter(shard: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to sum `whole` over ranks, each of which gets its part of the sum in `shard`."""
-    return _started(_reduce_scatter(shard, whole, group=group, async_op=True))
+    return _started(_reduce_scatter(shard, whole, group=group, async_op=True), whole)
 
 
 def all_reduce(whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to sum `whole` over ranks, in place."""
-    return _started(dist.all_reduce(whole, group=group, async_op=True))
+    return _started(dist.all_reduce(whole, group=group, async_op=True), whole)
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to send the r-th part of `sent` to rank r, from which comes the r-th of `received`."""
-    return _started(dist.all_to_all_single(received, sent, group=group, async_op=True))
+    return _started(dist.all_to_all_single(received, sent, group=group, async_op=True), sent)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def _started(work: dist.Work | None, tensor: Tensor) -> dist.Work:
     assert work is not None  # None means that this rank is no member of the group
-    return work
+    return waiting.watch(work, tensor)

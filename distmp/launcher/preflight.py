@@ -10,7 +10,6 @@ on every rank ends the job when time is up and names the ranks that did not get 
 from __future__ import annotations
 
 import faulthandler
-import hashlib
 import json
 import math
 import os
@@ -37,6 +36,7 @@ from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
 from distmp.launcher.circumstances import relevant, versions
 from distmp.launcher.environment import RankEnvironment
 from distmp.parallel.world import World, join, leave
+from distmp.settings.flat import digest, flat
 from distmp.telemetry.units import bytes_text
 
 # All of the preflight, from when a rank begins it.
@@ -324,22 +324,6 @@ def _compare(meeting: _Meeting, config: RunConfig) -> tuple[list[str], list[Iden
     if problems:
         raise SetupError({0: "preflight: " + "; ".join(problems)}, exit_code=2)
     return warnings, [Identity(**entry) for entry in entries]
-
-
-def flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return nested settings under their dotted names."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            found.update(flat(value, f"{section}{name}."))
-        else:
-            found[f"{section}{name}"] = value
-    return found
-
-
-def digest(values: Mapping[str, Any]) -> str:
-    """Return a hash of settings that is the same on every machine."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def differences(

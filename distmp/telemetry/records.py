@@ -48,6 +48,8 @@ class StepRecord:
         dropped: Microbatches of all ranks that were left out because they were not finite.
         overflow: What is known about the cause of a skipped step. Values JSON can hold; floats
             that are not finite come back as strings, since a string may stand here too.
+        rank_seconds: Seconds that each rank took by itself, where ranks were compared after this
+            step; NaN for a rank that was not measured.
     """
 
     step: int
@@ -66,6 +68,7 @@ class StepRecord:
     validation_loss: float | None = None
     dropped: int = 0
     overflow: dict[str, Any] | None = None
+    rank_seconds: list[float] | None = None
 
 
 class RecordWriter:
@@ -178,12 +181,19 @@ def _optional_mapping(value: Any) -> dict[str, Any] | None:
     return value
 
 
+def _optional_floats(value: Any) -> list[float] | None:
+    if not isinstance(value, (list, type(None))):
+        raise TypeError(f"{value!r} is not a list")
+    return None if value is None else [float(item) for item in value]
+
+
 _CONVERTER_OF_TYPE: dict[str, Callable[[Any], Any]] = {
     "int": operator.index,
     "float": float,  # reads "NaN", "Infinity" and "-Infinity" too
     "bool": _boolean,
     "float | None": _optional_float,
     "dict[str, Any] | None": _optional_mapping,
+    "list[float] | None": _optional_floats,
 }
 _CONVERTERS = {
     field.name: _CONVERTER_OF_TYPE[str(field.type)] for field in dataclasses.fields(StepRecord)
