@@ -29,7 +29,6 @@ from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
 from distmp.parallel.reproducible import check_power_of_two
-from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.world import World, all_or_none
 from distmp.precision import PolicyLike
 from distmp.run_directory import RunDirectory, create_run, latest_run
@@ -119,8 +118,8 @@ class Trainer:
         self.stragglers = Stragglers(
             world,
             self.engine.clock,
-            every=config.log.ranks_every if self.engine.strategy != "fsdp1" else 0,
-            hidden=world.device.type == "cuda" and self.engine.strategy in SHARDED_STRATEGIES,
+            self.engine.strategy,
+            every=config.log.ranks_every,
             say=console.message,
         )
 

@@ -13,10 +13,13 @@ import torch.distributed as dist
 
 from distmp.buckets.collectives import all_gather
 from distmp.parallel.own_time import STEPS, OwnTime, StepClock
+from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.world import World
 
 # A rank is slow if it takes so many times the median of the others, twice in a row.
 SLOW = 1.5
+# Their collectives do not all go through distmp, so that waiting cannot be told from work.
+NOT_COMPARED = ("hsdp", "fsdp1")
 # A step after a longer pause does not count.
 PAUSE_SECONDS = 1e-3
 
@@ -30,9 +33,8 @@ class Stragglers:
     Args:
         world: The ranks, all of which make one at the same time.
         clock: Measures this rank.
+        strategy: The strategy in force.
         every: Steps between two comparisons; 0: never.
-        hidden: Whether collectives run beside computation, so that not all of the time that they
-            take is waiting.
         say: Where to say what is found.
     """
 
@@ -40,15 +42,17 @@ class Stragglers:
         self,
         world: World,
         clock: StepClock,
+        strategy: str,
         *,
         every: int,
-        hidden: bool,
         say: Callable[[str], object],
     ) -> None:
         self._world = world
         self._clock = clock
-        self._every = every if world.group is not None and world.world_size > 1 else 0
-        self._hidden = hidden
+        comparable = world.world_size > 1 and strategy not in NOT_COMPARED
+        self._every = every if comparable else 0
+        # On CUDA sharded models gather and reduce beside computation.
+        self._hidden = world.device.type == "cuda" and strategy in SHARDED_STRATEGIES
         self._watch = Watch(self._names() if self._every else [], say)
         self._asked: _Question | None = None
 

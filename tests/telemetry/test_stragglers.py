@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.engine import Engine
-from distmp.parallel.own_time import OwnTime
+from distmp.parallel.own_time import OwnTime, StepClock
 from distmp.parallel.world import World
 from distmp.telemetry.stragglers import Stragglers, Watch, own_seconds
 from tests.ranks import run_ranks
@@ -55,7 +55,7 @@ def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], 
     options = {"policy": "fp32", **options}
     engine = Engine(model, loss, fused_adamw, strategy=strategy, device="cpu", **options)
     told: list[str] = []
-    stragglers = Stragglers(world, engine.clock, every=EVERY, hidden=False, say=told.append)
+    stragglers = Stragglers(world, engine.clock, strategy, every=EVERY, say=told.append)
     found = {}
     for step in range(1, 3 * EVERY + 1):
         stragglers.before(step)
@@ -127,7 +127,7 @@ def pauses() -> list[float]:
     """Two steps, the second after a checkpoint that took rank 1 long."""
     world = World.current("cpu")
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", strategy="ddp", device="cpu")
-    stragglers = Stragglers(world, engine.clock, every=3, hidden=False, say=pytest.fail)
+    stragglers = Stragglers(world, engine.clock, "ddp", every=3, say=pytest.fail)
     for step in range(1, 4):
         stragglers.before(step)
         pause = 10 * SLEEP_SECONDS if step == 3 and world.rank == 1 else 0.0
@@ -146,9 +146,18 @@ def test_pauses_do_not_count() -> None:
     assert not math.isnan(fast)
 
 
+@pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
+def test_what_cannot_be_told_apart_is_not_compared(strategy: str) -> None:
+    clock = StepClock(torch.device("cpu"))
+    world = World(0, 2, torch.device("cpu"), None)
+    stragglers = Stragglers(world, clock, strategy, every=1, say=pytest.fail)
+    stragglers.before(1)
+    assert not clock.active
+
+
 def test_nothing_is_measured_unless_asked() -> None:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cpu")
-    stragglers = Stragglers(engine.world, engine.clock, every=1, hidden=False, say=pytest.fail)
+    stragglers = Stragglers(engine.world, engine.clock, "single", every=1, say=pytest.fail)
     for step in (1, 2, 3):
         stragglers.before(step)
         engine.step(microbatches(step, [(4,)]))
