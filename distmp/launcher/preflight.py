@@ -155,6 +155,7 @@ def join_checked(
         meeting.enter("connect to the other ranks")
         world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
         measured = _measure(meeting, world, stride([who.local_world_size for who in identities]))
+        meeting.forget()
     hosts = [f"rank {rank} on {who.host}" for rank, who in enumerate(identities)]
     summary = _summary(measured, identities, world, time.monotonic() - started)
     return world, Report(summary, [*warnings, *slow_ranks(measured, hosts)])
@@ -193,7 +194,7 @@ class _Meeting:
             ) from None
         # What ranks said before a restart is no news.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"preflight/{attempt}", store)
+        return PrefixStore(f"preflight/{attempt}/{self.world_size}", store)
 
     def enter(self, phase: str) -> None:
         """Tell what this rank does next."""
@@ -211,6 +212,13 @@ class _Meeting:
         while not self._store.check([key]):
             time.sleep(_POLL_SECONDS)
         return json.loads(self._store.get(key))
+
+    def forget(self) -> None:
+        """Take back what this rank has told, as others may come in its place without a restart."""
+        for key in ("count", "phase", "config", "identity"):
+            self._store.delete_key(f"{key}/{self.rank}")
+        if self.rank == 0:
+            self._store.delete_key("result")
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -397,7 +405,6 @@ def _measure(meeting: _Meeting, world: World, stride: int) -> list[Measured]:
     mine = Measured(product, min(links, default=0.0), all_reduce)
     everyone: list[Any] = [None] * world.world_size
     dist.all_gather_object(everyone, tuple(mine), group=world.group)
-    meeting.enter("train")
     return [Measured(*numbers) for numbers in everyone]
 
 

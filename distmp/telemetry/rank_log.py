@@ -9,6 +9,7 @@ somebody else starts the ranks.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import logging
 import os
@@ -60,15 +61,18 @@ class RankLog:
             self.terminal = open(os.dup(self._streams[1]), "w", buffering=1)  # noqa: SIM115
         self.shows_errors = os.isatty(self._streams[2])
         self._early = self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
+        # Others write to it as well, and nobody must write over them.
+        fcntl.fcntl(self._early, fcntl.F_SETFL, os.O_APPEND)
         self.write(f"{header}\n")
         # Deleted already, so that nothing is left however the process ends; its descriptor is a way
         # to it all the same.
-        self._redirect(f"/dev/fd/{self._early.fileno()}", self._early.fileno())
+        self._redirect(f"/proc/self/fd/{self._early.fileno()}", self._early.fileno())
 
     def write(self, text: str) -> None:
-        """Write to the file alone."""
+        """Write to the file alone, or nowhere if it cannot be written any more."""
         if self._file is not None:
-            self._file.write(text.encode(errors="backslashreplace"))
+            with contextlib.suppress(OSError):  # a full disk is no reason to end a run
+                self._file.write(text.encode(errors="backslashreplace"))
 
     def place(self, path: Path) -> None:
         """Say which file it is; a rank that starts again goes on at its end.
@@ -77,17 +81,16 @@ class RankLog:
         """
         if self._early is None:
             return
+        self._restore()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("ab", buffering=0)
+            self._early.seek(0)
+            file.write(self._early.read())
         except OSError as error:
-            self._restore()
             self._close_files()
             logger.warning("no log of this rank: %s cannot be written (%s)", path, error.strerror)
             return
-        self._restore()
-        self._early.seek(0)
-        file.write(self._early.read())
         self._close_files()
         self._file = file
         self._redirect(str(path))

@@ -13,9 +13,9 @@ from distmp.parallel.own_time import OwnTime, StepClock
 from distmp.parallel.world import World
 from distmp.telemetry.stragglers import Stragglers, Watch, own_seconds
 from tests.ranks import run_ranks
-from tests.training import TWO_RANKS, fused_adamw, loss, make_model, microbatches
+from tests.training import TWO_RANKS, Batch, fused_adamw, loss, make_model, microbatches
 
-SLEEP_SECONDS = 0.1
+SLEEP_SECONDS = 0.2
 EVERY = 4
 
 
@@ -49,7 +49,7 @@ Found = dict[int, list[float]]
 
 
 def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], Found]:
-    """Take steps for two thirds of which rank 1 is late; return what was told, and the times."""
+    """Take steps for which rank 1 is late; return what was told, and the times."""
     world = World.current("cpu")
     model = Sleepy(make_model(), where if world.rank == 1 else "")
     options = {"policy": "fp32", **options}
@@ -57,10 +57,8 @@ def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], 
     told: list[str] = []
     stragglers = Stragglers(world, engine.clock, strategy, every=EVERY, say=told.append)
     found = {}
-    for step in range(1, 3 * EVERY + 1):
+    for step in range(1, 2 * EVERY + 1):
         stragglers.before(step)
-        if step > 2 * EVERY:
-            model.where = where = ""
         if where == "data" and world.rank == 1:
             time.sleep(SLEEP_SECONDS)
         engine.step(microbatches(step, TWO_RANKS[0], world.rank))
@@ -84,16 +82,15 @@ def test_a_slow_rank_is_named(strategy: str, where: str, options: dict[str, Any]
     (told, found), (other_told, other_found) = run_ranks(run, 2, strategy, where, options)
     assert found == other_found, "ranks have to know the same"
     assert told == other_told
-    assert [*found] == [EVERY, 2 * EVERY, 3 * EVERY]
-    for step in (EVERY, 2 * EVERY):
-        fast, slow = found[step]
+    assert [*found] == [EVERY, 2 * EVERY]
+    for fast, slow in found.values():
         # Both ranks ended these steps together; only one of them worked so long.
         assert slow > SLEEP_SECONDS
-        assert fast < slow / 2
-    assert told[0].startswith("rank 1 on ")
-    assert "x the median of the others" in told[0]
-    assert told[0].endswith(f"since step {EVERY}")
-    assert "as fast as the others again" in told[1]
+        assert fast < slow - SLEEP_SECONDS / 2
+    (line,) = told
+    assert line.startswith("rank 1 on ")
+    assert "x the median of the others" in line
+    assert line.endswith(f"since step {EVERY}")
 
 
 def test_hidden_transfers_are_not_waiting() -> None:
@@ -164,3 +161,32 @@ def test_nothing_is_measured_unless_asked() -> None:
         stragglers.after(step, 0.0)
         assert stragglers.seconds(step) is None  # alone
     assert engine.clock.take() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_times_of_a_device_are_read_without_waiting() -> None:
+    engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cuda")
+    batches = [
+        [Batch(batch.inputs.cuda(), batch.labels.cuda()) for batch in microbatches(step, [(4,)])]
+        for step in range(5)
+    ]
+    engine.step(batches[0])
+    engine.step(batches[1])
+    engine.clock.active = True
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.step(batches[2])
+        engine.step(batches[3])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    time_ = engine.clock.take()
+    assert time_ is not None
+    assert 0 < time_.between < 60
+    assert time_.waited == 0
+    # While the device is at it, there is nothing to read, and nobody waits.
+    torch.cuda._sleep(2_000_000_000)
+    engine.step(batches[4])
+    assert engine.clock.take() is None
+    torch.cuda.synchronize()
