@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 import signal
 import socket
 import subprocess
@@ -17,9 +19,9 @@ from distmp.telemetry import read_records
 from distmp.train import main
 from tests.torchrun import TINY, corpus, environment, python, run, torchrun
 
-# Its second rank has a word with the terminal, in the way of C++, and is killed in the fourth step.
+# Its second rank is slow, writes something in the way of C++, and is killed in the fourth step.
 KILLED = """
-import os, signal, torch
+import os, signal, time, torch
 from torch import nn
 
 class Killed(nn.Module):
@@ -30,9 +32,11 @@ class Killed(nn.Module):
 
     def forward(self, tokens):
         self.calls += 1
-        if self.calls == 4 and torch.distributed.get_rank() == 1:
-            os.write(2, b"last words of rank 1\\n")
-            os.kill(os.getpid(), signal.SIGKILL)
+        if torch.distributed.get_rank() == 1:
+            time.sleep(0.3)
+            if self.calls == 4 * 2:  # there are two microbatches
+                os.write(2, b"last words of rank 1\\n")
+                os.kill(os.getpid(), signal.SIGKILL)
         return self.table(tokens)
 """
 
@@ -46,9 +50,12 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
         "--precision.policy=fp32",
         "--run-dir=run",
         "--log.every=1",
-        "--log.ranks-every=2",
+        "--log.ranks-every=1",
+        "--batch.global-batch-size=8",
+        "--batch.microbatch-size=2",
         "--preflight=always",
     ]
+    host = socket.gethostname()
     done = run(python("-m", "distmp", "launch", "--nproc-per-node=2", "--", *arguments), tmp_path)
     assert done.returncode == 128 + signal.SIGKILL
     assert "preflight: 2 ranks on 1 host, alike" in done.stdout
@@ -61,16 +68,15 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
         assert line in first
     assert "step    3/1000" in first
     assert "lost another rank" in first
-    host = socket.gethostname()
     assert f": rank 1 of 2 on {host}, pid " in second.splitlines()[0]
     assert second.splitlines()[-1] == "last words of rank 1"
-    # Ranks were compared after the second step, and not after the others.
+    # The first step has no step before it, and two in a row make a rank slow.
     records = read_records(tmp_path / "run" / "steps.jsonl")
-    assert [None if r.rank_seconds is None else len(r.rank_seconds) for r in records] == [
-        None,
-        2,
-        None,
-    ]
+    times = [record.rank_seconds or [] for record in records]
+    assert [len(seconds) for seconds in times] == [2, 2, 2]
+    assert all(map(math.isnan, times[0]))
+    assert all(slow > 0.6 > fast for fast, slow in times[1:])
+    assert re.search(rf"rank 1 on {host} takes .* of the others .*, since step 2\n", done.stdout)
     (start,) = manifest.read(tmp_path / "run" / "manifest.json")
     assert [rank["host"] for rank in start["ranks"]] == [host, host]
     assert f"pid {start['ranks'][1]['pid']}" in second.splitlines()[0]

@@ -307,7 +307,7 @@ def _network(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "PASS",
             f"interfaces: {told}; gloo takes {gloo or _gloo_default(facts)}, NCCL "
-            f"{nccl or 'chooses'}",
+            f"{nccl or _nccl_default(facts)}",
         )
 
 
@@ -392,3 +392,11 @@ def _gloo_default(facts: Facts) -> str:
         if interface.address in facts.addresses:
             return interface.name
     return "the loopback"
+
+
+def _nccl_default(facts: Facts) -> str:
+    """Return what NCCL takes by itself: InfiniBand first, then anything, then Docker's bridge."""
+    names = [interface.name for interface in facts.interfaces if not interface.loopback]
+    infiniband = [name for name in names if name.startswith("ib")]
+    others = [name for name in names if not name.startswith("docker")]
+    return ", ".join(infiniband or others or names)

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from distmp import settings
@@ -43,6 +43,8 @@ from distmp.telemetry.units import bytes_text
 LIMIT_SECONDS = 50.0
 # How long the store may take to answer.
 STORE_SECONDS = 15.0
+# After that much more a process ends that could not end by itself.
+SPARE_SECONDS = 5.0
 # After it has spoken a rank stays for so long, the others longer: its exit code counts.
 _LAST_WORDS_SECONDS = 1.0
 _POLL_SECONDS = 0.02
@@ -150,6 +152,7 @@ def join_checked(
     started = time.monotonic()
     meeting = _Meeting(environment, limit_seconds)
     with meeting.watched():
+        meeting.connect()
         meeting.enter("compare versions and configurations")
         warnings, identities = _compare(meeting, config)
         meeting.enter("connect to the other ranks")
@@ -167,9 +170,6 @@ class _Meeting:
     Args:
         environment: This rank among all.
         limit_seconds: When the watchdog ends the process.
-
-    Raises:
-        PreflightError: If the store cannot be reached.
     """
 
     def __init__(self, environment: RankEnvironment, limit_seconds: float) -> None:
@@ -177,20 +177,29 @@ class _Meeting:
         self.rank, self.world_size = environment.rank, environment.world_size
         self._limit = limit_seconds
         self._deadline = time.monotonic() + limit_seconds
-        # Two connections: whoever waits on one of them keeps others from using it.
-        self._store, self._watchdogs = (self._connect(limit_seconds) for _ in range(2))
-        self._phase = ""
+        self._address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        self._store: Any = None
+        self._watchdogs: Any = None
+        self._phase = "reach the store"
 
-    def _connect(self, limit_seconds: float) -> Store:
-        seconds = min(STORE_SECONDS, limit_seconds)
+    def connect(self) -> None:
+        """Reach the store.
+
+        Raises:
+            PreflightError: If it cannot be reached.
+        """
+        # Two connections: whoever waits on one of them keeps others from using it.
+        self._store, self._watchdogs = self._new_connection(), self._new_connection()
+
+    def _new_connection(self) -> PrefixStore:
+        seconds = min(STORE_SECONDS, self._limit)
         try:
             store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
         except RuntimeError as error:
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise PreflightError(
                 f"preflight: rank {self.rank} on {socket.gethostname()} does not reach the store "
-                f"at {where} within {seconds:g} s; see that this address belongs to the first "
-                f"machine, and that no firewall is between them ({_first_line(error)})"
+                f"at {self._address} within {seconds:g} s; see that this address belongs to the "
+                f"first machine, and that no firewall is between them ({_first_line(error)})"
             ) from None
         # What ranks said before a restart is no news.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -227,7 +236,7 @@ class _Meeting:
         thread = threading.Thread(target=self._watch, args=[done], name="preflight", daemon=True)
         thread.start()
         # A thread of its own that needs no interpreter, for code that never lets go of it.
-        faulthandler.dump_traceback_later(self._limit + STORE_SECONDS / 3, exit=True)
+        faulthandler.dump_traceback_later(self._limit + SPARE_SECONDS, exit=True)
         try:
             yield
         finally:
@@ -239,13 +248,11 @@ class _Meeting:
         if done.wait(max(0.0, self._deadline - time.monotonic())):
             return
         try:
-            # One rank speaks, whichever is first.
-            speaker = self._watchdogs.compare_set("speaker", "", str(self.rank)).decode()
-            message = self._what_is_missing() if speaker == str(self.rank) else ""
+            message = self._last_words()
         except RuntimeError as error:
             message = (
-                f"rank {self.rank} on {socket.gethostname()} has lost the store while it was to "
-                f"{self._phase} ({_first_line(error)})"
+                f"rank {self.rank} on {socket.gethostname()} has lost the store at "
+                f"{self._address} while it was to {self._phase} ({_first_line(error)})"
             )
         if message:
             sys.stderr.write(f"distmp: preflight: {message}\n")
@@ -253,7 +260,16 @@ class _Meeting:
         time.sleep(_LAST_WORDS_SECONDS if message else 3 * _LAST_WORDS_SECONDS)
         os._exit(1 if message else LOST_PEER_EXIT_CODE)
 
-    def _what_is_missing(self) -> str:
+    def _last_words(self) -> str:
+        """Return what there is to say, or nothing if another rank says it."""
+        if self._watchdogs is None:
+            return (
+                f"rank {self.rank} on {socket.gethostname()} is still to {self._phase} at "
+                f"{self._address} after {self._limit:g} s"
+            )
+        speaker = self._watchdogs.compare_set("speaker", "", str(self.rank)).decode()
+        if speaker != str(self.rank):
+            return ""
         entries: dict[int, dict[str, Any]] = {}
         for rank in range(self.world_size):
             if self._watchdogs.check([f"phase/{rank}"]):

@@ -208,3 +208,33 @@ def test_every_check_can_find_fault() -> None:
 )
 def test_what_is_no_fault(changes: dict[str, Any]) -> None:
     assert {finding.status for _, finding in judge(replace(HEALTHY, **changes))} == {"PASS"}
+
+
+@pytest.mark.parametrize(
+    ("names", "addresses", "environment", "expected"),
+    [
+        (("lo", "eth0"), ("10.0.0.1",), {}, "gloo takes eth0, NCCL eth0"),
+        (("lo", "docker0", "eth0", "ib0"), ("10.0.0.2",), {}, "gloo takes eth0, NCCL ib0"),
+        (("lo", "docker0"), ("10.0.0.1",), {}, "gloo takes docker0, NCCL docker0"),
+        (
+            ("lo", "eth0", "eth1"),
+            ("10.0.0.1",),
+            {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth"},
+            "gloo takes eth1, NCCL eth",
+        ),
+        (("lo", "eth0"), ("127.0.0.1",), {}, "gloo takes lo, NCCL eth0"),
+    ],
+)
+def test_interfaces_that_libraries_take(
+    names: tuple[str, ...],
+    addresses: tuple[str, ...],
+    environment: dict[str, str],
+    expected: str,
+) -> None:
+    interfaces = tuple(
+        Interface(name, f"10.0.0.{number}" if number else "127.0.0.1", not number)
+        for number, name in enumerate(names)
+    )
+    facts = replace(HEALTHY, interfaces=interfaces, addresses=addresses, environment=environment)
+    (told,) = [finding.message for name, finding in judge(facts) if name == "network"]
+    assert told.endswith(expected)

@@ -121,13 +121,13 @@ def test_once_may_be_chance() -> None:
 
 
 def pauses() -> list[float]:
-    """Two steps, the second after a checkpoint that took rank 1 long."""
+    """Three steps, two of them after a checkpoint that took rank 1 long."""
     world = World.current("cpu")
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", strategy="ddp", device="cpu")
     stragglers = Stragglers(world, engine.clock, "ddp", every=3, say=pytest.fail)
     for step in range(1, 4):
         stragglers.before(step)
-        pause = 10 * SLEEP_SECONDS if step == 3 and world.rank == 1 else 0.0
+        pause = SLEEP_SECONDS if step > 1 and world.rank == 1 else 0.0
         time.sleep(pause)
         engine.step(microbatches(step, TWO_RANKS[0], world.rank))
         stragglers.after(step, pause)
@@ -139,8 +139,8 @@ def pauses() -> list[float]:
 
 def test_pauses_do_not_count() -> None:
     fast, paused = run_ranks(pauses, 2)[0]
-    assert paused < 5 * SLEEP_SECONDS
-    assert not math.isnan(fast)
+    assert fast > 0
+    assert math.isnan(paused)  # nothing else is left
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
