@@ -192,7 +192,7 @@ class _Meeting:
         self._store, self._watchdogs = self._new_connection(), self._new_connection()
 
     def _new_connection(self) -> PrefixStore:
-        seconds = min(STORE_SECONDS, self._limit)
+        seconds = min(STORE_SECONDS, self._limit / 2)
         try:
             store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
         except RuntimeError as error:

@@ -207,8 +207,9 @@ def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(preflight, "STORE_SECONDS", 1.0)
     with pytest.raises(preflight.PreflightError, match=f"rank 1 on .* the store at .*:{port}"):
-        join_checked(RunConfig(), RankEnvironment(1, 0, 2, 1), limit_seconds=1.0)
+        join_checked(RunConfig(), RankEnvironment(1, 0, 2, 1))
 
 
 @pytest.mark.parametrize(
