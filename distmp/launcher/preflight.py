@@ -53,6 +53,8 @@ _POLL_SECONDS = 0.02
 SLOW_PRODUCT = 1.5
 SLOW_LINK = 2.0
 
+_ADVICE = "see that this address is the first machine's, and that no firewall is in the way"
+
 # What is multiplied and what is sent; a fraction of a second of either.
 _MATRIX = {"cpu": 512, "cuda": 4096}
 _SENT_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
@@ -198,8 +200,7 @@ class _Meeting:
         except RuntimeError as error:
             raise PreflightError(
                 f"preflight: rank {self.rank} on {socket.gethostname()} does not reach the store "
-                f"at {self._address} within {seconds:g} s; see that this address belongs to the "
-                f"first machine, and that no firewall is between them ({_first_line(error)})"
+                f"at {self._address} within {seconds:g} s; {_ADVICE} ({_first_line(error)})"
             ) from None
         # What ranks said before a restart is no news.
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -265,7 +266,7 @@ class _Meeting:
         if self._watchdogs is None:
             return (
                 f"rank {self.rank} on {socket.gethostname()} is still to {self._phase} at "
-                f"{self._address} after {self._limit:g} s"
+                f"{self._address} after {self._limit:g} s; {_ADVICE}"
             )
         speaker = self._watchdogs.compare_set("speaker", "", str(self.rank)).decode()
         if speaker != str(self.rank):

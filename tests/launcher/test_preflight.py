@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -194,6 +195,18 @@ def test_a_rank_that_holds_up_the_others_is_named(case: str, message: str, tmp_p
     assert speakers[0].code == 1
     assert {ending.code for ending in found} <= {1, LOST_PEER_EXIT_CODE, 77}
     assert ("is still to multiply matrices" in speakers[0].told) == (case != "never_comes")
+
+
+def test_somebody_else_at_the_address_of_the_store(tmp_path: Path) -> None:
+    """Who accepts connections and says nothing keeps torch's store waiting without end."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        arguments = ("well", port, str(tmp_path), SHORT_SECONDS)
+        found = run_ranks(as_rank, 2, *arguments, initialize=False)
+    for rank, ending in enumerate(found):
+        assert ending.code == 1
+        assert f"rank {rank} on {os.uname().nodename} is still to reach the store at" in ending.told
+        assert f":{port} after 5 s; see that" in ending.told
 
 
 def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
