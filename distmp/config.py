@@ -166,6 +166,8 @@ class RunConfig:
     watchdog_seconds: float | None = None
     """When no rank has got further for so long, say which ones hang and where, and end; null: half
     of timeout_minutes; 0: never."""
+    preflight: Literal["auto", "always", "never"] = "auto"
+    """Compare and measure the ranks before the first step; auto: with more than one machine."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)

@@ -26,6 +26,7 @@ from distmp.parallel import (
     resolve_strategy,
 )
 from distmp.parallel.module_buffers import ModuleBuffers
+from distmp.parallel.own_time import StepClock
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
 from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context
@@ -103,6 +104,7 @@ class Engine:
         strategy: The name of the strategy in force.
         strategy_reason: What it has chosen and why, in words; may be empty.
         divergence: What judges each step by those before it.
+        clock: Measures the time of steps that is this rank's own, if it is made active.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -170,6 +172,7 @@ class Engine:
         )
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
+        self.clock = StepClock(self.device)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
         if not parameters:
@@ -212,7 +215,9 @@ class Engine:
         self._buffers.begin_step()
         gathered = self._accumulate(microbatches, scale)
         activity.enter("verdict")
+        self.clock.end()
         total = self._measure(gathered, stop=stop)
+        self.clock.begin()
         verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
         judgement = self.divergence.judge(verdict)
         verdict = verdict.skipping(judgement.skip)

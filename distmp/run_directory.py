@@ -27,6 +27,11 @@ class RunDirectory:
             self.checkpoints = locate("checkpoint.path", checkpoint_path) / path.name
         self.model = path / "model"
         self.profile = path / "profile"
+        self.manifest = path / "manifest.json"
+
+    def log(self, rank: int) -> Path:
+        """Return where a rank's output is copied to."""
+        return self.path / "logs" / f"rank-{rank}.log"
 
     def owns(self, checkpoint: Location) -> bool:
         """Whether a checkpoint was written by this run."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -15,11 +18,12 @@ import torch.distributed as dist
 from distmp import failures
 from distmp.config import RunConfig, load
 from distmp.errors import STOPPED_EXIT_CODE, DistmpError
+from distmp.launcher import preflight
 from distmp.launcher.environment import RankEnvironment
-from distmp.parallel.world import join, leave
+from distmp.parallel.world import World, join, leave
 from distmp.restarts import Restarts
 from distmp.stopping import StopSignals, ignore_stop_signals
-from distmp.telemetry import Console
+from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.trainer import Trainer
 
@@ -34,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         a configuration that cannot run; 3 if another rank was lost; 4 if ranks hang; 1 for any
         other failure.
     """
-    return run_as_rank(sys.argv[1:] if argv is None else argv, load, _train)
+    with RankLog() as log:
+        work = functools.partial(_train, log)
+        return run_as_rank(sys.argv[1:] if argv is None else argv, load, work)
 
 
 def run_as_rank(
@@ -80,14 +86,19 @@ def end_process(exit_code: int) -> NoReturn:
     sys.exit(exit_code)
 
 
-def _train(config: RunConfig, environment: RankEnvironment) -> int:
+def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int:
     restarts = Restarts.of_this_job(environment.world_size)
     if (given_up := restarts.given_up()) is not None:
         return given_up
-    with StopSignals() as stop, Console(config.log, quiet=environment.rank != 0) as console:
-        world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+    if config.log.files:
+        log.start(_header(environment))
+    quiet = environment.rank != 0
+    with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
+        world = _join(config, environment, console)
         failures.watch(world, config.watched_seconds, 0.9 * 60 * config.timeout_minutes)
-        finished = Trainer(config, world, console).run(stop)
+        trainer = Trainer(config, world, console)
+        log.place(trainer.directory.log(world.rank))
+        finished = trainer.run(stop)
         if not finished:
             # torchrun takes every exit code but 0 for a failure, and may restart the ranks.
             restarts.give_up(STOPPED_EXIT_CODE)
@@ -95,6 +106,21 @@ def _train(config: RunConfig, environment: RankEnvironment) -> int:
     if finished:
         return 0
     return 128 + signal.SIGINT if stop.received == signal.SIGINT else STOPPED_EXIT_CODE
+
+
+def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:
+    if not preflight.is_wanted(config, environment):
+        return join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+    world, report = preflight.join_checked(config, environment)
+    for line in (report.summary, *report.warnings):
+        console.message(f"preflight: {line}")
+    return world
+
+
+def _header(environment: RankEnvironment) -> str:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()}"
+    return f"--- {now}: {who}, pid {os.getpid()}"
 
 
 def _speaking_once(local_rank: int) -> contextlib.AbstractContextManager[object]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from distmp import rollback, settings
+from distmp import manifest, rollback, settings
 from distmp.activity import activity
 from distmp.checkpoint import store
 from distmp.checkpoint.changes import Changes
@@ -49,6 +49,7 @@ from distmp.telemetry import (
     StepProfiler,
     StepRecord,
     StepTimer,
+    Stragglers,
     draw_curves,
     peak_memory_bytes,
     read_records,
@@ -159,6 +160,13 @@ class Trainer:
             else None
         )
         self.trackers = all_or_none(world, self._start_trackers)
+        self.stragglers = Stragglers(
+            world,
+            self.engine.clock,
+            self.engine.strategy,
+            every=config.log.ranks_every,
+            say=console.message,
+        )
 
     def run(self, stop: StopSignals) -> bool:
         """Train to the end or to a request to stop; return whether the end was reached."""
@@ -206,8 +214,10 @@ class Trainer:
                 activity.begin_step(progress.step + 1, first=progress.step == first_step)
                 self._seed_step()
                 profiler.before(progress.step + 1)
+                self.stragglers.before(progress.step + 1)
                 outcome = self.engine.step(next(batches), stop=self._asked())
                 progress.step += 1
+                self.stragglers.after(progress.step, self.timer.paused_seconds)
                 self._report_profile(profiler.after(progress.step))
                 progress.samples += config.batch.global_batch_size
                 # Where the host runs ahead of the device, the step before has ended by now.
@@ -343,6 +353,7 @@ class Trainer:
             validation_loss=validation_loss,
             overflow=None if report is None else report.to_record(),
             divergence=self._divergence_record(finding),
+            rank_seconds=self.stragglers.seconds(unread.step),
         )
         if self.records is not None:
             self.records.write(record)
@@ -473,6 +484,7 @@ class Trainer:
             self._try_to_write(
                 self.directory.config, lambda path: settings.write_yaml(self.config, path)
             )
+        manifest.record(self.directory.manifest, self.world, settings.to_mapping(self.config))
 
     def _try_to_write(self, path: Path, write: Callable[[Path], object]) -> None:
         """Write a file that training can do without; say so if the disk does not take it."""

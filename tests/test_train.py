@@ -90,6 +90,8 @@ def test_a_run_leaves_everything_in_its_folder(
         "checkpoints",
         "config.yaml",
         "curves.png",
+        "logs",
+        "manifest.json",
         "steps.jsonl",
     }
     config = from_mapping(RunConfig, read_yaml(folder / "config.yaml"))

@@ -15,6 +15,7 @@ Check the run's configuration, then train on all CUDA devices of this machine
 
   distmp launch -- --config configs/x.yaml --optim.lr 3e-4
   distmp launch --nproc-per-node 4 -- --config configs/x.yaml
+  distmp launch --preflight -- --config configs/x.yaml   (only compare and measure the ranks)
 
 `torchrun --help` and `distmp train --help` list the options of each side.
 """
@@ -33,6 +34,9 @@ def main(argv: list[str]) -> int:
         sys.stdout.write(_HELP)
         return 0
     torchrun_arguments, train_arguments = split(argv)
+    if "--preflight" in torchrun_arguments:
+        torchrun_arguments.remove("--preflight")
+        return launch(torchrun_arguments, train_arguments, "distmp.launcher.preflight")
     return launch(torchrun_arguments, train_arguments)
 
 

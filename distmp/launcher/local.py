@@ -73,13 +73,16 @@ def default_ranks() -> tuple[int, str]:
     return 2, "no CUDA device; two ranks on the CPU are a distributed run"
 
 
-def launch(torchrun_arguments: list[str], train_arguments: list[str]) -> int:
+def launch(
+    torchrun_arguments: list[str], train_arguments: list[str], module: str = "distmp.train"
+) -> int:
     """Check the run's configuration, then train on ranks started by torchrun.
 
     Args:
         torchrun_arguments: Options of torchrun. The number of ranks and a rendezvous on this
             machine are filled in where absent.
         train_arguments: Options of `distmp.train`.
+        module: What the ranks run; it takes the same options.
 
     Returns:
         0 after success; the exit code of the rank that failed first, or 128 plus the signal that
@@ -93,7 +96,7 @@ def launch(torchrun_arguments: list[str], train_arguments: list[str]) -> int:
     from distmp.config import load
 
     load(train_arguments)
-    return run_ranks(torchrun_arguments, "distmp.train", train_arguments)
+    return run_ranks(torchrun_arguments, module, train_arguments)
 
 
 def run_ranks(torchrun_arguments: list[str], module: str, arguments: list[str]) -> int:

@@ -56,6 +56,18 @@ def resolve(wanted: PolicyLike, device: torch.device) -> Resolution:
     return Resolution(chosen, f"{reason}; {limit}" if limit else reason)
 
 
+def native_dtypes(device: torch.device) -> list[torch.dtype]:
+    """Return the 16-bit types that `device` computes with instructions of its own."""
+    if device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        has_bf16, has_fp16 = capability >= BF16_CAPABILITY, capability >= FP16_CAPABILITY
+    else:
+        on_cpu = device.type == "cpu"
+        has_bf16 = on_cpu and bool(_cpu_features(BF16_INSTRUCTIONS))
+        has_fp16 = on_cpu and bool(_cpu_features(FP16_INSTRUCTIONS))
+    return [torch.bfloat16] * has_bf16 + [torch.float16] * has_fp16
+
+
 def _resolve_cuda(device: torch.device) -> Resolution:
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
     if capability >= BF16_CAPABILITY:

@@ -7,19 +7,23 @@ from distmp.telemetry.console import Console
 from distmp.telemetry.curves import draw_curves
 from distmp.telemetry.memory import peak_memory_bytes
 from distmp.telemetry.profiling import Overlap, StepProfiler
+from distmp.telemetry.rank_log import RankLog
 from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
 from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.stragglers import Stragglers
 from distmp.telemetry.throughput import StepTimer
 
 __all__ = [
     "Console",
     "LogConfig",
     "Overlap",
+    "RankLog",
     "RecordError",
     "RecordWriter",
     "StepProfiler",
     "StepRecord",
     "StepTimer",
+    "Stragglers",
     "draw_curves",
     "peak_memory_bytes",
     "read_records",

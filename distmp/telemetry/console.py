@@ -8,9 +8,10 @@ import sys
 import time
 from collections import deque
 from types import TracebackType
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from distmp.telemetry.line import progress_line
+from distmp.telemetry.rank_log import RankLog
 from distmp.telemetry.records import StepRecord
 from distmp.telemetry.settings import LogConfig
 from distmp.telemetry.streams import PersistentStream
@@ -30,6 +31,7 @@ class Console:
         settings: Mode, and the number of steps between plain lines.
         quiet: Print nothing at all: for every rank but the first.
         stream: Where to print; standard output unless given.
+        log: Copies what is printed there. The live line goes past it, plain lines in its place.
     """
 
     def __init__(
@@ -38,14 +40,19 @@ class Console:
         *,
         quiet: bool = False,
         stream: TextIO | None = None,
+        log: RankLog | None = None,
     ) -> None:
         settings = settings or LogConfig()
         self._every = settings.every
         self._stream = PersistentStream(stream or sys.stdout)
         self._silent = quiet or settings.console == "off"
+        self._log = log
         self._live: _LiveLine | None = None
-        if not self._silent and _is_live(settings, self._stream):
-            self._live = _LiveLine(self._stream)
+        terminal = self._stream
+        if log is not None and log.terminal is not None:
+            terminal = PersistentStream(log.terminal)
+        if not self._silent and _is_live(settings, terminal):
+            self._live = _LiveLine(terminal, log)
         self._pace = _Pace()
         self._started = False
 
@@ -72,11 +79,15 @@ class Console:
         if self._silent:
             return
         self._pace.add(record.step_seconds)
+        left = self._pace.seconds_left(total_steps - record.step)
         if self._live is not None:
             self._live.offer(record, total_steps, self._pace)
-        elif self._deserves_line(record, total_steps):
-            left = self._pace.seconds_left(total_steps - record.step)
-            self._print(progress_line(record, total_steps, left))
+        if self._deserves_line(record, total_steps):
+            line = progress_line(record, total_steps, left)
+            if self._live is None:
+                self._print(line)
+            elif self._log is not None:
+                self._log.write(f"{line}\n")
         self._started = True
 
     def close(self) -> None:
@@ -132,22 +143,34 @@ class _Pace:
 class _LiveLine:
     """One line at the bottom of the terminal, redrawn in place; other output scrolls above it."""
 
-    def __init__(self, stream: PersistentStream) -> None:
+    def __init__(self, stream: PersistentStream, log: RankLog | None) -> None:
         from rich.console import Console as RichConsole
         from rich.live import Live
+        from rich.text import Text
 
-        self._console = RichConsole(
+        class CopyingConsole(RichConsole):
+            """Copies what is printed above the line, by whomever."""
+
+            def print(self, *objects: Any, **options: Any) -> None:
+                if log is not None and log.terminal is stream.wrapped:
+                    for text in objects:
+                        if isinstance(text, (str, Text)):
+                            log.write(f"{text}\n")
+                super().print(*objects, **options)
+
+        self._console = CopyingConsole(
             file=cast("TextIO", stream),
             force_terminal=True,
             force_jupyter=False,
             legacy_windows=False,
         )
+        logged = log is not None and log.terminal is stream.wrapped
         self._live = Live(
             console=self._console,
             auto_refresh=False,
             # What a user's code prints goes above the line; what goes to a file stays there.
-            redirect_stdout=stream.wrapped is sys.stdout,
-            redirect_stderr=sys.stderr.isatty(),
+            redirect_stdout=logged or stream.wrapped is sys.stdout,
+            redirect_stderr=log.shows_errors if logged and log else sys.stderr.isatty(),
         )
         self._pending: tuple[StepRecord, int, _Pace] | None = None
         self._drawn_at = -math.inf

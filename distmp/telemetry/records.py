@@ -59,6 +59,8 @@ class StepRecord:
             that are not finite come back as strings, since a string may stand here too.
         divergence: What was out of bounds in this step (`problem`, `action`), and in the first step
             after a rollback what it was and where the run came from (`rolled_back`).
+        rank_seconds: Seconds that each rank took by itself, where ranks were compared after this
+            step; NaN for a rank that was not measured.
     """
 
     step: int
@@ -78,6 +80,7 @@ class StepRecord:
     dropped: int = 0
     overflow: dict[str, Any] | None = None
     divergence: dict[str, Any] | None = None
+    rank_seconds: list[float] | None = None
 
 
 class RecordWriter:
@@ -256,12 +259,19 @@ def _optional_mapping(value: Any) -> dict[str, Any] | None:
     return value
 
 
+def _optional_floats(value: Any) -> list[float] | None:
+    if not isinstance(value, (list, type(None))):
+        raise TypeError(f"{value!r} is not a list")
+    return None if value is None else [float(item) for item in value]
+
+
 _CONVERTER_OF_TYPE: dict[str, Callable[[Any], Any]] = {
     "int": operator.index,
     "float": float,  # reads "NaN", "Infinity" and "-Infinity" too
     "bool": _boolean,
     "float | None": _optional_float,
     "dict[str, Any] | None": _optional_mapping,
+    "list[float] | None": _optional_floats,
 }
 _CONVERTERS = {
     field.name: _CONVERTER_OF_TYPE[str(field.type)] for field in dataclasses.fields(StepRecord)

@@ -15,8 +15,8 @@ class LogConfig:
     """What the first rank prints and draws while training.
 
     Raises:
-        ConfigError: If `every` is below 1, `console` is not one of its choices, or a tracker is
-            not there.
+        ConfigError: If `every` is below 1, `ranks_every` below 0, `console` is not one of its
+            choices, or a tracker is not there.
     """
 
     every: int = 10
@@ -25,6 +25,13 @@ class LogConfig:
     console: ConsoleMode = "auto"
     """`live`: one line redrawn in place; `plain`: a line every `every` steps; `off`: nothing.
     `auto` is `live` on a terminal and `plain` elsewhere."""
+
+    files: bool = True
+    """Copy what each rank writes into the run's folder `logs`, warnings of libraries included."""
+
+    ranks_every: int = 50
+    """Steps between two comparisons of the time that each rank takes by itself, so that a slow one
+    is named; 0: none."""
 
     curves: bool = True
     """Draw loss, learning rate, gradient norm and loss scale into a PNG."""
@@ -44,6 +51,8 @@ class LogConfig:
             raise ConfigError(
                 "log.every", self.every, "use 1 or more; `log.console: off` prints nothing"
             )
+        if self.ranks_every < 0:
+            raise ConfigError("log.ranks_every", self.ranks_every, "use 0 or more steps")
         if self.console not in get_args(ConsoleMode):
             raise ConfigError(
                 "log.console", self.console, nearest(str(self.console), get_args(ConsoleMode))

@@ -15,11 +15,15 @@ class StepTimer:
 
     Args:
         clock: Returns seconds; never goes back.
+
+    Attributes:
+        paused_seconds: Pauses since the end of the last step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._started = clock()
+        self.paused_seconds = 0.0
 
     def lap(self) -> float:
         """End a step and begin the next; return the seconds that it took, above 0."""
@@ -27,6 +31,7 @@ class StepTimer:
         # Coarse clocks may not have moved.
         seconds = max(now - self._started, 1e-9)
         self._started = now
+        self.paused_seconds = 0.0
         return seconds
 
     @contextmanager
@@ -36,4 +41,6 @@ class StepTimer:
         try:
             yield
         finally:
-            self._started = started + (self._clock() - begin)
+            pause = self._clock() - begin
+            self._started = started + pause
+            self.paused_seconds += pause

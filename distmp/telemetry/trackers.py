@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distmp.errors import ConfigError, nearest
 from distmp.imports import load_object
+from distmp.settings.flat import flat
 from distmp.telemetry.records import StepRecord
 
 if TYPE_CHECKING:
@@ -97,7 +98,9 @@ def start(
         try:
             tracker = tracker_class(project, *where, **arguments)
             tracker.start()
-            tracker.store_init_configuration(dict(flat(hyperparameters)))
+            tracker.store_init_configuration(
+                {setting: _plain(value) for setting, value in flat(hyperparameters).items()}
+            )
         except Exception as error:  # a logger raises what it likes: no account, no network
             raise ConfigError(
                 "log.trackers", name, f"does not start: {_in_words(error)}; mend it or leave it out"
@@ -140,15 +143,10 @@ def scalars(record: StepRecord) -> dict[str, float]:
     }
 
 
-def flat(values: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names with numbers, strings, or whatever else in words."""
-    for name, value in values.items():
-        full = f"{section}{name}"
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{full}.")
-        else:
-            plain = value is None or isinstance(value, (bool, int, float, str))
-            yield full, value if plain else str(value)
+def _plain(value: Any) -> Any:
+    """Return numbers and strings as they are, and whatever else in words."""
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return value if plain else str(value)
 
 
 def _in_words(error: Exception) -> str:

@@ -24,7 +24,9 @@ def test_pauses_do_not_count() -> None:
         pass
     with timer.paused():
         pass
+    assert timer.paused_seconds == 65.0
     assert timer.lap() == 15.0
+    assert timer.paused_seconds == 0.0
 
 
 def test_nested_pauses_count_once() -> None:

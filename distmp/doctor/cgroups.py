@@ -1,0 +1,64 @@
+"""What the control groups of this process allow: processor time and memory, version 1 and 2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+# Version 1 writes "no limit" as the largest multiple of a page.
+_NO_LIMIT_BYTES = 1 << 60
+
+
+def core_quota(root: Path = Path("/")) -> float | None:
+    """Return how many cores' worth of time the control groups grant, or None without a limit.
+
+    Args:
+        root: Where `proc` and `sys` are found.
+    """
+    quotas = []
+    for folder in _folders(root, "cpu"):
+        words = _read(folder / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            quotas.append(int(words[0]) / int(words[1]))
+        quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
+        if quota and period and int(quota) > 0:
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def memory_limit(root: Path = Path("/")) -> int | None:
+    """Return how many bytes the control groups grant, or None without a limit.
+
+    Args:
+        root: Where `proc` and `sys` are found.
+    """
+    limits = [
+        int(text)
+        for folder in _folders(root, "memory")
+        for text in (_read(folder / "memory.max"), _read(folder / "memory.limit_in_bytes"))
+        if text.isdecimal()
+    ]
+    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+
+
+def _folders(root: Path, controller: str) -> Iterator[Path]:
+    """Give the folders of this process's group and of those around it, for one controller."""
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        # Version 2 has one tree and names no controllers.
+        top = root / "sys/fs/cgroup" / (controller if controllers else "")
+        # In a container the path may be that of the host, of which only the top is seen.
+        group = top / path.lstrip("/")
+        while group != top and top in group.parents:
+            yield group
+            group = group.parent
+        yield top
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

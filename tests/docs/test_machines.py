@@ -1,0 +1,50 @@
+"""What docs/launching.md says of machines and ranks is so; other tests show that it happens."""
+
+from __future__ import annotations
+
+import inspect
+import re
+
+from benchmarks.figures import ROOT
+from distmp.doctor.checks import CHECKS
+from distmp.launcher import circumstances, preflight
+from distmp.parallel.own_time import STEPS
+from distmp.telemetry import stragglers
+from distmp.telemetry.settings import LogConfig
+
+PAGE = (ROOT / "docs" / "launching.md").read_text()
+WELL, ALL_WELL, RUNNING = re.split(
+    "## (?:Are all machines well|While it runs)\n", PAGE.partition("## Is this machine well\n")[2]
+)
+
+
+def test_the_checks_are_those_of_the_doctor() -> None:
+    assert re.findall(r"^\| `([\w ]+)` \|", WELL, flags=re.MULTILINE) == [*CHECKS]
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    assert f"after {preflight.LIMIT_SECONDS:g} seconds at the latest" in ALL_WELL
+    assert preflight.LIMIT_SECONDS + preflight.SPARE_SECONDS < 60
+    assert f"says so after {preflight.STORE_SECONDS:g} seconds" in ALL_WELL
+    assert f"product takes {preflight.SLOW_PRODUCT} x the median" in ALL_WELL
+    assert f"better link takes {preflight.SLOW_LINK:g} x" in ALL_WELL
+    assert f"`log.ranks_every` steps ({LogConfig().ranks_every})" in RUNNING
+    assert f"takes {stragglers.SLOW} x the median of the others\ntwice in a row" in RUNNING
+    assert STEPS == 5
+    assert "middle one of five steps" in RUNNING
+
+
+def test_the_versions_are_those_that_are_compared() -> None:
+    told = re.search(r"versions \(([\w, ]+)\)", ALL_WELL)
+    assert told is not None
+    assert {name.lower() for name in told[1].split(", ")} == circumstances.versions().keys()
+
+
+def test_the_messages_are_those_of_the_code() -> None:
+    told: list[str] = []
+    watch = stragglers.Watch(["rank 0 on node1", "rank 1 on node2"], told.append)
+    for step, seconds in ((150, 0.412), (200, 0.412), (400, 0.229)):
+        watch.look(step, [0.229, seconds])
+    (block,) = re.findall(r"```text\n(.*?)```", RUNNING, flags=re.DOTALL)
+    assert told == block.splitlines()
+    assert "{name} differs: " in inspect.getsource(preflight)

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import pytest
+
+from distmp.telemetry import Console, LogConfig, RankLog
+from tests.telemetry.samples import record
+from tests.telemetry.terminal import run_on_terminal, screen
+
+LIBC = ctypes.CDLL(None)
+
+
+class Ended(NamedTuple):
+    status: int
+    output: str
+    errors: str
+
+
+def in_a_process(program: Callable[[], None]) -> Ended:
+    """Run `program` in a child; return how it ended and what came out of it, to the last byte."""
+    pipes = [os.pipe(), os.pipe()]
+    child = os.fork()
+    if child == 0:
+        for stream, (_, write) in zip((1, 2), pipes, strict=True):
+            os.dup2(write, stream)
+        for ends in pipes:
+            for end in ends:
+                os.close(end)
+        try:
+            # Buffered, as Python does it for a pipe.
+            sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+            sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+            program()
+            sys.stdout.flush()
+        finally:
+            os._exit(sys.exc_info()[0] is not None)
+    for _, write in pipes:
+        os.close(write)
+    texts = []
+    for read, _ in pipes:
+        with open(read, "rb") as file:
+            texts.append(file.read().decode())
+    return Ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *texts)
+
+
+def speak(word: str) -> None:
+    """Write in every way there is."""
+    sys.stdout.write(f"{word} of Python\n")
+    os.write(1, f"{word} of a descriptor\n".encode())
+    sys.stderr.write(f"{word} error of Python\n")
+    LIBC.dprintf(2, f"{word} warning of C\n".encode())
+    subprocess.run(["echo", f"{word} of a child"], check=True)
+
+
+SPOKEN = ("of Python", "of a descriptor", "error of Python", "warning of C", "of a child")
+
+
+def test_everything_is_copied_and_nothing_is_taken_away(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "rank-0.log"
+
+    def program() -> None:
+        with RankLog() as log:
+            log.start("--- a start")
+            speak("early")
+            time.sleep(0.3)  # until it has been copied
+            log.write("for the file alone\n")
+            log.place(path)
+            speak("late")
+        speak("afterwards")
+
+    for _ in range(2):
+        ended = in_a_process(program)
+        assert ended.status == 0
+        for word in ("early", "late", "afterwards"):
+            for what in SPOKEN:
+                there = (
+                    ended.errors if what in ("error of Python", "warning of C") else ended.output
+                )
+                assert there.count(f"{word} {what}\n") == 1
+    lines = path.read_text().splitlines()
+    # A second start goes on at the end.
+    for start in (lines[:12], lines[12:]):
+        assert start[0] == "--- a start"
+        start.remove("for the file alone")
+        assert sorted(start[1:6]) == sorted(f"early {what}" for what in SPOKEN)
+        assert sorted(start[6:]) == sorted(f"late {what}" for what in SPOKEN)
+
+
+def test_nothing_is_lost_when_the_rank_is_killed(tmp_path: Path) -> None:
+    def program() -> None:
+        log = RankLog()
+        log.start("--- a start")
+        log.place(tmp_path / "log")
+        for number in range(500):
+            sys.stdout.write(f"line {number}\n")
+        os.write(2, b"terminate called\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ended = in_a_process(program)
+    assert ended.status == -signal.SIGKILL
+    told = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in told if line.startswith("line")] == [f"line {n}" for n in range(500)]
+    assert "terminate called" in told
+    assert ended.output.splitlines()[-1] == "line 499"
+    assert ended.errors == "terminate called\n"
+
+
+def test_signals_to_all_processes_of_a_job_leave_the_copies_alone(tmp_path: Path) -> None:
+    """As Slurm sends them to everybody before it ends a job."""
+
+    def program() -> None:
+        with RankLog() as log:
+            log.start("--- a start")
+            log.place(tmp_path / "log")
+            time.sleep(0.3)  # until the shells have become tee
+            for child in psutil.Process().children(recursive=True):
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                    child.send_signal(number)
+            time.sleep(0.1)
+            sys.stdout.write("saved a checkpoint\n")
+
+    ended = in_a_process(program)
+    assert (ended.status, ended.output) == (0, "saved a checkpoint\n")
+    assert "saved a checkpoint" in (tmp_path / "log").read_text()
+
+
+def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    def program() -> None:
+        logging.getLogger("distmp").addHandler(logging.StreamHandler(sys.stderr))
+        with RankLog() as log:
+            log.start("--- a start")
+            log.place(tmp_path / "file" / "logs" / "rank-0.log")
+            sys.stdout.write("it goes on\n")
+
+    ended = in_a_process(program)
+    assert (ended.status, ended.output) == (0, "it goes on\n")
+    assert "no log of this rank" in ended.errors
+
+
+def test_the_live_line_stays_out_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+
+    def program() -> None:
+        with RankLog() as log:
+            log.start("--- a start")
+            with Console(LogConfig(every=50), log=log) as console:
+                console.message("before")
+                log.place(path)
+                for step in range(1, 201):
+                    console.step(record(step), 200)
+                    if step == 100:
+                        sys.stdout.write("printed by somebody\n")
+                    if step == 150:
+                        sys.stderr.write("a warning\n")
+                    time.sleep(0.002)
+            console.message("after")
+
+    output = run_on_terminal(program, 80)
+    *above, live, after, rest = screen(output, 80)
+    assert above == ["before", "printed by somebody", "a warning"]
+    assert live.startswith("step 200/200")
+    assert (after, rest) == ("after", "")
+    told = path.read_text()
+    assert "\x1b" not in told
+    lines = told.splitlines()
+    words = [line if "loss" not in line else " ".join(line.split()[:2]) for line in lines]
+    assert words == [
+        "--- a start",
+        "before",
+        "step 1/200",
+        "step 50/200",
+        "step 100/200",
+        "printed by somebody",
+        "step 150/200",
+        "a warning",
+        "step 200/200",
+        "after",
+    ]
+
+
+def test_without_a_start_nothing_happens(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with RankLog() as log:
+        log.place(tmp_path / "log")
+        os.write(1, b"hello\n")
+    assert capfd.readouterr().out == "hello\n"
+    assert not (tmp_path / "log").exists()

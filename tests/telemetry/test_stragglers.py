@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmp.engine import Engine
+from distmp.parallel.own_time import OwnTime, StepClock
+from distmp.parallel.world import World
+from distmp.telemetry.stragglers import Stragglers, Watch, own_seconds
+from tests.ranks import run_ranks
+from tests.training import TWO_RANKS, Batch, fused_adamw, loss, make_model, microbatches
+
+SLEEP_SECONDS = 0.2
+EVERY = 4
+
+
+class SleepsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        time.sleep(SLEEP_SECONDS)
+        return gradient
+
+
+class Sleepy(nn.Module):
+    """A model that keeps its rank from going on, where it is told to."""
+
+    def __init__(self, model: nn.Module, where: str) -> None:
+        super().__init__()
+        self.model = model
+        self.where = where
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            time.sleep(SLEEP_SECONDS)
+        y = self.model(x)
+        return SleepsInBackward.apply(y) if self.where == "backward" else y
+
+
+Found = dict[int, list[float]]
+
+
+def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], Found]:
+    """Take steps for which rank 1 is late; return what was told, and the times."""
+    world = World.current("cpu")
+    model = Sleepy(make_model(), where if world.rank == 1 else "")
+    options = {"policy": "fp32", **options}
+    engine = Engine(model, loss, fused_adamw, strategy=strategy, device="cpu", **options)
+    told: list[str] = []
+    stragglers = Stragglers(world, engine.clock, strategy, every=EVERY, say=told.append)
+    found = {}
+    for step in range(1, 2 * EVERY + 1):
+        stragglers.before(step)
+        if where == "data" and world.rank == 1:
+            time.sleep(SLEEP_SECONDS)
+        engine.step(microbatches(step, TWO_RANKS[0], world.rank))
+        stragglers.after(step, 0.0)
+        if (seconds := stragglers.seconds(step)) is not None:
+            found[step] = seconds
+    return told, found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "where", "options"),
+    [
+        ("ddp", "forward", {}),
+        ("ddp", "backward", {"policy": "fp32,reduce=bf16"}),
+        ("ddp", "data", {"shard_optimizer": True}),
+        ("fsdp", "forward", {}),
+        ("fsdp", "backward", {}),
+    ],
+)
+def test_a_slow_rank_is_named(strategy: str, where: str, options: dict[str, Any]) -> None:
+    (told, found), (other_told, other_found) = run_ranks(run, 2, strategy, where, options)
+    assert found == other_found, "ranks have to know the same"
+    assert told == other_told
+    assert [*found] == [EVERY, 2 * EVERY]
+    for fast, slow in found.values():
+        # Both ranks ended these steps together; only one of them worked so long.
+        assert slow > SLEEP_SECONDS
+        assert fast < slow - SLEEP_SECONDS / 2
+    (line,) = told
+    assert line.startswith("rank 1 on ")
+    assert "x the median of the others" in line
+    assert line.endswith(f"since step {EVERY}")
+
+
+def test_hidden_transfers_are_not_waiting() -> None:
+    """Where transfers run beside computation, only the longer waiting of the fast ranks counts."""
+    times = [OwnTime(1.0, 0.7), OwnTime(1.0, 0.3), OwnTime(1.0, 0.7)]
+    assert own_seconds(times, hidden=True) == pytest.approx([0.6, 1.0, 0.6])
+    assert own_seconds(times, hidden=False) == pytest.approx([0.3, 0.7, 0.3])
+    unknown = own_seconds([OwnTime(math.nan, math.nan), *times[1:]], hidden=True)
+    assert math.isnan(unknown[0])
+    assert unknown[1:] == pytest.approx([1.0, 0.6])
+
+
+def test_once_may_be_chance() -> None:
+    told: list[str] = []
+    watch = Watch([f"rank {rank} on host" for rank in range(4)], told.append)
+    alike, slow = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 2.0, 1.0]
+    for step, seconds in enumerate([alike, slow, alike, slow, slow, slow, alike, alike], 1):
+        watch.look(10 * step, seconds)
+    assert told == [
+        "rank 2 on host takes 2.0 x the median of the others (2e+03 ms a step, theirs 1e+03 ms), "
+        "since step 40",
+        "rank 2 on host is as fast as the others again, step 70",
+    ]
+    # Who was not measured neither is slow nor makes others so.
+    watch.look(90, [math.nan, 1.0, math.nan, math.nan])
+    watch.look(100, [math.nan, 1.0, math.nan, math.nan])
+    assert len(told) == 2
+
+
+def pauses() -> list[float]:
+    """Three steps, two of them after a checkpoint that took rank 1 long."""
+    world = World.current("cpu")
+    engine = Engine(make_model(), loss, fused_adamw, policy="fp32", strategy="ddp", device="cpu")
+    stragglers = Stragglers(world, engine.clock, "ddp", every=3, say=pytest.fail)
+    for step in range(1, 4):
+        stragglers.before(step)
+        pause = SLEEP_SECONDS if step > 1 and world.rank == 1 else 0.0
+        time.sleep(pause)
+        engine.step(microbatches(step, TWO_RANKS[0], world.rank))
+        stragglers.after(step, pause)
+    seconds = stragglers.seconds(3)
+    assert seconds is not None
+    assert stragglers.seconds(3) is None
+    return seconds
+
+
+def test_pauses_do_not_count() -> None:
+    fast, paused = run_ranks(pauses, 2)[0]
+    assert fast > 0
+    assert math.isnan(paused)  # nothing else is left
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
+def test_what_cannot_be_told_apart_is_not_compared(strategy: str) -> None:
+    clock = StepClock(torch.device("cpu"))
+    world = World(0, 2, torch.device("cpu"), None)
+    stragglers = Stragglers(world, clock, strategy, every=1, say=pytest.fail)
+    stragglers.before(1)
+    assert not clock.active
+
+
+def test_nothing_is_measured_unless_asked() -> None:
+    engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cpu")
+    stragglers = Stragglers(engine.world, engine.clock, "single", every=1, say=pytest.fail)
+    for step in (1, 2, 3):
+        stragglers.before(step)
+        engine.step(microbatches(step, [(4,)]))
+        stragglers.after(step, 0.0)
+        assert stragglers.seconds(step) is None  # alone
+    assert engine.clock.take() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_times_of_a_device_are_read_without_waiting() -> None:
+    engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cuda")
+    batches = [
+        [Batch(batch.inputs.cuda(), batch.labels.cuda()) for batch in microbatches(step, [(4,)])]
+        for step in range(5)
+    ]
+    engine.step(batches[0])
+    engine.step(batches[1])
+    engine.clock.active = True
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        engine.step(batches[2])
+        engine.step(batches[3])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    time_ = engine.clock.take()
+    assert time_ is not None
+    assert 0 < time_.between < 60
+    assert time_.waited == 0
+    # While the device is at it, there is nothing to read, and nobody waits.
+    torch.cuda._sleep(2_000_000_000)
+    engine.step(batches[4])
+    assert engine.clock.take() is None
+    torch.cuda.synchronize()
