@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 
+from distmp.config import load
 from distmp.errors import ConfigError
+from distmp.launcher.job_files import is_asked, render
 from distmp.launcher.local import launch
 
 _HELP = """\
@@ -33,6 +35,10 @@ def main(argv: list[str]) -> int:
         sys.stdout.write(_HELP)
         return 0
     torchrun_arguments, train_arguments = split(argv)
+    if is_asked(torchrun_arguments):
+        load(train_arguments)
+        sys.stdout.write(render(torchrun_arguments, train_arguments))
+        return 0
     return launch(torchrun_arguments, train_arguments)
 
 
