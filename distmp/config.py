@@ -24,6 +24,7 @@ from distmp.parallel.settings import (
 )
 from distmp.precision import policy
 from distmp.scaling import LossScaleConfig, loss_scale_rules
+from distmp.scaling.divergence import DivergenceConfig
 from distmp.scaling.lockstep import LockstepConfig
 from distmp.settings import command_line
 from distmp.telemetry.settings import LogConfig, ProfileConfig
@@ -153,6 +154,9 @@ class RunConfig:
     reproducible: bool = False
     """The same bits at 1, 2, 4, 8 ... ranks, with a power of two of microbatches (single, ddp)."""
 
+    max_minutes: float | None = None
+    """Stop in time for the whole job to end, checkpoint included, within so many minutes."""
+
     timeout_minutes: float = 10.0
     """A collective operation that takes longer has failed."""
 
@@ -163,6 +167,7 @@ class RunConfig:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
     lockstep: LockstepConfig = field(default_factory=LockstepConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
@@ -197,6 +202,8 @@ class RunConfig:
             accumulation.refuse_for(self.strategy)
         if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
             raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
+        if self.max_minutes is not None and not (0 < self.max_minutes < math.inf):
+            raise ConfigError("max_minutes", self.max_minutes, "use a number above 0, or null")
         if self.schedule.warmup_steps >= self.steps:
             raise ConfigError(
                 "schedule.warmup_steps",

@@ -43,6 +43,7 @@ from distmp.scaling import (
     pack,
 )
 from distmp.scaling.attribution import OverflowReport, StepFacts, diagnose
+from distmp.scaling.divergence import DivergenceConfig, DivergenceGuard, Judgement
 from distmp.slices import whole_shape
 
 logger = logging.getLogger("distmp")
@@ -83,6 +84,9 @@ class Engine:
         on_nonfinite: "skip_step" skips a step in which any gradient is not finite;
             "drop_microbatch" leaves out the microbatch and takes the mean over the rest (`single`
             and `ddp`).
+        divergence: Look for spikes of loss and norm and for losses that are not finite, and leave
+            out the updates of such steps where `skip` says so. What else is to follow is left to
+            the caller, who finds `spike`, `loss` and the limits in the numbers of the step.
         nominal_weight: Typical global weight of a step, a constant that keeps gradients at the
             magnitude of a mean. None takes that of the first step, agreed by all ranks.
         device: Where to train; None takes the current CUDA device if there is one.
@@ -116,6 +120,7 @@ class Engine:
         shard_optimizer: bool = False,
         reproducible: bool = False,
         on_nonfinite: str = "skip_step",
+        divergence: DivergenceConfig | None = None,
         nominal_weight: float | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -163,6 +168,7 @@ class Engine:
         self.loss_scale = LossScale(
             loss_scale_rules(self.policy.loss_scale, loss_scale), self.device
         )
+        self._divergence = DivergenceGuard(divergence, self.device)
         # Updates applied, steps skipped, steps skipped since the last update.
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._most_applied = 0
@@ -190,10 +196,13 @@ class Engine:
         gathered = self._accumulate(microbatches, scale)
         total = self._measure(gathered, stop=stop)
         verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
+        judgement = self._divergence.judge(verdict)
+        verdict = verdict.skipping(judgement.skip)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
-        outcome = self._outcome(verdict, rate, scale, exhausted & verdict.overflow)
+        self._divergence.remember(verdict)
+        outcome = self._outcome(verdict, judgement, rate, scale, exhausted & verdict.overflow)
         if self.attribution:
             ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
             self._recent.append((outcome, ingredients))
@@ -247,9 +256,10 @@ class Engine:
                 "loss scale that is allowed"
             )
         else:
+            what = "were left out as spikes" if numbers.spike else "had nothing finite to apply"
             problem = (
                 f"precision.max_consecutive_skips = {self.max_consecutive_skips}: so many steps in "
-                "a row had nothing finite to apply"
+                f"a row {what}"
             )
         raise TrainingError(f"{problem}; {self.explain(outcome) or _general_advice(numbers)}")
 
@@ -358,7 +368,12 @@ class Engine:
         self._strategy.publish_parameters()
 
     def _outcome(
-        self, verdict: Verdict, rate: Tensor, scale: Tensor, exhausted: Tensor
+        self,
+        verdict: Verdict,
+        judgement: Judgement,
+        rate: Tensor,
+        scale: Tensor,
+        exhausted: Tensor,
     ) -> StepOutcome:
         skipped = verdict.found_inf.to(torch.int64)
         self._counts = self._counts + torch.stack([1 - skipped, skipped, skipped])
@@ -373,6 +388,9 @@ class Engine:
                 "overflow": verdict.overflow,
                 "dropped": verdict.dropped,
                 "skipped": skipped,
+                "spike": judgement.spike,
+                "loss_limit": judgement.loss_limit,
+                "norm_limit": judgement.norm_limit,
                 "stop": verdict.stop,
                 "applied_total": self._counts[0],
                 "skipped_total": self._counts[1],
@@ -424,6 +442,8 @@ class Engine:
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
         for name, value in self.loss_scale.state_dict().items():
             state[f"loss_scale/{name}"] = value
+        for name, value in self._divergence.state_dict().items():
+            state[f"divergence/{name}"] = value
         state["engine/counts"] = self._counts
         state["engine/nominal_weight"] = torch.tensor(
             self.nominal_weight or 0.0, dtype=torch.float64
@@ -472,6 +492,9 @@ class Engine:
         self.loss_scale.load_state_dict(
             {name: live[f"loss_scale/{name}"] for name in self.loss_scale.state_dict()}
         )
+        self._divergence.load_state_dict(
+            {name: live[f"divergence/{name}"] for name in self._divergence.state_dict()}
+        )
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._strategy.publish_parameters()
@@ -505,6 +528,12 @@ class _Gathered(NamedTuple):
 
 
 def _general_advice(numbers: StepNumbers) -> str:
+    if numbers.spike:
+        return (
+            f"loss {numbers.loss:.4g} (limit {numbers.loss_limit:.4g}), norm "
+            f"{numbers.grad_norm:.4g} (limit {numbers.norm_limit:.4g}); lower optim.lr, or raise "
+            "divergence.loss_threshold and norm_threshold if this is how the run goes"
+        )
     return (
         f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite use a "
         "bf16 policy or a lower precision.loss_scale.min_scale, if it is not lower optim.lr"

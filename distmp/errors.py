@@ -8,6 +8,10 @@ from collections.abc import Iterable
 # Exit code of a rank that ends because another one did; the other's code tells the cause.
 LOST_PEER_EXIT_CODE = 3
 
+# Exit code of a run that stopped in order before its last step, with a checkpoint to go on from:
+# EX_TEMPFAIL of sysexits.h, "try again later". A scheduler puts such a job back in its queue.
+STOPPED_EXIT_CODE = 75
+
 
 class DistmpError(Exception):
     """Base of every error that distmp raises on purpose.

@@ -23,7 +23,12 @@ class StepNumbers(NamedTuple):
         loss_scale: Scale that backward ran with.
         overflow: A gradient of some rank was not finite.
         dropped: Microbatches of all ranks that were left out because they were not finite.
-        skipped: The weights were left alone, because of an overflow or for lack of any weight.
+        skipped: The weights were left alone: because of an overflow, for lack of any weight, or
+            because the divergence guard is told to leave such a step out.
+        spike: Loss or norm are above their limits.
+        loss_limit: What the divergence guard takes for a spike of the loss; inf where it does not
+            judge.
+        norm_limit: The same for the norm.
         stop: Some rank asked to stop.
         applied_total: Updates applied since the beginning, this one included.
         skipped_total: Steps skipped since the beginning, this one included.
@@ -39,6 +44,9 @@ class StepNumbers(NamedTuple):
     overflow: bool
     dropped: int
     skipped: bool
+    spike: bool
+    loss_limit: float
+    norm_limit: float
     stop: bool
     applied_total: int
     skipped_total: int

@@ -14,11 +14,13 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from distmp.config import RunConfig, load
-from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
+from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, DistmpError, SetupError
 from distmp.launcher.environment import RankEnvironment
+from distmp.launcher.stop_note import find_note, leave_note
 from distmp.parallel.world import join, leave
-from distmp.stopping import StopSignals
+from distmp.stopping import StopSignals, ignore_stop_signals
 from distmp.telemetry import Console
+from distmp.telemetry.streams import flush_standard_streams
 from distmp.trainer import Trainer
 
 Config = TypeVar("Config")
@@ -31,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Train, and return the exit code of this rank.
 
     Returns:
-        0 after the last step; 2 for a configuration that cannot run; 128 plus the signal after an
-        orderly stop; 3 if another rank was lost; 1 for any other failure.
+        0 after the last step; 75 after an orderly stop before it, and 130 if that was Ctrl-C; 2 for
+        a configuration that cannot run; 3 if another rank was lost; 1 for any other failure.
     """
     return run_as_rank(sys.argv[1:] if argv is None else argv, load, _train)
 
@@ -86,9 +88,9 @@ def end_process(exit_code: int) -> NoReturn:
     After a failure, when the process group could not be left in order, the process ends without
     its destructors: those of gloo abort it if the other ranks are gone, which hides the exit code.
     """
+    ignore_stop_signals()
+    flush_standard_streams()
     if exit_code and dist.is_initialized():
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(exit_code)
     sys.exit(exit_code)
 
@@ -96,9 +98,17 @@ def end_process(exit_code: int) -> NoReturn:
 def _train(config: RunConfig, environment: RankEnvironment) -> int:
     with StopSignals() as stop, Console(config.log, quiet=environment.rank != 0) as console:
         world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+        if find_note():
+            console.message("the run was stopped in order and is not started again")
+            leave()
+            return STOPPED_EXIT_CODE
         finished = Trainer(config, world, console).run(stop)
+        if not finished:
+            leave_note()
         leave()
-    return 0 if finished else 128 + (stop.received or signal.SIGTERM)
+    if finished:
+        return 0
+    return 128 + signal.SIGINT if stop.received == signal.SIGINT else STOPPED_EXIT_CODE
 
 
 def _speaking_once(local_rank: int) -> contextlib.AbstractContextManager[object]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
+import signal
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
@@ -11,10 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from distmp import settings
+from distmp import rollback, settings
 from distmp.checkpoint import store
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -29,11 +30,12 @@ from distmp.models.sampling import generate
 from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
 from distmp.parallel.reproducible import check_power_of_two
-from distmp.parallel.world import World, all_or_none
+from distmp.parallel.world import World, all_or_none, from_rank_0
 from distmp.precision import PolicyLike
+from distmp.rollback import Finding
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
-from distmp.stopping import StopSignals
+from distmp.stopping import StopSignals, asked_on_some_rank, until_asked
 from distmp.telemetry import (
     Console,
     Overlap,
@@ -47,6 +49,7 @@ from distmp.telemetry import (
     trackers,
 )
 from distmp.telemetry.trackers import Trackers
+from distmp.time_budget import TimeBudget, job_started
 
 
 class Parts(NamedTuple):
@@ -64,11 +67,15 @@ class Progress:
 
     Attributes:
         step: Steps done, skipped ones included.
-        samples: Samples consumed by all ranks together.
+        samples: Samples consumed by all ranks together, or passed over by a rollback.
+        rollbacks: How often the run has gone back to a checkpoint.
+        rolled_back_to: The step that it went back to the last time.
     """
 
     step: int = 0
     samples: int = 0
+    rollbacks: int = 0
+    rolled_back_to: int | None = None
 
 
 class Trainer:
@@ -89,7 +96,10 @@ class Trainer:
         self.console = console
         self.progress = Progress()
         self.timer = StepTimer()
+        self.stop = StopSignals()
         self.stopping = False
+        self.validation_left_off = False
+        self.out_of_bounds: _OutOfBounds | None = None
         self.parts = all_or_none(world, lambda: prepare(config, world))
         # Counted before some strategy leaves only a part of each on this rank.
         self.parameters = sum(parameter.numel() for parameter in self.parts.model.parameters())
@@ -106,27 +116,35 @@ class Trainer:
         checkpoint = all_or_none(world, lambda: find_checkpoint(config))
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
+        # The step whose checkpoint this run has in its folder and in memory alike.
+        self.saved_step: int | None = None
         if checkpoint is not None:
             self.progress = all_or_none(world, lambda: restore(self.engine, checkpoint))
+            if self.directory.owns(checkpoint):
+                self.saved_step = self.progress.step
         self.records = (
             RecordWriter(self.directory.records, resume_after_step=self.progress.step)
             if world.rank == 0
             else None
         )
         self.trackers = all_or_none(world, self._start_trackers)
+        self.rolled_back: dict[str, Any] | None = None
+        self.budget = TimeBudget(config.max_minutes, self._state_bytes(), job_started())
 
     def run(self, stop: StopSignals) -> bool:
         """Train to the end or to a request to stop; return whether the end was reached."""
         with closing(self.trackers):
             self.train(stop)
-        self._save()
-        finished = self.progress.step >= self.config.steps
+        if self.saved_step != self.progress.step:
+            self._save()
+        finished = self.progress.step >= self.config.steps and not self.validation_left_off
         if finished:
             self._save_model()
             self._show_sample()
         else:
             self.console.message(
-                f"stopped after step {self.progress.step}; continue with --resume auto"
+                f"stopped after step {self.progress.step} ({self._why_stopped()}); "
+                "continue with --resume auto"
             )
         self._draw_curves()
         if self.records is not None:
@@ -135,21 +153,37 @@ class Trainer:
 
     def train(self, stop: StopSignals) -> None:
         """Run the steps that are left, or those until some rank was asked to stop."""
+        self.stop = stop
+        if self.config.divergence.rolls_back and self.saved_step is None:
+            self._save()
+        if self.progress.step == self.config.steps:
+            self._validate_again()
+        self._train_on()
+        while self.out_of_bounds is not None:
+            self._roll_back(self.out_of_bounds)
+            self._train_on()
+
+    def _train_on(self) -> None:
+        """Run steps up to the last one, to a request to stop, or to one that is out of bounds."""
         config, progress = self.config, self.progress
+        self.stopping = self.stopping or asked_on_some_rank(self._asked(), self.world.group)
         batches = training_batches(config, self.parts, self.world, progress)
         profiler = StepProfiler(config.profile, self.directory.profile, self.world.rank)
         unread: _Unread | None = None
         with closing(batches):
-            while progress.step < config.steps and not self.stopping:
+            while progress.step < config.steps and not self._has_to_leave():
                 self._seed_step()
                 profiler.before(progress.step + 1)
-                outcome = self.engine.step(next(batches), stop=stop.received is not None)
+                outcome = self.engine.step(next(batches), stop=self._asked())
                 progress.step += 1
                 self._report_profile(profiler.after(progress.step))
                 progress.samples += config.batch.global_batch_size
                 # Where the host runs ahead of the device, the step before has ended by now.
                 self._report(unread)
                 unread = _Unread(progress.step, progress.samples, outcome, self.timer.lap())
+                self.budget.add_step(unread.seconds)
+                if self.out_of_bounds is not None:
+                    break
                 if config.lockstep.every and progress.step % config.lockstep.every == 0:
                     self._check_lockstep()
                 last = progress.step == config.steps
@@ -160,10 +194,72 @@ class Trainer:
                     # A step that was skipped is repeated exactly while the weights stand still.
                     self._report(unread)
                     unread = None
-                if self._is_due(config.checkpoint.every):
+                if self._is_due(config.checkpoint.every) and self.out_of_bounds is None:
                     self._save()
         self._report_profile(profiler.close())
-        self._report(unread)
+        if self.out_of_bounds is None:
+            self._report(unread)
+
+    def _has_to_leave(self) -> bool:
+        return self.stopping or self.out_of_bounds is not None
+
+    def _asked(self) -> bool:
+        """Whether this rank is asked to stop."""
+        return self.stop.received is not None or self.budget.is_spent()
+
+    def _why_stopped(self) -> str:
+        if self.stop.received is not None:
+            return signal.Signals(self.stop.received).name
+        if self.budget.is_spent():
+            return f"max_minutes = {self.config.max_minutes:g}"
+        return "another rank was asked to"
+
+    def _roll_back(self, found: _OutOfBounds) -> None:
+        """Go back to a checkpoint, and on from there with the data behind a step."""
+        config, step, rollbacks = self.config, found.unread.step, self.progress.rollbacks
+        rollback.check_limit(step, found.finding, rollbacks, config.divergence)
+        checkpoints = self.directory.checkpoints
+        checkpoint = Path(
+            from_rank_0(self.world, lambda: str(rollback.checkpoint_before(checkpoints, step)))
+        )
+        self.progress = all_or_none(self.world, lambda: restore(self.engine, checkpoint))
+        first = self.progress.samples
+        self.progress.samples = found.unread.samples + (
+            config.divergence.pass_over * config.batch.global_batch_size
+        )
+        self.progress.rollbacks = rollbacks + 1
+        self.progress.rolled_back_to = self.progress.step
+        self.out_of_bounds = None
+        # Whatever happens from now on, the run does not come to that place again.
+        self._save()
+        if self.records is not None:
+            self.records.close()
+            self.records = RecordWriter(
+                self.directory.records, resume_after_step=self.progress.step
+            )
+        self.rolled_back = {
+            "from_step": step,
+            "to_step": self.progress.step,
+            "problem": found.finding.problem,
+            "samples_passed_over": self.progress.samples - first,
+        }
+        self.console.message(
+            f"step {step}: {found.finding.problem}; back to step {self.progress.step}, and on with "
+            f"sample {self.progress.samples} in place of {first} (rollback "
+            f"{self.progress.rollbacks} of at most {config.divergence.max_rollbacks})"
+        )
+
+    def _validate_again(self) -> None:
+        """Do the last validation of a run that is at its end: it may have been left off before."""
+        loss = self._validate(last=True)
+        if self.records is not None and loss is not None:
+            self.records.close()
+            records = read_records(self.directory.records)
+            self.records = RecordWriter(
+                self.directory.records, resume_after_step=self.progress.step - 1
+            )
+            if records and records[-1].step == self.progress.step:
+                self.records.write(dataclasses.replace(records[-1], validation_loss=loss))
 
     def _report_profile(self, overlap: Overlap | None) -> None:
         if overlap is not None:
@@ -188,6 +284,7 @@ class Trainer:
         numbers = unread.outcome.numbers
         with self.timer.paused():
             report = self.engine.explain(unread.outcome)
+        finding = rollback.look(numbers, self.config.divergence)
         record = StepRecord(
             step=unread.step,
             samples=unread.samples,
@@ -205,6 +302,7 @@ class Trainer:
             memory_bytes=peak_memory_bytes(self.world.device),
             validation_loss=validation_loss,
             overflow=None if report is None else report.to_record(),
+            divergence=self._divergence_record(finding),
         )
         if self.records is not None:
             self.records.write(record)
@@ -217,8 +315,21 @@ class Trainer:
                 f"step {unread.step}: {numbers.dropped} microbatches left out, their gradients "
                 "were not finite"
             )
+        if finding is not None and finding.action != "rollback":
+            self.console.message(
+                f"step {unread.step}{' skipped' if numbers.skipped else ''}: {finding.problem}"
+            )
         self.stopping = self.stopping or numbers.stop
         self.engine.check(unread.outcome)
+        if finding is not None and finding.action == "rollback" and self.out_of_bounds is None:
+            self.out_of_bounds = _OutOfBounds(unread, finding)
+
+    def _divergence_record(self, finding: Finding | None) -> dict[str, Any] | None:
+        """Return what the guard has found, and in the first step after a rollback where from."""
+        found = {} if finding is None else finding.to_record()
+        if self.rolled_back is not None:
+            found["rolled_back"], self.rolled_back = self.rolled_back, None
+        return found or None
 
     def _check_lockstep(self) -> None:
         with self.timer.paused():
@@ -229,16 +340,23 @@ class Trainer:
         if self.parts.datasets.validation is None:
             return None
         settings = self.config.validation
+        batches = until_asked(
+            evaluation_batches(
+                self.parts.datasets.validation,
+                samples=settings.final_samples if last else settings.samples,
+                microbatch_size=self.config.batch.microbatch_size,
+                rank=self.world.rank,
+                world_size=self.world.world_size,
+            ),
+            self._asked,
+            self.world.group,
+        )
         with self.timer.paused():
-            loss = self.engine.evaluate(
-                evaluation_batches(
-                    self.parts.datasets.validation,
-                    samples=settings.final_samples if last else settings.samples,
-                    microbatch_size=self.config.batch.microbatch_size,
-                    rank=self.world.rank,
-                    world_size=self.world.world_size,
-                )
-            )
+            loss = self.engine.evaluate(batches)
+        if batches.left_off:
+            self.stopping = True
+            self.validation_left_off = last
+            return None
         if last:
             unit = "byte" if self.config.data.source == "text" else "unit of weight"
             self.console.message(f"held-out loss {loss:.4f} nats per {unit}")
@@ -271,17 +389,12 @@ class Trainer:
         """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
 
         def choose() -> str:
-            if self.world.rank != 0:
-                return ""
             newest = latest_run(self.config.run_dir)
             if checkpoint is not None and newest is not None and newest.owns(checkpoint):
                 return str(newest.path)
             return str(create_run(self.config.run_dir).path)
 
-        chosen = [all_or_none(self.world, choose)]
-        if self.world.group is not None:
-            dist.broadcast_object_list(chosen, src=0, group=self.world.group)
-        return RunDirectory(Path(chosen[0]))
+        return RunDirectory(Path(from_rank_0(self.world, choose)))
 
     def _introduce(self, checkpoint: Path | None) -> None:
         """Say what is about to run, with the reason of every automatic choice."""
@@ -319,14 +432,18 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        with self.timer.paused():
+        with self.timer.paused(), self.budget.saving():
             store.save(
                 self.directory.checkpoints,
                 self.progress.step,
                 self.engine.state_dict(),
-                {"step": self.progress.step, "samples": self.progress.samples},
+                dataclasses.asdict(self.progress),
                 keep=self.config.checkpoint.keep,
             )
+        self.saved_step = self.progress.step
+
+    def _state_bytes(self) -> int:
+        return sum(value.nbytes for value in self.engine.state_dict().values())
 
     def _save_model(self) -> None:
         """Save a Hugging Face model for others to load; the FP32 weights, whatever trained them."""
@@ -347,6 +464,13 @@ class _Unread(NamedTuple):
     samples: int
     outcome: StepOutcome
     seconds: float
+
+
+class _OutOfBounds(NamedTuple):
+    """A step that the run has to go back from."""
+
+    unread: _Unread
+    finding: Finding
 
 
 def prepare(config: RunConfig, world: World) -> Parts:
@@ -401,6 +525,7 @@ def build_engine(
         shard_optimizer=config.shard_optimizer,
         reproducible=config.reproducible,
         on_nonfinite=config.precision.on_nonfinite,
+        divergence=config.divergence,
         device=world.device,
     )
 
@@ -445,4 +570,5 @@ def restore(engine: Engine, checkpoint: Path) -> Progress:
     store.load(checkpoint, state)
     engine.load_state_dict(state)
     numbers: dict[str, Any] = store.read_numbers(checkpoint)
-    return Progress(numbers["step"], numbers["samples"])
+    known = {field.name for field in dataclasses.fields(Progress)}
+    return Progress(**{name: number for name, number in numbers.items() if name in known})

@@ -609,7 +609,8 @@ def test_names_and_types_of_the_state() -> None:
         for key in ("exp_avg", "exp_avg_sq", "step")
     ]
     scale = [f"loss_scale/{key}" for key in ("value", "clean_steps", "overflows_in_a_row")]
-    own = [*scale, "engine/counts", "engine/nominal_weight"]
+    bounds = ["divergence/seen", "divergence/values"]
+    own = [*scale, *bounds, "engine/counts", "engine/nominal_weight"]
     assert sorted(state) == sorted([*(f"model/{name}" for name in parameters), *moments, *own])
     assert {state[f"model/{name}"].dtype for name in parameters} == {torch.float32}
 

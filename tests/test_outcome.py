@@ -17,6 +17,9 @@ def tensors() -> dict[str, Tensor]:
         "overflow": torch.tensor(True),
         "dropped": torch.tensor(2.0, dtype=torch.float64),
         "skipped": torch.tensor(1),
+        "spike": torch.tensor(True),
+        "loss_limit": torch.tensor(1.5, dtype=torch.float64),
+        "norm_limit": torch.tensor(float("inf"), dtype=torch.float64),
         "stop": torch.tensor(False),
         "applied_total": torch.tensor(10**9),
         "skipped_total": torch.tensor(3),
@@ -36,6 +39,9 @@ def test_numbers_have_their_types_and_values() -> None:
         overflow=True,
         dropped=2,
         skipped=True,
+        spike=True,
+        loss_limit=1.5,
+        norm_limit=float("inf"),
         stop=False,
         applied_total=10**9,
         skipped_total=3,
@@ -43,7 +49,9 @@ def test_numbers_have_their_types_and_values() -> None:
         scale_exhausted=True,
     )
     kinds = [type(value) for value in numbers]
-    assert kinds == [float] * 5 + [bool, int] + [bool] * 2 + [int] * 3 + [bool]
+    assert kinds == [float] * 5 + [bool, int] + [bool] * 2 + [float] * 2 + [bool] + [int] * 3 + [
+        bool
+    ]
 
 
 def test_numbers_are_those_of_the_step_though_its_tensors_change_later() -> None:

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, default_collate
 from distmp.data import IGNORED
 from distmp.data.order import MicrobatchSampler, microbatches_per_rank
 from distmp.errors import ConfigError
+from distmp.stopping import STOP_SIGNALS
 
 Batch = dict[str, Tensor]
 
@@ -91,8 +92,8 @@ def _ignore_stop_signals(worker: int) -> None:
     Ctrl-C and a cluster's notice reach every process of a group; a worker that obeyed first would
     turn an orderly stop into a crash. A worker whose parent has died ends by itself.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (*STOP_SIGNALS, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def evaluation_batches(

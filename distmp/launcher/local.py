@@ -13,7 +13,9 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from distmp.errors import LOST_PEER_EXIT_CODE, ConfigError
+from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
+from distmp.launcher.orderly_stop import INTERRUPTED_EXIT_CODE, OrderlyStop
+from distmp.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -72,7 +74,8 @@ def launch(torchrun_arguments: list[str], train_arguments: list[str]) -> int:
 
     Returns:
         0 after success; the exit code of the rank that failed first, or 128 plus the signal that
-        killed it; 128 plus the signal that stopped the launcher.
+        killed it; 75 after an orderly stop that leaves a checkpoint to go on from, 130 if that was
+        Ctrl-C.
 
     Raises:
         ConfigError: If the configuration or an option is wrong; no rank has been started.
@@ -101,8 +104,10 @@ def _cores() -> int:
 
 
 def _say(message: str) -> None:
-    sys.stderr.write(f"distmp launch: {message}\n")
-    sys.stderr.flush()
+    # Whoever was to read it may have gone, with the terminal.
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"distmp launch: {message}\n")
+        sys.stderr.flush()
 
 
 def _complete(torchrun_arguments: list[str], module: str) -> list[str]:
@@ -176,15 +181,13 @@ def _run(options: Namespace) -> int:
     from torch.distributed.run import run
 
     _drop_noise()
-    try:
-        run(options)
-    except SignalException as stop:
-        return _stopped(stop.sigval)
-    except KeyboardInterrupt:
-        # Before torchrun has installed its own handlers.
-        return _stopped(signal.SIGINT)
-    except ChildFailedError as error:
-        return _report(error.failures)
+    with OrderlyStop(options) as stop:
+        try:
+            run(options)
+        except SignalException as signalled:
+            return _stopped(signalled.sigval, stop)
+        except ChildFailedError as error:
+            return _report(error.failures)
     return 0
 
 
@@ -197,17 +200,27 @@ def _without(starts: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
     return lambda record: not str(record.msg).startswith(starts)
 
 
-def _stopped(number: signal.Signals) -> int:
+def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:
     _kill_leftovers()
-    _say(f"stopped by {number.name}")
-    return 128 + number
+    if number not in STOP_SIGNALS:
+        _say(f"stopped by {number.name}")
+        return 128 + number
+    code = stop.exit_code()
+    how = f"by {stop.asked.name}" if stop.asked else "in order"
+    if stop.killed:
+        _say(f"stopped {how}; ranks that did not end in time were killed")
+    elif code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
+        _say(f"stopped {how}; the run goes on with --resume auto (exit code {code})")
+    else:
+        _say(f"stopped {how}, and a rank failed with exit code {code}; its messages stand above")
+    return code
 
 
 def _kill_leftovers() -> None:
     """Kill ranks that outlived torchrun: repeated signals interrupt it while it waits for them."""
     import psutil
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
     children = psutil.Process().children(recursive=True)
     for child in children:

@@ -108,6 +108,18 @@ def all_or_none(world: World, work: Callable[[], T]) -> T:
     return cast("T", result)
 
 
+def from_rank_0(world: World, work: Callable[[], T]) -> T:
+    """Do `work` on rank 0 and return what it returned, or raise what it raised, on every rank.
+
+    Raises:
+        SetupError: On all ranks alike, if rank 0 could not do it.
+    """
+    found: list[T | None] = [all_or_none(world, lambda: work() if world.rank == 0 else None)]
+    if world.group is not None:
+        dist.broadcast_object_list(found, src=0, group=world.group)
+    return cast("T", found[0])
+
+
 def keep_until_exit(group: dist.ProcessGroup | None) -> None:
     """Keep a group alive until the process ends, although everybody has let go of it.
 

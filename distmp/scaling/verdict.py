@@ -41,7 +41,8 @@ class Verdict(NamedTuple):
             left because all that there was has been dropped.
         dropped: FP64, how many microbatches of all ranks were left out as not finite.
         empty: bool, whether no rank had anything to learn from (N = 0).
-        found_inf: FP32, 1 where the optimizer has to skip (overflow or empty), else 0.
+        found_inf: FP32, 1 where the optimizer has to skip (overflow, empty, or for a reason that
+            `skipping` has added), else 0.
         grad_scale: FP32, what the optimizer divides gradients by.
         grad_norm: FP64, norm of the gradient of the global mean, before clipping.
         weight: FP64, the global weight N.
@@ -58,6 +59,10 @@ class Verdict(NamedTuple):
     weight: Tensor
     loss: Tensor
     stop: Tensor
+
+    def skipping(self, skip: Tensor) -> Verdict:
+        """Return the verdict with the update left out where `skip`, 0-dim bool, is true."""
+        return self._replace(found_inf=self.found_inf.maximum(skip.to(torch.float32)))
 
 
 def measure(

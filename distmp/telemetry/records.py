@@ -32,7 +32,7 @@ class StepRecord:
 
     Attributes:
         step: Number of the step, counted from 1; skipped steps count.
-        samples: Samples consumed by the whole job, this step included.
+        samples: Samples consumed by the whole job, or passed over, this step included.
         loss: Mean loss over the global batch.
         weight: Tokens or samples in the global batch over which `loss` is the mean.
         grad_norm: Norm of the unscaled gradient before clipping; not finite on an overflow.
@@ -48,6 +48,8 @@ class StepRecord:
         dropped: Microbatches of all ranks that were left out because they were not finite.
         overflow: What is known about the cause of a skipped step. Values JSON can hold; floats
             that are not finite come back as strings, since a string may stand here too.
+        divergence: What was out of bounds in this step (`problem`, `action`), and in the first step
+            after a rollback what it was and where the run came from (`rolled_back`).
     """
 
     step: int
@@ -66,6 +68,7 @@ class StepRecord:
     validation_loss: float | None = None
     dropped: int = 0
     overflow: dict[str, Any] | None = None
+    divergence: dict[str, Any] | None = None
 
 
 class RecordWriter:
@@ -91,7 +94,7 @@ class RecordWriter:
         """Append one record.
 
         Raises:
-            TypeError: If `record.overflow` holds something that JSON cannot.
+            TypeError: If a mapping in it holds something that JSON cannot.
         """
         self._file.write(_line(record))
         self._file.flush()

@@ -125,14 +125,18 @@ def test_exception_of_a_rank_is_shown_once(tmp_path: Path) -> None:
     [
         pytest.param(signal.SIGINT, True, 130, id="SIGINT to launcher and ranks"),
         pytest.param(signal.SIGINT, False, 130, id="SIGINT to the launcher"),
-        pytest.param(signal.SIGTERM, False, 143, id="SIGTERM to the launcher"),
+        pytest.param(signal.SIGTERM, False, 75, id="SIGTERM to the launcher"),
+        pytest.param(signal.SIGUSR1, False, 75, id="SIGUSR1 to the launcher"),
     ],
 )
 def test_signal_stops_in_order(
     number: signal.Signals, everywhere: bool, expected: int, tmp_path: Path
 ) -> None:
-    with launched("obey", tmp_path, "--nproc-per-node", "2") as run:
+    # Neither the time torchrun would grant nor its restarts come into play.
+    arguments = ["--nproc-per-node", "2", "--max-restarts", "2"]
+    with launched("obey", tmp_path, *arguments) as run:
         ranks = run.ranks()
+        os.kill(run.process.pid, signal.SIGHUP)  # the terminal is gone
         if everywhere:
             for rank in ranks:
                 os.kill(rank, number)
@@ -143,9 +147,22 @@ def test_signal_stops_in_order(
     assert "Traceback" not in output
     assert len(output.splitlines()) == 2, output
     assert not any(map(psutil.pid_exists, ranks))
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
     # Each rank came to its own end.
     for file in ("0.stopped", "1.stopped"):
         assert str(int(number)) in (tmp_path / file).read_text().split()
+
+
+def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) -> None:
+    """As ranks do on another machine than the one that received the signal."""
+    arguments = ["--nproc-per-node", "2", "--max-restarts", "2"]
+    with launched("obey", tmp_path, *arguments) as run:
+        for rank in run.ranks():
+            os.kill(rank, signal.SIGUSR2)
+        code, output = run.finish(STOP_SECONDS)
+    assert code == 75, output
+    assert "stopped in order" in last_line(output)
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
 
 
 def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
@@ -165,13 +182,12 @@ def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
     reason="this torchrun waits for half a minute",
 )
 def test_forced_stop_is_reported(tmp_path: Path) -> None:
-    """Filtering torchrun's noise must not hide that ranks had to be killed."""
     with launched("ignore", tmp_path, "--nproc-per-node", "2", "--shutdown-timeout", "1") as run:
         run.ranks()
         run.process.send_signal(signal.SIGTERM)
         code, output = run.finish(STOP_SECONDS)
     assert code == 143
-    assert "forcefully exiting" in output
+    assert "ranks that did not end in time were killed" in last_line(output)
 
 
 @pytest.fixture

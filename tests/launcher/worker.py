@@ -8,6 +8,9 @@ import sys
 import time
 from pathlib import Path
 
+# Not imported from distmp, which imports torch: a worker starts in no time.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+STOPPED_EXIT_CODE = 75
 GRACE_SECONDS = 1.0
 signals: list[int] = []
 
@@ -15,12 +18,14 @@ signals: list[int] = []
 def main(ending: str, folder: Path) -> None:
     rank = os.environ["RANK"]
     if ending == "obey":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             signal.signal(number, lambda received, _: signals.append(received))
     if ending == "ignore":
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)
     # Complete once it exists under this name: whoever waits for it may read it.
+    with (folder / "starts").open("a") as starts:
+        starts.write(f"{rank}\n")
     unfinished = folder / f"{rank}.part"
     unfinished.write_text(f"{os.getpid()} {os.environ['OMP_NUM_THREADS']}")
     unfinished.rename(folder / f"{rank}.rank")
@@ -43,7 +48,7 @@ def end(ending: str, stopped: Path) -> None:
             time.sleep(0.02)
         time.sleep(GRACE_SECONDS)
         stopped.write_text(" ".join(map(str, signals)))
-        sys.exit(0)
+        sys.exit(130 if signal.SIGINT in signals else STOPPED_EXIT_CODE)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,80 @@
+"""A limit on the time of a job: when to stop so that the last checkpoint is written within it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+# The slowest of so many steps is what the next ones are expected to take.
+_STEPS_REMEMBERED = 50
+# On a device that runs behind, a request travels through two more steps before it is read.
+_STEPS_TO_STOP = 3
+# A save may take longer than those before it, on storage that others use too.
+_SAVES = 1.5
+# Until one has been measured: so long, and the time for the state at a disk's speed.
+_FIRST_SAVE_SECONDS = 2.0
+_FIRST_SAVE_BYTES_PER_SECOND = 100e6
+# For curves, the last lines, and the way out of the interpreter.
+_END_SECONDS = 5.0
+
+
+class TimeBudget:
+    """Tells when a run has to stop to end, checkpoint included, within its time.
+
+    What is left has to be enough for three steps as slow as the slowest of the last 50, one and a
+    half times the longest save, and five seconds.
+
+    Args:
+        minutes: The limit, counted from the start of the job; None is no limit.
+        state_bytes: What this rank saves; says how long a save takes until one was measured.
+        job_started: When the job started, in seconds since the epoch.
+        clock: Returns seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        minutes: float | None,
+        state_bytes: int,
+        job_started: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._deadline = None if minutes is None else job_started + 60 * minutes
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._save_seconds: float | None = None
+        self._first_save = _FIRST_SAVE_SECONDS + state_bytes / _FIRST_SAVE_BYTES_PER_SECOND
+
+    def add_step(self, seconds: float) -> None:
+        """Learn how long a step took."""
+        self._steps.append(seconds)
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Learn how long the save inside the block takes, until it is on disk."""
+        started = self._clock()
+        yield
+        self._save_seconds = max(self._save_seconds or 0.0, self._clock() - started)
+
+    def is_spent(self) -> bool:
+        """Return whether it is time to stop. Ranks may differ by the speed of their clocks."""
+        return self._deadline is not None and self._clock() + self._reserve() >= self._deadline
+
+    def _reserve(self) -> float:
+        save = self._first_save if self._save_seconds is None else self._save_seconds
+        return _STEPS_TO_STOP * max(self._steps, default=0.0) + _SAVES * save + _END_SECONDS
+
+
+def job_started() -> float:
+    """Return when this job started, in seconds since the epoch.
+
+    Under torchrun and `distmp launch` that is the start of the launcher, which ranks that are
+    started again still have; otherwise the start of this process.
+    """
+    # torchrun's agent is the parent of each rank.
+    parent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return (parent or psutil.Process()).create_time()
