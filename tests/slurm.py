@@ -91,10 +91,10 @@ def cluster() -> Iterator[Cluster]:
         ours = Cluster(hosts, folder)
         ours.run(*_munged(folder))
         ours.run("slurmctld", "-c")
-        for host, node in enumerate(NAMES):
+        for host in range(len(NAMES)):
             environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
-            hosts.run(host, "slurmd", "-N", node, env=environment)
-        wait_until(lambda: ours.run("sinfo", "-hN", "-o", "%T").split() == ["idle", "idle"], 20)
+            hosts.run(host, "slurmd", env=environment)
+        wait_until(lambda: ours.run("sinfo", "-hN", "-o", "%T").split() == ["idle", "idle"], 20, ours.logs)
         yield ours
 
 
@@ -123,8 +123,15 @@ def _munged(folder: Path) -> list[str]:
     ]
 
 
-def wait_until(condition: Callable[[], bool], seconds: float) -> None:
+def wait_until(
+    condition: Callable[[], bool], seconds: float, state: Callable[[], str] = str
+) -> None:
+    """Wait for a condition.
+
+    Raises:
+        AssertionError: If it does not come true in time; `state` tells how things stand.
+    """
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, f"still not so after {seconds:g} seconds"
+        assert time.monotonic() < deadline, f"still not so after {seconds:g} s:\n{state()}"
         time.sleep(0.1)
