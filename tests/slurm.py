@@ -72,6 +72,10 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
+    def nodes(self) -> list[str]:
+        """Return the state of each node."""
+        return self.run("sinfo", "--Node", "--noheader", "--format=%T").split()
+
     def logs(self) -> str:
         """Return what Slurm's daemons have logged, for the message of a failed test."""
         logs = sorted(self.folder.glob("*.log"))
@@ -94,7 +98,9 @@ def cluster() -> Iterator[Cluster]:
         for host in range(len(NAMES)):
             environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
             hosts.run(host, "slurmd", env=environment)
-        wait_until(lambda: ours.run("sinfo", "-hN", "-o", "%T").split() == ["idle", "idle"], 20, ours.logs)
+        wait_until(
+            lambda: ours.run("sinfo", "-hN", "-o", "%T").split() == ["idle", "idle"], 20, ours.logs
+        )
         yield ours
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import yaml
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError
 
 _SLURM = """\
 #!/bin/bash
@@ -126,6 +126,8 @@ spec:
 """
 
 
+KINDS = ("slurm", "kubernetes")
+
 # Words that are truth values or nothing to one parser or another.
 _YAML_OTHER_THAN_TEXT = ("yes", "no", "true", "false", "on", "off", "null")
 
@@ -153,11 +155,6 @@ class JobRequest:
     run: tuple[str, ...]
 
 
-def is_asked(launch_arguments: Sequence[str]) -> bool:
-    """Whether the options of `distmp launch` ask for a job file."""
-    return any(word.partition("=")[0] == "--render" for word in launch_arguments)
-
-
 def render(launch_arguments: Sequence[str], train_arguments: Sequence[str]) -> str:
     """Return the text of a job file.
 
@@ -172,22 +169,20 @@ def render(launch_arguments: Sequence[str], train_arguments: Sequence[str]) -> s
     for word in (*launch_arguments, *train_arguments):
         _check_text(word)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--render")
+    parser.add_argument("--render", required=True, choices=KINDS)
     parser.add_argument("--nnodes")
     parser.add_argument("--nproc-per-node", "--nproc_per_node")
     try:
         given, rest = parser.parse_known_args(launch_arguments)
     except argparse.ArgumentError as error:
         raise ConfigError("distmp launch", shlex.join(launch_arguments), str(error)) from None
-    if given.render not in _KINDS:
-        raise ConfigError("--render", given.render, nearest(given.render, _KINDS))
     request = JobRequest(
         _count("--nnodes", given.nnodes),
         _count("--nproc-per-node", given.nproc_per_node),
         tuple(rest),
         tuple(train_arguments),
     )
-    return _KINDS[given.render](request)
+    return _WRITERS[given.render](request)
 
 
 def _check_text(word: str) -> None:
@@ -223,7 +218,7 @@ def _kubernetes(request: JobRequest) -> str:
     )
 
 
-_KINDS: dict[str, Callable[[JobRequest], str]] = {"slurm": _slurm, "kubernetes": _kubernetes}
+_WRITERS: dict[str, Callable[[JobRequest], str]] = {"slurm": _slurm, "kubernetes": _kubernetes}
 
 
 def _yaml_words(words: Iterable[str]) -> str:

@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 from distmp.errors import ConfigError
 from distmp.launcher import local
-from distmp.launcher.local import default_ranks, launch, run_ranks
+from distmp.launcher.local import LaunchOptions, default_ranks, launch, run_ranks
 
 LAUNCHER = """
 import sys
@@ -342,4 +342,4 @@ def test_right_configuration_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     stub_config(monkeypatch, lambda argv: None)
     monkeypatch.setattr(local, "run_ranks", lambda *arguments: arguments)
     result = launch(["--nproc-per-node=2"], ["--seed", "1"])
-    assert result == (["--nproc-per-node=2"], "distmp.train", ["--seed", "1"])
+    assert result == (["--nproc-per-node=2"], "distmp.train", ["--seed", "1"], LaunchOptions())

@@ -53,7 +53,6 @@ def submit(cluster: Cluster, log: Path, *words: str) -> str:
         PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         OMP_NUM_THREADS="1",
         PET_NPROC_PER_NODE="1",
-        PET_NNODES="2",PET_RDZV_BACKEND="c10d",PET_RDZV_ENDPOINT="node1:29400",GLOO_SOCKET_IFNAME="eth0",
     ).strip()
 
 
