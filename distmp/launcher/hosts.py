@@ -93,7 +93,7 @@ class HostsPlan:
 
     def shown(self) -> str:
         """Return the commands, to be pasted into a shell, and the reasons."""
-        width = max(len(choice.value) for choice in self.choices)
+        width = max((len(choice.value) for choice in self.choices), default=0)
         lines = ["# environment: hosts (--hosts)"]
         lines += [f"#   {choice.value:{width}}  {choice.reason}" for choice in self.choices]
         lines.append("# each host finds its own address, interface, ranks and threads")
@@ -287,18 +287,19 @@ def _forwarded_signals(agents: list[_Agent]) -> Iterator[list[signal.Signals]]:
 
 
 def _wait(agents: list[_Agent], fewest: int) -> _Agent | None:
-    """Wait for all; return the first that failed. Too few left can only wait for each other."""
+    """Wait for all; return the first that failed if fewer than `fewest` succeeded.
+
+    Too few that are left can only wait for each other, and are stopped.
+    """
     failed: list[_Agent] = []
     deadline = float("inf")
     while True:
         running = [agent for agent in agents if agent.process.poll() is None]
-        failed += [
-            agent
-            for agent in agents
-            if agent.process.returncode not in (None, 0) and agent not in failed
-        ]
+        for agent in agents:
+            if agent.process.returncode and agent not in failed:
+                failed.append(agent)
         if not running:
-            return failed[0] if failed else None
+            return failed[0] if len(agents) - len(failed) < fewest else None
         if len(agents) - len(failed) < fewest:
             deadline = min(deadline, time.monotonic() + _NOTICE_SECONDS)
         if time.monotonic() > deadline:

@@ -192,9 +192,9 @@ def test_forced_stop_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove torchrun's options from the environment, and OMP_NUM_THREADS again at the end."""
+    """Remove from the environment what a launcher reads, and OMP_NUM_THREADS again at the end."""
     for name in [*os.environ]:
-        if name.startswith("PET_"):
+        if name.startswith(("PET_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "JOB_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return monkeypatch
