@@ -28,7 +28,8 @@ _TOOLS = ("ip", "nsenter", "setpriv", "unshare")
 _BOOT = """\
 set -e
 mount --bind "$1" /etc/hosts
-hostname node1
+mount -t tmpfs tmpfs /run
+hostname "$2"
 ip link set lo up
 unshare --net --uts sleep infinity &
 second=$!
@@ -37,10 +38,10 @@ ip link add eth0 type veth peer name eth0 netns $second
 ip address add 10.77.0.1/24 dev eth0
 ip link set eth0 up
 nsenter --target $second --net --uts sh -ec '
-    hostname node2
+    hostname "$1"
     ip link set lo up
     ip address add 10.77.0.2/24 dev eth0
-    ip link set eth0 up'
+    ip link set eth0 up' boot "$3"
 echo $second
 wait $second
 """
@@ -105,12 +106,18 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[TwoHosts]:
+def two_hosts(names: tuple[str, str] = NAMES) -> Iterator[TwoHosts]:
+    """Start two hosts.
+
+    Args:
+        names: Of the hosts; a name with a domain is known without it as well.
+    """
+    short = [name.partition(".")[0] for name in names]
+    lines = [" ".join(words) for words in zip(ADDRESSES, names, short, strict=True)]
     with tempfile.TemporaryDirectory(prefix="hosts-") as directory:
-        hosts = Path(directory) / "hosts"
-        names = [f"{address} {name}\n" for address, name in zip(ADDRESSES, NAMES, strict=True)]
-        hosts.write_text("".join(["127.0.0.1 localhost\n", *names]))
-        with _booted(hosts) as process:
+        table = Path(directory) / "hosts"
+        table.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        with _booted(str(table), *short) as process:
             second = process.stdout.readline()  # type: ignore[union-attr]
             assert second, f"two hosts did not start: {process.communicate()[1]}"
             (first,) = psutil.Process(process.pid).children()
@@ -118,12 +125,12 @@ def two_hosts() -> Iterator[TwoHosts]:
 
 
 @contextlib.contextmanager
-def _booted(hosts: Path) -> Iterator[subprocess.Popen[str]]:
+def _booted(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """Start the first host; with it ends everything on both, also when this process is killed."""
     command = ["setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--kill-child=KILL"]
     command += ["--pid", "--mount-proc", "--net", "--uts", "--mount"]
     with subprocess.Popen(
-        [*command, "bash", "-c", _BOOT, "boot", str(hosts)],
+        [*command, "bash", "-c", _BOOT, "boot", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -137,9 +137,10 @@ def _render(
 ) -> int:
     from distmp.launcher.torchrun import read
 
-    _check(train_arguments)
+    text = render(launch_arguments, train_arguments)
     read(torchrun_arguments)
-    sys.stdout.write(render(launch_arguments, train_arguments))
+    _check(train_arguments)
+    sys.stdout.write(text)
     return 0
 
 
