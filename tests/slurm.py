@@ -37,6 +37,8 @@ SlurmdSpoolDir={folder}/%n
 GresTypes=gpu
 SelectType=select/cons_tres
 ProctrackType=proctrack/linuxproc
+# The file asks for it itself.
+JobRequeue=0
 TaskPlugin=task/none
 MpiDefault=none
 SchedulerParameters=sched_interval=1,bf_interval=1

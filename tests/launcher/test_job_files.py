@@ -77,6 +77,20 @@ def test_another_kind_is_refused() -> None:
         command.main(["--render", "pbs", "--nnodes=2", "--nproc-per-node=8"])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_names_what_is_in_the_files(kind: str) -> None:
+    page = (ROOT / "docs" / "launching.md").read_text()
+    section = page.partition(f"\n## {kind.capitalize()}\n")[2].partition("\n## ")[0]
+    text = (ROOT / FILES[kind]).read_text()
+    names = ["--resume=auto", "image", "claimName", "terminationGracePeriodSeconds", "--signal"]
+    for name in [*names, "podFailurePolicy", "--gpus-per-node", "PET_NPROC_PER_NODE"]:
+        assert f"`{name}" not in section or name in text, name
+    assert f"exit code {STOPPED_EXIT_CODE}" in section
+    assert ("180 seconds before" in section) == ("USR1@180" in text)
+    assert ("in `/runs/distmp`" in section) == ("--run-dir=/runs/distmp" in text)
+    assert ("three times for each pod" in section) == ("backoffLimit: 6" in text)
+
+
 # Slurm
 
 

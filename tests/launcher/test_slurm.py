@@ -45,13 +45,21 @@ def settings(folder: Path) -> list[str]:
     ]
 
 
-def submit(cluster: Cluster, log: Path, *words: str, **variables: str) -> str:
+def submit(
+    cluster: Cluster, log: Path, run: list[str], options: tuple[str, ...] = (), **variables: str
+) -> str:
     """Submit the job file as it is and return the job's number."""
-    variables = {"PYTHON": sys.executable, "PET_NPROC_PER_NODE": "1", **variables}
-    command = ["sbatch", "--parsable", f"--output={log}", "launch/slurm.sbatch", *words]
+    command = ["sbatch", "--parsable", f"--output={log}", *options, "launch/slurm.sbatch", *run]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    variables.update(PYTHONPATH=path, OMP_NUM_THREADS="1")
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
     return cluster.run(*command, cwd=ROOT, **variables).strip()
+
+
+def stub(path: Path, script: str) -> str:
+    """Write a launcher that is quicker than ours; return its path."""
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def steps_made(records: Path) -> int:
@@ -75,7 +83,13 @@ def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
 ) -> None:
     options = settings(tmp_path)
     run, log = tmp_path / "run", tmp_path / "log"
-    job = submit(cluster, log, *options, f"--run-dir={run}")
+    job = submit(
+        cluster,
+        log,
+        [*options, f"--run-dir={run}"],
+        PYTHON=sys.executable,
+        PET_NPROC_PER_NODE="1",
+    )
 
     def told() -> str:
         return f"{log.read_text() if log.exists() else ''}\n{cluster.job(job)}"
@@ -100,19 +114,51 @@ def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (1, "FAILED"), (2, "FAILED")])
-def test_only_an_orderly_stop_goes_back_in_the_queue(
-    code: int, state: str, cluster: Cluster, tmp_path: Path
-) -> None:
-    launcher = tmp_path / "launcher"
-    launcher.write_text(
-        f'#!/bin/sh\nprintf "%s|" "$(hostname)" "$PET_NPROC_PER_NODE" "$@"\nexit {code}\n'
-    )
-    launcher.chmod(0o755)
-    log = tmp_path / "log"
-    job = submit(cluster, log, "--data.path=a folder", PYTHON=str(launcher))
+def test_any_other_end_is_the_end(code: int, state: str, cluster: Cluster, tmp_path: Path) -> None:
+    launcher = stub(tmp_path / "launcher", f"exit {code}")
+    job = submit(cluster, tmp_path / "log", [], PYTHON=launcher)
     wait_until(lambda: cluster.job(job)["JobState"] == state, 30, cluster.logs)
     ended = cluster.job(job)
     assert (ended["ExitCode"], ended["Restarts"]) == (f"{code}:0", "0")
-    words = "1|-m|distmp|launch|--|--resume=auto|--config|configs/quickstart.yaml|"
-    for node in NAMES:
-        assert log.read_text().count(f"{node}|{words}--data.path=a folder|") == 1
+
+
+def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
+    show = 'printf "%s|" "$(hostname)" "$SLURM_GPUS_ON_NODE" "$PET_NPROC_PER_NODE" "$@"'
+    launcher, log = stub(tmp_path / "launcher", show), tmp_path / "log"
+    words = "-m|distmp|launch|--|--resume=auto|--config|configs/quickstart.yaml"
+
+    def told(*options: str, **variables: str) -> str:
+        run = ["--data.path=a folder"]
+        job = submit(cluster, log, run, options, PYTHON=launcher, **variables)
+        wait_until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 30, cluster.logs)
+        return log.read_text()
+
+    as_it_is = told()
+    for name in NAMES:
+        assert as_it_is.count(f"{name}|8|8|{words}|--data.path=a folder|") == 1
+    # Options of sbatch win over those in the file.
+    smaller = told("--nodes=1", "--gpus-per-node=4", PET_NPROC_PER_NODE="4")
+    assert smaller.removeprefix(as_it_is).count(f"|4|4|{words}|") == 1
+
+
+@pytest.mark.parametrize("cause", ["the time is nearly up", "a node fails"])
+def test_what_slurm_does_sends_a_job_back_in_the_queue(
+    cause: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Slurm looks at the time every 30 seconds, and sends the warning that the file asks for."""
+    launcher = stub(
+        tmp_path / "launcher",
+        "trap 'exit 75' USR1\n"
+        'if [ "$SLURM_RESTART_COUNT" = 1 ]; then exit; fi\n'
+        "for _ in $(seq 600); do sleep 0.1; done",
+    )
+    options = ("--time=2",) if cause == "the time is nearly up" else ()
+    log = tmp_path / "log"
+    job = submit(cluster, log, [], options, PYTHON=launcher)
+    if cause == "a node fails":
+        wait_until(lambda: cluster.job(job)["JobState"] == "RUNNING", 30, cluster.logs)
+        cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+        cluster.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    wait_until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 90, cluster.logs)
+    assert cluster.job(job)["Restarts"] == "1"
+    assert ("Exited with exit code 75" in log.read_text()) == bool(options)
