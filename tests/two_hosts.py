@@ -64,7 +64,7 @@ class TwoHosts:
         self, host: int, *command: str, cwd: Path | None = None, **options: Any
     ) -> subprocess.Popen[str]:
         """Start a command on host 0 or 1; `options` are those of `subprocess.Popen`."""
-        return subprocess.Popen(self._command(host, command, cwd), text=True, **options)
+        return subprocess.Popen(self.command(host, command, cwd), text=True, **options)
 
     def run(
         self,
@@ -80,7 +80,7 @@ class TwoHosts:
             AssertionError: If it fails, with what it printed.
         """
         done = subprocess.run(
-            self._command(host, command, cwd),
+            self.command(host, command, cwd),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -90,9 +90,10 @@ class TwoHosts:
         assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
         return done.stdout
 
-    def _command(self, host: int, command: tuple[str, ...], cwd: Path | None) -> list[str]:
+    def command(self, host: int, words: tuple[str, ...], cwd: Path | None = None) -> list[str]:
+        """Return the command that runs another on host 0 or 1."""
         # Entering the mounts of a host leaves the working directory.
-        return [*self._enter[host], f"--wd={cwd or Path.cwd()}", "--", *command]
+        return [*self._enter[host], f"--wd={cwd or Path.cwd()}", "--", *words]
 
 
 def why_not() -> str | None:

@@ -24,6 +24,7 @@ CUDA devices of each (on two CPU ranks where there is none).
   distmp launch -- --config configs/x.yaml --optim.lr 3e-4
   distmp launch --nproc-per-node 4 -- --config configs/x.yaml
   distmp launch --hosts node1,node2 -- --config configs/x.yaml
+  distmp launch --render slurm --nnodes 2 --nproc-per-node 8 -- --config configs/x.yaml
 
 {options}
 `torchrun --help` and `distmp train --help` list the options of each side.
