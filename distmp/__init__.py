@@ -9,6 +9,7 @@ from distmp.outcome import StepNumbers, StepOutcome
 from distmp.precision import PrecisionPolicy, policy, resolve
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
 from distmp.scaling.attribution import OverflowReport
+from distmp.scaling.divergence import DivergenceConfig
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "ConfigError",
     "DistmpError",
     "DistributedGradScaler",
+    "DivergenceConfig",
     "Engine",
     "Fp32GradBuckets",
     "LossScaleConfig",

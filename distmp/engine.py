@@ -98,6 +98,7 @@ class Engine:
         policy_reason: Why, in words.
         strategy: The name of the strategy in force.
         strategy_reason: What it has chosen and why, in words; may be empty.
+        divergence: What judges each step by those before it.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -168,7 +169,7 @@ class Engine:
         self.loss_scale = LossScale(
             loss_scale_rules(self.policy.loss_scale, loss_scale), self.device
         )
-        self._divergence = DivergenceGuard(divergence, self.device)
+        self.divergence = DivergenceGuard(divergence, self.device)
         # Updates applied, steps skipped, steps skipped since the last update.
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._most_applied = 0
@@ -196,12 +197,12 @@ class Engine:
         gathered = self._accumulate(microbatches, scale)
         total = self._measure(gathered, stop=stop)
         verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
-        judgement = self._divergence.judge(verdict)
+        judgement = self.divergence.judge(verdict)
         verdict = verdict.skipping(judgement.skip)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
-        self._divergence.remember(verdict)
+        self.divergence.remember(verdict)
         outcome = self._outcome(verdict, judgement, rate, scale, exhausted & verdict.overflow)
         if self.attribution:
             ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
@@ -442,7 +443,7 @@ class Engine:
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
         for name, value in self.loss_scale.state_dict().items():
             state[f"loss_scale/{name}"] = value
-        for name, value in self._divergence.state_dict().items():
+        for name, value in self.divergence.state_dict().items():
             state[f"divergence/{name}"] = value
         state["engine/counts"] = self._counts
         state["engine/nominal_weight"] = torch.tensor(
@@ -470,6 +471,8 @@ class Engine:
                 for name, tensor in self._strategy.optimizer_parameters()
             },
         )
+        if self._skips_on_device:
+            prepare_for_device_skip(self.optimizer)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Continue from a state with the names of `state_dict`, sharded as this engine shards.
@@ -492,8 +495,8 @@ class Engine:
         self.loss_scale.load_state_dict(
             {name: live[f"loss_scale/{name}"] for name in self.loss_scale.state_dict()}
         )
-        self._divergence.load_state_dict(
-            {name: live[f"divergence/{name}"] for name in self._divergence.state_dict()}
+        self.divergence.load_state_dict(
+            {name: live[f"divergence/{name}"] for name in self.divergence.state_dict()}
         )
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None

@@ -222,7 +222,11 @@ class Trainer:
         checkpoint = Path(
             from_rank_0(self.world, lambda: str(rollback.checkpoint_before(checkpoints, step)))
         )
+        guard = self.engine.divergence
+        # What the guard has learned it keeps: early in a run it would be in its warm-up again.
+        learned = {name: value.clone() for name, value in guard.state_dict().items()}
         self.progress = all_or_none(self.world, lambda: restore(self.engine, checkpoint))
+        guard.load_state_dict(learned)
         first = self.progress.samples
         self.progress.samples = found.unread.samples + (
             config.divergence.pass_over * config.batch.global_batch_size

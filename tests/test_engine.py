@@ -768,3 +768,15 @@ class TestCuda:
         for one in (engine, reference):
             train(one, 3, ONE_RANK)
         assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
+
+
+@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd, sgd, adagrad])
+def test_an_engine_goes_back_to_a_state_from_before_its_first_step(optimizer: Any) -> None:
+    engine = make_engine(optimizer=optimizer)
+    start = snapshot(engine)
+    train(engine, 2, ONE_RANK)
+    there = snapshot(engine)
+    engine.load_state_dict(start)
+    assert_same_bits(snapshot(engine), start)
+    train(engine, 2, ONE_RANK)
+    assert_same_bits(snapshot(engine), there)

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from types import FrameType
 
 import pytest
+import torch.distributed as dist
 
-from distmp.stopping import StopSignals
+from distmp.stopping import ASK_EVERY, StopSignals, asked_on_some_rank, until_asked
+from tests.ranks import ranks
 
-INT, TERM = signal.SIGINT, signal.SIGTERM
+INT, TERM, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+HUP = signal.SIGHUP
 
 
 def send(*numbers: signal.Signals) -> None:
@@ -19,7 +22,15 @@ def send(*numbers: signal.Signals) -> None:
 
 @pytest.mark.parametrize(
     ("sent", "received"),
-    [((), None), ((INT,), INT), ((TERM,), TERM), ((TERM, TERM), TERM), ((TERM, INT), TERM)],
+    [
+        ((), None),
+        ((INT,), INT),
+        ((TERM,), TERM),
+        ((USR1,), USR1),
+        ((USR2, TERM), USR2),
+        ((TERM, TERM, USR1, USR1), TERM),
+        ((TERM, INT), TERM),
+    ],
 )
 def test_the_first_signal_is_noted(
     sent: tuple[signal.Signals, ...], received: signal.Signals | None
@@ -66,3 +77,60 @@ def test_handlers_are_put_back_after_an_error(handlers: list[int]) -> None:
         raise ArithmeticError
     send(TERM)
     assert handlers == [TERM]
+
+
+@pytest.mark.parametrize(
+    ("before", "launcher", "received"),
+    [
+        pytest.param(signal.SIG_DFL, None, None, id="a process alone goes on"),
+        pytest.param(signal.SIG_DFL, "torchrun", HUP, id="torchrun would end it"),
+        pytest.param(signal.SIG_IGN, "torchrun", None, id="nohup or distmp launch"),
+    ],
+)
+def test_a_closed_terminal(
+    before: signal.Handlers,
+    launcher: str | None,
+    received: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launcher is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
+    outside = signal.signal(HUP, before)
+    try:
+        with StopSignals() as stop:
+            send(HUP)
+        assert stop.received == received
+        assert signal.getsignal(HUP) == before
+    finally:
+        signal.signal(HUP, outside)
+
+
+def test_signals_that_somebody_uses_are_left_to_him() -> None:
+    received: list[int] = []
+    before = signal.signal(USR1, lambda number, frame: received.append(number))
+    try:
+        with StopSignals() as stop:
+            send(USR1)
+        assert (received, stop.received) == ([USR1], None)
+    finally:
+        signal.signal(USR1, before)
+
+
+@ranks(2)
+def test_all_ranks_leave_off_at_the_same_item() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert not asked_on_some_rank(False, group)
+    assert asked_on_some_rank(rank == 1, group)
+    for questions in (0, 1, 3, 100):
+        # Rank 1 is asked to stop before it is questioned for so many times.
+        answers = iter([*[False] * questions, *[rank == 1] * 10])
+        items = until_asked(range(5 * ASK_EVERY), answers.__next__, group)
+        expected = min(questions, 5) * ASK_EVERY
+        assert list(items) == [*range(expected)]
+        assert items.left_off == (questions < 5)
+
+
+def test_a_process_alone_leaves_off_too() -> None:
+    assert list(until_asked("abc", lambda: False, None)) == ["a", "b", "c"]
+    assert list(until_asked("abc", lambda: True, None)) == []

@@ -106,6 +106,8 @@ class OrderlyStop:
 
     def _kill(self, number: int, frame: FrameType | None) -> None:
         self.killed = True
+        # The end of the first rank calls `_look_after` right here, before the next one is killed.
+        self._waiting = True
         for rank in _ranks():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank, signal.SIGKILL)

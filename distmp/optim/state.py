@@ -45,7 +45,8 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
                 )
             if group["momentum"]:
                 for parameter in group["params"]:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+                    if "momentum_buffer" not in optimizer.state[parameter]:
+                        optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     return True
 
 
@@ -90,8 +91,10 @@ def create_state(
 ) -> None:
     """Create state tensors for loading, shaped and sharded like their parameters where they match.
 
+    State of parameters that have none in store is forgotten: they had not been stepped then.
+
     Args:
-        optimizer: A fresh optimizer.
+        optimizer: A fresh one, or one that goes back to an earlier state.
         names: Name of each parameter by its `id`.
         stored: Shape and dtype of each stored state, named as by `named_state`.
         shapes: Shape of each whole parameter, where the optimizer has shares of them.
@@ -101,6 +104,10 @@ def create_state(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
+    stepped = {entry.rpartition("/")[0] for entry in stored}
+    for name, (parameter, _) in places.items():
+        if name not in stepped:
+            optimizer.state.pop(parameter, None)
     for entry, (shape, dtype) in stored.items():
         name, key = entry.rsplit("/", 1)
         if name not in places:

@@ -8,11 +8,12 @@ import sys
 import time
 from collections import deque
 from types import TracebackType
-from typing import TextIO
+from typing import TextIO, cast
 
 from distmp.telemetry.line import progress_line
 from distmp.telemetry.records import StepRecord
 from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.streams import PersistentStream
 
 _SECONDS_BETWEEN_DRAWS = 0.1
 _STEPS_AVERAGED = 50
@@ -20,6 +21,8 @@ _STEPS_AVERAGED = 50
 
 class Console:
     """Prints to standard output; a live line on a terminal, plain lines anywhere else.
+
+    When nobody reads any more, the run that it tells of goes on; see `PersistentStream`.
 
     Close it (or use it in a `with` block) to leave the last state of the live line on the screen.
 
@@ -38,7 +41,7 @@ class Console:
     ) -> None:
         settings = settings or LogConfig()
         self._every = settings.every
-        self._stream = stream or sys.stdout
+        self._stream = PersistentStream(stream or sys.stdout)
         self._silent = quiet or settings.console == "off"
         self._live: _LiveLine | None = None
         if not self._silent and _is_live(settings, self._stream):
@@ -129,18 +132,21 @@ class _Pace:
 class _LiveLine:
     """One line at the bottom of the terminal, redrawn in place; other output scrolls above it."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: PersistentStream) -> None:
         from rich.console import Console as RichConsole
         from rich.live import Live
 
         self._console = RichConsole(
-            file=stream, force_terminal=True, force_jupyter=False, legacy_windows=False
+            file=cast("TextIO", stream),
+            force_terminal=True,
+            force_jupyter=False,
+            legacy_windows=False,
         )
         self._live = Live(
             console=self._console,
             auto_refresh=False,
             # What a user's code prints goes above the line; what goes to a file stays there.
-            redirect_stdout=stream is sys.stdout,
+            redirect_stdout=stream.wrapped is sys.stdout,
             redirect_stderr=sys.stderr.isatty(),
         )
         self._pending: tuple[StepRecord, int, _Pace] | None = None
@@ -176,13 +182,13 @@ class _LiveLine:
         self._drawn_at = time.monotonic()
 
 
-def _is_live(settings: LogConfig, stream: TextIO) -> bool:
+def _is_live(settings: LogConfig, stream: PersistentStream) -> bool:
     if settings.console != "auto":
         return settings.console == "live"
-    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    return bool(stream.isatty()) and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
-def _encodable(text: str, stream: TextIO) -> str:
+def _encodable(text: str, stream: PersistentStream) -> str:
     """Escape what the stream cannot encode: a locale without Unicode must not end a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

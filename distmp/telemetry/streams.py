@@ -3,9 +3,52 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
-from typing import TextIO
+from typing import Any, TextIO
+
+logger = logging.getLogger("distmp")
+
+
+class PersistentStream:
+    """A text stream to which writing never fails.
+
+    When its file takes nothing more, that is logged once, and everything written to the file from
+    then on is discarded, by whomever.
+
+    Attributes:
+        wrapped: The stream itself.
+    """
+
+    def __init__(self, wrapped: TextIO) -> None:
+        self.wrapped = wrapped
+
+    def write(self, text: str) -> int:
+        """Write a text, or discard it; return its length."""
+        try:
+            return self.wrapped.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        """Hand what was written to the file."""
+        try:
+            self.wrapped.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.wrapped, name)
+
+    def _lose(self, error: OSError) -> None:
+        discard(self.wrapped)
+        logger.warning(
+            "what this run prints reaches nobody any more (%s); it goes on, and its records have "
+            "everything",
+            error.strerror,
+        )
 
 
 def discard(stream: TextIO) -> None:

@@ -18,6 +18,7 @@ from distmp.data.errors import DataError
 from distmp.data.loading import evaluation_batches, step_batches
 from distmp.data.order import sample_indices
 from distmp.errors import ConfigError
+from distmp.stopping import STOP_SIGNALS
 
 
 class Numbers:
@@ -113,7 +114,7 @@ def test_dropping_ends_the_workers_too() -> None:
 def test_workers_leave_stop_signals_to_the_training_process() -> None:
     steps = batches(workers=2)
     next(steps)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (*STOP_SIGNALS, signal.SIGHUP):
         for worker in multiprocessing.active_children():
             os.kill(worker.pid or 0, number)
     time.sleep(0.2)

@@ -136,7 +136,8 @@ def test_signal_stops_in_order(
     arguments = ["--nproc-per-node", "2", "--max-restarts", "2"]
     with launched("obey", tmp_path, *arguments) as run:
         ranks = run.ranks()
-        os.kill(run.process.pid, signal.SIGHUP)  # the terminal is gone
+        for process in (run.process.pid, *ranks):
+            os.kill(process, signal.SIGHUP)  # the terminal is gone
         if everywhere:
             for rank in ranks:
                 os.kill(rank, number)

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import io
 import os
+import pty
 import re
+import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -189,3 +192,59 @@ def _seconds_per_step(console: Console, records: list[Any]) -> float:
     for item in records:
         console.step(item, 10**6)
     return (time.perf_counter() - begin) / len(records)
+
+
+SCRIPT_WITHOUT_READER = """
+import sys
+from distmp.telemetry.console import Console
+from distmp.telemetry.streams import flush_standard_streams
+from tests.telemetry.samples import record
+console = Console()
+for step in range(1, 2001):
+    console.step(record(step), 20)  # past the last step every one is printed
+print("printed by somebody")
+console.close()
+flush_standard_streams()
+sys.stderr.write("the end\\n")
+sys.exit(75)
+"""
+
+
+@pytest.mark.parametrize("command", ["{} | head -1", "{} > /dev/full"])
+def test_nobody_reads_any_more(command: str) -> None:
+    program = shlex.join([sys.executable, "-c", SCRIPT_WITHOUT_READER])
+    errors = "(" + program + " 2>&3; echo code $? >&3)"
+    done = subprocess.run(
+        ["bash", "-c", "exec 3>&2; " + command.format(errors)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    told = done.stderr.splitlines()
+    assert told[1:] == ["the end", "code 75"], done.stderr
+    assert "reaches nobody any more" in told[0]
+
+
+def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
+    child, terminal = pty.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+            with open(1, "w", closefd=False) as sys.stdout, Console() as console:
+                console.step(record(1), 9)
+                while not (tmp_path / "closed").exists():
+                    time.sleep(0.01)
+                for step in range(2, 10):
+                    console.step(record(step), 9)
+                    sys.stdout.write("printed by somebody\n")
+                    time.sleep(0.15)
+                console.message("a message")
+            status = 75
+        finally:
+            os._exit(status)
+    os.read(terminal, 100)
+    os.close(terminal)
+    (tmp_path / "closed").touch()
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 75

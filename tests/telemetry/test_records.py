@@ -38,7 +38,7 @@ def _refuse(constant: str) -> None:
 
 
 def _named(value: Any) -> Any:
-    """NaN and infinities as what they are documented to be inside `overflow`."""
+    """NaN and infinities as what they are documented to be inside mappings."""
     if isinstance(value, dict):
         return {key: _named(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -64,7 +64,12 @@ def test_round_trip(records: list[StepRecord]) -> None:
     assert [json.loads(line, parse_constant=_refuse)["step"] for line in lines] == [
         item.step for item in records
     ]
-    expected = [dataclasses.replace(item, overflow=_named(item.overflow)) for item in records]
+    expected = [
+        dataclasses.replace(
+            item, overflow=_named(item.overflow), divergence=_named(item.divergence)
+        )
+        for item in records
+    ]
     # repr tells NaN from inf, -0.0 from 0.0 and 1 from 1.0, and NaN equals NaN.
     assert repr(found) == repr(expected)
 

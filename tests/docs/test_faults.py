@@ -1,0 +1,54 @@
+"""What the page on faults says about signals, time limits and divergence is so.
+
+What needs ranks to be seen is tested in test_orderly_ends, test_rollback and launcher/test_local.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import yaml
+
+from benchmarks.figures import ROOT
+from distmp import time_budget
+from distmp.config import RunConfig
+from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
+from distmp.scaling import divergence
+from distmp.scaling.divergence import DivergenceConfig
+from distmp.settings import from_mapping
+from distmp.stopping import ASK_EVERY
+
+PAGE = " ".join((ROOT / "docs" / "faults.md").read_text().split())
+
+
+def test_the_settings_are_complete_and_the_defaults() -> None:
+    page = (ROOT / "docs" / "faults.md").read_text()
+    (text,) = [t for t in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL) if "diverg" in t]
+    values = yaml.safe_load(text)
+    assert values["divergence"] == dataclasses.asdict(DivergenceConfig())
+    assert from_mapping(RunConfig, values).divergence == DivergenceConfig()
+
+
+def test_the_numbers_are_those_of_the_code() -> None:
+    codes = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
+    assert codes[1] == str(STOPPED_EXIT_CODE)
+    assert codes[-1] == f"1, {ConfigError.exit_code}, {LOST_PEER_EXIT_CODE}"
+    for sentence, number in (
+        ("asks all ranks every 8 microbatches", ASK_EVERY == 8),
+        ("three steps as slow as the slowest of the last 50", time_budget._STEPS_TO_STOP == 3),
+        ("slowest of the last 50", time_budget._STEPS_REMEMBERED == 50),
+        ("one and a half times the longest save", time_budget._SAVES == 1.5),
+        ("and five seconds", time_budget._END_SECONDS == 5),
+        ("it takes two seconds and", time_budget._FIRST_SAVE_SECONDS == 2),
+        ("and 100 MB/s for one", time_budget._FIRST_SAVE_BYTES_PER_SECOND == 100e6),
+        ("from the last 128 steps", divergence.WINDOW == 128),
+        ("max(1.4826 * MAD,", divergence.DEVIATION_OF_MAD == 1.4826),
+        ("1% of the median", divergence.SMALLEST_LOSS_DEVIATION == 0.01),
+        ("their logarithm (0.05)", divergence.SMALLEST_LOG_NORM_DEVIATION == 0.05),
+        ("Both thresholds are 10", DivergenceConfig().loss_threshold == 10),
+        ("Both thresholds are 10", DivergenceConfig().norm_threshold == 10),
+        ("the first 100 steps are exempt", DivergenceConfig().warmup_steps == 100),
+    ):
+        assert sentence in PAGE
+        assert number, sentence
