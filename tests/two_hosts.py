@@ -60,12 +60,6 @@ class TwoHosts:
         second_host = [*first_host, "nsenter", f"--target={second}", "--net", "--uts"]
         self._enter = (first_host, second_host)
 
-    def popen(
-        self, host: int, *command: str, cwd: Path | None = None, **options: Any
-    ) -> subprocess.Popen[str]:
-        """Start a command on host 0 or 1; `options` are those of `subprocess.Popen`."""
-        return subprocess.Popen(self.command(host, command, cwd), text=True, **options)
-
     def run(
         self,
         host: int,

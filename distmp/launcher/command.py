@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from distmp.launcher.job_files import KINDS, render
 from distmp.launcher.local import LaunchOptions, launch
 from distmp.launcher.network import Network
 
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _HELP = """\
 usage: distmp launch [OPTIONS] [OPTIONS OF torchrun] [-- OPTIONS OF distmp train]
 
@@ -41,6 +43,7 @@ def main(argv: list[str]) -> int:
         ConfigError: If an option or the configuration is wrong.
         AddressError: If the first of several machines has no address.
     """
+    _import_torch_quietly()
     before, train_arguments = split(argv)
     if before[:1] in (["--help"], ["-h"]):
         sys.stdout.write(_HELP.format(options=_parser().format_help().partition("\n\n")[2]))
@@ -60,6 +63,20 @@ def main(argv: list[str]) -> int:
         _check(train_arguments)
         return _spread(job.nodes.value, argv, options)
     return launch(torchrun_arguments, train_arguments, options)
+
+
+def _import_torch_quietly() -> None:
+    """Keep the warnings of torch's sockets, with stacks of C++, off this process.
+
+    torch reads the variable when it is imported. Ranks get it as it was.
+    """
+    if _LOG_LEVEL in os.environ:
+        return
+    os.environ[_LOG_LEVEL] = "ERROR"
+    try:
+        importlib.import_module("torch")
+    finally:
+        del os.environ[_LOG_LEVEL]
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:

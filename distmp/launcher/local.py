@@ -130,7 +130,7 @@ def run_ranks(
     if plan.endpoint is None:
         return _run(parsed)
     rendezvous = Rendezvous.open(plan.endpoint, _say)
-    with failures_named(rendezvous):
+    with failures_named(rendezvous), rendezvous.watched(_give_up):
         code = _run(parsed)
     if code and (lost := rendezvous.silent()):
         _say(f"lost {', '.join(lost)}, which does not answer any more")
@@ -215,12 +215,23 @@ def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:
     return code
 
 
+def _give_up(message: str) -> None:
+    """End this process from another thread than the main one, which is not able to."""
+    _kill_children()
+    _say(message)
+    os._exit(1)
+
+
 def _kill_leftovers() -> None:
     """Kill ranks that outlived torchrun: repeated signals interrupt it while it waits for them."""
-    import psutil
-
     for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    _kill_children()
+
+
+def _kill_children() -> None:
+    import psutil
+
     children = psutil.Process().children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -18,6 +18,7 @@ _PORTS = range(20000, 30000)
 # torchrun's own, where an endpoint comes without one.
 _DEFAULT_PORT = 29400
 _JOIN_SECONDS = 600
+_SILENCE_SECONDS = 60
 
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
@@ -80,6 +81,7 @@ class Endpoint:
         fewest_nodes: The run starts with so many.
         hosts: All machines, if anybody knows.
         seconds: How long they wait for each other.
+        silence_seconds: How long the first may be silent while the run goes on.
     """
 
     head: str
@@ -92,6 +94,7 @@ class Endpoint:
     fewest_nodes: int
     hosts: tuple[str, ...]
     seconds: int
+    silence_seconds: int
 
     def __str__(self) -> str:
         return join_port(self.address, self.port)
@@ -196,6 +199,7 @@ def _several(plan: Plan, given: Given, network: Network, variables: Mapping[str,
         fewest_nodes=_fewest_nodes(given, job),
         hosts=job.hosts,
         seconds=join_seconds(conf),
+        silence_seconds=_seconds(conf, "read_timeout", _SILENCE_SECONDS),
     )
     if given.nnodes is None and job.nodes is not None:
         plan = _with(plan, Choice(f"--nnodes={job.nodes.value}", job.nodes.reason))
@@ -396,9 +400,13 @@ def join_seconds(conf: Mapping[str, str]) -> int:
     Raises:
         ConfigError: If that is not a time.
     """
-    text = conf.get("join_timeout", str(_JOIN_SECONDS))
+    return _seconds(conf, "join_timeout", _JOIN_SECONDS)
+
+
+def _seconds(conf: Mapping[str, str], key: str, default: int) -> int:
+    text = conf.get(key, str(default))
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError("--rdzv-conf join_timeout", text, "use a whole number of seconds above 0")
+        raise ConfigError(f"--rdzv-conf {key}", text, "use a whole number of seconds above 0")
     return int(text)
 
 

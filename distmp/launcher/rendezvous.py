@@ -33,6 +33,7 @@ _SAY_AFTER_SECONDS = 10.0
 _ASK_AGAIN_SECONDS = 0.5
 # A port on which no host listens, for a host of which no other is known.
 _CLOSED_PORT = 9
+_BEAT_SECONDS = 5.0
 _ROSTER = "distmp/roster"
 _RUN = "distmp/run"
 
@@ -91,6 +92,44 @@ class Rendezvous:
         entries = [self.store.get(f"{_ROSTER}/{number}") for number in range(1, count + 1)]
         return list(dict.fromkeys(Member(*json.loads(entry)) for entry in entries))
 
+    @contextlib.contextmanager
+    def watched(self, lost: Callable[[str], None]) -> Iterator[None]:
+        """Notice when the first host falls silent: torchrun then waits for it without a limit.
+
+        Args:
+            lost: Called on a thread of its own, with a message for people. It must end the process:
+                the main thread is somewhere in torch, where no signal reaches it.
+        """
+        if self.endpoint.is_host:
+            yield
+            return
+        done = threading.Event()
+        heard = [time.monotonic()]
+
+        def beat() -> None:
+            while not done.wait(_BEAT_SECONDS):
+                # Does not return while the host is silent; it raises if the host has ended the
+                # connection, which torchrun notices by itself.
+                with contextlib.suppress(RuntimeError):
+                    self.store.add(_ROSTER, 0)
+                    heard[0] = time.monotonic()
+
+        def watch() -> None:
+            while not done.wait(_BEAT_SECONDS / 5):
+                silence = time.monotonic() - heard[0]
+                if silence > self.endpoint.silence_seconds and not _answers(
+                    self.endpoint.address, self.endpoint.port
+                ):
+                    lost(f"{_head(self.endpoint)} has been silent for {silence:.0f} s")
+                    return
+
+        for work in (beat, watch):
+            threading.Thread(target=work, daemon=True).start()
+        try:
+            yield
+        finally:
+            done.set()
+
     def silent(self) -> list[str]:
         """Return, for people, the machines of the run that do not answer any more."""
         endpoint = self.endpoint
@@ -106,13 +145,20 @@ class Rendezvous:
         return [str(member) for member, answer in zip(others, answers, strict=True) if not answer]
 
     def absent(self) -> str:
-        """Return, for people, who has come and who has not."""
+        """Return, for people, who was waited for in vain."""
         endpoint = self.endpoint
+        if silent := self.silent():
+            return f"lost {', '.join(silent)}, which did not come back in {endpoint.seconds} s"
         try:
             members = self.members()
         except RuntimeError:
             return f"the rendezvous at {endpoint} does not answer any more"
         came = ", ".join(map(str, members))
+        if len(members) >= endpoint.fewest_nodes:
+            return (
+                f"the hosts of the run did not come together again within {endpoint.seconds} s, "
+                f"although they answer: {came}; look at what the ranks on them say"
+            )
         ranks = {member.node_rank for member in members}
         missing = [host for rank, host in enumerate(endpoint.hosts) if rank not in ranks]
         return (
@@ -258,7 +304,7 @@ def _connect(endpoint: Endpoint) -> TCPStore:
 
 
 @contextlib.contextmanager
-def failures_named(rendezvous: Rendezvous | None) -> Iterator[None]:
+def failures_named(rendezvous: Rendezvous) -> Iterator[None]:
     """Turn torchrun's errors about hosts that have not met, or are lost, into one message.
 
     Raises:
@@ -267,9 +313,6 @@ def failures_named(rendezvous: Rendezvous | None) -> Iterator[None]:
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import api
 
-    if rendezvous is None:
-        yield
-        return
     try:
         yield
     except api.RendezvousTimeoutError:
