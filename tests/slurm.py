@@ -18,6 +18,9 @@ _DAEMONS = ("munged", "slurmctld", "slurmd")
 # The two nodes have as many "GPUs" as jobs ask for: plain files, which nobody opens.
 _GPUS = 8
 
+# States that a job does not leave.
+_ENDS = ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT")
+
 _CONFIGURATION = """\
 ClusterName=test
 SlurmctldHost=node1
@@ -73,6 +76,18 @@ class Cluster:
         """Return what Slurm knows of a job: JobState, Reason, Restarts, ExitCode, ..."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, number: str, state: str, seconds: float = 150) -> dict[str, str]:
+        """Wait until a job is in a state, and return what Slurm knows of it then.
+
+        Raises:
+            AssertionError: If it ends in another state, or takes longer; with all that was logged.
+        """
+        awaited = {state, *_ENDS}
+        wait_until(lambda: self.job(number)["JobState"] in awaited, seconds, self.logs)
+        job = self.job(number)
+        assert job["JobState"] == state, f"{job}\n{Path(job['StdOut']).read_text()}\n{self.logs()}"
+        return job
 
     def nodes(self) -> list[str]:
         """Return the state of each node."""

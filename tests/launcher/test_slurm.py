@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIG = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
 STEPS = 60
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(scope="module")
@@ -91,21 +91,16 @@ def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
         PET_NPROC_PER_NODE="1",
     )
 
-    def told() -> str:
-        return f"{log.read_text() if log.exists() else ''}\n{cluster.job(job)}"
-
-    wait_until(lambda: steps_made(run / "steps.jsonl") >= 3, 100, told)
+    wait_until(lambda: steps_made(run / "steps.jsonl") >= 3, 150, log.read_text)
     assert "node[1-2]" in cluster.run("squeue", "-hs", "-o", "%N", "-j", job).split()
     # As Slurm itself does it when the time is nearly up: to all processes of the job's steps.
     cluster.run("scancel", "--signal=USR1", job)
-    wait_until(lambda: cluster.job(job)["JobState"] == "PENDING", 60, told)
-    assert cluster.job(job)["Restarts"] == "1"
-    stopped_after = losses(run / "steps.jsonl")[-1][0]
+    assert cluster.wait(job, "PENDING")["Restarts"] == "1"
+    stopped_after = steps_made(run / "steps.jsonl")
     assert stopped_after < STEPS
     assert (run / "checkpoints" / f"step-{stopped_after:06}").is_dir()
 
-    wait_until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 100, told)
-    assert cluster.job(job)["Restarts"] == "1"
+    assert cluster.wait(job, "COMPLETED")["Restarts"] == "1"
     assert log.read_text().count("ranks: 2 on cpu") == 2
     alone = tmp_path / "alone"
     run_ranks(train_alone, 1, [*CONFIG, *options, f"--run-dir={alone}"], initialize=False)
@@ -117,8 +112,7 @@ def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
 def test_any_other_end_is_the_end(code: int, state: str, cluster: Cluster, tmp_path: Path) -> None:
     launcher = stub(tmp_path / "launcher", f"exit {code}")
     job = submit(cluster, tmp_path / "log", [], PYTHON=launcher)
-    wait_until(lambda: cluster.job(job)["JobState"] == state, 30, cluster.logs)
-    ended = cluster.job(job)
+    ended = cluster.wait(job, state)
     assert (ended["ExitCode"], ended["Restarts"]) == (f"{code}:0", "0")
 
 
@@ -130,7 +124,7 @@ def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
     def told(*options: str, **variables: str) -> str:
         run = ["--data.path=a folder"]
         job = submit(cluster, log, run, options, PYTHON=launcher, **variables)
-        wait_until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 30, cluster.logs)
+        cluster.wait(job, "COMPLETED")
         return log.read_text()
 
     as_it_is = told()
@@ -156,9 +150,8 @@ def test_what_slurm_does_sends_a_job_back_in_the_queue(
     log = tmp_path / "log"
     job = submit(cluster, log, [], options, PYTHON=launcher)
     if cause == "a node fails":
-        wait_until(lambda: cluster.job(job)["JobState"] == "RUNNING", 30, cluster.logs)
+        cluster.wait(job, "RUNNING")
         cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
         cluster.run("scontrol", "update", "NodeName=node2", "State=RESUME")
-    wait_until(lambda: cluster.job(job)["JobState"] == "COMPLETED", 90, cluster.logs)
-    assert cluster.job(job)["Restarts"] == "1"
+    assert cluster.wait(job, "COMPLETED")["Restarts"] == "1"
     assert ("Exited with exit code 75" in log.read_text()) == bool(options)
