@@ -20,14 +20,16 @@ from typing import Any
 import psutil
 
 NAMES = ("node1", "node2")
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
+ADDRESSES = ("10.99.7.1", "10.99.7.2")
+INTERFACE = "eth0"
 
 _TOOLS = ("ip", "nsenter", "setpriv", "unshare")
 
 # The first process of the namespaces is the first host; bash, because it reaps orphans.
 _BOOT = """\
 set -e
-mount --bind "$1" /etc/hosts
+mount --bind "$1/hosts" /etc/hosts
+if [ -e /etc/nsswitch.conf ]; then mount --bind "$1/nsswitch.conf" /etc/nsswitch.conf; fi
 mount -t tmpfs tmpfs /run
 hostname "$2"
 ip link set lo up
@@ -35,12 +37,12 @@ unshare --net --uts sleep infinity &
 second=$!
 while [ /proc/$second/ns/net -ef /proc/self/ns/net ]; do sleep 0.01; done
 ip link add eth0 type veth peer name eth0 netns $second
-ip address add 10.77.0.1/24 dev eth0
+ip address add 10.99.7.1/24 dev eth0
 ip link set eth0 up
 nsenter --target $second --net --uts sh -ec '
     hostname "$1"
     ip link set lo up
-    ip address add 10.77.0.2/24 dev eth0
+    ip address add 10.99.7.2/24 dev eth0
     ip link set eth0 up' boot "$3"
 echo $second
 wait $second
@@ -108,11 +110,13 @@ def two_hosts(names: tuple[str, str] = NAMES) -> Iterator[TwoHosts]:
         names: Of the hosts; a name with a domain is known without it as well.
     """
     short = [name.partition(".")[0] for name in names]
-    lines = [" ".join(words) for words in zip(ADDRESSES, names, short, strict=True)]
+    known = zip(ADDRESSES, names, short, strict=True)
+    lines = [" ".join(dict.fromkeys(words)) for words in known]
     with tempfile.TemporaryDirectory(prefix="hosts-") as directory:
-        table = Path(directory) / "hosts"
-        table.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        with _booted(str(table), *short) as process:
+        (Path(directory) / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        # Nobody else is asked for names.
+        (Path(directory) / "nsswitch.conf").write_text("hosts: files\n")
+        with _booted(directory, *short) as process:
             second = process.stdout.readline()  # type: ignore[union-attr]
             assert second, f"two hosts did not start: {process.communicate()[1]}"
             (first,) = psutil.Process(process.pid).children()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import sys
@@ -159,14 +158,3 @@ def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -
     assert re.search(r"optim\.lr.*0\.001.*0\.0001", together), together
     assert "Traceback" not in together
     assert not (tmp_path / "runs").exists()
-
-
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    with contextlib.suppress(InterruptedError), two_hosts(tmp_path) as hosts:
-        holder = hosts.hold(0, "sleep", "600")
-        raise InterruptedError("a test that fails in the middle")
-    assert holder.poll() is not None
-    for namespace in hosts.namespaces:
-        assert not (Path("/run/netns") / namespace).exists()
-        assert not (Path("/etc/netns") / namespace).exists()
-    assert not set(hosts.links) & {path.name for path in Path("/sys/class/net").iterdir()}
