@@ -18,7 +18,7 @@ _SUBCOMMANDS = {
     "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
     "calibrate": ("distmp.calibrate", "measure gradients against the range of float16"),
     "explain": ("distmp.explain.command", "say what a run will store, compute, send and need"),
-    "launch": ("distmp.launcher.command", "start the ranks of a run on this machine"),
+    "launch": ("distmp.launcher.command", "start the ranks of a run, on one machine or many"),
 }
 
 

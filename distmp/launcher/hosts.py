@@ -25,7 +25,7 @@ from distmp.launcher.network import Network, join_port
 from distmp.launcher.plan import Given, address_of, port_of
 
 # What ranks on other machines need to find as it is here.
-_FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO|NCCL|PET|TORCH|DISTMP)_\w+")
+_FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
 # ssh never asks anybody anything, and notices a host that is gone.
 _SSH_OPTIONS = ["-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=15"]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

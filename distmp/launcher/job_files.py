@@ -60,7 +60,7 @@ _KUBERNETES = """\
 # Train on several nodes of a Kubernetes cluster (1.31 or later), without an operator:
 #
 #     kubectl apply -f launch/kubernetes.yaml
-#     kubectl logs --follow -l job-name=distmp,batch.kubernetes.io/job-completion-index=0
+#     kubectl logs --follow --prefix -l job-name=distmp
 #
 # A pod that is evicted, or whose node goes down, is made again, and all ranks go on from the newest
 # checkpoint. Written by `distmp launch --render kubernetes`.
@@ -84,7 +84,7 @@ kind: Job
 metadata:
   name: distmp
 spec:
-  # One pod for each node; its index is the node's rank.
+  # One pod for each node; the one with index 0 hosts the rendezvous.
   completionMode: Indexed
   completions: ^nodes
   parallelism: ^nodes

@@ -1,4 +1,4 @@
-"""Start the ranks of a run on this machine with torchrun, and give its outcome as an exit code."""
+"""Start the ranks of this machine with torchrun, and give their outcome as an exit code."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_the_cable_is_pulled_twice(hosts: TwoHosts, tmp_path: Path) -> None:
     """Once for a while: the run goes on from its checkpoint. Then for good: it ends, with names."""
     words = [
         *meeting_at("one:29400", "--max-restarts=3"),
-        *("--rdzv-conf", "join_timeout=60,read_timeout=45"),
+        *("--rdzv-conf", "join_timeout=40,read_timeout=30"),
         *("--", *TINY, "--data.path", str(corpus(tmp_path / "data"))),
         *("--run-dir", str(tmp_path / "run"), "--steps=100000", "--resume=auto"),
         *("--checkpoint.every=5", "--timeout-minutes=0.15", "--validation.final-samples=2"),
