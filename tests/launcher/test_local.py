@@ -166,6 +166,19 @@ def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) 
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
 
 
+def test_a_rank_that_fails_after_another_has_stopped_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The ranks are waited for by us: torchrun would kill the second one at once.
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    with launched("fail late", tmp_path, "--nproc-per-node", "2") as run:
+        run.ranks()
+        run.process.send_signal(signal.SIGTERM)
+        code, output = run.finish(2 * STOP_SECONDS)
+    assert code == 4, output
+    assert "stopped by SIGTERM, and a rank failed with exit code 4" in last_line(output)
+
+
 def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
     with launched("ignore", tmp_path, "--nproc-per-node", "2") as run:
         ranks = run.ranks()

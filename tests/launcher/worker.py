@@ -17,7 +17,7 @@ signals: list[int] = []
 
 def main(ending: str, folder: Path) -> None:
     rank = os.environ["RANK"]
-    if ending == "obey":
+    if ending in ("obey", "fail late"):
         for number in STOP_SIGNALS:
             signal.signal(number, lambda received, _: signals.append(received))
     if ending == "ignore":
@@ -31,7 +31,7 @@ def main(ending: str, folder: Path) -> None:
     unfinished.rename(folder / f"{rank}.rank")
     if ending == "succeed":
         return
-    if rank == "1" or ending == "obey":
+    if rank == "1" or ending in ("obey", "fail late"):
         end(ending, folder / f"{rank}.stopped")
     time.sleep(60)
 
@@ -43,10 +43,13 @@ def end(ending: str, stopped: Path) -> None:
         sys.exit(int(ending))
     if ending == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    if ending == "obey":
+    if ending in ("obey", "fail late"):
         while not signals:
             time.sleep(0.02)
         time.sleep(GRACE_SECONDS)
+        if ending == "fail late" and stopped.name.startswith("1"):
+            time.sleep(3 * GRACE_SECONDS)
+            sys.exit(4)
         stopped.write_text(" ".join(map(str, signals)))
         sys.exit(130 if signal.SIGINT in signals else STOPPED_EXIT_CODE)
 
