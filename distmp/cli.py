@@ -22,7 +22,7 @@ _SUBCOMMANDS = {
     "bench": ("distmp.bench.command", "compare the precision policies on a run of yours"),
     "report": ("distmp.report.command", "write an HTML page about a run, or two side by side"),
     "doctor": ("distmp.doctor.command", "say whether this machine is fit to train"),
-    "launch": ("distmp.launcher.command", "start the ranks of a run on this machine"),
+    "launch": ("distmp.launcher.command", "start the ranks of a run, on one machine or many"),
 }
 
 

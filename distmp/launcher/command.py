@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import os
+import shlex
 import sys
+from dataclasses import replace
+from typing import NoReturn
 
 from distmp.errors import ConfigError
-from distmp.launcher.local import launch
+from distmp.launcher.job import ENVIRONMENTS, detect, srun_command
+from distmp.launcher.job_files import KINDS, render
+from distmp.launcher.local import LaunchOptions, launch
+from distmp.launcher.network import Network
 
+_LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
 _HELP = """\
-usage: distmp launch [OPTIONS OF torchrun] [-- OPTIONS OF distmp train]
+usage: distmp launch [OPTIONS] [OPTIONS OF torchrun] [-- OPTIONS OF distmp train]
 
-Check the run's configuration, then train on all CUDA devices of this machine
-(on two CPU ranks where there is none).
+Check the run's configuration, find out on which machines this job runs, and train on all
+CUDA devices of each (on two CPU ranks where there is none).
 
   distmp launch -- --config configs/x.yaml --optim.lr 3e-4
   distmp launch --nproc-per-node 4 -- --config configs/x.yaml
   distmp launch --preflight -- --config configs/x.yaml   (only compare and measure the ranks)
+  distmp launch --hosts node1,node2 -- --config configs/x.yaml
+  distmp launch --render slurm --nnodes 2 --nproc-per-node 8 -- --config configs/x.yaml
 
+{options}
 `torchrun --help` and `distmp train --help` list the options of each side.
 """
 
@@ -29,15 +42,42 @@ def main(argv: list[str]) -> int:
 
     Raises:
         ConfigError: If an option or the configuration is wrong.
+        AddressError: If the first of several machines has no address.
     """
-    if argv[:1] in (["--help"], ["-h"]):
-        sys.stdout.write(_HELP)
+    _import_torch_quietly()
+    before, train_arguments = split(argv)
+    if before[:1] in (["--help"], ["-h"]):
+        sys.stdout.write(_HELP.format(options=_parser().format_help().partition("\n\n")[2]))
         return 0
-    torchrun_arguments, train_arguments = split(argv)
-    if "--preflight" in torchrun_arguments:
-        torchrun_arguments.remove("--preflight")
-        return launch(torchrun_arguments, train_arguments, "distmp.launcher.preflight")
-    return launch(torchrun_arguments, train_arguments)
+    own, torchrun_arguments = _parser().parse_known_args(before)
+    if own.render is not None:
+        return _render(before, torchrun_arguments, train_arguments)
+    options = LaunchOptions(own.dry_run, own.environment, own.port, own.preflight)
+    if own.follow_stdin:
+        from distmp.launcher.hosts import follow_stdin
+
+        follow_stdin()
+    if own.hosts is not None:
+        return _launch_on_hosts(own, options, torchrun_arguments, train_arguments)
+    job = detect(os.environ, Network.of_this_machine().hostname, options.environment)
+    if job.spread and job.nodes is not None:
+        _check(train_arguments)
+        return _spread(job.nodes.value, argv, options)
+    return launch(torchrun_arguments, train_arguments, options)
+
+
+def _import_torch_quietly() -> None:
+    """Keep the warnings of torch's sockets, with stacks of C++, off this process.
+
+    torch reads the variable when it is imported. Ranks get it as it was.
+    """
+    if _LOG_LEVEL in os.environ:
+        return
+    os.environ[_LOG_LEVEL] = "ERROR"
+    try:
+        importlib.import_module("torch")
+    finally:
+        del os.environ[_LOG_LEVEL]
 
 
 def split(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -56,3 +96,122 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
             "write '--' before the options of the run: distmp launch -- --config FILE",
         )
     return argv, []
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError("distmp launch", shlex.join(sys.argv[2:]), message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("distmp launch", add_help=False, allow_abbrev=False)
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the command and environment of this machine, each value with its reason",
+    )
+    parser.add_argument(
+        "--preflight", action="store_true", help="only compare and measure the ranks"
+    )
+    parser.add_argument(
+        "--environment",
+        choices=ENVIRONMENTS,
+        help="what tells the machines of the run (otherwise: what started this process)",
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="FILE|HOST,HOST,...",
+        help="start the run on these machines over ssh; the same paths must be there",
+    )
+    parser.add_argument(
+        "--ssh", default="ssh", metavar="COMMAND", help="the ssh to use, such as 'ssh -p 2222'"
+    )
+    parser.add_argument(
+        "--port",
+        type=_port,
+        help="where the first machine waits for the others (otherwise: from the job's name)",
+    )
+    parser.add_argument(
+        "--render",
+        choices=KINDS,
+        help="print a job file for --nnodes machines with --nproc-per-node GPUs each",
+    )
+    # What --hosts has its agents do.
+    parser.add_argument("--follow-stdin", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port")
+    return int(text)
+
+
+def _check(train_arguments: list[str]) -> None:
+    """Refuse a wrong configuration before anything is started anywhere."""
+    from distmp.config import load
+
+    load(train_arguments)
+
+
+def _render(
+    launch_arguments: list[str], torchrun_arguments: list[str], train_arguments: list[str]
+) -> int:
+    from distmp.launcher.torchrun import read
+
+    text = render(launch_arguments, train_arguments)
+    read(torchrun_arguments)
+    _check(train_arguments)
+    sys.stdout.write(text)
+    return 0
+
+
+def _spread(nodes: int, argv: list[str], options: LaunchOptions) -> int:
+    """Start this launcher once on every machine of the Slurm job that this process stands for."""
+    agent = [sys.executable, "-m", "distmp", "launch", *argv]
+    command = srun_command(os.environ, nodes, agent)
+    if options.dry_run:
+        words = [word for word in command if word != "--dry-run"]
+        sys.stdout.write(
+            "# environment: slurm, outside of a step; every machine of the job gets the command\n"
+            "# below, and says what it would do if --dry-run is added to it\n"
+            f"{shlex.join(words)}\n"
+        )
+        return 0
+    sys.stderr.write(f"distmp launch: {shlex.join(command)}\n")
+    sys.stderr.flush()
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        raise ConfigError(
+            "--environment",
+            "slurm",
+            f"srun cannot be run here ({error.strerror}); `--environment local` trains on this "
+            "machine alone",
+        ) from None
+
+
+def _launch_on_hosts(
+    own: argparse.Namespace,
+    options: LaunchOptions,
+    torchrun_arguments: list[str],
+    train_arguments: list[str],
+) -> int:
+    from distmp.launcher.hosts import plan_hosts, read_hosts, run_on_hosts
+    from distmp.launcher.torchrun import read
+
+    hosts = read_hosts(own.hosts)
+    _check(train_arguments)
+    plan = plan_hosts(
+        hosts,
+        shlex.split(own.ssh),
+        replace(read(torchrun_arguments), port=options.port),
+        train_arguments,
+        Network.of_this_machine(),
+        os.environ,
+        preflight=options.preflight,
+    )
+    if options.dry_run:
+        sys.stdout.write(plan.shown())
+        return 0
+    return run_on_hosts(plan)

@@ -1,9 +1,8 @@
-"""Start the ranks of a run on this machine with torchrun, and give its outcome as an exit code."""
+"""Start the ranks of this machine with torchrun, and give their outcome as an exit code."""
 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import shlex
@@ -11,28 +10,27 @@ import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
+from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
+from distmp.launcher.choice import Choice
+from distmp.launcher.job import detect, slurm_resolver
+from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import INTERRUPTED_EXIT_CODE, OrderlyStop
+from distmp.launcher.plan import Machine, Plan, join_seconds, make_plan
+from distmp.launcher.rendezvous import Rendezvous, failures_named
+from distmp.launcher.torchrun import binding, parse, read
 from distmp.stopping import STOP_SIGNALS
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# Options whose presence says that the user arranges for ranks to find each other.
-_RENDEZVOUS = (
-    "standalone",
-    "nnodes",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "master_addr",
-    "master_port",
-)
-
 # What torchrun logs about every orderly stop or failed rank; `_report` says it in one line.
 _NOISE = {
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
+    # It is used here, to know which machine hosts the rendezvous.
+    "torch.distributed.run": ("node_rank is only used for static rdzv_backend",),
     "torch.distributed.elastic.multiprocessing.api": (
         "Sending process %s closing signal",
         "failed (exitcode: %s)",
@@ -57,6 +55,26 @@ _LIKELY: dict[int, str] = {
     signal.SIGILL: "native code was built for another processor",
 }
 
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """The options of `distmp launch` that are not torchrun's.
+
+    Attributes:
+        dry_run: Say what would be run, with reasons, and run nothing.
+        environment: Where the machines of the run are taken from; None: what started this process.
+        port: Where the machines meet, in place of the one from the job's name.
+        preflight: Compare and measure the ranks, and do not train.
+    """
+
+    dry_run: bool = False
+    environment: str | None = None
+    port: int | None = None
+    preflight: bool = False
+
+
+_NO_OPTIONS = LaunchOptions()
+
 # The kernel may take a while to free a killed rank's memory.
 _KILL_SECONDS = 5.0
 
@@ -74,7 +92,9 @@ def default_ranks() -> tuple[int, str]:
 
 
 def launch(
-    torchrun_arguments: list[str], train_arguments: list[str], module: str = "distmp.train"
+    torchrun_arguments: list[str],
+    train_arguments: list[str],
+    options: LaunchOptions = _NO_OPTIONS,
 ) -> int:
     """Check the run's configuration, then train on ranks started by torchrun.
 
@@ -82,7 +102,7 @@ def launch(
         torchrun_arguments: Options of torchrun. The number of ranks and a rendezvous on this
             machine are filled in where absent.
         train_arguments: Options of `distmp.train`.
-        module: What the ranks run; it takes the same options.
+        options: Those of `distmp launch` itself.
 
     Returns:
         0 after success; the exit code of the rank that failed first, or 128 plus the signal that
@@ -96,18 +116,62 @@ def launch(
     from distmp.config import load
 
     load(train_arguments)
-    return run_ranks(torchrun_arguments, module, train_arguments)
+    module = "distmp.launcher.preflight" if options.preflight else "distmp.train"
+    return run_ranks(torchrun_arguments, module, train_arguments, options)
 
 
-def run_ranks(torchrun_arguments: list[str], module: str, arguments: list[str]) -> int:
+def run_ranks(
+    torchrun_arguments: list[str],
+    module: str,
+    arguments: list[str],
+    options: LaunchOptions = _NO_OPTIONS,
+) -> int:
     """Run `python -m module arguments` on ranks started by torchrun; see `launch`."""
-    completed = _complete(torchrun_arguments, module)
-    options = _parse([*completed, "-m", module, *arguments], torchrun_arguments)
-    ranks = _local_ranks(options, torchrun_arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, _cores() // ranks)))
-    command = shlex.join(["torchrun", *completed, "-m", module, *arguments])
-    _say(f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']} {command}")
-    return _run(options)
+    command = ["-m", module, *arguments]
+    plan = plan_here(torchrun_arguments, options)
+    if options.dry_run:
+        sys.stdout.write(plan.shown(command))
+        return 0
+    parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
+    os.environ.update({name: choice.value for name, choice in plan.variables.items()})
+    for note in (*plan.job.notes, *plan.notes):
+        _say(note)
+    names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
+    variables = [f"{name}={os.environ[name]}" for name in names]
+    _say(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
+    if plan.endpoint is None:
+        return _run(parsed)
+    rendezvous = Rendezvous.open(plan.endpoint, _say)
+    with failures_named(rendezvous), rendezvous.watched(_give_up):
+        code = _run(parsed)
+    if code and (lost := rendezvous.silent()):
+        _say(f"lost {', '.join(lost)}, which does not answer any more")
+    return code
+
+
+def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
+    """Work out what to run on this machine.
+
+    Raises:
+        ConfigError: If an option is wrong, or the machines could not meet.
+        AddressError: If the first machine of several has no address.
+    """
+    given = replace(read(torchrun_arguments), port=options.port)
+    network = Network.of_this_machine()
+    job = detect(os.environ, network.hostname, options.environment)
+    if given.ranks is None:
+        count, reason = default_ranks()
+        ranks = Choice(count, f"{reason}; choose with --nproc-per-node")
+        if not options.dry_run:
+            _say(f"{count} rank{'s' if count > 1 else ''} ({ranks.reason})")
+    else:
+        ranks = Choice(given.ranks, "--nproc-per-node")
+    if job.environment == "slurm":
+        network = replace(network, resolve=slurm_resolver(network.resolve))
+    if job.names_appear and not options.dry_run:
+        network = network.patient(join_seconds(given.rdzv_conf or {}), _say)
+    machine = Machine(network, _cores(), ranks, binding(ranks.value))
+    return make_plan(given, job, machine, os.environ)
 
 
 def _cores() -> int:
@@ -120,71 +184,6 @@ def _say(message: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(f"distmp launch: {message}\n")
         sys.stderr.flush()
-
-
-def _complete(torchrun_arguments: list[str], module: str) -> list[str]:
-    """Add the number of ranks and the rendezvous to torchrun's options where they are absent."""
-    # An option's default is used only where the namespace has no value yet: None stays where the
-    # option is absent.
-    unset = Namespace(**dict.fromkeys(("nproc_per_node", *_RENDEZVOUS)))
-    given = _parse([*torchrun_arguments, "-m", module], torchrun_arguments, unset)
-    completed = list(torchrun_arguments)
-    if not any(_is_given(given, name) for name in _RENDEZVOUS):
-        completed.insert(0, "--standalone")
-    if not _is_given(given, "nproc_per_node"):
-        ranks, reason = default_ranks()
-        _say(f"{ranks} rank{'s' if ranks > 1 else ''} ({reason}); choose with --nproc-per-node")
-        completed.insert(0, f"--nproc-per-node={ranks}")
-    return completed
-
-
-def _is_given(given: Namespace, name: str) -> bool:
-    # torchrun takes each option from the environment too.
-    return getattr(given, name) is not None or f"PET_{name.upper()}" in os.environ
-
-
-def _parse(
-    words: list[str], torchrun_arguments: list[str], namespace: Namespace | None = None
-) -> Namespace:
-    from torch.distributed.run import get_args_parser
-
-    messages = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(messages):
-            options = get_args_parser().parse_args(words, namespace)
-    except SystemExit as stop:
-        if stop.code in (None, 0):
-            raise
-        problem = messages.getvalue().strip().rpartition("error: ")[2]
-        raise _not_torchruns(torchrun_arguments, problem) from None
-    if not options.module:
-        raise _not_torchruns(torchrun_arguments, f"{options.training_script!r} is not an option")
-    return options
-
-
-def _not_torchruns(torchrun_arguments: list[str], problem: str) -> ConfigError:
-    return ConfigError(
-        "distmp launch",
-        shlex.join(torchrun_arguments),
-        f"torchrun does not take this: {problem}. Write torchrun's options before '--' and the "
-        "run's behind it: distmp launch --nproc-per-node 2 -- --config FILE",
-    )
-
-
-def _local_ranks(options: Namespace, torchrun_arguments: list[str]) -> int:
-    """Return the number of ranks to start on this machine, having checked torchrun's values."""
-    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
-
-    try:
-        ranks = determine_local_world_size(options.nproc_per_node)
-        fewest, most = parse_min_max_nnodes(options.nnodes)
-    except (RuntimeError, ValueError) as error:
-        raise _not_torchruns(torchrun_arguments, str(error)) from None
-    if ranks < 1:
-        raise ConfigError("--nproc-per-node", ranks, "must be at least 1")
-    if not 1 <= fewest <= most:
-        raise ConfigError("--nnodes", options.nnodes, "must be N or MIN:MAX with 1 <= MIN <= MAX")
-    return ranks
 
 
 def _run(options: Namespace) -> int:
@@ -228,12 +227,23 @@ def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:
     return code
 
 
+def _give_up(message: str) -> None:
+    """End this process from another thread than the main one, which is not able to."""
+    _kill_children()
+    _say(message)
+    os._exit(1)
+
+
 def _kill_leftovers() -> None:
     """Kill ranks that outlived torchrun: repeated signals interrupt it while it waits for them."""
-    import psutil
-
     for number in (*STOP_SIGNALS, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    _kill_children()
+
+
+def _kill_children() -> None:
+    import psutil
+
     children = psutil.Process().children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import os
+import shlex
+from pathlib import Path
+
 import pytest
 
 from distmp.errors import ConfigError
-from distmp.launcher import command
+from distmp.launcher import command, local
+from distmp.launcher.local import LaunchOptions
+from distmp.launcher.network import AddressError
+from tests.launcher.test_job import SBATCH, SRUN
 
 
 @pytest.mark.parametrize(
@@ -26,12 +33,98 @@ def test_forgotten_separator_is_explained(argv: list[str]) -> None:
         command.split(argv)
 
 
+@pytest.fixture(autouse=True)
+def no_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [*os.environ]:
+        if name.startswith(("PET_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "JOB_")):
+            monkeypatch.delenv(name)
+
+
 def test_main_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "launch", lambda *arguments: arguments)
     assert command.main(["--nnodes", "1", "--", "--seed", "2"]) == (
         ["--nnodes", "1"],
         ["--seed", "2"],
+        LaunchOptions(),
     )
+    # Options of both sides in any order; those of the run are not looked at.
+    words = ["--port=5", "--nnodes", "1", "--dry-run", "--environment", "local", "--", "--dry-run"]
+    assert command.main(words) == (
+        ["--nnodes", "1"],
+        ["--dry-run"],
+        LaunchOptions(dry_run=True, environment="local", port=5),
+    )
+
+
+@pytest.mark.parametrize("words", [["--port=x"], ["--port=0"], ["--environment=x"], ["--hosts"]])
+def test_wrong_options_are_one_message(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match="argument --"):
+        command.main(words)
+
+
+def test_dry_run_starts_nothing_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "_run", lambda *_: pytest.fail("a rank was started"))
+    before = dict(os.environ)
+    words = ["--dry-run", "--nproc-per-node=3", "--max-restarts=1", "--", "--seed", "2"]
+    assert command.main(words) == 0
+    out = capsys.readouterr().out
+    torchrun = "torchrun --standalone --nproc-per-node=3 --max-restarts=1"
+    assert out.splitlines()[-1].endswith(f"{torchrun} -m distmp.train --seed 2")
+    assert "#   --standalone" in out
+    assert dict(os.environ) == before
+
+
+def test_dry_run_checks_the_configuration() -> None:
+    with pytest.raises(ConfigError, match="steps"):
+        command.main(["--dry-run", "--", "--steps", "0"])
+
+
+def test_dry_run_refuses_a_head_that_it_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {**SRUN, "SLURM_STEP_NODELIST": "no-[1-2].invalid"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(AddressError, match=r"no-1\.invalid"):
+        command.main(["--dry-run"])
+
+
+def test_a_batch_script_starts_a_step_on_every_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in SBATCH.items():
+        monkeypatch.setenv(name, value)
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execvp", lambda file, words: started.append([file, *words]))
+    command.main(["--nproc-per-node=2", "--", "--seed", "2"])
+    (words,) = started
+    assert words[:3] == ["srun", "srun", "--nodes=3"]
+    launcher = ["-m", "distmp", "launch", "--nproc-per-node=2", "--", "--seed", "2"]
+    assert words[-7:] == launcher
+    capsys.readouterr()
+    assert command.main(["--dry-run", "--", "--seed", "2"]) == 0
+    assert len(started) == 1
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown.startswith("srun --nodes=3 ")
+    assert shown.endswith("-m distmp launch -- --seed 2")
+    with pytest.raises(ConfigError, match="steps"):
+        command.main(["--", "--steps", "0"])
+
+
+def test_a_missing_srun_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {**SBATCH, "PATH": str(tmp_path)}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="srun cannot be run here"):
+        command.main([])
+
+
+def test_hosts_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--dry-run", "--hosts=127.0.0.1,localhost", "--ssh=no-ssh -F x", "--port=5"]
+    assert command.main([*words, "--max-restarts=1", "--", "--seed", "2"]) == 0
+    out = capsys.readouterr().out
+    commands = [shlex.split(line) for line in out.splitlines() if line.startswith("no-ssh -F x ")]
+    assert [shown[-2] for shown in commands] == ["127.0.0.1", "localhost"]
+    assert "--rdzv-endpoint=127.0.0.1:5 " in out
+    assert commands[0][-1].endswith(" --max-restarts=1 -- --seed 2")
 
 
 def test_help_names_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,3 +132,6 @@ def test_help_names_both_sides(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "torchrun --help" in out
     assert "distmp train --help" in out
+    for option in ("--dry-run", "--environment", "--hosts", "--port"):
+        assert option in out
+    assert "--follow-stdin" not in out

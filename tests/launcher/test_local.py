@@ -18,7 +18,7 @@ from torch.distributed.run import get_args_parser
 
 from distmp.errors import ConfigError
 from distmp.launcher import local
-from distmp.launcher.local import default_ranks, launch, run_ranks
+from distmp.launcher.local import LaunchOptions, default_ranks, launch, run_ranks
 
 LAUNCHER = """
 import sys
@@ -206,9 +206,9 @@ def test_forced_stop_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove torchrun's options from the environment, and OMP_NUM_THREADS again at the end."""
+    """Remove from the environment what a launcher reads, and OMP_NUM_THREADS again at the end."""
     for name in [*os.environ]:
-        if name.startswith("PET_"):
+        if name.startswith(("PET_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "JOB_")):
             monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     return monkeypatch
@@ -361,4 +361,4 @@ def test_right_configuration_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> No
     stub_config(monkeypatch, lambda argv: None)
     monkeypatch.setattr(local, "run_ranks", lambda *arguments: arguments)
     result = launch(["--nproc-per-node=2"], ["--seed", "1"])
-    assert result == (["--nproc-per-node=2"], "distmp.train", ["--seed", "1"])
+    assert result == (["--nproc-per-node=2"], "distmp.train", ["--seed", "1"], LaunchOptions())

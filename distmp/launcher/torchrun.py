@@ -1,0 +1,135 @@
+"""The options of torchrun: which of them the user has given, and whether torchrun takes them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import shlex
+import shutil
+from argparse import Namespace
+from pathlib import Path
+
+from distmp.errors import ConfigError
+from distmp.launcher.choice import Choice
+from distmp.launcher.plan import Given
+
+# Options with which a user arranges a rendezvous that is not the one worked out here.
+_OWN_RENDEZVOUS = ("standalone", "master_addr", "master_port")
+_READ = (
+    *_OWN_RENDEZVOUS,
+    *("nnodes", "nproc_per_node", "node_rank", "local_addr", "numa_binding"),
+    *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf"),
+)
+_NUMA_NODES = Path("/sys/devices/system/node")
+
+
+def read(words: list[str]) -> Given:
+    """Return what the user has decided, on the command line or with torchrun's PET_ variables.
+
+    Args:
+        words: torchrun's options.
+
+    Raises:
+        ConfigError: If torchrun would not take them.
+    """
+    from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
+
+    # An option's default is used only where the namespace has no value yet: None stays where the
+    # option is absent.
+    options = parse([*words, "-m", "module"], words, Namespace(**dict.fromkeys(_READ)))
+    for name in _READ:
+        if getattr(options, name) is None:
+            setattr(options, name, os.environ.get(f"PET_{name.upper()}"))
+    try:
+        ranks = options.nproc_per_node and determine_local_world_size(options.nproc_per_node)
+        nnodes = options.nnodes and parse_min_max_nnodes(options.nnodes)
+        node_rank = None if options.node_rank is None else int(options.node_rank)
+    except (RuntimeError, ValueError) as error:
+        raise _not_torchruns(words, str(error)) from None
+    if ranks is not None and ranks < 1:
+        raise ConfigError("--nproc-per-node", ranks, "must be at least 1")
+    if nnodes and not 1 <= nnodes[0] <= nnodes[1]:
+        raise ConfigError("--nnodes", options.nnodes, "must be N or MIN:MAX with 1 <= MIN <= MAX")
+    own = [name for name in _OWN_RENDEZVOUS if getattr(options, name) is not None]
+    if options.rdzv_backend not in (None, "c10d"):
+        own.append("rdzv_backend")
+    return Given(
+        words=tuple(words),
+        nnodes=nnodes or None,
+        ranks=ranks,
+        node_rank=node_rank,
+        rdzv_backend=options.rdzv_backend,
+        rdzv_endpoint=options.rdzv_endpoint,
+        rdzv_id=options.rdzv_id,
+        rdzv_conf=_read_conf(options.rdzv_conf),
+        local_addr=options.local_addr,
+        numa_binding=options.numa_binding,
+        own_rendezvous=own[0] if own else None,
+    )
+
+
+def parse(
+    words: list[str], torchrun_arguments: list[str], namespace: Namespace | None = None
+) -> Namespace:
+    """Parse a command line of torchrun as torchrun does.
+
+    Args:
+        words: Options, and the module to run.
+        torchrun_arguments: What to show in an error.
+        namespace: Values for absent options.
+
+    Raises:
+        ConfigError: If torchrun would not take it.
+        SystemExit: With code 0 if the options ask for help.
+    """
+    from torch.distributed.run import get_args_parser
+
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            options = get_args_parser().parse_args(words, namespace)
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        problem = messages.getvalue().strip().rpartition("error: ")[2]
+        raise _not_torchruns(torchrun_arguments, problem) from None
+    if not options.module:
+        raise _not_torchruns(torchrun_arguments, f"{options.training_script!r} is not an option")
+    return options
+
+
+def binding(ranks: int) -> Choice[str] | None:
+    """Return the option that keeps each rank on the part of the machine that its GPU is near to.
+
+    None where there is nothing to gain (one part, or ranks without a GPU of their own), or where
+    this torchrun or machine cannot do it.
+    """
+    import torch
+    from torch.distributed.run import get_args_parser
+
+    parts = len(list(_NUMA_NODES.glob("node[0-9]*")))
+    if parts < 2 or torch.cuda.device_count() < ranks or shutil.which("numactl") is None:
+        return None
+    known = {name for action in get_args_parser()._actions for name in action.option_strings}
+    if "--numa-binding" not in known:
+        return None
+    return Choice("--numa-binding=node", f"{parts} NUMA nodes, and a GPU for each rank")
+
+
+def _read_conf(text: str | None) -> dict[str, str] | None:
+    if not text:
+        return None
+    pairs = [pair.strip().partition("=") for pair in text.split(",")]
+    if not all(key and separator for key, separator, _ in pairs):
+        raise ConfigError("--rdzv-conf", text, "must be KEY=VALUE,KEY=VALUE,...")
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _not_torchruns(torchrun_arguments: list[str], problem: str) -> ConfigError:
+    return ConfigError(
+        "distmp launch",
+        shlex.join(torchrun_arguments),
+        f"torchrun does not take this: {problem}. Write torchrun's options before '--' and the "
+        "run's behind it: distmp launch --nproc-per-node 2 -- --config FILE",
+    )

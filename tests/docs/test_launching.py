@@ -1,0 +1,40 @@
+"""What docs/launching.md says of machines that find each other is what the launcher does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from distmp.launcher import plan, rendezvous
+from distmp.launcher.hosts import _FORWARDED, read_hosts
+from distmp.launcher.job import ENVIRONMENTS
+from tests.launcher.test_job import HYDRA, OPEN_MPI, POD, SKYPILOT, SRUN
+
+PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+
+
+def test_the_environments_in_their_order() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", PAGE, flags=re.MULTILINE)
+    assert tuple(name for name, _ in rows) == ENVIRONMENTS
+    recorded = {"skypilot": SKYPILOT, "kubernetes": POD, "mpi": {**OPEN_MPI, **HYDRA}}
+    for name, evidence in rows[:-1]:
+        for variable in re.findall(r"`(\w+)`", evidence):
+            assert variable in {**recorded, "slurm": SRUN}[name]
+
+
+def test_the_numbers() -> None:
+    assert f"join_timeout={plan.join_seconds({})}" in PAGE
+    assert f"read_timeout={plan._SILENCE_SECONDS}" in PAGE
+    assert f"say so after {rendezvous._SAY_AFTER_SECONDS:g} s" in PAGE
+    assert f"{plan._PORTS[0]} to {plan._PORTS[-1]}" in PAGE
+
+
+def test_what_is_passed_to_hosts() -> None:
+    (names,) = re.findall(r"passes on\n?\s*(.*?)\.\n", PAGE, flags=re.DOTALL)
+    passed = re.findall(r"`(\w+)`", names)
+    assert len(passed) == 7
+    assert all(_FORWARDED.fullmatch(name) or _FORWARDED.fullmatch(f"{name}X") for name in passed)
+    assert not _FORWARDED.fullmatch("PATH")
+    for example in re.findall(r"`(node1[: ][^`]*)`", PAGE):
+        (host,) = read_hosts(example)
+        assert (host.name, host.ranks) == ("node1", 4)

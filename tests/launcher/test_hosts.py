@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from distmp.errors import ConfigError
+from distmp.launcher.hosts import Host, HostsPlan, plan_hosts, read_hosts, run_on_hosts
+from distmp.launcher.network import AddressError
+from distmp.launcher.plan import Given
+from tests.launcher.networks import network
+from tests.torchrun import environment
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a", [Host("a")]),
+        ("a,me@b:4", [Host("a"), Host("me@b", 4)]),
+        ("10.0.0.1, n-2.example.org", [Host("10.0.0.1"), Host("n-2.example.org")]),
+    ],
+)
+def test_hosts_of_a_list(text: str, expected: list[Host]) -> None:
+    assert read_hosts(text) == expected
+
+
+def test_hosts_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("# ours\na slots=2\n\n  b   # the new one\nc:3\n")
+    assert read_hosts(str(file)) == [Host("a", 2), Host("b"), Host("c", 3)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "a,a", "a b", "a:0", "a:x", "-oProxyCommand=x", "a;b", "no/such/file"]
+)
+def test_no_hosts(text: str) -> None:
+    with pytest.raises(ConfigError, match="--hosts"):
+        read_hosts(text)
+
+
+# Stands in for ssh: knows `alias`, and runs commands here.
+FAKE_SSH = """\
+#!/bin/sh
+while [ "${1#-o}" != "$1" ]; do shift; done
+if [ "$1" = -G ]; then
+    [ "$2" = alias ] && set -- -G 10.0.0.3
+    echo "hostname $2"
+    exit
+fi
+[ "$1" = unreachable ] && { echo "ssh: connect to host unreachable: timed out" >&2; exit 255; }
+shift
+exec sh -c "$1"
+"""
+
+
+@pytest.fixture
+def ssh(tmp_path: Path) -> list[str]:
+    script = tmp_path / "ssh"
+    script.write_text(FAKE_SSH)
+    script.chmod(0o755)
+    return [str(script)]
+
+
+def words(plan: HostsPlan, host: str) -> list[str]:
+    """Return the words of the command that a host is to run."""
+    *_, name, remote = plan.commands[host]
+    assert name == host
+    return shlex.split(remote)
+
+
+def test_every_host_is_told_where_to_meet(ssh: list[str]) -> None:
+    variables = {"NCCL_DEBUG": "INFO", "HOME": "/root", "PET_LOG_DIR": "a b"}
+    given = Given(words=("--max-restarts", "1"), port=4321)
+    plan = plan_hosts(
+        [Host("alias", 2), Host("n1")], ssh, given, ["--seed", "2"], network(), variables
+    )
+    first, second = words(plan, "alias"), words(plan, "n1")
+    assert first[:3] == ["cd", str(Path.cwd()), "&&"]
+    assert first[4:7] == ["env", "NCCL_DEBUG=INFO", "PET_LOG_DIR=a b"]
+    # ssh's configuration knows the address behind an alias.
+    assert "--rdzv-endpoint=10.0.0.3:4321" in first
+    assert first[-5:] == ["--max-restarts", "1", "--", "--seed", "2"]
+    own = {"--node-rank=0", "--node-rank=1", "--nproc-per-node=2"}
+    assert [word for word in first if word not in own] == [w for w in second if w not in own]
+    assert own & set(first) == {"--node-rank=0", "--nproc-per-node=2"}
+    assert own & set(second) == {"--node-rank=1"}
+    shown = plan.shown()
+    assert shlex.join(plan.commands["alias"]) in shown.splitlines()
+    assert "first of --hosts; port: --port" in shown
+
+
+def test_the_users_own_choices_are_passed_and_not_made_again(ssh: list[str]) -> None:
+    options = ("--nnodes=1:2", "--rdzv-endpoint=h:1", "--rdzv-id=x")
+    given = Given(words=options, nnodes=(1, 2), rdzv_endpoint="h:1", rdzv_id="x")
+    plan = plan_hosts([Host("n1"), Host("n2")], ssh, given, [], network(), {})
+    assert plan.choices == ()
+    assert plan.fewest == 1
+    assert words(plan, "n1")[-4:] == [*options, "--"]
+    assert "# environment: hosts" in plan.shown()
+
+
+def test_a_first_host_without_an_address_is_an_error(ssh: list[str]) -> None:
+    with pytest.raises(AddressError, match="'n9'"):
+        plan_hosts([Host("n9"), Host("n1")], ssh, Given(), [], network(), {})
+
+
+def test_another_rendezvous_is_refused(ssh: list[str]) -> None:
+    for given in (Given(own_rendezvous="master_addr"), Given(node_rank=0)):
+        with pytest.raises(ConfigError, match="leave out --"):
+            plan_hosts([Host("n1")], ssh, given, [], network(), {})
+
+
+def on_hosts(fewest: int, ssh: list[str], **scripts: str) -> HostsPlan:
+    commands = {name: [*ssh, name, script] for name, script in scripts.items()}
+    return HostsPlan(commands, (), fewest)
+
+
+def test_output_is_labelled_and_the_first_failure_named(
+    ssh: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    plan = on_hosts(2, ssh, a="echo out; echo err >&2; exit 3", b="sleep 0.5; exit 4")
+    assert run_on_hosts(plan) == 3
+    out, err = capfd.readouterr()
+    assert out == "[a] out\n"
+    assert "[a] err\n" in err
+    assert err.endswith("distmp launch: host a failed with exit code 3\n")
+
+
+def test_a_host_that_ssh_does_not_reach_ends_the_others(
+    ssh: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distmp.launcher.hosts._NOTICE_SECONDS", 0.2)
+    # Reads what it is told: the signal by name.
+    plan = on_hosts(2, ssh, unreachable="", b="read line; echo told $line; exit 143")
+    assert run_on_hosts(plan) == 255
+    out, err = capfd.readouterr()
+    assert out == "[b] told SIGTERM\n"
+    assert "host unreachable could not be reached by ssh" in err.splitlines()[-1]
+
+
+def test_enough_hosts_go_on_without_one(ssh: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    plan = on_hosts(1, ssh, a="exit 3", b="sleep 0.5; echo done")
+    assert run_on_hosts(plan) == 0
+    assert capfd.readouterr().out == "[b] done\n"
+
+
+def test_a_missing_ssh_is_one_message() -> None:
+    with pytest.raises(ConfigError, match="--ssh"):
+        run_on_hosts(on_hosts(1, ["/no/such/ssh"], a="true"))
+
+
+def test_a_signal_reaches_every_host(tmp_path: Path, ssh: list[str]) -> None:
+    program = f"""
+        import sys
+        from distmp.launcher.hosts import HostsPlan, run_on_hosts
+        obey = "echo ready; read line; echo got $line; exit 130"
+        hosts = {{name: {ssh!r} + [name, obey] for name in "ab"}}
+        sys.exit(run_on_hosts(HostsPlan(hosts, (), 2)))
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    with process:
+        started = sorted(process.stdout.readline() for _ in "ab")
+        assert started == ["[a] ready\n", "[b] ready\n"]
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert sorted(out.splitlines()) == ["[a] got SIGINT", "[b] got SIGINT"]
+    assert err == "distmp launch: stopped by SIGINT\n"
+
+
+@pytest.mark.parametrize(("told", "code"), [("SIGUSR1\n", 40), ("", 41), ("NONSENSE\n", 41)])
+def test_an_agent_follows_its_standard_input(told: str, code: int) -> None:
+    program = """
+        import signal, sys, time
+        from distmp.launcher.hosts import follow_stdin
+        signal.signal(signal.SIGUSR1, lambda *_: sys.exit(40))
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(41))
+        follow_stdin()
+        assert sys.stdin.read() == ""
+        time.sleep(60)
+    """
+    finished = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        input=told,
+        text=True,
+        timeout=60,
+        env=environment(),
+    )
+    assert finished.returncode == code
+
+
+def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[str]) -> None:
+    gone = tmp_path / "gone"
+    script = f"echo ready; while read line; do :; done; touch {gone}"
+    program = f"""
+        from distmp.launcher.hosts import HostsPlan, run_on_hosts
+        run_on_hosts(HostsPlan({{"a": {[*ssh, "a", script]!r}}}, (), 1))
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], stdout=subprocess.PIPE, env=environment()
+    )
+    assert process.stdout is not None
+    with process:
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while not gone.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

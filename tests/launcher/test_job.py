@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import shlex
+import subprocess
+
+import pytest
+
+from distmp.errors import ConfigError
+from distmp.launcher.job import Job, detect, slurm_resolver, srun_command
+from distmp.launcher.network import AddressError
+
+# As the environments set them, without what does not matter here.
+SLURM = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOBID": "4711",
+    "SLURM_JOB_NUM_NODES": "3",
+    "SLURM_NNODES": "3",
+    "SLURM_JOB_NODELIST": "n[08-10]",
+    "SLURM_NODELIST": "n[08-10]",
+    "SLURM_JOB_CPUS_PER_NODE": "16(x2),8",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_CLUSTER_NAME": "cluster",
+}
+SBATCH = {**SLURM, "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURMD_NODENAME": "n08"}
+SRUN = {
+    **SBATCH,
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEPID": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURMD_NODENAME": "n09",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "n[08-09]",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.1.0.8",
+    # srun --mpi=pmi2 and --mpi=pmix
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMIX_RANK": "1",
+    "PMIX_NAMESPACE": "slurm.pmix.4711.2",
+}
+POD = {
+    "JOB_COMPLETION_INDEX": "1",
+    "HOSTNAME": "train-1",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "KUBERNETES_SERVICE_PORT": "443",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_COMM_WORLD_NODE_RANK": "0",
+    "PMIX_NAMESPACE": "prterun-n08-77@1",
+    "PMIX_RANK": "1",
+    "MASTER_ADDR": "10.1.0.8",
+}
+HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.2.0.4\n10.2.0.5",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_TASK_ID": "sky-2026-11-01-10-00-00-000000_cluster_1",
+}
+POD_NAME = "train-1.workers.space.svc.cluster.local"
+
+
+def values(job: Job) -> tuple[object, ...]:
+    chosen = (job.nodes, job.node_rank, job.head, job.name)
+    return job.environment, *(choice and choice.value for choice in chosen)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        pytest.param({}, ("local", None, None, None, None), id="nothing"),
+        pytest.param({"HOME": "/"}, ("local", None, None, None, None), id="a shell"),
+        pytest.param(SRUN, ("slurm", 2, 1, "n08", "4711.2"), id="a step of srun"),
+        pytest.param(SBATCH, ("slurm", 3, None, None, "4711"), id="a batch script"),
+        pytest.param(SLURM, ("slurm", 3, None, None, "4711"), id="a shell of salloc"),
+        pytest.param(
+            POD,
+            ("kubernetes", None, 1, "train-0.workers.space.svc.cluster.local", "train"),
+            id="a pod of an indexed Job",
+        ),
+        pytest.param(
+            OPEN_MPI, ("mpi", 2, 1, "10.1.0.8", "prterun-n08-77@1"), id="mpirun of Open MPI"
+        ),
+        pytest.param(HYDRA, ("mpi", 4, 0, None, None), id="mpiexec of MPICH and Intel"),
+        pytest.param(
+            SKYPILOT,
+            ("skypilot", 2, 1, "10.2.0.4", SKYPILOT["SKYPILOT_TASK_ID"]),
+            id="a task of SkyPilot",
+        ),
+    ],
+)
+def test_what_started_this_process(variables: dict[str, str], expected: tuple[object, ...]) -> None:
+    job = detect(variables, POD_NAME)
+    assert values(job) == expected
+    # A shell of salloc says where it is; nothing else needs a word.
+    assert bool(job.notes) == (variables is SLURM)
+
+
+@pytest.mark.parametrize(
+    ("variables", "spread"),
+    [
+        pytest.param(SRUN, False, id="each machine has its own process"),
+        pytest.param(SBATCH, True, id="the script stands for all"),
+        pytest.param({**SBATCH, "SLURM_JOB_NUM_NODES": "1"}, False, id="one machine: this one"),
+        pytest.param({**SLURM, "SLURM_JOB_NUM_NODES": "1"}, True, id="one machine: another one"),
+        # A shell on the first machine (LaunchParameters=use_interactive_step) is a special step.
+        pytest.param({**SBATCH, "SLURM_STEP_ID": "4294967290"}, True, id="an interactive step"),
+    ],
+)
+def test_who_stands_for_the_whole_job(variables: dict[str, str], spread: bool) -> None:
+    assert detect(variables, "n08").spread == spread
+
+
+@pytest.mark.parametrize(
+    ("variables", "taken", "other", "why"),
+    [
+        pytest.param({**SRUN, **POD}, "kubernetes", "slurm", "pod", id="Slurm's inside a pod"),
+        pytest.param({**SBATCH, **OPEN_MPI}, "mpi", "slurm", "mpirun", id="mpirun inside Slurm"),
+        pytest.param({**OPEN_MPI, **SRUN}, "mpi", "slurm", "mpirun", id="srun inside MPI"),
+        pytest.param({**POD, **SKYPILOT}, "skypilot", "kubernetes", "SkyPilot", id="SkyPilot"),
+    ],
+)
+def test_conflicts_are_explained(
+    variables: dict[str, str], taken: str, other: str, why: str
+) -> None:
+    job = detect(variables, POD_NAME)
+    assert job.environment == taken
+    (note,) = job.notes
+    assert f"took {taken}, because" in note
+    assert why in note
+    assert f"`--environment {other}` takes that" in note
+    # And it can be chosen.
+    chosen = detect(variables, POD_NAME, other)
+    assert chosen.environment == other
+    assert "--environment asks for it" in chosen.notes[-1]
+    assert detect(variables, POD_NAME, "local").nodes is None
+
+
+def test_mpirun_inside_slurm_starts_at_the_first_machine_of_the_job() -> None:
+    variables = {**SBATCH, **OPEN_MPI}
+    del variables["MASTER_ADDR"]
+    assert values(detect(variables, "n08")) == ("mpi", 2, 1, "n08", "prterun-n08-77@1")
+
+
+@pytest.mark.parametrize(
+    ("variables", "setting", "problem"),
+    [
+        ({**SRUN, "SLURM_NODEID": "2"}, "SLURM_NODEID", "there are 2 machines"),
+        ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID", "whole number"),
+        ({**SRUN, "SLURM_STEP_NODELIST": "n[08"}, "SLURM_STEP_NODELIST", "list of machines"),
+        ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "SLURM_STEP_TASKS_PER_NODE", "one task"),
+        ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}, "SLURM_STEP_NODELIST", "not set"),
+        ({**POD, "HOSTNAME": "my-pod"}, "JOB_COMPLETION_INDEX", "does not end in -1"),
+        ({**POD, "JOB_COMPLETION_INDEX": ""}, "JOB_COMPLETION_INDEX", "not set"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "OMPI_COMM_WORLD_LOCAL_SIZE", "one pro"),
+        ({**HYDRA, "PMI_SIZE": "0"}, "PMI_SIZE", "1 or more"),
+        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}, "PMIX_RANK", "--nnodes"),
+        ({**SKYPILOT, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES", "2 addresses"),
+        ({"SKYPILOT_NODE_RANK": "0"}, "SKYPILOT_NODE_IPS", "not set"),
+    ],
+)
+def test_contradictions_are_one_message(
+    variables: dict[str, str], setting: str, problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        detect(variables, "here")
+    assert error.value.setting == setting
+
+
+@pytest.mark.parametrize("wanted", ["slurm", "pbs"])
+def test_an_environment_that_is_not_there_cannot_be_chosen(wanted: str) -> None:
+    with pytest.raises(ConfigError, match="--environment"):
+        detect(POD, POD_NAME, wanted)
+
+
+def test_srun_gets_one_task_with_all_cores_on_each_machine() -> None:
+    command = srun_command(SLURM, 3, ["distmp", "launch"])
+    assert shlex.join(command) == (
+        "srun --nodes=3 --ntasks=3 --ntasks-per-node=1 --cpus-per-task=8 distmp launch"
+    )
+    assert srun_command({}, 1, [])[-1] == "--ntasks-per-node=1"
+
+
+def test_slurm_knows_addresses_of_names_that_nobody_else_knows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = "NodeName=n08 Arch=x86_64 NodeAddr=10.1.0.8 NodeHostName=n08 State=ALLOCATED\n"
+
+    def scontrol(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        output = shown if command[-1] == "n08" else ""
+        return subprocess.CompletedProcess(command, 0, stdout=output)
+
+    def resolve(name: str) -> str:
+        if name != "10.1.0.8":
+            raise AddressError("no")
+        return name
+
+    monkeypatch.setattr(subprocess, "run", scontrol)
+    assert slurm_resolver(resolve)("n08") == "10.1.0.8"
+    with pytest.raises(AddressError):
+        slurm_resolver(resolve)("n09")

@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmp.errors import STOPPED_EXIT_CODE, ConfigError
+from distmp.launcher import command
+from distmp.launcher.job_files import KINDS, render
+from tests import two_hosts
+from tests.torchrun import environment
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = {"slurm": "launch/slurm.sbatch", "kubernetes": "launch/kubernetes.yaml"}
+# Those with podFailurePolicy as it is now, and those of the last year.
+KUBERNETES_VERSIONS = ("1.31", "1.34", "1.37")
+
+ODD_WORDS = ["", " ", "a b", "'", '"', "\\", "\n", "#", "- x", "yes", "1e5", "0o7", "{a: 1}", "a,b"]
+ODD_WORDS += ["$HOME", "$(HOME)", "$$", "`id`", "%j", "^run", "&", "\u2028", "\x85", "\t", "é"]
+words = st.sampled_from(ODD_WORDS) | st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20
+)
+
+
+def default(kind: str) -> list[str]:
+    """What the committed files are written for."""
+    numbers = ["--nnodes", "2", "--nproc-per-node", "8"]
+    return ["--render", kind, *numbers, "--", "--config", "configs/quickstart.yaml"]
+
+
+def written(kind: str, options: list[str], run: list[str]) -> str:
+    return render(["--render", kind, "--nnodes=4", "--nproc-per-node=8", *options], run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_files_in_launch_are_those_of_the_documented_command(
+    kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert command.main(default(kind)) == 0
+    assert capsys.readouterr().out == (ROOT / FILES[kind]).read_text()
+    page = (ROOT / "docs" / "launching.md").read_text()
+    assert f"distmp launch {shlex.join(default(kind))} > {FILES[kind]}\n" in page
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc-per-node=8"], "--nnodes = None"),
+        (["--nnodes=2"], "--nproc-per-node = None"),
+        (["--nnodes=2", "--nproc-per-node=gpu"], "--nproc-per-node = 'gpu'"),
+        (["--nnodes=2:4", "--nproc-per-node=8"], "--nnodes = '2:4'"),
+        (["--nnodes=0", "--nproc-per-node=8"], "--nnodes = '0'"),
+        (["--nnodes=2", "--nproc-per-node=8", "--no-such-option=3"], "torchrun does not take this"),
+        (["--nnodes=2", "--nproc-per-node=8", "--", "--optim.lr=x"], "optim.lr = 'x'"),
+        (["--nnodes=2", "--nproc-per-node=8", "--", "--run-dir=\udcff"], "is not UTF-8"),
+    ],
+)
+def test_what_cannot_be_a_job_is_refused(kind: str, arguments: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        command.main(["--render", kind, *arguments])
+
+
+def test_another_kind_is_refused() -> None:
+    with pytest.raises(ConfigError, match="'slurm', 'kubernetes'"):
+        command.main(["--render", "pbs", "--nnodes=2", "--nproc-per-node=8"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_page_names_what_is_in_the_files(kind: str) -> None:
+    page = (ROOT / "docs" / "launching.md").read_text()
+    section = page.partition(f"\n## {kind.capitalize()}\n")[2].partition("\n## ")[0]
+    text = (ROOT / FILES[kind]).read_text()
+    names = ["--resume=auto", "image", "claimName", "terminationGracePeriodSeconds", "--signal"]
+    for name in [*names, "podFailurePolicy", "--gpus-per-node", "PET_NPROC_PER_NODE"]:
+        assert f"`{name}" not in section or name in text, name
+    assert f"exit code {STOPPED_EXIT_CODE}" in section
+    assert ("180 seconds before" in section) == ("USR1@180" in text)
+    assert ("in `/runs/distmp`" in section) == ("--run-dir=/runs/distmp" in text)
+    assert ("three times for each pod" in section) == ("backoffLimit: 6" in text)
+
+
+# Slurm
+
+
+# Bash runs a batch script; `.` gives it the arguments that sbatch would.
+RUN_SCRIPT = """\
+srun() { printf '%s\\0' "$PET_NPROC_PER_NODE" "$@"; return $CODE; }
+scontrol() { printf '%s\\0' scontrol "$@"; }
+script=$1
+shift
+. "$script" "$@"
+"""
+
+
+def run_script(path: Path, *arguments: str, code: int = 0) -> tuple[int, list[str]]:
+    """Run a batch script with functions in place of Slurm's commands; return what they got."""
+    variables = {"PATH": os.environ["PATH"], "CODE": str(code), "SLURM_JOB_ID": "7"}
+    done = subprocess.run(
+        ["bash", "-c", RUN_SCRIPT, "job", str(path), *arguments],
+        env=variables,
+        capture_output=True,
+        timeout=60,
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout.decode().split("\0")[:-1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(value=words, run=st.lists(words, max_size=4), more=st.lists(words, max_size=2))
+def test_a_batch_script_passes_every_word_on(
+    value: str, run: list[str], more: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    script = tmp_path_factory.getbasetemp() / "odd.sbatch"
+    script.write_bytes(written("slurm", [f"--log-dir={value}"], run).encode())
+    subprocess.run(["bash", "-n", script], check=True, timeout=60)
+    code, got = run_script(script, *more)
+    launch = ["8", "--cpu-bind=none", "python3", "-m", "distmp", "launch", f"--log-dir={value}"]
+    assert (code, got) == (0, [*launch, "--", "--resume=auto", *run, *more])
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, STOPPED_EXIT_CODE])
+def test_a_batch_script_goes_back_in_the_queue_after_an_orderly_stop(code: int) -> None:
+    ended, got = run_script(ROOT / FILES["slurm"], code=code)
+    assert ended == code
+    requeued = got[-3:] == ["scontrol", "requeue", "7"]
+    assert requeued == (code == STOPPED_EXIT_CODE)
+
+
+def test_a_batch_script_asks_for_the_nodes_and_gpus() -> None:
+    asked = re.findall(r"^#SBATCH (\S+)$", written("slurm", [], []), flags=re.MULTILINE)
+    assert {"--nodes=4", "--gpus-per-node=8", "--requeue", "--signal=USR1@180"} <= {*asked}
+
+
+# Kubernetes
+
+
+def job_of(text: str) -> dict[str, Any]:
+    _, job = yaml.safe_load_all(text)
+    return job
+
+
+def container_of(text: str) -> dict[str, Any]:
+    (container,) = job_of(text)["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def as_kubelet_expands(word: str, variables: dict[str, str]) -> str:
+    """Kubernetes' rule for `command` and `args`: $(NAME) is replaced, $$ stands for one $."""
+    return re.sub(
+        r"\$\$|\$\(([^)]*)\)",
+        lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
+        word,
+    )
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+def test_kubernetes_takes_the_file(version: str) -> None:
+    service, job = yaml.safe_load_all((ROOT / FILES["kubernetes"]).read_text())
+    for entity in (service, job, job_of(written("kubernetes", [], ODD_WORDS))):
+        assert kubernetes_validate.validate(entity, version, strict=True) == version
+    # The check sees a wrong name and a missing value.
+    job["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="onExitCode"):
+        kubernetes_validate.validate(job, version, strict=True)
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=words, run=st.lists(words, max_size=4))
+def test_a_pod_gets_every_word(value: str, run: list[str]) -> None:
+    container = container_of(written("kubernetes", [f"--log-dir={value}"], run))
+    got = [
+        as_kubelet_expands(word, {"HOME": "/root"})
+        for word in container["command"] + container["args"]
+    ]
+    launch = ["python3", "-m", "distmp", "launch", "--nnodes=4", "--nproc-per-node=8"]
+    always = ["--run-dir=/runs/distmp", "--resume=auto"]
+    assert got == [*launch, f"--log-dir={value}", "--", *always, *run]
+
+
+def test_the_parts_of_the_kubernetes_file_fit_together() -> None:
+    service, job = yaml.safe_load_all(written("kubernetes", [], []))
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert spec["completions"] == spec["parallelism"] == 4
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
+    # Names of pods are resolved by the Service of that name, also before the pods are ready.
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
+    assert mounts["shared-memory"] == "/dev/shm"
+    assert f"--run-dir={mounts['runs']}/distmp" in container["args"]
+    assert pod["terminationGracePeriodSeconds"] >= 180
+    actions = {}
+    for rule in spec["podFailurePolicy"]["rules"]:
+        for code in rule.get("onExitCodes", {"values": []})["values"]:
+            assert rule["onExitCodes"]["containerName"] == container["name"]
+            actions[code] = rule["action"]
+    assert actions == {ConfigError.exit_code: "FailJob", STOPPED_EXIT_CODE: "Ignore"}
+    assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
+
+
+def test_pods_find_each_other() -> None:
+    """The command in the file does what it should in the environment that kubelet makes."""
+    reason = two_hosts.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    text = (ROOT / FILES["kubernetes"]).read_text()
+    job, container = job_of(text), container_of(text)
+    names = [f"{job['metadata']['name']}-{index}" for index in range(2)]
+    domain = f"{job['spec']['template']['spec']['subdomain']}.default.svc.cluster.local"
+    first, second = (f"{name}.{domain}" for name in names)
+    launch = [sys.executable, *container["command"][1:]]
+    launch.insert(launch.index("launch") + 1, "--dry-run")
+    with two_hosts.two_hosts((first, second)) as hosts:
+        for index, name in enumerate(names):
+            variables = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name}
+            said = hosts.run(
+                index, *launch, *container["args"], cwd=ROOT, env={**environment(), **variables}
+            )
+            assert f"kubernetes (JOB_COMPLETION_INDEX={index})" in said
+            assert f"--rdzv-endpoint={two_hosts.ADDRESSES[0]}:" in said
+            assert f"--local-addr={two_hosts.ADDRESSES[index]}" in said
+            assert f"is_host={'true' if index == 0 else 'false'}" in said
+            assert "--nnodes=2 --nproc-per-node=8" in said
+            assert "index 0 of the Job" in said

@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+
+import pytest
+
+from distmp.errors import ConfigError
+from distmp.launcher.choice import Choice
+from distmp.launcher.job import Job, detect
+from distmp.launcher.network import AddressError, Network
+from distmp.launcher.plan import Given, Machine, Plan, make_plan, port_of, split_endpoint
+from tests.launcher.networks import NAMES, network
+from tests.launcher.test_job import OPEN_MPI, POD, SKYPILOT, SRUN
+
+LOCAL = Job("local", "nothing")
+# Machine 1 of two; the first is n1, and this machine is 10.0.0.2 on eth1.
+SECOND = Job(
+    "slurm",
+    "SLURM_JOB_ID=7",
+    nodes=Choice(2, "nodes"),
+    node_rank=Choice(1, "SLURM_NODEID"),
+    head=Choice("n1", "list"),
+    name=Choice("7.0", "job"),
+    hosts=("n1", "n2"),
+)
+FIRST = replace(SECOND, node_rank=Choice(0, "SLURM_NODEID"), head=Choice("n2", "list"))
+
+
+def plan(
+    job: Job = LOCAL,
+    given: Given = Given(),  # noqa: B008  # frozen
+    machines: Network | None = None,
+    variables: dict[str, str] | None = None,
+) -> Plan:
+    machine = Machine(machines or network(), 16, Choice(4, "GPUs"))
+    return make_plan(given, job, machine, variables or {})
+
+
+def variables_of(planned: Plan) -> dict[str, str]:
+    return {name: choice.value for name, choice in planned.variables.items()}
+
+
+PORT = port_of("7.0").value
+
+
+def test_one_machine_meets_nobody() -> None:
+    planned = plan()
+    assert planned.torchrun() == ["--nproc-per-node=4", "--standalone"]
+    assert planned.endpoint is None
+    assert variables_of(planned) == {"OMP_NUM_THREADS": "4"}
+
+
+def test_the_second_machine_goes_to_the_first() -> None:
+    planned = plan(SECOND)
+    assert planned.torchrun() == [
+        *("--nproc-per-node=4", "--nnodes=2", "--rdzv-backend=c10d"),
+        *(f"--rdzv-endpoint=10.0.0.1:{PORT}", "--rdzv-id=7.0"),
+        *("--local-addr=10.0.0.2", "--rdzv-conf=is_host=false"),
+    ]
+    assert variables_of(planned) == {
+        "OMP_NUM_THREADS": "4",
+        "GLOO_SOCKET_IFNAME": "eth1",
+        "NCCL_SOCKET_IFNAME": "=eth1",
+    }
+    assert planned.endpoint is not None
+    assert not planned.endpoint.is_host
+
+
+def test_the_first_machine_is_known_by_its_address_not_its_name() -> None:
+    machines = network(names={**NAMES, "n2": "10.0.0.2"}, hostname="another-name")
+    planned = plan(FIRST, machines=machines)
+    assert f"--rdzv-endpoint=10.0.0.2:{PORT}" in planned.torchrun()
+    assert "--rdzv-conf=is_host=true" in planned.torchrun()
+
+
+def test_both_machines_agree() -> None:
+    """All but `is_host`, the address and the interface must be the same on every machine."""
+    first = plan(
+        replace(SECOND, node_rank=Choice(0, "SLURM_NODEID")),
+        machines=network(interfaces={"lo": ("127.0.0.1",), "ib0": ("10.0.0.1",)}),
+    )
+    own = ("--local-addr", "--rdzv-conf")
+    shared = [word for word in first.torchrun() if not word.startswith(own)]
+    assert shared == [word for word in plan(SECOND).torchrun() if not word.startswith(own)]
+    assert variables_of(first)["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+@pytest.mark.parametrize(
+    ("options", "absent", "present"),
+    [
+        ({"nnodes": (1, 4), "words": ("--nnodes=1:4",)}, "--nnodes=2", "--nnodes=1:4"),
+        (
+            {"ranks": 2, "words": ("--nproc-per-node=2",)},
+            "--nproc-per-node=4",
+            "--nproc-per-node=2",
+        ),
+        ({"rdzv_id": "x", "words": ("--rdzv-id=x",)}, "--rdzv-id=7.0", "--rdzv-id=x"),
+        (
+            {"rdzv_endpoint": "n3:99", "words": ("--rdzv-endpoint=n3:99",)},
+            f"--rdzv-endpoint=10.0.0.1:{PORT}",
+            "--rdzv-endpoint=n3:99",
+        ),
+        (
+            {"local_addr": "192.168.7.9", "words": ("--local-addr=192.168.7.9",)},
+            "--local-addr=10.0.0.2",
+            "--local-addr=192.168.7.9",
+        ),
+        (
+            {"rdzv_conf": {"join_timeout": "9"}, "words": ("--rdzv-conf=join_timeout=9",)},
+            "--rdzv-conf=is_host=false",
+            "--rdzv-conf=is_host=false,join_timeout=9",
+        ),
+        (
+            {"rdzv_conf": {"is_host": "1"}, "words": ("--rdzv-conf=is_host=1",)},
+            "--rdzv-conf=is_host=false",
+            "--rdzv-conf=is_host=1",
+        ),
+        ({"port": 4321}, f"--rdzv-endpoint=10.0.0.1:{PORT}", "--rdzv-endpoint=10.0.0.1:4321"),
+    ],
+)
+def test_what_the_user_gives_wins(options: dict[str, object], absent: str, present: str) -> None:
+    words = plan(SECOND, Given(**options)).torchrun()  # type: ignore[arg-type]
+    assert absent not in words
+    assert present in words
+    # torchrun takes the last of several.
+    assert [word for word in words if word.startswith(present.partition("=")[0])][-1] == present
+
+
+def test_what_the_user_gives_reaches_the_endpoint() -> None:
+    conf = {"join_timeout": "9", "is_host": "yes"}
+    given = Given(rdzv_endpoint="n3:99", rdzv_id="x", nnodes=(1, 4), rdzv_conf=conf)
+    endpoint = plan(SECOND, given).endpoint
+    assert endpoint is not None
+    assert (str(endpoint), endpoint.run_id, endpoint.is_host) == ("10.0.0.3:99", "x", True)
+    assert (endpoint.fewest_nodes, endpoint.seconds) == (1, 9)
+
+
+def test_another_rendezvous_is_the_users_own() -> None:
+    given = Given(words=("--master-addr=a",), own_rendezvous="master_addr", nnodes=(2, 2))
+    assert plan(LOCAL, given).torchrun() == ["--nproc-per-node=4", "--master-addr=a"]
+
+
+def test_set_variables_stay() -> None:
+    planned = plan(SECOND, variables={"GLOO_SOCKET_IFNAME": "eth0,eth1", "OMP_NUM_THREADS": "1"})
+    assert variables_of(planned) == {"NCCL_SOCKET_IFNAME": "=eth1"}
+    assert not planned.notes
+    (note,) = plan(SECOND, variables={"GLOO_SOCKET_IFNAME": "eth0"}).notes
+    assert "eth0 is set and stays; the first host is reached through eth1" in note
+
+
+@pytest.mark.parametrize(
+    ("interface", "problem"), [("eth7", "no such interface"), ("lo", "cannot be reached")]
+)
+def test_a_wrong_interface_is_named(interface: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem) as error:
+        plan(SECOND, variables={"GLOO_SOCKET_IFNAME": interface})
+    assert "eth1 (10.0.0.2)" in str(error.value)
+
+
+def test_a_head_without_an_address_is_an_error() -> None:
+    with pytest.raises(AddressError, match="'n9' has no address here") as error:
+        plan(replace(SECOND, head=Choice("n9", "list")))
+    assert "--rdzv-endpoint" in str(error.value)
+
+
+def test_a_head_that_is_this_machine_by_mistake_is_an_error() -> None:
+    """Debian writes 127.0.1.1 behind a machine's own name; copied to others it misleads them."""
+    with pytest.raises(AddressError, match=r"'n1' \(list\) is 127\.0\.1\.1 here"):
+        plan(SECOND, machines=network(names={"n1": "127.0.1.1", "n2": "10.0.0.2"}))
+
+
+def test_the_head_itself_may_have_such_a_name() -> None:
+    planned = plan(FIRST, machines=network(names={"n2": "127.0.1.1", "n1": "10.0.0.1"}))
+    endpoint = planned.endpoint
+    assert endpoint is not None
+    assert (endpoint.address, endpoint.is_host) == ("192.168.7.9", True)
+
+
+def test_machines_that_are_all_this_one() -> None:
+    """As with two slurmd on one machine: the number, not the address, tells who hosts."""
+    names = {"n1": "127.0.0.1", "n2": "127.0.0.1"}
+    endpoints = [plan(job, machines=network(names=names)).endpoint for job in (FIRST, SECOND)]
+    assert [endpoint and endpoint.is_host for endpoint in endpoints] == [True, False]
+    assert {endpoint and endpoint.local_address for endpoint in endpoints} == {"127.0.0.1"}
+
+
+def test_a_first_machine_with_another_address_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="this is the first host") as error:
+        plan(replace(FIRST, head=Choice("n1", "list")))
+    assert "eth1 (10.0.0.2)" in str(error.value)
+
+
+def test_no_way_to_the_head_is_an_error() -> None:
+    alone = network(interfaces={"lo": ("127.0.0.1",)})
+    with pytest.raises(AddressError, match=r"no route leads to 10\.0\.0\.1"):
+        plan(SECOND, machines=alone)
+
+
+def test_a_foreign_local_address_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="no such address"):
+        plan(SECOND, Given(local_addr="10.0.0.77"))
+
+
+def test_by_hand_on_each_machine() -> None:
+    given = Given(nnodes=(2, 2), rdzv_endpoint="10.0.0.2")
+    endpoint = plan(LOCAL, given).endpoint
+    assert endpoint is not None
+    assert (str(endpoint), endpoint.is_host) == ("10.0.0.2:29400", True)
+    with pytest.raises(ConfigError, match="--rdzv-endpoint"):
+        plan(LOCAL, Given(nnodes=(2, 2)))
+    with pytest.raises(ConfigError, match="--port"):
+        plan(LOCAL, replace(given, port=3))
+
+
+def test_ipv6() -> None:
+    interfaces = {"lo": ("::1",), "eth0": ("fd00::1:2",)}
+    given = Given(nnodes=(2, 2), rdzv_endpoint="[fd00:0::1:2]:5000")
+    planned = plan(LOCAL, given, network(interfaces=interfaces))
+    assert planned.endpoint is not None
+    assert planned.endpoint.is_host
+    assert variables_of(planned)["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("variables", "hostname", "endpoint"),
+    [
+        pytest.param(SRUN, "n09", "10.1.0.8", id="slurm"),
+        pytest.param(POD, "train-1.workers", "10.1.0.8", id="kubernetes"),
+        pytest.param(OPEN_MPI, "n09", "10.1.0.8", id="mpi"),
+        pytest.param(SKYPILOT, "n09", "10.2.0.4", id="skypilot"),
+    ],
+)
+def test_from_recorded_variables_to_an_endpoint(
+    variables: dict[str, str], hostname: str, endpoint: str
+) -> None:
+    names = {"n08": "10.1.0.8", "n09": "10.0.0.2", "train-0.workers": "10.1.0.8"}
+    given = Given(nnodes=(2, 2)) if variables is POD else Given()
+    planned = plan(detect(variables, hostname), given, network(names=names))
+    assert planned.endpoint is not None
+    assert planned.endpoint.address == endpoint
+    assert planned.endpoint.port == port_of(planned.endpoint.run_id).value
+    assert planned.endpoint.node_rank == 1
+
+
+def test_kubernetes_needs_the_number_of_pods() -> None:
+    with pytest.raises(ConfigError, match="--nnodes"):
+        plan(detect(POD, "train-1"))
+
+
+def test_ports_are_in_a_safe_range_and_spread() -> None:
+    ports = {port_of(f"{job}.0").value for job in range(1000)}
+    assert min(ports) >= 20000
+    assert max(ports) < 30000
+    assert len(ports) > 900
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("h", ("h", None)), ("h:1", ("h", 1)), ("[::1]:2", ("::1", 2)), ("[::1]", ("::1", None))],
+)
+def test_endpoints(text: str, expected: tuple[str, int | None]) -> None:
+    assert split_endpoint(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", ":1", "h:", "h:x", "h:70000", "a:b:1", "h:0"])
+def test_no_endpoints(text: str) -> None:
+    with pytest.raises(ConfigError, match="--rdzv-endpoint"):
+        split_endpoint(text)
+
+
+def test_shown_with_reasons_and_ready_to_paste() -> None:
+    planned = plan(replace(SECOND, notes=("took slurm",)))
+    *comments, command = planned.shown(["-m", "distmp.train", "a b"]).splitlines()
+    assert all(line.startswith("#") for line in comments)
+    assert "# note: took slurm" in comments
+    for value, choice in [
+        *((option.value, option) for option in planned.options),
+        *((f"{name}={choice.value}", choice) for name, choice in planned.variables.items()),
+    ]:
+        (line,) = (line for line in comments if line.startswith(f"#   {value} "))
+        assert line.endswith(choice.reason)
+    words = shlex.split(command)
+    assert words[:3] == [f"{name}={c.value}" for name, c in planned.variables.items()]
+    assert words[3:] == ["torchrun", *planned.torchrun(), "-m", "distmp.train", "a b"]

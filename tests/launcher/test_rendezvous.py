@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed.elastic.rendezvous import api
+
+from distmp.launcher import rendezvous
+from distmp.launcher.plan import Endpoint
+from distmp.launcher.rendezvous import LaunchError, Rendezvous, failures_named
+
+
+def endpoint(port: int, is_host: bool = True, **changes: object) -> Endpoint:
+    options = {
+        "head": "n1",
+        "address": "127.0.0.1",
+        "run_id": "7.0",
+        "local_address": "127.0.0.1",
+        "node_rank": 0 if is_host else 1,
+        "fewest_nodes": 2,
+        "hosts": ("n1", "n2"),
+        "seconds": 1,
+        "silence_seconds": 1,
+    }
+    return Endpoint(port=port, is_host=is_host, **{**options, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def first(port: int) -> Rendezvous:
+    return Rendezvous.open(endpoint(port), quiet)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def quiet(message: str) -> None:
+    pytest.fail(f"nothing to say: {message}")
+
+
+def test_hosts_meet_and_know_each_other(port: int, first: Rendezvous) -> None:
+    second = Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
+    assert [member.address for member in first.members()] == ["127.0.0.1", "127.0.0.2"]
+    assert second.members() == first.members()
+    assert first.silent() == second.silent() == []
+    assert "although they answer" in first.absent()
+
+
+def test_a_host_that_does_not_come_is_named(first: Rendezvous) -> None:
+    with pytest.raises(LaunchError, match=r"only 1 of 2 hosts came .*; missing: n2\."):
+        raise_in(first, api.RendezvousTimeoutError())
+
+
+def test_a_host_that_falls_silent_is_named(
+    port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
+    monkeypatch.setattr(rendezvous, "_answers", lambda address, port: address != "127.0.0.2")
+    for error in (api.RendezvousTimeoutError(), api.RendezvousConnectionError()):
+        with pytest.raises(LaunchError, match=r"lost .* \(127\.0\.0\.2\), which d(oes|id) not"):
+            raise_in(first, error)
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (api.RendezvousClosedError(), "ended on another host"),
+        (api.RendezvousConnectionError("the store"), r"has ended \(the store\)"),
+    ],
+)
+def test_errors_of_torchrun_are_one_message(
+    error: Exception, message: str, first: Rendezvous
+) -> None:
+    with pytest.raises(LaunchError, match=message) as caught:
+        raise_in(first, error)
+    assert caught.value.__suppress_context__
+
+
+def raise_in(meeting: Rendezvous, error: Exception) -> None:
+    with failures_named(meeting):
+        raise error
+
+
+def test_a_port_that_is_taken(listener: socket.socket) -> None:
+    with pytest.raises(LaunchError, match=r"is taken by process \d+ .*--port"):
+        Rendezvous.open(endpoint(listener.getsockname()[1]), quiet)
+
+
+def test_something_else_that_answers(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
+    with pytest.raises(LaunchError, match="is not the rendezvous of a run"):
+        Rendezvous.open(endpoint(listener.getsockname()[1], is_host=False), quiet)
+
+
+@pytest.mark.usefixtures("first")
+def test_another_run_that_waits_there(port: int) -> None:
+    with pytest.raises(LaunchError, match=r"another run .*: 7\.0, and this is 8\.0"):
+        Rendezvous.open(endpoint(port, is_host=False, run_id="8.0"), quiet)
+
+
+def test_nobody_listens(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_SAY_AFTER_SECONDS", 0.0)
+    said: list[str] = []
+    with pytest.raises(LaunchError, match=r"within 1 s \(Connection refused\): the host answers"):
+        Rendezvous.open(endpoint(port, is_host=False), said.append)
+    (message,) = said
+    assert "waiting for the first host (n1, 127.0.0.1)" in message
+
+
+def test_a_silent_first_host_is_noticed(
+    port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_BEAT_SECONDS", 0.1)
+    second = Rendezvous.open(endpoint(port, is_host=False), quiet)
+    lost: list[str] = []
+    with second.watched(lost.append):
+        time.sleep(2)
+    assert lost == []
+    # What is heard no more, and answers nobody.
+    monkeypatch.setattr(rendezvous, "_answers", lambda address, port: False)
+    monkeypatch.setattr(second, "store", Silent())
+    with second.watched(lost.append):
+        deadline = time.monotonic() + 30
+        while not lost:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    assert lost[0].startswith("the first host (n1, 127.0.0.1) has been silent for ")
+    with first.watched(lost.append):
+        pass
+    assert len(lost) == 1
+
+
+class Silent:
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("no answer")

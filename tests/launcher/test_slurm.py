@@ -1,0 +1,157 @@
+"""launch/slurm.sbatch on a real Slurm with two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from distmp.train import main
+from tests import slurm
+from tests.ranks import run_ranks
+from tests.slurm import Cluster, wait_until
+from tests.torchrun import TINY, corpus
+from tests.two_hosts import NAMES
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIG = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
+STEPS = 60
+
+pytestmark = pytest.mark.timeout(500)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    reason = slurm.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with slurm.cluster() as running:
+        yield running
+
+
+def settings(folder: Path) -> list[str]:
+    """A run of seconds, which has the same bits on any number of ranks."""
+    return [
+        *TINY,
+        f"--data.path={corpus(folder / 'corpus')}",
+        f"--steps={STEPS}",
+        "--reproducible",
+        "--validation.every=0",
+        "--schedule.warmup-steps=5",
+    ]
+
+
+def submit(
+    cluster: Cluster, log: Path, run: list[str], options: tuple[str, ...] = (), **variables: str
+) -> str:
+    """Submit the job file as it is and return the job's number."""
+    command = ["sbatch", "--parsable", f"--output={log}", *options, "launch/slurm.sbatch", *run]
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+    return cluster.run(*command, cwd=ROOT, **variables).strip()
+
+
+def stub(path: Path, script: str) -> str:
+    """Write a launcher that is quicker than ours; return its path."""
+    path.write_text(f"#!/bin/bash\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def steps_made(records: Path) -> int:
+    return records.read_text().count("\n") if records.exists() else 0
+
+
+def losses(records: Path) -> list[tuple[int, float]]:
+    lines = records.read_text().splitlines()
+    return [(record["step"], record["loss"]) for record in map(json.loads, lines)]
+
+
+def train_alone(arguments: list[str]) -> None:
+    """Train without a process group, in a process of its own."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    assert main(arguments) == 0
+
+
+def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    options = settings(tmp_path)
+    run, log = tmp_path / "run", tmp_path / "log"
+    job = submit(
+        cluster,
+        log,
+        [*options, f"--run-dir={run}"],
+        PYTHON=sys.executable,
+        PET_NPROC_PER_NODE="1",
+    )
+
+    wait_until(lambda: steps_made(run / "steps.jsonl") >= 3, 150, log.read_text)
+    assert "node[1-2]" in cluster.run("squeue", "-hs", "-o", "%N", "-j", job).split()
+    # As Slurm itself does it when the time is nearly up: to all processes of the job's steps.
+    cluster.run("scancel", "--signal=USR1", job)
+    assert cluster.wait(job, "PENDING")["Restarts"] == "1"
+    stopped_after = steps_made(run / "steps.jsonl")
+    assert stopped_after < STEPS
+    assert (run / "checkpoints" / f"step-{stopped_after:06}").is_dir()
+
+    assert cluster.wait(job, "COMPLETED")["Restarts"] == "1"
+    assert log.read_text().count("ranks: 2 on cpu") == 2
+    alone = tmp_path / "alone"
+    run_ranks(train_alone, 1, [*CONFIG, *options, f"--run-dir={alone}"], initialize=False)
+    assert losses(run / "steps.jsonl") == losses(alone / "steps.jsonl")
+    assert len(losses(run / "steps.jsonl")) == STEPS
+
+
+@pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (1, "FAILED"), (2, "FAILED")])
+def test_any_other_end_is_the_end(code: int, state: str, cluster: Cluster, tmp_path: Path) -> None:
+    launcher = stub(tmp_path / "launcher", f"exit {code}")
+    job = submit(cluster, tmp_path / "log", [], PYTHON=launcher)
+    ended = cluster.wait(job, state)
+    assert (ended["ExitCode"], ended["Restarts"]) == (f"{code}:0", "0")
+
+
+def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
+    show = 'printf "%s|" "$(hostname)" "$SLURM_GPUS_ON_NODE" "$PET_NPROC_PER_NODE" "$@"'
+    launcher, log = stub(tmp_path / "launcher", show), tmp_path / "log"
+    words = "-m|distmp|launch|--|--resume=auto|--config|configs/quickstart.yaml"
+
+    def told(*options: str, **variables: str) -> str:
+        run = ["--data.path=a folder"]
+        job = submit(cluster, log, run, options, PYTHON=launcher, **variables)
+        cluster.wait(job, "COMPLETED")
+        return log.read_text()
+
+    as_it_is = told()
+    for name in NAMES:
+        assert as_it_is.count(f"{name}|8|8|{words}|--data.path=a folder|") == 1
+    # Options of sbatch win over those in the file.
+    smaller = told("--nodes=1", "--gpus-per-node=4", PET_NPROC_PER_NODE="4")
+    assert smaller.removeprefix(as_it_is).count(f"|4|4|{words}|") == 1
+
+
+@pytest.mark.parametrize("cause", ["the time is nearly up", "a node fails"])
+def test_what_slurm_does_sends_a_job_back_in_the_queue(
+    cause: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Slurm looks at the time every 30 seconds, and sends the warning that the file asks for."""
+    launcher = stub(
+        tmp_path / "launcher",
+        "trap 'exit 75' USR1\n"
+        'if [ "$SLURM_RESTART_COUNT" = 1 ]; then exit; fi\n'
+        "for _ in $(seq 600); do sleep 0.1; done",
+    )
+    options = ("--time=2",) if cause == "the time is nearly up" else ()
+    log = tmp_path / "log"
+    job = submit(cluster, log, [], options, PYTHON=launcher)
+    if cause == "a node fails":
+        cluster.wait(job, "RUNNING")
+        cluster.run("scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+        cluster.run("scontrol", "update", "NodeName=node2", "State=RESUME")
+    assert cluster.wait(job, "COMPLETED")["Restarts"] == "1"
+    assert ("Exited with exit code 75" in log.read_text()) == bool(options)

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from distmp.errors import ConfigError
+from distmp.launcher import torchrun
+from distmp.launcher.torchrun import binding, parse, read
+
+
+@pytest.fixture(autouse=True)
+def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+
+
+def test_reads_what_is_given_and_nothing_else() -> None:
+    words = ["--nnodes", "1:3", "--rdzv_endpoint=h:1", "--rdzv-conf", "a=1, is_host=true"]
+    given = read([*words, "--node-rank=0", "--max-restarts=2"])
+    assert given.words == (*words, "--node-rank=0", "--max-restarts=2")
+    assert (given.nnodes, given.node_rank, given.rdzv_endpoint) == ((1, 3), 0, "h:1")
+    assert given.rdzv_conf == {"a": "1", "is_host": "true"}
+    assert given.ranks is given.local_addr is given.rdzv_id is given.own_rendezvous is None
+    # What stands in `words` is what torchrun itself would read.
+    assert parse([*given.words, "-m", "x"], []).max_restarts == 2
+
+
+def test_reads_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_NNODES", "2")
+    monkeypatch.setenv("PET_NODE_RANK", "1")
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "3")
+    given = read(["--nproc-per-node=4"])
+    assert (given.nnodes, given.node_rank, given.ranks) == ((2, 2), 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["--standalone"], "standalone"),
+        (["--master-addr=h"], "master_addr"),
+        (["--rdzv-backend=static"], "rdzv_backend"),
+        (["--rdzv-backend=c10d"], None),
+    ],
+)
+def test_a_rendezvous_of_another_kind(words: list[str], option: str | None) -> None:
+    assert read(words).own_rendezvous == option
+
+
+@pytest.mark.parametrize("words", [["--rdzv-conf=x"], ["--rdzv-conf", "=1"], ["--nnodes=1:2:3"]])
+def test_wrong_values_are_one_message(words: list[str]) -> None:
+    with pytest.raises(ConfigError):
+        read(words)
+
+
+@pytest.mark.parametrize(
+    ("parts", "devices", "numactl", "expected"),
+    [
+        (2, 4, True, "--numa-binding=node"),
+        (1, 4, True, None),
+        (2, 1, True, None),
+        (2, 4, False, None),
+    ],
+)
+def test_ranks_are_bound_where_it_helps_and_works(
+    parts: int,
+    devices: int,
+    numactl: bool,
+    expected: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for part in range(parts):
+        (tmp_path / f"node{part}").mkdir()
+    monkeypatch.setattr(torchrun, "_NUMA_NODES", tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    monkeypatch.setattr(torchrun.shutil, "which", lambda name: "/bin/" + name if numactl else None)
+    choice = binding(ranks=4)
+    assert (choice and choice.value) == expected
+    if choice is not None:
+        parse([choice.value, "-m", "x"], [])

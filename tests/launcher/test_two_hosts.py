@@ -1,0 +1,160 @@
+"""Runs over two hosts of their own: see `two_hosts`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.two_hosts import PATIENCE_SECONDS, Agent, TwoHosts, two_hosts
+from tests.torchrun import TINY, corpus
+
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+LATE_SECONDS = 20
+# The machine is shared; nothing here takes a quarter of this alone.
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path) as hosts:
+        yield hosts
+
+
+def meeting_at(endpoint: str, *more: str) -> list[str]:
+    return ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={endpoint}", *more]
+
+
+def last_line(output: str) -> str:
+    return output.strip().splitlines()[-1]
+
+
+def steps(folder: Path) -> list[int]:
+    """Return the steps in the records of the only run."""
+    lines = [line for file in folder.glob("run*/steps.jsonl") for line in file.open()]
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+
+def wait_for_steps(folder: Path, number: int, agent: Agent) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while max(steps(folder), default=0) < number:
+        assert agent.process.poll() is None, agent.text()
+        assert time.monotonic() < deadline, agent.text()
+        time.sleep(0.1)
+
+
+def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path) -> None:
+    words = [
+        *meeting_at("one:29400"),
+        *("--", "--config", str(QUICKSTART), "--data.path", str(corpus(tmp_path / "data"))),
+        *("--run-dir", str(tmp_path / "run"), "--steps=2", "--schedule.warmup-steps=1"),
+        *("--validation.final-samples=2", "--sample.length=4"),
+    ]
+    second = hosts.launch(1, *words)
+    second.wait_for("waiting for the first host (one, 10.99.7.1) to open port 29400")
+    time.sleep(max(0.0, LATE_SECONDS - 10))
+    first = hosts.launch(0, *words)
+    (first_code, first_output), (second_code, second_output) = first.finish(), second.finish()
+    assert first_code == 0, first_output
+    assert second_code == 0, second_output
+    assert "ranks: 2 on cpu" in first_output + second_output
+    assert steps(tmp_path) == [1, 2]
+    # Each host was given its own interface, and torchrun had nothing to complain of.
+    for output, link in zip((first_output, second_output), hosts.links, strict=True):
+        assert f"GLOO_SOCKET_IFNAME={link} " in output
+        assert not re.search(r"Traceback|^\[?[WE]\d{4}", output, flags=re.MULTILINE), output
+
+
+def test_the_cable_is_pulled_twice(hosts: TwoHosts, tmp_path: Path) -> None:
+    """Once for a while: the run goes on from its checkpoint. Then for good: it ends, with names."""
+    words = [
+        *meeting_at("one:29400", "--max-restarts=3"),
+        *("--rdzv-conf", "join_timeout=40,read_timeout=30"),
+        *("--", *TINY, "--data.path", str(corpus(tmp_path / "data"))),
+        *("--run-dir", str(tmp_path / "run"), "--steps=100000", "--resume=auto"),
+        *("--checkpoint.every=5", "--timeout-minutes=0.15", "--validation.final-samples=2"),
+    ]
+    agents = [hosts.launch(host, *words) for host in range(2)]
+    wait_for_steps(tmp_path, 10, agents[0])
+    hosts.cut()
+    time.sleep(15)
+    hosts.mend()
+    # Rank 0 is on the host whose address comes first.
+    agents[0].wait_for("continuing from")
+    wait_for_steps(tmp_path, max(steps(tmp_path)) + 10, agents[0])
+    numbers = steps(tmp_path)
+    assert numbers == list(range(1, len(numbers) + 1))
+    hosts.cut()
+    (first_code, first_output), (second_code, second_output) = (a.finish() for a in agents)
+    assert first_code != 0
+    assert second_code != 0
+    assert "lost two (10.99.7.2)" in last_line(first_output)
+    assert "first host (one, 10.99.7.1)" in last_line(second_output)
+
+
+def test_what_cannot_begin_is_one_message(hosts: TwoHosts) -> None:
+    """Started together: each costs an import of torch, and waits for others or for time-outs."""
+    held = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"
+    hosts.hold(0, sys.executable, "-c", held)
+    patience = ("--rdzv-conf", "join_timeout=12")
+    started = {
+        # name: host, options, variables, exit code, what the message says
+        "never coming": (
+            (0, meeting_at("one:29401", *patience), {}),
+            (1, r"only 1 of 2 hosts came to 10\.99\.7\.1:29401 within 12 s: one \(10\.99\.7\.1\)"),
+        ),
+        "taken port": (
+            (0, meeting_at("one:29500", *patience), {}),
+            (1, r"port 29500 of this machine.* is taken by process \d+ \(.*create_server"),
+        ),
+        "wrong port": (
+            (1, meeting_at("one:29402", *patience), {}),
+            (
+                1,
+                r"first host \(one, 10\.99\.7\.1\) was not reached at .*:29402 .*nothing listens",
+            ),
+        ),
+        "wrong address": (
+            (1, meeting_at("10.99.7.77:29400", *patience), {}),
+            (
+                1,
+                r"first host \(10\.99\.7\.77\) was not .*does not answer from 10\.99\.7\.2",
+            ),
+        ),
+        "wrong name": (
+            (1, meeting_at("three:29400"), {}),
+            (2, r"the first host of the run cannot be found: the name 'three' has no address here"),
+        ),
+        "wrong interface": (
+            (1, meeting_at("one:29400"), {"GLOO_SOCKET_IFNAME": "lo"}),
+            (2, rf"GLOO_SOCKET_IFNAME = 'lo': .*choose one of: .*{hosts.links[1]} \(10\.99\.7\.2"),
+        ),
+    }
+    agents = {
+        name: hosts.launch(host, *words, "--", "--steps=2", **variables)
+        for name, ((host, words, variables), _) in started.items()
+    }
+    for name, (_, (expected, message)) in started.items():
+        code, output = agents[name].finish()
+        assert code == expected, f"{name}: {output}"
+        assert re.search(message, last_line(output)), f"{name}: {output}"
+        assert "Traceback" not in output, f"{name}: {output}"
+
+
+def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
+    pytest.importorskip("distmp.launcher.preflight", reason="needs the preflight")
+    words = [*meeting_at("one:29400"), "--", *TINY, "--data.path", str(corpus(tmp_path / "data"))]
+    agents = [
+        hosts.launch(host, *words, f"--optim.lr=1e-{3 + host}", "--steps=2") for host in range(2)
+    ]
+    outputs = [agent.finish() for agent in agents]
+    assert [code for code, _ in outputs] == [2, 2], outputs
+    together = "".join(output for _, output in outputs)
+    assert re.search(r"optim\.lr.*0\.001.*0\.0001", together), together
+    assert "Traceback" not in together
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,114 @@
+"""`distmp launch` on two hosts, and the cable between them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import two_hosts as machine
+from tests.torchrun import environment
+
+# Of the machine, which all other work shares.
+PATIENCE_SECONDS = 240
+_numbers = itertools.count()
+
+
+class Agent:
+    """`distmp launch` on one of the hosts."""
+
+    def __init__(self, process: subprocess.Popen[str], output: Path) -> None:
+        self.process = process
+        self.output = output
+
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_for(self, text: str) -> None:
+        """Wait until the agent or its ranks have written something."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while text not in self.text():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.1)
+
+    def finish(self, seconds: float = PATIENCE_SECONDS) -> tuple[int, str]:
+        """Return the exit code and all that the agent and its ranks have written."""
+        try:
+            code = self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"not finished after {seconds:g} s:\n{self.text()}", pytrace=False)
+        return code, self.text()
+
+
+class TwoHosts:
+    """Hosts 0 and 1, called one and two; each knows the other's name."""
+
+    links = (machine.INTERFACE, machine.INTERFACE)
+
+    def __init__(self, hosts: machine.TwoHosts, folder: Path) -> None:
+        self.folder = folder
+        self._hosts = hosts
+        self._started: list[subprocess.Popen[str]] = []
+
+    def launch(self, host: int, *words: str, **variables: str) -> Agent:
+        """Start `distmp launch` on a host."""
+        output = self.folder / f"output-{next(_numbers)}"
+        with output.open("w") as file:
+            process = self._start(
+                host,
+                *(sys.executable, "-m", "distmp", "launch", *words),
+                env={**_without_schedulers(environment()), **variables},
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+            )
+        return Agent(process, output)
+
+    def hold(self, host: int, *words: str) -> None:
+        """Run a command on a host until the end of the test."""
+        self._start(host, *words)
+
+    def cut(self) -> None:
+        """Pull the cable out of host 1."""
+        self._hosts.run(1, "ip", "link", "set", self.links[1], "down")
+
+    def mend(self) -> None:
+        self._hosts.run(1, "ip", "link", "set", self.links[1], "up")
+
+    def close(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.wait()
+
+    def _start(self, host: int, *words: str, **options: Any) -> subprocess.Popen[str]:
+        command = self._hosts.command(host, words, self.folder)
+        process = subprocess.Popen(command, text=True, **options)
+        self._started.append(process)
+        return process
+
+
+@contextlib.contextmanager
+def two_hosts(folder: Path) -> Iterator[TwoHosts]:
+    """Start two hosts; skips the test where that is not permitted."""
+    reason = machine.why_not()
+    if reason is not None:
+        pytest.skip(reason)
+    with machine.two_hosts(("one", "two")) as started:
+        hosts = TwoHosts(started, folder)
+        try:
+            yield hosts
+        finally:
+            hosts.close()
+
+
+def _without_schedulers(variables: dict[str, str]) -> dict[str, str]:
+    foreign = ("PET_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "JOB_", "GLOO_", "NCCL_")
+    return {name: value for name, value in variables.items() if not name.startswith(foreign)}

@@ -1,0 +1,160 @@
+"""A real Slurm cluster of two nodes on this machine, `node1` and `node2` of tests/two_hosts.py."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tests import two_hosts
+from tests.two_hosts import NAMES, TwoHosts
+
+_DAEMONS = ("munged", "slurmctld", "slurmd")
+
+# The two nodes have as many "GPUs" as jobs ask for: plain files, which nobody opens.
+_GPUS = 8
+
+# States that a job does not leave.
+_ENDS = ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT")
+
+_CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost=node1
+NodeName=node[1-2] CPUs={cores} Gres=gpu:{gpus}
+PartitionName=all Nodes=ALL Default=YES
+AuthType=auth/munge
+# A job that goes back in the queue starts again when its old credential has expired.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+GresTypes=gpu
+SelectType=select/cons_tres
+ProctrackType=proctrack/linuxproc
+# The file asks for it itself.
+JobRequeue=0
+TaskPlugin=task/none
+MpiDefault=none
+SchedulerParameters=sched_interval=1,bf_interval=1
+KillWait=5
+"""
+
+
+def why_not() -> str | None:
+    """Return why there cannot be a cluster here, or None."""
+    missing = [name for name in _DAEMONS if shutil.which(name) is None]
+    if missing:
+        return f"Slurm needs {', '.join(missing)} (apt-get install slurm-wlm munge)"
+    if os.geteuid() != 0:
+        return "a Slurm cluster of our own needs root"
+    return two_hosts.why_not()
+
+
+class Cluster:
+    """Gives commands to Slurm as a user on the first node does."""
+
+    def __init__(self, hosts: TwoHosts, folder: Path) -> None:
+        self.folder = folder
+        self._hosts = hosts
+        self._environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
+        """Run a command on the first node with these environment variables besides our own."""
+        environment = {**self._environment, **variables}
+        return self._hosts.run(0, *command, cwd=cwd, env=environment)
+
+    def job(self, number: str) -> dict[str, str]:
+        """Return what Slurm knows of a job: JobState, Reason, Restarts, ExitCode, ..."""
+        words = self.run("scontrol", "--oneliner", "show", "job", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, number: str, state: str, seconds: float = 150) -> dict[str, str]:
+        """Wait until a job is in a state, and return what Slurm knows of it then.
+
+        Raises:
+            AssertionError: If it ends in another state, or takes longer; with all that was logged.
+        """
+        awaited = {state, *_ENDS}
+        wait_until(lambda: self.job(number)["JobState"] in awaited, seconds, self.logs)
+        job = self.job(number)
+        assert job["JobState"] == state, f"{job}\n{Path(job['StdOut']).read_text()}\n{self.logs()}"
+        return job
+
+    def nodes(self) -> list[str]:
+        """Return the state of each node."""
+        return self.run("sinfo", "--Node", "--noheader", "--format=%T").split()
+
+    def logs(self) -> str:
+        """Return what Slurm's daemons have logged, for the message of a failed test."""
+        logs = sorted(self.folder.glob("*.log"))
+        return "\n".join(f"--- {log.name} ---\n{log.read_text()}" for log in logs)
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    """Start munged, slurmctld and a slurmd on each node; all of them end with the hosts."""
+    with (
+        # Outside pytest's folders: the path of a socket may have no more than 107 characters.
+        tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as name,
+        two_hosts.two_hosts() as hosts,
+    ):
+        folder = Path(name)
+        _configure(folder)
+        ours = Cluster(hosts, folder)
+        ours.run(*_munged(folder))
+        ours.run("slurmctld", "-c")
+        for host in range(len(NAMES)):
+            environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+            hosts.run(host, "slurmd", env=environment)
+        wait_until(
+            lambda: ours.run("sinfo", "-hN", "-o", "%T").split() == ["idle", "idle"], 20, ours.logs
+        )
+        yield ours
+
+
+def _configure(folder: Path) -> None:
+    (folder / "slurm.conf").write_text(
+        _CONFIGURATION.format(folder=folder, gpus=_GPUS, cores=os.cpu_count())
+    )
+    gpus = folder / "gpus"
+    gpus.mkdir()
+    for number in range(_GPUS):
+        (gpus / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"Name=gpu File={gpus}/gpu[0-{_GPUS - 1}]\n")
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(128))
+
+
+def _munged(folder: Path) -> list[str]:
+    files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log"}
+    files["seed-file"] = "seed"
+    # --force: the folder above, /tmp, may be written by all.
+    return [
+        "munged",
+        "--force",
+        *(f"--{name}={folder}/munge.{end}" for name, end in files.items()),
+    ]
+
+
+def wait_until(
+    condition: Callable[[], bool], seconds: float, state: Callable[[], str] = str
+) -> None:
+    """Wait for a condition.
+
+    Raises:
+        AssertionError: If it does not come true in time; `state` tells how things stand.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"still not so after {seconds:g} s:\n{state()}"
+        time.sleep(0.1)

@@ -1,0 +1,50 @@
+"""The hosts that other tests use leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.two_hosts import ADDRESSES, NAMES, two_hosts, why_not
+
+NETWORK = Path("/sys/class/net")
+TABLE = Path("/etc/hosts")
+
+
+@pytest.fixture(autouse=True)
+def _permitted() -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+def test_each_host_has_a_name_and_an_address() -> None:
+    with two_hosts() as hosts:
+        for host, (name, address) in enumerate(zip(NAMES, ADDRESSES, strict=True)):
+            assert hosts.run(host, "hostname").strip() == name
+            assert f" {address}/24 " in hosts.run(host, "ip", "address")
+            assert hosts.run(1 - host, "getent", "hosts", name).split() == [address, name]
+            assert hosts.run(host, "pwd", cwd=Path("/usr")).strip() == "/usr"
+
+
+def test_a_failed_command_shows_what_it_printed() -> None:
+    with two_hosts() as hosts, pytest.raises(AssertionError, match="ended with 3:\nwhy"):
+        hosts.run(1, "sh", "-c", "echo why; exit 3")
+
+
+def test_nothing_is_left_behind() -> None:
+    interfaces, table = set(NETWORK.iterdir()), TABLE.read_text()
+    with contextlib.suppress(InterruptedError), two_hosts() as hosts:
+        # One that has left its parents, as daemons do.
+        hosts.run(1, "sh", "-c", "setsid sleep 600 > /dev/null 2>&1 & touch /run/something")
+        processes = psutil.Process().children(recursive=True)
+        assert any("600" in process.cmdline() for process in processes)
+        raise InterruptedError("a test that fails in the middle")
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+    assert set(NETWORK.iterdir()) == interfaces
+    assert TABLE.read_text() == table
+    assert not Path("/run/something").exists()
