@@ -77,7 +77,7 @@ def test_a_host_that_falls_silent_is_named(
     ("error", "message"),
     [
         (api.RendezvousClosedError(), "ended on another host"),
-        (api.RendezvousConnectionError("the store"), r"has ended \(the store\)"),
+        (api.RendezvousConnectionError(), r"ended on the first host \(n1, 127\.0\.0\.1\)"),
     ],
 )
 def test_errors_of_torchrun_are_one_message(
