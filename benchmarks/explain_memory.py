@@ -20,11 +20,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks import figures
 from benchmarks.report import machine, save
+from distmp.assembly import Progress, build_engine, prepare, training_batches
 from distmp.config import RunConfig, load
 from distmp.explain.explanation import predict
 from distmp.parallel.world import World
 from distmp.precision import PrecisionPolicy, resolve
-from distmp.trainer import Progress, build_engine, prepare, training_batches
 
 CPU = torch.device("cpu")
 QUICKSTART = ("--config", "configs/quickstart.yaml")

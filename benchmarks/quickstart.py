@@ -24,13 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import figures
 from benchmarks.report import Spread, alternating, machine, save
+from distmp.assembly import Progress, prepare, training_batches
 from distmp.config import RunConfig, load
 from distmp.launcher.local import run_ranks
 from distmp.optim.build import schedule_factory, weight_decay_groups
 from distmp.parallel.world import World, join, leave
 from distmp.stopping import StopSignals
 from distmp.telemetry import Console, LogConfig
-from distmp.trainer import Progress, Trainer, prepare, training_batches
+from distmp.trainer import Trainer
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 

@@ -27,10 +27,10 @@ from benchmarks import figures
 from benchmarks.ranks import Ranks, is_rank, serve
 from benchmarks.report import machine, save
 from distmp import Engine
+from distmp.assembly import Progress, build_engine, prepare, training_batches
 from distmp.config import RunConfig, load
 from distmp.parallel.world import World
 from distmp.slices import FlatSlice
-from distmp.trainer import Progress, build_engine, prepare, training_batches
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 MICROBATCHES = 8

@@ -13,6 +13,15 @@ from pathlib import Path
 
 import torch
 
+from distmp.assembly import (
+    Progress,
+    build_engine,
+    find_checkpoint,
+    prepare,
+    restore,
+    start_from_weights,
+    training_batches,
+)
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
 from distmp.launcher.environment import RankEnvironment
@@ -23,15 +32,6 @@ from distmp.settings import command_line
 from distmp.telemetry.calibration import Calibration, as_json, report
 from distmp.telemetry.gradient_ranges import draw_gradient_ranges
 from distmp.train import end_process, run_as_rank
-from distmp.trainer import (
-    Progress,
-    build_engine,
-    find_checkpoint,
-    prepare,
-    restore,
-    start_from_weights,
-    training_batches,
-)
 
 
 @dataclass(frozen=True)

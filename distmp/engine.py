@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.activity import activity
 from distmp.errors import CheckpointError, ConfigError, TrainingError
+from distmp.faults.activity import activity
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome

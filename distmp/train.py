@@ -15,13 +15,13 @@ from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from distmp import failures
 from distmp.config import RunConfig, load
 from distmp.errors import STOPPED_EXIT_CODE, DistmpError
+from distmp.faults import failures
+from distmp.faults.restarts import Restarts
 from distmp.launcher import preflight
 from distmp.launcher.environment import RankEnvironment
 from distmp.parallel.world import World, join, leave
-from distmp.restarts import Restarts
 from distmp.stopping import StopSignals, ignore_stop_signals
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams

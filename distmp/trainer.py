@@ -6,39 +6,40 @@ import dataclasses
 import hashlib
 import os
 import signal
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from distmp import manifest, rollback, settings
-from distmp.activity import activity
+from distmp import manifest, settings
+from distmp.assembly import (
+    Progress,
+    build_engine,
+    find_checkpoint,
+    prepare,
+    restore,
+    start_from_weights,
+    training_batches,
+)
 from distmp.checkpoint import store
 from distmp.checkpoint.changes import Changes
 from distmp.checkpoint.origin import changes_since, origin
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
-from distmp.data.build import Datasets, build_datasets
-from distmp.data.loading import Batch, evaluation_batches, step_batches
-from distmp.data.order import microbatches_per_rank
+from distmp.data.loading import evaluation_batches
 from distmp.data.text import decode, encode
-from distmp.engine import Engine
 from distmp.errors import CheckpointError
+from distmp.faults import rollback
+from distmp.faults.activity import activity
+from distmp.faults.restarts import Restarts
+from distmp.faults.rollback import Finding
 from distmp.launcher.accelerate import overruled
 from distmp.models.architecture import architecture
-from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.sampling import generate
-from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.outcome import StepOutcome
-from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.world import World, all_or_none, from_rank_0
-from distmp.precision import PolicyLike
-from distmp.restarts import Restarts
-from distmp.rollback import Finding
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
 from distmp.stopping import StopSignals, asked_on_some_rank, until_asked
@@ -57,32 +58,6 @@ from distmp.telemetry import (
 )
 from distmp.telemetry.trackers import Trackers
 from distmp.time_budget import TimeBudget, job_started
-
-
-class Parts(NamedTuple):
-    """What a run is made of, before anything is distributed."""
-
-    datasets: Datasets
-    model: nn.Module
-    loss: Loss
-    microbatches: int
-
-
-@dataclass
-class Progress:
-    """Where a run stands; all that is needed to find the next sample.
-
-    Attributes:
-        step: Steps done, skipped ones included.
-        samples: Samples consumed by all ranks together, or passed over by a rollback.
-        rollbacks: How often the run has gone back to a checkpoint.
-        rolled_back_to: The step that it went back to the last time.
-    """
-
-    step: int = 0
-    samples: int = 0
-    rollbacks: int = 0
-    rolled_back_to: int | None = None
 
 
 class Trainer:
@@ -573,132 +548,3 @@ class _OutOfBounds(NamedTuple):
 
     unread: _Unread
     finding: Finding
-
-
-def prepare(config: RunConfig, world: World) -> Parts:
-    """Build everything that needs no other rank.
-
-    Raises:
-        ConfigError: If data, model or batch cannot be had as configured.
-    """
-    microbatches = microbatches_per_rank(
-        config.batch.global_batch_size, config.batch.microbatch_size, world.world_size
-    )
-    if config.reproducible:
-        check_power_of_two(microbatches)
-    store.check_reachable(config.checkpoint.path, config.resume)
-    datasets = build_datasets(config.data)
-    torch.manual_seed(config.seed)
-    model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
-    return Parts(datasets, model, build_loss(config.model), microbatches)
-
-
-def start_from_weights(config: RunConfig, model: nn.Module) -> None:
-    """Give the model the weights that `model.weights` names, if any.
-
-    Raises:
-        ConfigError: If they cannot be read or do not fit.
-    """
-    if config.model.weights is not None:
-        # Imported here: most runs have no use for it.
-        from distmp.checkpoint.weights import load_weights
-
-        load_weights(model, config.model.weights)
-
-
-def build_engine(
-    config: RunConfig,
-    parts: Parts,
-    world: World,
-    *,
-    policy: PolicyLike,
-    attribution: bool,
-) -> Engine:
-    """Build the engine of a configuration.
-
-    Args:
-        config: The settings of optimizer, schedule, strategy and loss scale.
-        parts: What `prepare` returned.
-        world: The ranks, which all have to call it.
-        policy: What is computed in which type.
-        attribution: Whether the engine keeps what `Engine.explain` needs.
-
-    Raises:
-        ConfigError: If model, policy, strategy and optimizer do not fit together.
-    """
-    return Engine(
-        parts.model,
-        parts.loss,
-        optimizer_factory(config.optim),
-        policy=policy,
-        strategy=config.strategy,
-        parallel=config.parallel(parts.microbatches),
-        schedule=schedule_factory(config.schedule, config.steps),
-        max_norm=config.optim.max_norm,
-        loss_scale=config.precision.loss_scale,
-        max_consecutive_skips=config.precision.max_consecutive_skips,
-        attribution=attribution,
-        shard_optimizer=config.shard_optimizer,
-        reproducible=config.reproducible,
-        on_nonfinite=config.precision.on_nonfinite,
-        divergence=config.divergence,
-        device=world.device,
-    )
-
-
-def training_batches(
-    config: RunConfig, parts: Parts, world: World, progress: Progress
-) -> Generator[list[Batch], None, None]:
-    """Return the microbatches of this rank for each step from `progress` on; close it when done."""
-    return step_batches(
-        parts.datasets.train,
-        seed=config.seed,
-        first_sample=progress.samples,
-        global_batch_size=config.batch.global_batch_size,
-        microbatch_size=config.batch.microbatch_size,
-        rank=world.rank,
-        world_size=world.world_size,
-        workers=config.data.workers,
-        pin_memory=world.device.type == "cuda",
-    )
-
-
-def find_checkpoint(config: RunConfig) -> store.Location | None:
-    """Return the checkpoint to continue from, or None for a run that starts anew.
-
-    Every rank has to call it; damaged checkpoints are reported and passed over.
-
-    Raises:
-        CheckpointError: If there is none where `resume` says, or it is damaged.
-    """
-    if config.resume is None:
-        return None
-    place = config.checkpoint.path
-    run = store.Ranks(None).on_rank_0(
-        f"find the folder of {config.run_dir}",
-        lambda: str((latest_run(config.run_dir, place) or RunDirectory(Path(config.run_dir))).path),
-    )
-    return store.resolve(config.resume, RunDirectory(Path(run), place).checkpoints)
-
-
-def restore(engine: Engine, checkpoint: store.Location, *, optimizer: bool = True) -> Progress:
-    """Load a checkpoint into an engine; return where the run stood. Every rank has to call it.
-
-    Args:
-        engine: Gets the state.
-        checkpoint: As `find_checkpoint` has found it, hence compared with its checksums.
-        optimizer: Whether the state of the optimizer is loaded too; otherwise that begins anew.
-
-    Raises:
-        CheckpointError: If it cannot be read, or does not fit the engine.
-    """
-    left_out = () if optimizer else ("optimizer/",)
-    stored = store.stored_tensors(checkpoint)
-    kept = {name: kind for name, kind in stored.items() if not name.startswith(left_out)}
-    state = engine.prepare_to_load(kept)
-    wanted = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
-    store.load(checkpoint, wanted, verified=True)
-    engine.load_state_dict(state)
-    numbers: dict[str, Any] = store.read_numbers(checkpoint)
-    known = {field.name for field in dataclasses.fields(Progress)}
-    return Progress(**{name: number for name, number in numbers.items() if name in known})

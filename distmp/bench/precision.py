@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from distmp.assembly import Progress, build_engine, prepare, training_batches
 from distmp.bench.comparison import Comparison, Measured, Refused, draw, report
 from distmp.config import RunConfig
 from distmp.errors import ConfigError, SetupError
@@ -24,7 +25,6 @@ from distmp.precision import policy, resolve
 from distmp.settings import command_line
 from distmp.telemetry.memory import begin_peak, peak_since
 from distmp.train import end_process, run_as_rank
-from distmp.trainer import Progress, build_engine, prepare, training_batches
 
 # Compiled, allocated and cached by then; these steps are not timed.
 WARM_UP = 3

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.activity import activity
 from distmp.buckets.waiting import waiting
+from distmp.faults.activity import activity
 
 # torch 2.13 renamed them and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

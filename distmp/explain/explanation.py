@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distmp.assembly import prepare
 from distmp.config import RunConfig
 from distmp.explain import memory as parts_of_memory
 from distmp.explain.follow import follow
@@ -23,7 +24,6 @@ from distmp.parallel.world import World, local_device
 from distmp.precision import PrecisionPolicy, as_mapping, resolve
 from distmp.precision.costs import costs
 from distmp.precision.policy import dtype_name, dtype_word
-from distmp.trainer import prepare
 
 # The first microbatch of a step, one in between, and the last.
 MICROBATCHES_RUN = 3

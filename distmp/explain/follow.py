@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from distmp.assembly import Parts, Progress, build_engine, training_batches
 from distmp.config import RunConfig
 from distmp.engine import Engine
 from distmp.explain import memory as parts_of_memory
@@ -15,7 +16,6 @@ from distmp.explain.memory import LiveBytes
 from distmp.explain.wire import Sent, Wire
 from distmp.parallel.world import World
 from distmp.precision import PrecisionPolicy
-from distmp.trainer import Parts, Progress, build_engine, training_batches
 
 # How many steps ago the oldest microbatches are that an engine keeps for attribution.
 STEPS_KEPT = 2
@@ -48,7 +48,7 @@ def follow(
 
     Args:
         config: The run.
-        parts: What it is made of, see `distmp.trainer.prepare`.
+        parts: What it is made of, see `distmp.assembly.prepare`.
         world: The ranks, which all have to call it, or which are pretended.
         policy: Its policy, resolved.
         steps: How many; optimizer state and what ranks agree on once is there from the second on.

@@ -14,12 +14,12 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.assembly import Progress, build_engine, prepare, training_batches
 from distmp.config import RunConfig
 from distmp.explain.types import NO_MODULE, Group, group_name
 from distmp.parallel.strategy import parameter_name
 from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy, dtype_name
-from distmp.trainer import Progress, build_engine, prepare, training_batches
 
 # By kind: names of operations that say in which type a module computes.
 OPERATIONS = {

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.explain_memory import peak_allocated, stepper
 from distmp import cli
+from distmp.assembly import prepare
 from distmp.config import RunConfig
 from distmp.errors import ConfigError, SetupError
 from distmp.explain.explanation import explain, predict
@@ -20,7 +21,6 @@ from distmp.explain.follow import follow
 from distmp.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
 from distmp.parallel.world import World
 from distmp.precision import resolve
-from distmp.trainer import prepare
 from tests.explain.runs import CPU, SMALL, policy, run
 from tests.ranks import run_ranks
 from tests.recording import Collectives

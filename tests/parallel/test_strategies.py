@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distmp.assembly import restore
 from distmp.checkpoint import store
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy
 from distmp.scaling import LossScaleConfig
-from distmp.trainer import restore
 from tests.parallel.sharding import FOUR_BY_TWO, Observed, sharded
 from tests.parallel.test_replicated import train_rank
 from tests.ranks import ranks, run_ranks

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp import stacks, watchdog
-from distmp.activity import Activity
-from distmp.hang_report import Report, Silence, report
+from distmp.faults import stacks, watchdog
+from distmp.faults.activity import Activity
+from distmp.faults.hang_report import Report, Silence, report
+from distmp.faults.peers import Answer, Ending, Peers, Place, Status
+from distmp.faults.watchdog import Observer, Watchdog
 from distmp.launcher.job_store import HashStore
-from distmp.peers import Answer, Ending, Peers, Place, Status
-from distmp.watchdog import Observer, Watchdog
 from tests.ranks import ranks
 
 LIMIT = 10.0

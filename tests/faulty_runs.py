@@ -23,9 +23,9 @@ STEPS = 6
 # A rank that goes silent has given a sign of life since its first step.
 LATE_SECONDS = 2.5
 ARGUMENTS = [
-    "--data.source=tests.faults:line",
-    "--model.name=tests.faults:Affine",
-    "--model.loss=tests.faults:squared",
+    "--data.source=tests.faulty_runs:line",
+    "--model.name=tests.faulty_runs:Affine",
+    "--model.loss=tests.faulty_runs:squared",
     "--batch.global-batch-size=8",
     "--batch.microbatch-size=2",
     "--precision.policy=fp32",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distmp.config import BatchConfig, RunConfig
-from distmp.out_of_memory import _asked, advice, is_out_of_memory
+from distmp.faults.out_of_memory import _asked, advice, is_out_of_memory
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "

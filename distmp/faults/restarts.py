@@ -14,8 +14,8 @@ from typing import Any
 from distmp.checkpoint import store as checkpoints
 from distmp.checkpoint.location import Location, locate
 from distmp.errors import TrainingError
+from distmp.faults.peers import Peers
 from distmp.launcher import job_store
-from distmp.peers import Peers
 from distmp.run_directory import RunDirectory
 from distmp.telemetry import RecordError, read_records
 

@@ -1,7 +1,7 @@
 """Finds ranks that hang or are gone, says which and where, and ends the others.
 
 Every rank has a thread that gives a sign of life each second: how long ago the main thread last got
-further (see `distmp.activity`), and where it is. The first and the last rank look at all of them;
+further (see `distmp.faults.activity`), and where it is. The first and the last rank look at all of them;
 when nobody has got further for so long that something must be wrong, one of the two asks every rank
 where it stands, reports it once, and all ranks end.
 
@@ -26,10 +26,10 @@ from typing import NoReturn
 import psutil
 import torch.distributed as dist
 
-from distmp import hang_report, stacks
-from distmp.activity import Activity
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
-from distmp.peers import Answer, Ending, Peers, Place, Status
+from distmp.faults import hang_report, stacks
+from distmp.faults.activity import Activity
+from distmp.faults.peers import Answer, Ending, Peers, Place, Status
 
 INTERVAL_SECONDS = 1.0
 # How many signs later a rank that has been asked has answered, unless it cannot.

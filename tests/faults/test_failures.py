@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distmp import failures
 from distmp.config import RunConfig
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, CheckpointError, SetupError
+from distmp.faults import failures
 from distmp.launcher.environment import RankEnvironment
-from tests import faults
+from tests import faulty_runs
 from tests.elastic import Done, Job, run_jobs
 from tests.torchrun import python, run
 
@@ -50,8 +50,8 @@ WAITING = {
 
 def job(fault: str, *arguments: str, ranks: int = 2) -> Job:
     return Job(
-        [*faults.ARGUMENTS, *arguments],
-        entry="tests.faults:train",
+        [*faulty_runs.ARGUMENTS, *arguments],
+        entry="tests.faulty_runs:train",
         ranks=ranks,
         variables={"FAULT": fault},
     )
@@ -125,7 +125,7 @@ def test_a_crash_in_native_code_shows_where(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAULT", "0 forward crash")
-    done = run(python("-m", "distmp.train", *faults.ARGUMENTS), tmp_path)
+    done = run(python("-m", "distmp.train", *faulty_runs.ARGUMENTS), tmp_path)
     assert done.returncode == -signal.SIGSEGV
     assert "in _crash\n" in done.stderr
 

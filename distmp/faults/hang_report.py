@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from distmp.peers import Answer, Status
+from distmp.faults.peers import Answer, Status
 
 # How many ranks are shown with their stack.
 SHOWN = 4

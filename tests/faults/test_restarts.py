@@ -17,15 +17,15 @@ import psutil
 import pytest
 import torch
 
-from distmp.activity import activity
 from distmp.checkpoint import store
 from distmp.errors import TrainingError
+from distmp.faults.activity import activity
+from distmp.faults.peers import Ending, Peers
+from distmp.faults.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.launcher.job_store import HashStore, PrefixStore, of_attempt
-from distmp.peers import Ending, Peers
-from distmp.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.run_directory import RunDirectory, create_run
 from distmp.telemetry import RecordWriter, read_records
-from tests import elastic, faults
+from tests import elastic, faulty_runs
 from tests.elastic import Job, run_jobs
 from tests.telemetry.samples import record
 from tests.torchrun import TINY, corpus, environment, torchrun
@@ -34,11 +34,11 @@ KILLS = 50
 STEPS = 300
 SEED = 20261121
 LONG = [
-    *(word for word in faults.ARGUMENTS if not word.startswith("--steps")),
+    *(word for word in faulty_runs.ARGUMENTS if not word.startswith("--steps")),
     f"--steps={STEPS}",
     "--checkpoint.every=2",
     "--log.every=100",
-    "--model.name=tests.test_restarts:Noisy",
+    "--model.name=tests.faults.test_restarts:Noisy",
 ]
 
 
@@ -48,9 +48,9 @@ class Noisy(torch.nn.Sequential):
     def __init__(self) -> None:
         width = 16
         super().__init__(
-            torch.nn.Linear(faults.SIZE, width),
+            torch.nn.Linear(faulty_runs.SIZE, width),
             torch.nn.Dropout(0.2),
-            torch.nn.Linear(width, faults.SIZE),
+            torch.nn.Linear(width, faulty_runs.SIZE),
         )
 
 
@@ -105,7 +105,10 @@ def _kill_in_step(seconds: float) -> None:
 
 @pytest.mark.timeout(600)
 def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
-    jobs = [Job(LONG), Job(LONG, entry="tests.test_restarts:killed", max_restarts=KILLS + 10)]
+    jobs = [
+        Job(LONG),
+        Job(LONG, entry="tests.faults.test_restarts:killed", max_restarts=KILLS + 10),
+    ]
     whole, mended = run_jobs(jobs, tmp_path, timeout=570)
     assert whole.exit_codes == {}
     assert mended.exit_codes == {}, mended.stderr
@@ -183,8 +186,8 @@ def _kill_a_rank(job: subprocess.Popen[bytes], run: Path, after_step: int, rank:
 @pytest.mark.timeout(200)
 def test_a_fault_that_comes_again_ends_the_restarts(tmp_path: Path) -> None:
     job = Job(
-        [*faults.ARGUMENTS, "--checkpoint.every=1"],
-        entry="tests.faults:train",
+        [*faulty_runs.ARGUMENTS, "--checkpoint.every=1"],
+        entry="tests.faulty_runs:train",
         max_restarts=RESTARTS_WITHOUT_GAIN + 4,
         variables={"FAULT": "1 forward raise"},
     )

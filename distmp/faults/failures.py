@@ -15,15 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distmp.activity import activity
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
+from distmp.faults.activity import activity
+from distmp.faults.out_of_memory import advice
+from distmp.faults.peers import Ending, Peers
+from distmp.faults.watchdog import Watchdog, record
 from distmp.launcher import job_store
 from distmp.launcher.environment import RankEnvironment
-from distmp.out_of_memory import advice
 from distmp.parallel.world import World
-from distmp.peers import Ending, Peers
 from distmp.stopping import StopSignals
-from distmp.watchdog import Watchdog, record
 
 # How long a rank waits for its launcher to end it, which takes well under a second.
 GRACE_SECONDS = 10.0

@@ -1,0 +1,1 @@
+"""What goes wrong in a run: hangs, failing ranks, memory that runs out, and how a run goes on."""
