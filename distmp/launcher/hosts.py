@@ -192,10 +192,11 @@ def run_on_hosts(plan: HostsPlan) -> int:
         ConfigError: If ssh cannot be run.
     """
     with ExitStack() as stack:
-        agents = [
-            stack.enter_context(_agent(name, command)) for name, command in plan.commands.items()
-        ]
+        agents: list[_Agent] = []
+        # First, so that a signal reaches all that has been started.
         received = stack.enter_context(_forwarded_signals(agents))
+        for name, command in plan.commands.items():
+            agents.append(stack.enter_context(_agent(name, command)))
         failed = _wait(agents, plan.fewest)
     if received:
         _say(f"stopped by {received[0].name}")
@@ -314,14 +315,18 @@ def follow_stdin() -> None:
 
     Ranks get an empty standard input.
     """
-    lines = os.fdopen(os.dup(0))
+    told = os.dup(0)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
 
     def obey() -> None:
-        for line in lines:
-            with suppress(KeyError):
-                os.kill(os.getpid(), signal.Signals[line.strip()])
+        # Without a buffer, whose lock an ending interpreter would wait for.
+        rest = b""
+        while received := os.read(told, 1024):
+            *lines, rest = (rest + received).split(b"\n")
+            for line in lines:
+                with suppress(KeyError):
+                    os.kill(os.getpid(), signal.Signals[line.decode(errors="replace").strip()])
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=obey, daemon=True).start()

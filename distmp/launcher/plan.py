@@ -96,6 +96,10 @@ class Endpoint:
     seconds: int
     silence_seconds: int
 
+    def others(self) -> list[str]:
+        """Return the machines that are known besides this one."""
+        return [host for rank, host in enumerate(self.hosts) if rank != self.node_rank]
+
     def __str__(self) -> str:
         return join_port(self.address, self.port)
 
@@ -131,6 +135,11 @@ class Plan:
         lines = [f"# environment: {self.job.environment} ({self.job.evidence})"]
         lines += [f"# note: {note}" for note in (*self.job.notes, *self.notes)]
         lines += [f"#   {choice.value:{width}}  {choice.reason}" for choice in choices]
+        if self.endpoint is not None:
+            others = ", ".join(self.endpoint.others()) or "the other machines"
+            lines.append(
+                f"# the same on {others}, each with its own is_host, address and interface"
+            )
         lines.append(" ".join([*variables, "torchrun", shlex.join([*self.torchrun(), *command])]))
         return "".join(f"{line}\n" for line in lines)
 

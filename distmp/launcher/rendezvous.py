@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distmp.errors import DistmpError
 from distmp.launcher.network import join_port
@@ -319,12 +319,10 @@ def failures_named(rendezvous: Rendezvous) -> Iterator[None]:
         raise LaunchError(rendezvous.absent()) from None
     except api.RendezvousClosedError:
         raise LaunchError("the run has ended on another host; see what that says") from None
-    except (api.RendezvousError, dist.DistNetworkError, dist.DistStoreError) as error:
+    except (api.RendezvousError, dist.DistNetworkError, dist.DistStoreError):
         lost = rendezvous.silent()
-        cause: Any = error.__cause__ or error
         raise LaunchError(
             f"lost {', '.join(lost)}, which does not answer any more"
             if lost
-            else f"the rendezvous at {rendezvous.endpoint} has ended ({cause}); see what the first "
-            "host says"
+            else f"the run has ended on {_head(rendezvous.endpoint)}; see what that says"
         ) from None

@@ -182,8 +182,8 @@ def test_a_signal_reaches_every_host(tmp_path: Path, ssh: list[str]) -> None:
     assert err == "distmp launch: stopped by SIGINT\n"
 
 
-@pytest.mark.parametrize(("told", "code"), [("SIGUSR1\n", 40), ("", 41), ("NONSENSE\n", 41)])
-def test_an_agent_follows_its_standard_input(told: str, code: int) -> None:
+@pytest.mark.parametrize(("told", "code"), [("SIGUSR1\n", 40), (None, 41), ("NONSENSE\n", None)])
+def test_an_agent_follows_its_standard_input(told: str | None, code: int | None) -> None:
     program = """
         import signal, sys, time
         from distmp.launcher.hosts import follow_stdin
@@ -191,16 +191,31 @@ def test_an_agent_follows_its_standard_input(told: str, code: int) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(41))
         follow_stdin()
         assert sys.stdin.read() == ""
-        time.sleep(60)
+        print("ready", flush=True)
+        time.sleep(600)
     """
-    finished = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
-        input=told,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
         env=environment(),
     )
-    assert finished.returncode == code
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with process:
+        assert process.stdout.readline() == "ready\n"
+        if told is None:
+            process.stdin.close()
+        else:
+            process.stdin.write(told)
+            process.stdin.flush()
+        if code is None:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(1)
+            process.kill()
+        else:
+            assert process.wait(100) == code
 
 
 def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[str]) -> None:
