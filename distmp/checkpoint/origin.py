@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import platform
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from distmp.parallel.world import World
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
 from distmp.settings import leaf_names, to_mapping
-from distmp.settings.convert import join
+from distmp.settings.flat import digest, flat
 
 # What is compared besides settings, and how it is called.
 FACTS = {
@@ -64,11 +63,6 @@ def origin(
     }
 
 
-def digest(configuration: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of a configuration, whatever the order of its settings."""
-    return hashlib.sha256(json.dumps(configuration, sort_keys=True).encode()).hexdigest()
-
-
 def as_numbers(config: RunConfig) -> dict[str, Any]:
     """Return a configuration as nested dictionaries that JSON gives back unchanged."""
     found: dict[str, Any] = json.loads(json.dumps(to_mapping(config), default=str))
@@ -88,22 +82,10 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     facts_before, facts_now = _facts(before), _facts(now)
     known = [name for name in facts_now if name in facts_before]
     return compare(
-        _flat(before["configuration"], leaves) | {name: facts_before[name] for name in known},
-        _flat(now["configuration"], leaves) | {name: facts_now[name] for name in known},
-        defaults=_flat(as_numbers(RunConfig()), leaves),
+        flat(before["configuration"], leaves) | {name: facts_before[name] for name in known},
+        flat(now["configuration"], leaves) | {name: facts_now[name] for name in known},
+        defaults=flat(as_numbers(RunConfig()), leaves),
     )
-
-
-def _flat(section: Mapping[str, Any], leaves: frozenset[str], where: str = "") -> dict[str, Any]:
-    """Return dotted name to value; a setting that is a dictionary stays one."""
-    found = {}
-    for key, value in section.items():
-        name = join(where, key)
-        if isinstance(value, Mapping) and name not in leaves:
-            found.update(_flat(value, leaves, name))
-        else:
-            found[name] = value
-    return found
 
 
 def _facts(numbers: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Every rank has a thread that gives a sign of life each second: how long ago the main thread last got
 further (see `activity`), and where it is. The first and the last rank look at all of them; when
-nobody has got further for so long that something must be wrong, one of the two asks every rank where
-it stands, reports it once, and all ranks end.
+nobody has got further for so long that something must be wrong, one of the two asks every rank
+where it stands, reports it once, and all ranks end.
 
 A rank whose process is stopped, or whose native code keeps Python's lock, gives no signs. It is as
 good as known where it is: the signs stop where it stopped.

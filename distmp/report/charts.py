@@ -17,6 +17,8 @@ Value = Callable[[StepRecord], float]
 
 # With so few steps a smoothed line would lie on the line itself.
 FEW_POINTS = 80
+# Lines of more ranks cannot be told apart.
+MOST_RANKS = 16
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
@@ -33,6 +35,7 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
         _chart("Loss scale", "", runs, lambda r: r.loss_scale, logarithm=2, extra=_skipped),
         _chart("Throughput", "tok/s", runs, _steady(lambda r: r.tokens_per_second)),
         _chart("Time of a step", "s", runs, _steady(lambda r: r.step_seconds)),
+        *_rank_times(runs),
         _chart("Peak memory of the first rank", "MiB", runs, lambda r: r.memory_bytes / 2**20),
     ]
 
@@ -74,6 +77,27 @@ def _skipped(run: Run) -> list[Chart]:
         return []
     marks = _line(f"{len(skipped):,} skipped", skipped, lambda r: r.loss_scale)
     return [marks | {"kind": "marks"}]
+
+
+def _rank_times(runs: Sequence[Run]) -> list[Chart]:
+    """Return what every rank took by itself, where ranks were compared."""
+    series: list[Chart] = []
+    for index, run in enumerate(runs):
+        compared = [record for record in run.records if record.rank_seconds]
+        ranks = max((len(record.rank_seconds or []) for record in compared), default=0)
+        for rank in range(min(ranks, MOST_RANKS)):
+            label = f"rank {rank}" if len(runs) == 1 else f"{run.name}, rank {rank}"
+            series.append(_line(label, compared, _of_rank(rank)) | {"run": index})
+    chart = {"title": "Time of each rank by itself", "unit": "s", "logarithm": 0}
+    return [{**chart, "series": series}] if series else []
+
+
+def _of_rank(rank: int) -> Value:
+    def seconds(record: StepRecord) -> float:
+        times = record.rank_seconds or []
+        return times[rank] if rank < len(times) else math.nan
+
+    return seconds
 
 
 def _steady(value: Value) -> Value:

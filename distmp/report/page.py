@@ -32,6 +32,7 @@ def page(runs: Sequence[Run]) -> str:
                 for i in range(len(charts(runs)))
             ),
             *(_section(_titled("Skipped steps", run, runs), _skipped(run)) for run in runs),
+            *(_section(_titled("Out of bounds", run, runs), _divergence(run)) for run in runs),
             _section("Configuration", _configuration(runs)),
             *(_section(_titled("Environment", run, runs), _pairs(run.environment)) for run in runs),
             f"<footer>distmp {escape(__version__)}</footer>",
@@ -89,6 +90,23 @@ def _skipped(run: Run) -> str:
     rest = f"<p>and {more:,} more, in steps.jsonl</p>" if more > 0 else ""
     table = _table(["step", "loss scale", "why", "what to do"], rows)
     return f'<div class="skipped">{table}</div>{rest}'
+
+
+def _divergence(run: Run) -> str:
+    found = [record for record in run.records if record.divergence]
+    rows = ((f"{record.step:,}", *_what_followed(record)) for record in found[:MOST_SKIPPED])
+    return _table(["step", "what", "then"], rows) if found else ""
+
+
+def _what_followed(record: StepRecord) -> Iterator[str]:
+    found = record.divergence or {}
+    back = found.get("rolled_back")
+    if back is None:
+        yield str(found.get("problem", ""))
+        yield str(found.get("action", ""))
+    else:
+        yield f"step {back.get('from_step')}: {back.get('problem')}"
+        yield f"back to step {back.get('to_step')}"
 
 
 def _causes(record: StepRecord) -> Iterator[str]:

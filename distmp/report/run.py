@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from distmp import manifest
 from distmp.errors import ConfigError
 from distmp.run_directory import RunDirectory
 from distmp.settings import read_yaml
+from distmp.settings.flat import flat
 from distmp.telemetry.records import StepRecord, read_records
 from distmp.telemetry.units import bytes_text, duration, quantity, scale_text
 
@@ -52,8 +52,13 @@ class Run:
             )
         config: dict[str, object] = {}
         if directory.config.is_file():
-            config = dict(flattened(read_yaml(directory.config)))
-        return cls(folder.resolve().name, records, config, {})
+            config = flat(read_yaml(directory.config))
+        environment: dict[str, object] = {}
+        if directory.manifest.is_file():
+            last = dict(manifest.read(directory.manifest)[-1])
+            last.pop("configuration", None)
+            environment = flat(last)
+        return cls(folder.resolve().name, records, config, environment)
 
     def summary(self) -> dict[str, str]:
         """Return the run in a few numbers, for people."""
@@ -78,15 +83,6 @@ class Run:
             "time in steps": duration(seconds),
             "peak memory of a rank": bytes_text(max(record.memory_bytes for record in records)),
         }
-
-
-def flattened(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield dotted name and value of everything in nested mappings."""
-    for key, value in mapping.items():
-        if isinstance(value, Mapping) and value:
-            yield from flattened(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def shown(value: object) -> str:

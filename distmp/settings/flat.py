@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 
-def flat(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Return nested settings under their dotted names."""
+def flat(
+    values: Mapping[str, Any], leaves: Collection[str] = (), section: str = ""
+) -> dict[str, Any]:
+    """Return nested settings under their dotted names.
+
+    Args:
+        values: Sections, settings and sections of sections.
+        leaves: Dotted names of settings that are mappings themselves, and stay so.
+        section: What the names begin with.
+    """
     found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found.update(flat(value, f"{section}{name}."))
+    for key, value in values.items():
+        name = f"{section}{key}"
+        if isinstance(value, Mapping) and value and name not in leaves:
+            found.update(flat(value, leaves, f"{name}."))
         else:
-            found[f"{section}{name}"] = value
+            found[name] = value
     return found
 
 

@@ -168,3 +168,27 @@ def test_a_place_that_cannot_be_written_is_named(
     folder = write_run(tmp_path / "run", [record(1)])
     assert main(["report", str(folder), "--to", str(tmp_path / "nowhere" / "x.html")]) == 2
     assert "No such file or directory" in capsys.readouterr().err
+
+
+def test_ranks_rollbacks_and_the_environment_have_their_places(tmp_path: Path) -> None:
+    back = {"from_step": 9, "to_step": 2, "problem": "loss 99 is above its limit"}
+    records = [
+        record(1),
+        record(2, rank_seconds=[0.5, 0.75]),
+        record(3, divergence={"rolled_back": back}),
+        record(4, rank_seconds=[0.25, math.nan], divergence={"problem": "high", "action": "warn"}),
+    ]
+    folder = write_run(tmp_path / "run", records)
+    starts = [{"versions": {"torch": "1"}}, {"versions": {"torch": "2"}, "configuration": {"a": 1}}]
+    (folder / "manifest.json").write_text(json.dumps({"starts": starts}))
+    page = report(folder)
+    first, second = page.charts()["Time of each rank by itself"]["series"]
+    assert (first["x"], first["y"]) == ([2, 4], [0.5, 0.25])
+    assert second["y"] == [0.75, None]
+    events = page.texts[page.texts.index("Out of bounds") :]
+    assert events[4:10] == [
+        *("3", "step 9: loss 99 is above its limit", "back to step 2"),
+        *("4", "high", "warn"),
+    ]
+    facts = page.texts[page.texts.index("Environment") :]
+    assert facts[1:4] == ["1 facts", "versions.torch", "2"]
