@@ -38,7 +38,7 @@ def test_hosts_of_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", ",", "a,a", "a b", "a:0", "a:x", "-oProxyCommand=x", "a;b", "no/such/file"]
+    "text", ["", ",", "a,a", "a b", "a:0", "a:x", "-oProxyCommand=x", "-v", "a;b", "no/such/file"]
 )
 def test_no_hosts(text: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):

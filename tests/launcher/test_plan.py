@@ -274,7 +274,7 @@ def test_shown_with_reasons_and_ready_to_paste() -> None:
     *comments, command = planned.shown(["-m", "distmp.train", "a b"]).splitlines()
     assert all(line.startswith("#") for line in comments)
     assert "# note: took slurm" in comments
-    assert comments[-1].startswith("# the same on n1, with is_host, address")
+    assert comments[-1].startswith("# the same on n1, each with its own")
     for value, choice in [
         *((option.value, option) for option in planned.options),
         *((f"{name}={choice.value}", choice) for name, choice in planned.variables.items()),

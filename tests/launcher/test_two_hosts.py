@@ -70,27 +70,15 @@ def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path
         assert not re.search(r"Traceback|^\[?[WE]\d{4}", output, flags=re.MULTILINE), output
 
 
-def test_the_cable_is_pulled_twice(hosts: TwoHosts, tmp_path: Path) -> None:
-    """Once for a while: the run goes on from its checkpoint. Then for good: it ends, with names."""
+def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
+    """Each host ends within its time-out and names the other one."""
     words = [
-        *meeting_at("one:29400", "--max-restarts=9"),
-        *("--rdzv-conf", "join_timeout=60,read_timeout=40"),
+        *meeting_at("one:29400", "--rdzv-conf", "read_timeout=20"),
         *("--", *TINY, "--data.path", str(corpus(tmp_path / "data"))),
-        *("--run-dir", str(tmp_path / "run"), "--steps=100000", "--resume=auto"),
-        *("--checkpoint.every=5", "--timeout-minutes=0.25", "--validation.final-samples=2"),
+        *("--run-dir", str(tmp_path / "run"), "--steps=100000", "--timeout-minutes=0.25"),
     ]
-    # A rank that waits for another does not heed SIGTERM; torchrun kills it after half a minute.
-    sooner = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5"}
-    agents = [hosts.launch(host, *words, **sooner) for host in range(2)]
-    wait_for_steps(tmp_path, 10, agents[0])
-    hosts.cut()
-    time.sleep(18)
-    hosts.mend()
-    # Rank 0 is on the host whose address comes first.
-    agents[0].wait_for("continuing from")
-    wait_for_steps(tmp_path, max(steps(tmp_path)) + 10, agents[0])
-    numbers = steps(tmp_path)
-    assert numbers == list(range(1, len(numbers) + 1))
+    agents = [hosts.launch(host, *words) for host in range(2)]
+    wait_for_steps(tmp_path, 3, agents[0])
     hosts.cut()
     (first_code, first_output), (second_code, second_output) = (a.finish() for a in agents)
     assert first_code != 0
