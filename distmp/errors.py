@@ -92,8 +92,8 @@ class CheckpointError(DistmpError, RuntimeError):
         >>> try:
         ...     store.load(Path("nowhere"), {})
         ... except CheckpointError as error:
-        ...     print(str(error).partition(":")[0])
-        cannot load nowhere
+        ...     print(error)
+        nowhere cannot be used: nowhere/state.json is missing
     """
 
 

@@ -89,6 +89,8 @@ def end_process(exit_code: int) -> NoReturn:
 def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int:
     restarts = Restarts.of_this_job(environment.world_size)
     if (given_up := restarts.given_up()) is not None:
+        if given_up == STOPPED_EXIT_CODE and environment.rank == 0:
+            sys.stdout.write("the run was stopped in order and is not started again\n")
         return given_up
     if config.log.files:
         log.start(_header(environment))

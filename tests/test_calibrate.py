@@ -134,7 +134,8 @@ def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
             return step(*args, **options)
 
     trainer.engine.step = stepped  # type: ignore[method-assign]
-    trainer.train(StopSignals())
+    with trainer.writer:
+        trainer.train(StopSignals())
     if trainer.records is not None:
         trainer.records.close()
     resumed = load([*common, "--calibrate-steps=1", "--resume=run/checkpoints/step-000002"])

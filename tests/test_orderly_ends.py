@@ -100,7 +100,7 @@ def _time_is_over_on_rank_1(folder: Path) -> None:
     limited.budget = TimeBudget(minutes, 0, 0.0, clock=lambda: 60.0 * limited.progress.step)
     assert not limited.run(StopSignals())
     assert limited.progress.step == 6
-    assert limited.saved_step == 6
+    assert limited.writer.saved_step == 6
     # A job that has no time at all does not begin.
     late = trainer(folder, "--max-minutes=5", "--resume=auto")
     late.budget = TimeBudget(5.0, 0, 0.0, clock=lambda: 600.0)

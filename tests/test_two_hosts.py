@@ -37,10 +37,15 @@ def test_a_failed_command_shows_what_it_printed() -> None:
 
 def test_nothing_is_left_behind() -> None:
     interfaces, table = set(NETWORK.iterdir()), TABLE.read_text()
+    before = psutil.Process().children(recursive=True)
     with contextlib.suppress(InterruptedError), two_hosts() as hosts:
         # One that has left its parents, as daemons do.
         hosts.run(1, "sh", "-c", "setsid sleep 600 > /dev/null 2>&1 & touch /run/something")
-        processes = psutil.Process().children(recursive=True)
+        processes = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if process not in before
+        ]
         assert any("600" in process.cmdline() for process in processes)
         raise InterruptedError("a test that fails in the middle")
     _, alive = psutil.wait_procs(processes, timeout=10)

@@ -26,7 +26,7 @@ from distmp.parallel.world import World
 from distmp.stopping import StopSignals
 
 # How long a rank waits for its launcher to end it, which takes well under a second.
-GRACE_SECONDS = 10.0
+GRACE_SECONDS = 15.0
 # How long a rank that lost another one waits for that one's message.
 MESSAGE_SECONDS = 2.0
 STORE_SECONDS = 20.0

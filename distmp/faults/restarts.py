@@ -70,9 +70,12 @@ class Restarts:
         """
         if self.directory is None:
             return configured()
-        # A checkpoint in the folder may be later than the one that the job was told to begin with.
-        own = self._recall("saved") and checkpoints.resolve("auto", self.directory.checkpoints)
         first = self._recall("first checkpoint")
+        own = None
+        # Until this job has saved, the folder may hold later checkpoints than the one that it was
+        # told to begin with; a run that began anew has none but its own.
+        if first is None or self._recall("saved"):
+            own = checkpoints.resolve("auto", self.directory.checkpoints)
         return own or (locate("resume", first) if first else None)
 
     def begin(self, directory: RunDirectory, checkpoint: Location | None) -> None:

@@ -200,7 +200,11 @@ def run_on_hosts(plan: HostsPlan) -> int:
         # First, so that a signal reaches all that has been started.
         received = stack.enter_context(_forwarded_signals(agents))
         for name, command in plan.commands.items():
-            agents.append(stack.enter_context(_agent(name, command)))
+            agent = stack.enter_context(_agent(name, command))
+            agents.append(agent)
+            for number in received:  # while the agent was being started
+                if number not in agent.told:
+                    agent.tell(number)
         failed = _wait(agents, plan.fewest)
     if received:
         _say(f"stopped by {received[0].name}")
@@ -222,9 +226,11 @@ class _Agent:
     name: str
     process: subprocess.Popen[str]
     readers: list[threading.Thread] = field(default_factory=list)
+    told: list[signal.Signals] = field(default_factory=list)
 
     def tell(self, number: signal.Signals) -> None:
         """Have the agent behave as if it had got a signal."""
+        self.told.append(number)
         with suppress(BrokenPipeError, ValueError):
             assert self.process.stdin is not None
             self.process.stdin.write(f"{number.name}\n")

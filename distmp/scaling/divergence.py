@@ -36,7 +36,15 @@ SMALLEST_LOG_NORM_DEVIATION = 0.05
 
 @dataclass(frozen=True)
 class DivergenceConfig:
-    """What is done about a loss or a norm that is out of bounds."""
+    """What is done about a loss or a norm that is out of bounds.
+
+    Raises:
+        ConfigError: For a word or a number that cannot work.
+
+    Example:
+        >>> DivergenceConfig(on_spike="rollback", loss_threshold=6).rolls_back
+        True
+    """
 
     on_spike: Literal["ignore", "warn", "skip", "rollback"] = "warn"
     """After a spike of loss or norm: say so, leave the update out, or go back to the last

@@ -13,7 +13,12 @@ import yaml
 from benchmarks.figures import ROOT
 from distmp import time_budget
 from distmp.config import RunConfig
-from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
+from distmp.errors import (
+    HANG_EXIT_CODE,
+    LOST_PEER_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    ConfigError,
+)
 from distmp.scaling import divergence
 from distmp.scaling.divergence import DivergenceConfig
 from distmp.settings import from_mapping
@@ -32,8 +37,8 @@ def test_the_settings_are_complete_and_the_defaults() -> None:
 
 def test_the_numbers_are_those_of_the_code() -> None:
     codes = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
-    assert codes[1] == str(STOPPED_EXIT_CODE)
-    assert codes[-1] == f"1, {ConfigError.exit_code}, {LOST_PEER_EXIT_CODE}"
+    failed = ["1", *map(str, (ConfigError.exit_code, LOST_PEER_EXIT_CODE, HANG_EXIT_CODE))]
+    assert codes == ["0", str(STOPPED_EXIT_CODE), "130", ", ".join(failed), *failed]
     for sentence, number in (
         ("asks all ranks every 8 microbatches", ASK_EVERY == 8),
         ("three steps as slow as the slowest of the last 50", time_budget._STEPS_TO_STOP == 3),

@@ -31,10 +31,11 @@ FAILING = {
     "others in a save": ("1 save raise", ["--checkpoint.every=2"], 1),
     "others in validation": ("1 validation raise", ["--validation.every=2"], 1),
 }
+SAVING = ["--checkpoint.every=2", "--checkpoint.asynchronous=false"]
 HANGING = {
     "asleep": ("0 forward sleep", [], 0, "step 3, forward of microbatch 1"),
     "in its data": ("1 data sleep", ["--strategy=fsdp"], 1, "step 3, loading data"),
-    "in a save": ("1 save sleep", ["--checkpoint.every=2"], 1, "step 2, saving a checkpoint"),
+    "in a save": ("1 save sleep", SAVING, 1, "step 2, saving a checkpoint"),
     "stopped": ("1 forward stop", [], 1, "step 3, forward of microbatch 1"),
     "in native code": ("0 forward spin", [], 0, "step 3, forward of microbatch 1"),
 }
@@ -42,7 +43,7 @@ HANGING = {
 WAITING = {
     "asleep": "work.wait (finish, distmp/buckets/reduction.py:",
     "in its data": "work.wait (__call__, distmp/parallel/fsdp.py:",
-    "in a save": "all_gather_object (_gather, distmp/checkpoint/store.py:",
+    "in a save": "all_gather_object (gather, distmp/checkpoint/agreement.py:",
     "stopped": "work.wait (finish, distmp/buckets/reduction.py:",
     "in native code": "work.wait (finish, distmp/buckets/reduction.py:",
 }
