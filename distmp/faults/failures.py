@@ -95,8 +95,8 @@ def _speak_once(
     cause = " ".join(cause.split())
     ending = Ending(environment.rank, activity.now.step, cause, exit_code)
     if not _is_first(environment, error, ending):
-        _wait_to_be_ended()
-        if _watchdog is not None or isinstance(error, SetupError):
+        ended = _wait_to_be_ended()
+        if ended or _watchdog is not None or isinstance(error, SetupError):
             return exit_code
         # Nobody has ended this rank: what it has found is no other rank's error.
     record(cause)
@@ -136,11 +136,14 @@ def _lost(environment: RankEnvironment) -> int:
     return LOST_PEER_EXIT_CODE
 
 
-def _wait_to_be_ended() -> None:
-    """Let the launcher see the rank that failed end first; it ends the other ones."""
+def _wait_to_be_ended() -> bool:
+    """Let the launcher see the rank that failed end first; return whether it then ended this."""
     deadline = time.monotonic() + GRACE_SECONDS
-    while StopSignals.last != signal.SIGTERM and time.monotonic() < deadline:
+    while time.monotonic() < deadline:
+        if StopSignals.last == signal.SIGTERM:
+            return True
         time.sleep(0.05)
+    return False
 
 
 def is_lost_connection(error: Exception) -> bool:

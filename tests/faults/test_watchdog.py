@@ -135,22 +135,26 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
 
 
 @ranks(2)
-def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives() -> None:
+def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
+    noticed = tmp_path / "noticed"  # rank 1 keeps away until rank 0 was seen waiting for it
+    rank = dist.get_rank()
 
     def look() -> None:
-        time.sleep(0.5)
+        while not (noticed.exists() if rank == 1 else stacks.collective(stacks.main_thread())):
+            time.sleep(0.05)
         seen.append((stacks.collective(stacks.main_thread()), watchdog._collectives_started()))
+        noticed.touch()
 
     dist.all_reduce(torch.ones(1))
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=look, daemon=True)
     thread.start()
-    if dist.get_rank() == 1:
+    if rank == 1:
         thread.join()
     dist.all_reduce(torch.ones(1))
     thread.join()
     ((place, started),) = seen
-    if dist.get_rank() == 0:
+    if rank == 0:
         assert place.startswith("all_reduce (test_the_collective_of_a_blocked_rank_")
         assert started == 2
     else:
