@@ -35,6 +35,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.accumulation_step
 	$(VENV)/bin/python -m benchmarks.reproducible
 	$(VENV)/bin/python -m benchmarks.precision
+	$(VENV)/bin/python -m benchmarks.peers
 	$(VENV)/bin/python -m benchmarks.explain_memory
 	$(VENV)/bin/python -m benchmarks.growth
 	$(VENV)/bin/python -m benchmarks.checkpoint_stall

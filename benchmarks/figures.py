@@ -262,6 +262,35 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
     )
 
 
+def peers(result: dict[str, Any]) -> str:
+    """Return the tables of `benchmarks.peers`."""
+    races = [race(name, found, result["tokens"]) for name, found in result["races"].items()]
+    turns = len(next(iter(next(iter(result["races"].values())).values()))["seconds"])
+    return (
+        "\n\n".join(races)
+        + f"\n\nTransformer of {result['size']} parameters, {result['ranks']} ranks, "
+        f"{result['tokens']:,} tokens a step; median (least to most) of {turns} alternating turns, "
+        f"ratios turn by turn. {_machine(result)}"
+    )
+
+
+def race(name: str, found: dict[str, dict[str, Any]], tokens: int) -> str:
+    """Return the table of one race of `benchmarks.peers`."""
+    first = next(iter(found.values()))
+    rows: list[dict[str, object]] = []
+    for loop, measured in found.items():
+        seconds = measured["seconds"]
+        rows.append(
+            {
+                name: loop,
+                "tokens/s": Spread.of([tokens / one for one in seconds]),
+                "time, of the first": f"{_ratio(seconds, first['seconds']).median:.2f}",
+                "peak memory, MB": f"{measured['memory'] / 1e6:.0f}",
+            }
+        )
+    return table(rows)
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
@@ -272,6 +301,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "step-tail-cpu": step_tail,
     "explain-memory-cpu": explain_memory,
     "growth-cpu": growth,
+    "peers-cpu": peers,
     "accumulation-passes-cpu": accumulation_passes,
     "accumulation-step-cpu": accumulation_step,
     "reproducible-cpu": reproducible,
