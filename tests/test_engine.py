@@ -828,3 +828,21 @@ def test_an_engine_goes_back_to_a_state_from_before_its_first_step(optimizer: An
     assert_same_bits(snapshot(engine), start)
     train(engine, 2, ONE_RANK)
     assert_same_bits(snapshot(engine), there)
+
+
+def test_the_nominal_weight_goes_on_with_the_state() -> None:
+    def build() -> Engine:
+        return Engine(
+            nn.Linear(2, 1),
+            lambda module, batch: (module(batch).square().sum(), len(batch)),
+            lambda named: torch.optim.SGD(named, lr=0.1),
+            policy="fp32",
+            device="cpu",
+        )
+
+    first, resumed, other = build(), build(), build()
+    first.step([torch.ones(4, 2)])
+    resumed.load_state_dict({name: value.clone() for name, value in first.state_dict().items()})
+    for engine in (resumed, other):
+        engine.step([torch.ones(64, 2)])
+    assert (first.nominal_weight, resumed.nominal_weight, other.nominal_weight) == (4, 4, 64)
