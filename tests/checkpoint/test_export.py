@@ -250,8 +250,9 @@ def test_the_memory_of_an_export_is_that_of_one_copy(tmp_path: Path) -> None:
         timeout=110,
     )
     in_bf16, in_fp32 = map(int, done.stdout.split())
-    assert in_bf16 < 1.4 * megabytes / 2
-    assert megabytes * 0.8 < in_fp32 < 1.3 * megabytes
+    # What the allocator keeps of pieces that were read comes on top; a second copy would be 2.
+    assert in_bf16 < 1.7 * megabytes / 2
+    assert megabytes * 0.8 < in_fp32 < 1.7 * megabytes
 
 
 def test_from_python_errors_are_ours(tmp_path: Path) -> None:
