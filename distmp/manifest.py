@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from distmp.errors import DistmpError
 from distmp.files import replacing
+from distmp.launcher import job_store
 from distmp.launcher.circumstances import relevant, versions
 from distmp.parallel.world import World, all_or_none
 from distmp.settings.flat import digest
@@ -66,7 +67,7 @@ def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Return what there is to say of this start, besides who takes part."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "restart": int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+        "restart": job_store.restarts(),
         "command": [without_secrets(word) for word in sys.orig_argv],
         "working_directory": os.getcwd(),
         "configuration_hash": digest(configuration),

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
-
-import torch
 
 from distmp.checkpoint.changes import Changes, compare
 from distmp.config import RunConfig
 from distmp.data.build import Datasets
 from distmp.data.identity import identity
+from distmp.launcher.circumstances import versions
 from distmp.parallel.world import World
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
@@ -45,7 +42,7 @@ def origin(
         world: Its ranks.
         policy: The precision policy in force.
     """
-    configuration = as_numbers(config)
+    configuration, found = as_numbers(config), versions()
     return {
         "configuration": configuration,
         "configuration_hash": digest(configuration),
@@ -55,11 +52,7 @@ def origin(
             "device": world.device.type,
             "precision": as_text(policy),
         },
-        "versions": {
-            "distmp": metadata.version("distmp"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {name: found[name] for name in ("distmp", "torch", "python")},
     }
 
 

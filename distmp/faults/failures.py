@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import sys
 import time
 import traceback
 from typing import Any
@@ -19,7 +18,7 @@ from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
 from distmp.faults.activity import activity
 from distmp.faults.out_of_memory import advice
 from distmp.faults.peers import Ending, Peers
-from distmp.faults.watchdog import Watchdog, record
+from distmp.faults.watchdog import Watchdog, record, say
 from distmp.launcher import job_store
 from distmp.launcher.environment import RankEnvironment
 from distmp.parallel.world import World
@@ -100,7 +99,7 @@ def _speak_once(
             return exit_code
         # Nobody has ended this rank: what it has found is no other rank's error.
     record(cause)
-    _say(text)
+    say(text)
     return exit_code
 
 
@@ -131,7 +130,7 @@ def _lost(environment: RankEnvironment) -> int:
             time.sleep(0.05)
         else:
             if _watchdog is None or _watchdog.peers.end(ending):
-                _say(cause)
+                say(cause)
     _wait_to_be_ended()
     return LOST_PEER_EXIT_CODE
 
@@ -154,8 +153,3 @@ def is_lost_connection(error: Exception) -> bool:
         or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs))
         for cause in (error, error.__cause__, error.__context__)
     )
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"distmp: {text}\n")
-    sys.stderr.flush()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import torch
 
 from distmp.config import RunConfig
+from distmp.doctor.cgroups import memory_limit
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.telemetry.units import bytes_text
 
@@ -30,10 +30,6 @@ _ASKED = (
 _UNITS = {"B": 1, "bytes": 1} | {f"{k}iB": 2 ** (10 * i) for i, k in enumerate("KMGTP", 1)}
 # Reserved and unused memory is worth a hint above this share of what is reserved.
 _FRAGMENTED = 0.1
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
 
 
 def advice(
@@ -102,18 +98,10 @@ def _held_on_host() -> str:
         f"{bytes_text(psutil.Process().memory_info().rss)} by this rank; "
         f"{bytes_text(machine.available)} of {bytes_text(machine.total)} are free on this machine"
     )
-    limit = _limit_of_container()
+    limit = memory_limit()
     if limit is not None and limit < machine.total:
         told += f", and {bytes_text(limit)} are allowed to this job"
     return told
-
-
-def _limit_of_container() -> int | None:
-    for path in _CGROUP_LIMITS:
-        if path.exists():
-            text = path.read_text().strip()
-            return int(text) if text.isdigit() else None
-    return None
 
 
 def _ways(config: RunConfig, world_size: int, on_gpu: bool) -> Iterator[str]:

@@ -105,7 +105,7 @@ class Watchdog:
         rank = gone[0]
         cause = died(rank, self._places[rank])
         if self.peers.end(Ending(rank, self._activity.now.step, cause, LOST_PEER_EXIT_CODE)):
-            _say(cause)
+            say(cause)
         return True
 
     def _gone(self) -> list[int]:
@@ -206,7 +206,7 @@ class Watchdog:
         step = self._activity.now.step
         ending = Ending(peers.rank, step, report.summary, HANG_EXIT_CODE, silent)
         if peers.end(ending):
-            _say(report.text)
+            say(report.text)
             record(report.summary)
             self._exit(ending)
 
@@ -257,7 +257,8 @@ def record(cause: str) -> None:
             json.dump({"message": {"message": cause, "extraInfo": extra}}, out)
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Print a message to standard error in one piece."""
     sys.stderr.write(f"distmp: {text}\n")
     sys.stderr.flush()
 

@@ -14,6 +14,7 @@ from distmp.errors import ConfigError
 from distmp.launcher.job import ENVIRONMENTS, detect, srun_command
 from distmp.launcher.job_files import KINDS, render
 from distmp.launcher.local import LaunchOptions, launch
+from distmp.launcher.messages import say
 from distmp.launcher.network import Network
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -178,8 +179,7 @@ def _spread(nodes: int, argv: list[str], options: LaunchOptions) -> int:
             f"{shlex.join(words)}\n"
         )
         return 0
-    sys.stderr.write(f"distmp launch: {shlex.join(command)}\n")
-    sys.stderr.flush()
+    say(shlex.join(command))
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -21,6 +21,7 @@ from typing import IO, TextIO
 from distmp.errors import ConfigError
 from distmp.launcher.choice import Choice
 from distmp.launcher.job import Job
+from distmp.launcher.messages import say
 from distmp.launcher.network import Network, join_port
 from distmp.launcher.plan import Given, address_of, port_of
 
@@ -207,7 +208,7 @@ def run_on_hosts(plan: HostsPlan) -> int:
                     agent.tell(number)
         failed = _wait(agents, plan.fewest)
     if received:
-        _say(f"stopped by {received[0].name}")
+        say(f"stopped by {received[0].name}")
         return 128 + received[0]
     if failed is None:
         return 0
@@ -217,7 +218,7 @@ def run_on_hosts(plan: HostsPlan) -> int:
         how = "could not be reached by ssh, or the connection was lost"
     elif code < 0:
         how = f"was lost: ssh was killed by {signal.Signals(-code).name}"
-    _say(f"host {failed.name} {how}")
+    say(f"host {failed.name} {how}")
     return code if code > 0 else 128 - code
 
 
@@ -340,8 +341,3 @@ def follow_stdin() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=obey, daemon=True).start()
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"distmp launch: {message}\n")
-    sys.stderr.flush()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.choice import Choice
 from distmp.launcher.job import detect, slurm_resolver
+from distmp.launcher.messages import say
 from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import INTERRUPTED_EXIT_CODE, OrderlyStop
 from distmp.launcher.plan import Machine, Plan, join_seconds, make_plan
@@ -135,17 +136,17 @@ def run_ranks(
     parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
     os.environ.update({name: choice.value for name, choice in plan.variables.items()})
     for note in (*plan.job.notes, *plan.notes):
-        _say(note)
+        say(note)
     names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
     variables = [f"{name}={os.environ[name]}" for name in names]
-    _say(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
+    say(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
     if plan.endpoint is None:
         return _run(parsed)
-    rendezvous = Rendezvous.open(plan.endpoint, _say)
+    rendezvous = Rendezvous.open(plan.endpoint, say)
     with failures_named(rendezvous), rendezvous.watched(_give_up):
         code = _run(parsed)
     if code and (lost := rendezvous.silent()):
-        _say(f"lost {', '.join(lost)}, which does not answer any more")
+        say(f"lost {', '.join(lost)}, which does not answer any more")
     return code
 
 
@@ -163,13 +164,13 @@ def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
         count, reason = default_ranks()
         ranks = Choice(count, f"{reason}; choose with --nproc-per-node")
         if not options.dry_run:
-            _say(f"{count} rank{'s' if count > 1 else ''} ({ranks.reason})")
+            say(f"{count} rank{'s' if count > 1 else ''} ({ranks.reason})")
     else:
         ranks = Choice(given.ranks, "--nproc-per-node")
     if job.environment == "slurm":
         network = replace(network, resolve=slurm_resolver(network.resolve))
     if job.names_appear and not options.dry_run:
-        network = network.patient(join_seconds(given.rdzv_conf or {}), _say)
+        network = network.patient(join_seconds(given.rdzv_conf or {}), say)
     machine = Machine(network, _cores(), ranks, binding(ranks.value))
     return make_plan(given, job, machine, os.environ)
 
@@ -177,13 +178,6 @@ def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
 def _cores() -> int:
     """Return the number of processor cores that this process may use."""
     return len(os.sched_getaffinity(0))
-
-
-def _say(message: str) -> None:
-    # Whoever was to read it may have gone, with the terminal.
-    with contextlib.suppress(OSError):
-        sys.stderr.write(f"distmp launch: {message}\n")
-        sys.stderr.flush()
 
 
 def _run(options: Namespace) -> int:
@@ -214,23 +208,23 @@ def _without(starts: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
 def _stopped(number: signal.Signals, stop: OrderlyStop) -> int:
     _kill_leftovers()
     if number not in STOP_SIGNALS:
-        _say(f"stopped by {number.name}")
+        say(f"stopped by {number.name}")
         return 128 + number
     code = stop.exit_code()
     how = f"by {stop.asked.name}" if stop.asked else "in order"
     if stop.killed:
-        _say(f"stopped {how}; ranks that did not end in time were killed")
+        say(f"stopped {how}; ranks that did not end in time were killed")
     elif code in (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE):
-        _say(f"stopped {how}; the run goes on with --resume auto (exit code {code})")
+        say(f"stopped {how}; the run goes on with --resume auto (exit code {code})")
     else:
-        _say(f"stopped {how}, and a rank failed with exit code {code}; its messages stand above")
+        say(f"stopped {how}, and a rank failed with exit code {code}; its messages stand above")
     return code
 
 
 def _give_up(message: str) -> None:
     """End this process from another thread than the main one, which is not able to."""
     _kill_children()
-    _say(message)
+    say(message)
     os._exit(1)
 
 
@@ -256,13 +250,13 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
     rank, failure = min(failures.items(), key=lambda item: _order(item[1]))
     code = failure.exitcode
     if code > 128:
-        _say(f"rank {rank} was stopped by {_signal_name(code - 128)}")
+        say(f"rank {rank} was stopped by {_signal_name(code - 128)}")
         return code
     if code > 0:
-        _say(f"rank {rank} failed with exit code {code}; its messages stand above")
+        say(f"rank {rank} failed with exit code {code}; its messages stand above")
         return code
     hint = _LIKELY.get(-code, "")
-    _say(f"rank {rank} was killed by {_signal_name(-code)}{'; ' if hint else ''}{hint}")
+    say(f"rank {rank} was killed by {_signal_name(-code)}{'; ' if hint else ''}{hint}")
     return 128 - code
 
 

@@ -33,6 +33,7 @@ from torch.distributed.rendezvous import rendezvous
 from distmp import settings
 from distmp.config import RunConfig, load
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
+from distmp.launcher import job_store
 from distmp.launcher.circumstances import relevant, versions
 from distmp.launcher.environment import RankEnvironment
 from distmp.parallel.world import World, join, leave
@@ -203,8 +204,7 @@ class _Meeting:
                 f"at {self._address} within {seconds:g} s; {_ADVICE} ({_first_line(error)})"
             ) from None
         # What ranks said before a restart is no news.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"preflight/{attempt}/{self.world_size}", store)
+        return PrefixStore(f"preflight/{job_store.restarts()}/{self.world_size}", store)
 
     def enter(self, phase: str) -> None:
         """Tell what this rank does next."""
