@@ -207,7 +207,9 @@ def _holder(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN
             if listens and connection.laddr[1:2] == (port,) and connection.pid:
-                words = psutil.Process(connection.pid).cmdline()
+                holder = psutil.Process(connection.pid)
+                # The name, because an interpreter's whole path would leave no room for the rest.
+                words = [holder.name(), *holder.cmdline()[1:]]
                 return f" by process {connection.pid} ({' '.join(words)[:80]})"
     return ""
 
