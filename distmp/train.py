@@ -19,9 +19,9 @@ from distmp.config import RunConfig, load
 from distmp.errors import STOPPED_EXIT_CODE, DistmpError
 from distmp.faults import failures
 from distmp.faults.restarts import Restarts
-from distmp.launcher import preflight
 from distmp.launcher.environment import RankEnvironment
 from distmp.parallel.world import World, join, leave
+from distmp.preflight.check import is_wanted, join_checked
 from distmp.stopping import StopSignals, ignore_stop_signals
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
@@ -111,9 +111,9 @@ def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int
 
 
 def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:
-    if not preflight.is_wanted(config, environment):
+    if not is_wanted(config, environment):
         return join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
-    world, report = preflight.join_checked(config, environment)
+    world, report = join_checked(config, environment)
     for line in (report.summary, *report.warnings):
         console.message(f"preflight: {line}")
     return world

@@ -117,7 +117,7 @@ def launch(
     from distmp.config import load
 
     load(train_arguments)
-    module = "distmp.launcher.preflight" if options.preflight else "distmp.train"
+    module = "distmp.preflight" if options.preflight else "distmp.train"
     return run_ranks(torchrun_arguments, module, train_arguments, options)
 
 

@@ -7,8 +7,9 @@ import re
 
 from benchmarks.figures import ROOT
 from distmp.doctor.checks import CHECKS
-from distmp.launcher import circumstances, preflight
+from distmp.launcher import circumstances
 from distmp.parallel.own_time import STEPS
+from distmp.preflight import check, comparison, meeting, speed
 from distmp.telemetry import stragglers
 from distmp.telemetry.settings import LogConfig
 
@@ -23,11 +24,11 @@ def test_the_checks_are_those_of_the_doctor() -> None:
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
-    assert f"after {preflight.LIMIT_SECONDS:g} seconds at the latest" in ALL_WELL
-    assert preflight.LIMIT_SECONDS + preflight.SPARE_SECONDS < 60
-    assert f"says so after {preflight.STORE_SECONDS:g} seconds" in ALL_WELL
-    assert f"product takes {preflight.SLOW_PRODUCT} x the median" in ALL_WELL
-    assert f"better link takes {preflight.SLOW_LINK:g} x" in ALL_WELL
+    assert f"after {check.LIMIT_SECONDS:g} seconds at the latest" in ALL_WELL
+    assert check.LIMIT_SECONDS + meeting.SPARE_SECONDS < 60
+    assert f"says so after {meeting.STORE_SECONDS:g} seconds" in ALL_WELL
+    assert f"product takes {speed.SLOW_PRODUCT} x the median" in ALL_WELL
+    assert f"better link takes {speed.SLOW_LINK:g} x" in ALL_WELL
     assert f"`log.ranks_every` steps ({LogConfig().ranks_every})" in RUNNING
     assert f"takes {stragglers.SLOW} x the median of the others\ntwice in a row" in RUNNING
     assert STEPS == 5
@@ -47,4 +48,4 @@ def test_the_messages_are_those_of_the_code() -> None:
         watch.look(step, [0.229, seconds])
     (block,) = re.findall(r"```text\n(.*?)```", RUNNING, flags=re.DOTALL)
     assert told == block.splitlines()
-    assert "{name} differs: " in inspect.getsource(preflight)
+    assert "{name} differs: " in inspect.getsource(comparison)

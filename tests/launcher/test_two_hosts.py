@@ -137,7 +137,6 @@ def test_what_cannot_begin_is_one_message(hosts: TwoHosts) -> None:
 
 
 def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
-    pytest.importorskip("distmp.launcher.preflight", reason="needs the preflight")
     words = [*meeting_at("one:29400"), "--", *TINY, "--data.path", str(corpus(tmp_path / "data"))]
     agents = [
         hosts.launch(host, *words, f"--optim.lr=1e-{3 + host}", "--steps=2") for host in range(2)

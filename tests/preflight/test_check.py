@@ -13,25 +13,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distmp.config import BatchConfig, RunConfig
 from distmp.errors import LOST_PEER_EXIT_CODE, SetupError
-from distmp.launcher import preflight
 from distmp.launcher.environment import RankEnvironment
-from distmp.launcher.preflight import (
-    Identity,
-    Measured,
-    differences,
-    join_checked,
-    odd_variables,
-    partners,
-    slow_ranks,
-    stride,
-    who_is_behind,
-)
 from distmp.parallel.world import leave
+from distmp.preflight import comparison, meeting, speed
+from distmp.preflight.check import is_wanted, join_checked
 from tests.ranks import run_ranks
 
 LIMIT_SECONDS = 20.0
@@ -90,16 +78,16 @@ def well(rank: int) -> None:
 
 def other_settings(rank: int) -> RunConfig | None:
     if rank == 2:
-        preflight.versions = lambda: {"torch": "2.10.0", "python": "3.11"}  # type: ignore[assignment]
+        comparison.versions = lambda: {"torch": "2.10.0", "python": "3.11"}  # type: ignore[assignment]
     else:
-        preflight.versions = lambda: {"torch": "2.13.0", "python": "3.11"}  # type: ignore[assignment]
+        comparison.versions = lambda: {"torch": "2.13.0", "python": "3.11"}  # type: ignore[assignment]
     os.environ["NCCL_ALGO"] = "Ring" if rank == 1 else "Tree"
     return RunConfig(batch=BatchConfig(microbatch_size=8)) if rank == 1 else None
 
 
 def slow_ones(rank: int) -> None:
     """Rank 1 multiplies slowly, rank 2 has a slow link."""
-    multiply, exchange = torch.mm, preflight._exchange
+    multiply, exchange = torch.mm, speed._exchange
 
     def multiply_slowly(*tensors: torch.Tensor) -> torch.Tensor:
         time.sleep(0.2)
@@ -112,7 +100,7 @@ def slow_ones(rank: int) -> None:
     if rank == 1:
         torch.mm = multiply_slowly  # type: ignore[assignment]
     if rank == 2:
-        preflight._exchange = exchange_slowly
+        speed._exchange = exchange_slowly
 
 
 def never_comes(rank: int) -> None:
@@ -220,92 +208,9 @@ def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(preflight, "STORE_SECONDS", 1.0)
-    with pytest.raises(preflight.PreflightError, match=f"rank 1 on .* the store at .*:{port}"):
+    monkeypatch.setattr(meeting, "STORE_SECONDS", 1.0)
+    with pytest.raises(meeting.PreflightError, match=f"rank 1 on .* the store at .*:{port}"):
         join_checked(RunConfig(), RankEnvironment(1, 0, 2, 1))
-
-
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        pytest.param(
-            {0: ("a", 2), 1: ("a", 2), 2: ("b", 2)},
-            "no word from rank 3 on b within 50 s (ranks on a, b have spoken)",
-            id="one of a known machine",
-        ),
-        pytest.param(
-            {0: ("a", 2), 1: ("a", 2)},
-            "no word from ranks 2-3 on machine 1, host unknown within 50 s",
-            id="a whole machine",
-        ),
-        pytest.param(
-            {0: ("a", 2), 1: ("a", 2), 2: ("b", 2), 3: ("b", 2)},
-            "all ranks are still to phase 2 after 50 s",
-            id="everybody, as with a wrong interface",
-        ),
-        pytest.param(
-            {0: ("a", 3), 1: ("a", 3), 2: ("b", 2), 3: ("b", 3)},
-            "rank 2 on b (pid 102) is still to phase 2 after 50 s; the others wait",
-            id="one",
-        ),
-    ],
-)
-def test_who_is_behind(entries: dict[int, tuple[str, int]], expected: str) -> None:
-    told = {
-        rank: {"host": host, "count": count, "phase": f"phase {count}", "pid": 100 + rank}
-        for rank, (host, count) in entries.items()
-    }
-    assert who_is_behind(told, 4, 2, 50.0).startswith(expected)
-
-
-def test_what_may_differ() -> None:
-    def identity(environment: dict[str, str]) -> Identity:
-        return Identity("a", 1, 1, {"torch": "2"}, "same", environment)
-
-    own = {"LOCAL_RANK": "0", "NCCL_SOCKET_IFNAME": "eth0"}
-    identities = [
-        identity({**own, "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"}),
-        identity({"LOCAL_RANK": "1", "NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "2"}),
-    ]
-    assert differences(identities, lambda rank: pytest.fail("nothing to ask")) == []
-    (told,) = odd_variables(identities)
-    assert told == 'NCCL_ALGO differs: "Ring" on rank 0 (a), unset on rank 1 (a)'
-
-
-@given(st.integers(1, 6), st.integers(1, 4), st.data())
-def test_partners_meet_each_other(machines: int, local_size: int, data: st.DataObject) -> None:
-    world_size = machines * local_size
-    if data.draw(st.booleans(), label="machines alike") or machines < 3:
-        sizes = [local_size] * world_size
-    else:
-        sizes = [local_size] * (world_size - 1) + [local_size + 1]
-    step = stride(sizes)
-    rounds = [partners(rank, world_size, step) for rank in range(world_size)]
-    assert len({len(mine) for mine in rounds}) == 1, "ranks would wait for each other"
-    for rank, mine in enumerate(rounds):
-        for number, partner in enumerate(mine):
-            assert partner is None or (partner != rank and rounds[partner][number] == rank)
-        met = {partner for partner in mine if partner is not None}
-        # Both neighbours, where there are two.
-        assert len(met) == min(2, world_size // step - 1)
-        if machines > 1 and len(set(sizes)) == 1:
-            assert not any(partner // local_size == rank // local_size for partner in met)
-
-
-def test_slow_is_far_from_the_median_of_the_others() -> None:
-    hosts = [f"rank {rank}" for rank in range(8)]
-    alike = [Measured(1.0 + 0.05 * rank, 2.0, 9.0) for rank in range(8)]
-    assert slow_ranks(alike, hosts) == []
-    alike[5] = Measured(2.4, 2.0, 9.0)
-    alike[6] = Measured(1.0, 5.0, 9.0)
-    product, link = slow_ranks(alike, hosts)
-    assert product == (
-        "rank 5 is slow: a matrix product takes 2.4e+03 ms, 2.2 x the median of the others"
-    )
-    assert link.startswith("rank 6 is slow: an exchange of data takes 5e+03 ms, 2.5 x")
-    # All but one may be slow: it is the one that differs, and nothing is wrong with it.
-    assert slow_ranks([Measured(1.0, 0.0, 1.0), *[Measured(3.0, 0.0, 1.0)] * 3], hosts) == []
-    assert slow_ranks([Measured(1.0, 0.0, 1.0)], hosts) == []
 
 
 @pytest.mark.parametrize(
@@ -322,4 +227,4 @@ def test_slow_is_far_from_the_median_of_the_others() -> None:
 def test_when_it_runs(setting: str, world_size: int, local_world_size: int, wanted: bool) -> None:
     config = RunConfig(preflight=setting)  # type: ignore[arg-type]
     environment = RankEnvironment(0, 0, world_size, local_world_size)
-    assert preflight.is_wanted(config, environment) == wanted
+    assert is_wanted(config, environment) == wanted
