@@ -28,8 +28,6 @@ from distmp.checkpoint.changes import Changes
 from distmp.checkpoint.origin import changes_since, origin
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
-from distmp.data.loading import evaluation_batches
-from distmp.data.text import decode, encode
 from distmp.errors import CheckpointError
 from distmp.faults import rollback
 from distmp.faults.activity import activity
@@ -37,16 +35,15 @@ from distmp.faults.restarts import Restarts
 from distmp.faults.rollback import Finding
 from distmp.launcher.accelerate import overruled
 from distmp.models.architecture import architecture
-from distmp.models.sampling import generate
 from distmp.outcome import StepOutcome
 from distmp.parallel.world import World, all_or_none, from_rank_0
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
-from distmp.stopping import StopSignals, asked_on_some_rank, until_asked
+from distmp.stopping import StopSignals, asked_on_some_rank
 from distmp.telemetry import (
     Console,
     Overlap,
-    RecordWriter,
+    StepLog,
     StepProfiler,
     StepRecord,
     StepTimer,
@@ -58,6 +55,7 @@ from distmp.telemetry import (
 )
 from distmp.telemetry.trackers import Trackers
 from distmp.time_budget import TimeBudget, job_started
+from distmp.validation import Validation
 
 
 class Trainer:
@@ -80,7 +78,6 @@ class Trainer:
         self.timer = StepTimer()
         self.stop = StopSignals()
         self.stopping = False
-        self.validation_left_off = False
         self.out_of_bounds: _OutOfBounds | None = None
         self.rolled_back: dict[str, Any] | None = None
         self.parts = all_or_none(world, lambda: prepare(config, world))
@@ -129,12 +126,14 @@ class Trainer:
             self.writer.resumed(self.progress.step, saved=saved)
         if told := self.restarts.announce(self.progress.step):
             console.message(told)
-        self.records = (
-            RecordWriter(self.directory.records, self.progress.step, console.message)
-            if world.rank == 0
-            else None
+        self.log = StepLog(
+            self.directory.records if world.rank == 0 else None,
+            self.progress.step,
+            all_or_none(world, self._start_trackers),
+            console,
+            config.steps,
         )
-        self.trackers = all_or_none(world, self._start_trackers)
+        self.validation = Validation(config, self.parts, self.engine, world, self._asked)
         self.stragglers = Stragglers(
             world,
             self.engine.clock,
@@ -145,22 +144,20 @@ class Trainer:
 
     def run(self, stop: StopSignals) -> bool:
         """Train to the end or to a request to stop; return whether the end was reached."""
-        with self.writer:
-            with closing(self.trackers):
+        with closing(self.log):
+            with self.writer:
                 self.train(stop)
-            self._save_now()
-        finished = self.progress.step >= self.config.steps and not self.validation_left_off
-        if finished:
-            self._save_model()
-            self._show_sample()
-        else:
-            self.console.message(
-                f"stopped after step {self.progress.step} ({self._why_stopped()}); "
-                "continue with --resume auto"
-            )
-        self._draw_curves()
-        if self.records is not None:
-            self.records.close()
+                self._save_now()
+            finished = self.progress.step >= self.config.steps and not self.validation.left_off
+            if finished:
+                self._save_model()
+                self._show_sample()
+            else:
+                self.console.message(
+                    f"stopped after step {self.progress.step} ({self._why_stopped()}); "
+                    "continue with --resume auto"
+                )
+            self._draw_curves()
         self.writer.check()
         return finished
 
@@ -256,7 +253,7 @@ class Trainer:
         self.writer.resumed(self.progress.step, saved=False)
         # Whatever happens from now on, the run does not come to that place again.
         self._save_now()
-        self._rewrite_records(self.progress.step)
+        self.log.rewind(self.progress.step)
         self.rolled_back = {
             "from_step": step,
             "to_step": self.progress.step,
@@ -272,18 +269,8 @@ class Trainer:
     def _validate_again(self) -> None:
         """Do the last validation of a run that is at its end: it may have been left off before."""
         loss = self._validate(last=True)
-        if self.records is not None and loss is not None:
-            self.records.close()
-            records = read_records(self.directory.records)
-            self._rewrite_records(self.progress.step - 1)
-            if records and records[-1].step == self.progress.step:
-                self.records.write(dataclasses.replace(records[-1], validation_loss=loss))
-
-    def _rewrite_records(self, last_step: int) -> None:
-        """Drop the records of later steps."""
-        if self.records is not None:
-            self.records.close()
-            self.records = RecordWriter(self.directory.records, last_step, self.console.message)
+        if loss is not None:
+            self.log.add_validation(self.progress.step, loss)
 
     def _report_profile(self, overlap: Overlap | None) -> None:
         if overlap is not None:
@@ -330,10 +317,7 @@ class Trainer:
             divergence=self._divergence_record(finding),
             rank_seconds=self.stragglers.seconds(unread.step),
         )
-        if self.records is not None:
-            self.records.write(record)
-        self.trackers.write(record)
-        self.console.step(record, self.config.steps)
+        self.log.write(record)
         if report is not None:
             self.console.message(f"step {unread.step} skipped: {report}")
         if numbers.dropped:
@@ -364,54 +348,24 @@ class Trainer:
 
     def _validate(self, *, last: bool) -> float | None:
         """Return the mean loss on held-out data, or None where there is none."""
-        if self.parts.datasets.validation is None:
-            return None
         settings = self.config.validation
-        batches = until_asked(
-            evaluation_batches(
-                self.parts.datasets.validation,
-                samples=settings.final_samples if last else settings.samples,
-                microbatch_size=self.config.batch.microbatch_size,
-                rank=self.world.rank,
-                world_size=self.world.world_size,
-            ),
-            self._asked,
-            self.world.group,
-        )
         with self.timer.paused():
-            loss = self.engine.evaluate(batches)
-        if batches.left_off:
-            self.stopping = True
-            self.validation_left_off = last
-            return None
-        if last:
+            loss = self.validation.loss(settings.final_samples if last else settings.samples)
+        self.stopping = self.stopping or self.validation.left_off
+        if last and loss is not None:
             unit = "byte" if self.config.data.source == "text" else "unit of weight"
             self.console.message(f"held-out loss {loss:.4f} nats per {unit}")
         return loss
 
     def _show_sample(self) -> None:
-        # The loss `next_token` says that the model turns token ids into logits.
-        writes_text = self.config.data.source == "text" and self.config.model.loss == "next_token"
         activity.enter("writing a sample")
-        if writes_text and self.config.sample.length > 0:
-            self.console.message(f"a sample of what it writes:\n{self._sample()}")
-
-    def _sample(self) -> str:
-        prompt = encode(self.config.sample.prompt).to(self.world.device)
-        # Every rank writes the same text, because the forward of a sharded model needs all ranks.
-        tokens = generate(
-            self.engine.module,
-            prompt,
-            count=self.config.sample.length,
-            sequence_length=self.config.data.sequence_length,
-            temperature=self.config.sample.temperature,
-            generator=torch.Generator().manual_seed(self.config.seed),
-        )
-        return decode(tokens)
+        text = self.validation.sample()
+        if text is not None:
+            self.console.message(f"a sample of what it writes:\n{text}")
 
     def _draw_curves(self) -> None:
         activity.enter("drawing curves")
-        if self.records is not None and self.config.log.curves:
+        if self.world.rank == 0 and self.config.log.curves:
             self._try_to_write(
                 self.directory.curves,
                 lambda path: draw_curves(read_records(self.directory.records), path),

@@ -136,8 +136,7 @@ def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
     trainer.engine.step = stepped  # type: ignore[method-assign]
     with trainer.writer:
         trainer.train(StopSignals())
-    if trainer.records is not None:
-        trainer.records.close()
+    trainer.log.close()
     resumed = load([*common, "--calibrate-steps=1", "--resume=run/checkpoints/step-000002"])
     found = measure(resumed, WORLD)
     assert exponents(found.histograms) == exponents(recorder.histograms(None))

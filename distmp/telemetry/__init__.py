@@ -10,6 +10,7 @@ from distmp.telemetry.profiling import Overlap, StepProfiler
 from distmp.telemetry.rank_log import RankLog
 from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
 from distmp.telemetry.settings import LogConfig
+from distmp.telemetry.step_log import StepLog
 from distmp.telemetry.stragglers import Stragglers
 from distmp.telemetry.throughput import StepTimer
 
@@ -20,6 +21,7 @@ __all__ = [
     "RankLog",
     "RecordError",
     "RecordWriter",
+    "StepLog",
     "StepProfiler",
     "StepRecord",
     "StepTimer",
