@@ -166,6 +166,28 @@ def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) 
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
 
 
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        # torchrun sends SIGTERM too: whether that was somebody else is known at the end.
+        (signal.SIGTERM, "was stopped by SIGTERM before it had begun"),
+        (signal.SIGUSR1, "stopped by SIGUSR1; the run goes on"),
+    ],
+)
+def test_a_rank_that_dies_of_a_request_has_stopped_in_order(
+    number: signal.Signals, message: str, tmp_path: Path
+) -> None:
+    """As one does that is still importing torch."""
+    restarts = "0" if number == signal.SIGTERM else "2"
+    arguments = ["--nproc-per-node", "2", "--max-restarts", restarts]
+    with launched("sleep", tmp_path, *arguments) as run:
+        os.kill(run.ranks()[0], number)
+        code, output = run.finish()
+    assert code == 75, output
+    assert message in last_line(output)
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
+
+
 def test_a_rank_that_fails_after_another_has_stopped_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -331,7 +353,12 @@ class Failure:
         pytest.param([(-11, 7)], "rank 0 was killed by SIGSEGV; native code crashed", id="a crash"),
         pytest.param([(-7, 7)], "rank 0 was killed by SIGBUS; mostly shared memory", id="/dev/shm"),
         pytest.param([(-9, 7)], "rank 0 was killed by SIGKILL; the kernel", id="a kill"),
-        pytest.param([(-10, 7)], "rank 0 was killed by SIGUSR1\n", id="no likely reason"),
+        pytest.param([(-3, 7)], "rank 0 was killed by SIGQUIT\n", id="no likely reason"),
+        pytest.param(
+            [(-15, 7), (-15, 7)],
+            "rank 0 was stopped by SIGTERM before it had begun",
+            id="an early stop",
+        ),
     ],
 )
 def test_the_cause_is_reported(
