@@ -37,6 +37,8 @@ _SSH_FAILED = 255
 # After one host has failed: for the others to notice and report, and then to stop in order.
 _NOTICE_SECONDS = 20.0
 _STOP_SECONDS = 60.0
+# To show what an agent has written last, unless a process that it has left holds its output open.
+_LAST_WORDS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -275,7 +277,7 @@ def _agent(name: str, command: list[str]) -> Iterator[_Agent]:
             process.kill()
             process.wait()
         for reader in agent.readers:
-            reader.join(1.0)
+            reader.join(_LAST_WORDS_SECONDS)
 
 
 def _show(name: str, source: IO[str], target: TextIO) -> None:

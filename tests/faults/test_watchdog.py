@@ -124,7 +124,7 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
 
     thread = threading.Thread(target=finish, daemon=True)
     thread.start()
-    time.sleep(0.2)
+    until(lambda: "in wait\n" in stacks.show(sys._current_frames()[thread.ident or 0]))
     frame = sys._current_frames()[thread.ident or 0]
     assert "in finish\n" in stacks.show(frame)
     assert stacks.collective(frame) == ""  # it waits for another thread, as far as can be seen

@@ -123,9 +123,10 @@ def on_hosts(fewest: int, ssh: list[str], **scripts: str) -> HostsPlan:
 
 
 def test_output_is_labelled_and_the_first_failure_named(
-    ssh: list[str], capfd: pytest.CaptureFixture[str]
+    ssh: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = on_hosts(2, ssh, a="echo out; echo err >&2; exit 3", b="sleep 0.5; exit 4")
+    monkeypatch.setattr("distmp.launcher.hosts._NOTICE_SECONDS", 0.2)
+    plan = on_hosts(2, ssh, a="echo out; echo err >&2; exit 3", b="read line; exit 4")
     assert run_on_hosts(plan) == 3
     out, err = capfd.readouterr()
     assert out == "[a] out\n"

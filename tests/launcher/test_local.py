@@ -25,9 +25,10 @@ import sys
 from distmp.launcher.local import run_ranks
 sys.exit(run_ranks(sys.argv[1:-2], "tests.launcher.worker", sys.argv[-2:]))
 """
-# A launch takes seconds (torch is imported), a stop one second of the worker's own.
+# A launch takes seconds (torch is imported), a stop one second of the worker's own; the machine may
+# be busy. torchrun by itself kills ranks after 30 seconds.
 START_SECONDS = 60
-STOP_SECONDS = 5
+STOP_SECONDS = 25
 
 
 @dataclass
@@ -43,6 +44,15 @@ class Launched:
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
         return [int(file.read_text().split()[0]) for file in self.folder.glob("*.rank")]
+
+    def wait_for_signals(self, count: int) -> None:
+        """Wait until both ranks of a worker that only notes signals have noted so many."""
+        deadline = time.monotonic() + START_SECONDS
+        for rank in range(2):
+            noted = self.folder / f"{rank}.received"
+            while count > (len(noted.read_text()) if noted.exists() else 0):
+                assert time.monotonic() < deadline, f"rank {rank} has not got {count} signals"
+                time.sleep(0.02)
 
     def finish(self, seconds: float = START_SECONDS) -> tuple[int, str]:
         """Return the launcher's exit code and all that it and its ranks have written."""
@@ -204,9 +214,10 @@ def test_a_rank_that_fails_after_another_has_stopped_in_order(
 def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
     with launched("ignore", tmp_path, "--nproc-per-node", "2") as run:
         ranks = run.ranks()
-        for _ in range(3):
+        for count in (1, 2):
             run.process.send_signal(signal.SIGINT)
-            time.sleep(0.5)
+            run.wait_for_signals(count)  # two that come at the same time would be one
+        run.process.send_signal(signal.SIGINT)
         code, output = run.finish(STOP_SECONDS)
     assert code == 130
     assert "Traceback" not in output
