@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
+from distmp.cli import run
 
-from distmp.cli import main
-
-sys.exit(main())
+run()

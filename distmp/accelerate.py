@@ -39,7 +39,12 @@ from distmp.precision.accelerate import (
 )
 from distmp.precision.builders import autocast_context, ddp_comm_hook, prepare
 from distmp.precision.switches import product_switches
-from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules
+from distmp.scaling import (
+    DistributedGradScaler,
+    LossScaleConfig,
+    loss_scale_rules,
+    unused_rules,
+)
 
 logger = logging.getLogger("distmp")
 
@@ -107,6 +112,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             check_replicated(self.policy)
         _say_who_wins(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
+        unused = unused_rules(self.policy.loss_scale, loss_scale)
+        if unused and self.is_main_process:
+            logger.warning("precision %s: %s", self.policy.name, unused)
         if not self._shards:
             # accelerate ignores the plugin on a CPU, and where it started one process alone.
             check_replicated(self.policy)

@@ -5,6 +5,7 @@ Also under torchrun (`torchrun -m distmp.calibrate`), where the counts are those
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -55,24 +56,17 @@ class CalibrationConfig(RunConfig):
             raise ConfigError("picture", self.picture, "name a file in a folder that exists")
 
 
+load = functools.partial(
+    command_line,
+    CalibrationConfig,
+    prog="distmp calibrate",
+    description="Train a few steps and compare gradients with the range of float16.",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Calibrate, and return the exit code of this rank, as `distmp.train.main` does."""
     return run_as_rank(sys.argv[1:] if argv is None else argv, load, _calibrate)
-
-
-def load(argv: Sequence[str]) -> CalibrationConfig:
-    """Read `--config FILE` and the overrides behind it.
-
-    Raises:
-        ConfigError: If a name, type, value or combination is wrong.
-        SystemExit: With code 0, after printing the help that was asked for.
-    """
-    return command_line(
-        CalibrationConfig,
-        argv,
-        prog="distmp calibrate",
-        description="Train a few steps and compare gradients with the range of float16.",
-    )
 
 
 def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:

@@ -8,10 +8,11 @@ import platform
 import signal
 import sys
 from importlib import metadata
-from typing import cast
+from typing import NoReturn, cast
 
 from distmp import __version__
 from distmp.errors import DistmpError, nearest
+from distmp.stopping import stop_while_starting
 
 # Name: module with a `main(argv) -> int`, imported when the subcommand is run; what it does.
 _SUBCOMMANDS = {
@@ -24,6 +25,15 @@ _SUBCOMMANDS = {
     "doctor": ("distmp.doctor.command", "say whether this machine is fit to train"),
     "launch": ("distmp.launcher.command", "start the ranks of a run, on one machine or many"),
 }
+# What a scheduler starts, stops, and starts again.
+_JOBS = ("train", "launch")
+
+
+def run() -> NoReturn:
+    """Be the process of the `distmp` command."""
+    if sys.argv[1:2] and sys.argv[1] in _JOBS:
+        stop_while_starting()
+    sys.exit(main())
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -43,6 +43,7 @@ from distmp.scaling import (
     measure,
     ordered_total,
     pack,
+    unused_rules,
 )
 from distmp.scaling.attribution import OverflowReport, StepFacts, diagnose
 from distmp.scaling.divergence import DivergenceConfig, DivergenceGuard, Judgement
@@ -150,6 +151,8 @@ class Engine:
         if self.world.rank == 0:
             for cost in costs(self.policy):
                 logger.warning("precision %s loses some: %s", self.policy.name, cost)
+            if unused := unused_rules(self.policy.loss_scale, loss_scale):
+                logger.warning("precision %s: %s", self.policy.name, unused)
         self.max_norm = max_norm
         if nominal_weight is not None and not nominal_weight > 0:
             raise ConfigError("nominal_weight", nominal_weight, "use a number above 0, or None")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +36,14 @@ class ManifestError(DistmpError, ValueError):
     """A manifest that is none."""
 
 
-def record(path: Path, world: World, configuration: Mapping[str, Any]) -> None:
+def record(path: Path, world: World, configuration: Mapping[str, Any], first_step: int = 0) -> None:
     """Add this start of a run to its manifest; every rank has to call it, rank 0 writes.
 
     Args:
         path: The manifest.
         world: The ranks.
         configuration: The resolved configuration, nested.
+        first_step: Steps that were done when it began.
 
     Raises:
         SetupError: On every rank, if the file is there and is no manifest.
@@ -56,7 +58,8 @@ def record(path: Path, world: World, configuration: Mapping[str, Any]) -> None:
         if world.rank != 0:
             return
         try:
-            append(path, {**describe_start(configuration), "ranks": ranks})
+            start = describe_start(configuration)
+            append(path, {**start, "first_step": first_step, "ranks": ranks})
         except OSError as error:
             logger.warning("cannot write %s: %s; the run goes on without it", path, error)
 
@@ -145,6 +148,18 @@ def append(path: Path, start: Mapping[str, Any]) -> None:
     text = json.dumps({"starts": starts}, indent=2, default=str)
     with replacing(path) as file:
         file.write(text.encode() + b"\n")
+
+
+def starts_at(path: Path, step: int) -> int:
+    """Return how many jobs in a row, the last one among them, began a run at `step`.
+
+    Ranks that were started again within a job count with it. Without a manifest nothing is known.
+    """
+    try:
+        jobs = [start for start in read(path) if start.get("restart") == 0]
+    except OSError:
+        return 0
+    return len(list(takewhile(lambda job: job.get("first_step") == step, reversed(jobs))))
 
 
 def read(path: Path) -> Sequence[dict[str, Any]]:

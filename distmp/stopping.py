@@ -1,15 +1,22 @@
-"""Requests to stop: signals and the end of the time are noted, and training ends after a step."""
+"""Requests to stop: signals and the end of the time are noted, and training ends after a step.
+
+Nothing heavy is imported here before it is used: a process that imports torch has to be able to
+stop in order while it does.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-import torch.distributed as dist
+from distmp.errors import STOPPED_EXIT_CODE
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 T = TypeVar("T")
 
@@ -18,6 +25,47 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 # Microbatches of an evaluation between two questions to the ranks whether to leave off.
 ASK_EVERY = 8
+
+INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
+
+
+def exit_code_after(number: int | None) -> int:
+    """Return the exit code of a run that has stopped in order, after a signal or without one.
+
+    75 sends a job back in its queue, which nobody wants who has pressed Ctrl-C.
+    """
+    return INTERRUPTED_EXIT_CODE if number == signal.SIGINT else STOPPED_EXIT_CODE
+
+
+def stop_while_starting() -> None:
+    """Have `STOP_SIGNALS` end this process in order from now on, until it has something to lose.
+
+    That is the case once somebody else has handled a signal: see `put_back`.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End the process where it stands: nothing has been started yet, and nothing is cut off."""
+    code, name = exit_code_after(number), signal.Signals(number).name
+    message = f"distmp: stopped by {name} before anything had begun (exit code {code})\n"
+    with contextlib.suppress(OSError):
+        os.write(2, message.encode())
+    os._exit(code)
+
+
+def put_back(handlers: Mapping[int, signal._HANDLER]) -> None:
+    """Put signal handlers back; only `stop_while_starting` has no say any more.
+
+    Whoever has handled signals has begun something. How that ended is what the exit code tells, and
+    the process is about to end with it.
+
+    Args:
+        handlers: What `signal.signal` has returned, by signal.
+    """
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_IGN if handler is _end else handler)
 
 
 class StopSignals:
@@ -46,7 +94,7 @@ class StopSignals:
     def __enter__(self) -> StopSignals:
         for number in STOP_SIGNALS:
             own = number in (signal.SIGINT, signal.SIGTERM)
-            if own or signal.getsignal(number) == signal.SIG_DFL:
+            if own or signal.getsignal(number) in (signal.SIG_DFL, _end):
                 self._before[number] = signal.signal(number, self._note)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
             ends_anyway = "TORCHELASTIC_RUN_ID" in os.environ
@@ -60,8 +108,7 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        put_back(self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
@@ -70,6 +117,22 @@ class StopSignals:
             self._interrupted = True
         self.received = self.received or number
         StopSignals.last = number
+
+
+@contextlib.contextmanager
+def mortal() -> Iterator[None]:
+    """Let SIGTERM and SIGINT kill this process for a while, in which it has nothing to lose.
+
+    For code that waits outside of Python, where no handler runs before it returns: a rank that
+    connects to others, of which some have gone, keeps torchrun waiting for half a minute.
+    """
+    deadly = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in deadly}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def ignore_stop_signals() -> None:
@@ -86,6 +149,9 @@ def asked_on_some_rank(asked: bool, group: dist.ProcessGroup | None) -> bool:
     """Return whether any rank has been asked to stop; every rank of the group has to call it."""
     if group is None:
         return asked
+    import torch
+    import torch.distributed as dist
+
     flag = torch.tensor(int(asked))
     dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag)

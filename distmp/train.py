@@ -6,7 +6,6 @@ import contextlib
 import faulthandler
 import functools
 import os
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -22,7 +21,13 @@ from distmp.faults.restarts import Restarts
 from distmp.launcher.environment import RankEnvironment
 from distmp.parallel.world import World, join, leave
 from distmp.preflight.check import is_wanted, join_checked
-from distmp.stopping import StopSignals, ignore_stop_signals
+from distmp.stopping import (
+    INTERRUPTED_EXIT_CODE,
+    StopSignals,
+    exit_code_after,
+    ignore_stop_signals,
+    mortal,
+)
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.trainer import Trainer
@@ -63,7 +68,7 @@ def run_as_rank(
             config = load(argv)
         return work(config, environment)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        return INTERRUPTED_EXIT_CODE
     except Exception as error:  # noqa: BLE001  # the last resort of a process, which reports it
         exit_code = failures.report(environment, error, config)
         if isinstance(error, DistmpError):
@@ -96,7 +101,8 @@ def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int
         log.start(_header(environment))
     quiet = environment.rank != 0
     with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
-        world = _join(config, environment, console)
+        with mortal():
+            world = _join(config, environment, console)
         failures.watch(world, config.watched_seconds, 0.9 * 60 * config.timeout_minutes)
         trainer = Trainer(config, world, console)
         log.place(trainer.directory.log(world.rank))
@@ -107,7 +113,7 @@ def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int
         leave()
     if finished:
         return 0
-    return 128 + signal.SIGINT if stop.received == signal.SIGINT else STOPPED_EXIT_CODE
+    return exit_code_after(stop.received)
 
 
 def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -104,7 +105,8 @@ class Trainer:
         changes = all_or_none(world, lambda: self._compare(checkpoint))
         self.directory = self._agree_on_directory(checkpoint)
         self._introduce(checkpoint)
-        self.budget = TimeBudget(config.max_minutes, self._state_bytes(), job_started())
+        saved_bytes = 0 if config.max_minutes is None else self._state_bytes()
+        self.budget = TimeBudget(config.max_minutes, saved_bytes, job_started())
         self.writer = CheckpointWriter(
             config.checkpoint,
             self.directory.checkpoints,
@@ -159,6 +161,8 @@ class Trainer:
                 )
             self._draw_curves()
         self.writer.check()
+        if not finished:
+            from_rank_0(self.world, self._check_gain)
         return finished
 
     def train(self, stop: StopSignals) -> None:
@@ -230,6 +234,14 @@ class Trainer:
         if self.budget.is_spent():
             return f"max_minutes = {self.config.max_minutes:g}"
         return "another rank was asked to"
+
+    def _check_gain(self) -> None:
+        """Refuse to be started again, as schedulers do, where that does not get the run further."""
+        if self.stop.received == signal.SIGINT:
+            return
+        seconds = time.time() - job_started()
+        cause = f"{self._why_stopped()}, {seconds:.0f} s after the job had begun"
+        self.restarts.check_gain(self.directory, self.progress.step, cause)
 
     def _roll_back(self, found: _OutOfBounds) -> None:
         """Go back to a checkpoint, and on from there with the data behind a step."""
@@ -413,7 +425,12 @@ class Trainer:
             self._try_to_write(
                 self.directory.config, lambda path: settings.write_yaml(self.config, path)
             )
-        manifest.record(self.directory.manifest, self.world, settings.to_mapping(self.config))
+        manifest.record(
+            self.directory.manifest,
+            self.world,
+            settings.to_mapping(self.config),
+            first_step=0 if checkpoint is None else store.read_numbers(checkpoint)["step"],
+        )
 
     def _try_to_write(self, path: Path, write: Callable[[Path], object]) -> None:
         """Write a file that training can do without; say so if the disk does not take it."""

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -12,8 +13,11 @@ import pytest
 
 from distmp import __version__, cli
 from distmp.errors import CheckpointError, ConfigError
+from tests.torchrun import environment, python
 
 REPOSITORY = Path(__file__).parent.parent
+# Stands in for torch: an import that takes its time.
+TORCH = "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(600)"
 
 
 def subcommand(monkeypatch: pytest.MonkeyPatch, main: object) -> None:
@@ -89,6 +93,36 @@ def test_reader_that_has_seen_enough() -> None:
         os.close(write)
     assert finished.stderr == ""
     assert finished.returncode == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "code"),
+    [
+        ("launch", signal.SIGTERM, 75),
+        ("launch", signal.SIGUSR1, 75),
+        ("launch", signal.SIGINT, 130),
+        ("train", signal.SIGUSR2, 75),
+        pytest.param("doctor", signal.SIGTERM, -signal.SIGTERM, id="no job of a scheduler"),
+    ],
+)
+def test_a_signal_in_the_first_seconds(
+    name: str, number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "torch.py").write_text(TORCH)
+    process = subprocess.Popen(
+        python("-m", "distmp", name), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE
+    )
+    with process:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "importing").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.send_signal(number)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == code
+    message = f"distmp: stopped by {number.name} before anything had begun (exit code {code})\n"
+    assert told.decode() == (message if code > 0 else "")
 
 
 @pytest.mark.parametrize("name", ["trian", "Train", "lunch", "--verison", "xyzzy"])

@@ -132,6 +132,17 @@ def test_a_static_scale_stays() -> None:
         make_engine(policy="fp16-static", loss_scale=LossScaleConfig(init=2.0))
 
 
+def test_rules_of_a_loss_scale_that_is_none_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    rules = LossScaleConfig(init=4096.0, growth_interval=100)
+    make_engine(policy="fp16", loss_scale=rules)
+    assert caplog.messages == []
+    make_engine(policy="bf16", loss_scale=rules)
+    assert caplog.messages == [
+        "precision bf16: precision.loss_scale.init = 4096.0, growth_interval = 100: has no effect, "
+        "there is no loss scale"
+    ]
+
+
 def test_switches_are_set_in_forward_and_backward_and_put_back() -> None:
     seen = []
     model = make_model()

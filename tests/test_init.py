@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import distmp
-from tests.torchrun import environment
+from tests.torchrun import environment, python
 
 HEAVY = (
     "accelerate",
@@ -26,6 +26,9 @@ HEAVY = (
 def test_public_names_exist() -> None:
     assert sorted(distmp.__all__) == distmp.__all__
     assert all(hasattr(distmp, name) for name in distmp.__all__)
+    assert sorted(name for names in distmp._HOMES.values() for name in names) == distmp.__all__
+    with pytest.raises(AttributeError, match="module 'distmp' has no attribute 'engines'"):
+        _ = distmp.engines
 
 
 @pytest.mark.parametrize("name", distmp.__all__)
@@ -55,3 +58,14 @@ def test_importing_brings_nothing_heavy_that_torch_has_not_brought() -> None:
         timeout=60,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_importing_waits_for_torch_until_something_is_used() -> None:
+    program = (
+        "import sys, distmp; assert 'torch' not in sys.modules;"
+        "print(distmp.parallel.ParallelConfig.__name__, distmp.policy('fp32').name)"
+    )
+    done = subprocess.run(
+        python("-c", program), env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "ParallelConfig fp32\n", done.stderr

@@ -12,7 +12,16 @@ import pytest
 
 from distmp import manifest
 from distmp.errors import SetupError
-from distmp.manifest import HIDDEN, masked, read, record, revision, without_secrets
+from distmp.manifest import (
+    HIDDEN,
+    append,
+    masked,
+    read,
+    record,
+    revision,
+    starts_at,
+    without_secrets,
+)
 from distmp.parallel.world import World
 from distmp.settings.flat import digest
 from tests.ranks import run_ranks
@@ -20,7 +29,7 @@ from tests.ranks import run_ranks
 
 def on_each_rank(path: Path) -> int:
     for steps in (1, 2):
-        record(path, World.current("cpu"), {"steps": steps})
+        record(path, World.current("cpu"), {"steps": steps}, first_step=steps - 1)
     return os.getpid()
 
 
@@ -29,6 +38,7 @@ def test_a_start_of_several_ranks(tmp_path: Path) -> None:
     pids = run_ranks(on_each_rank, 2, path)
     first, second = read(path)
     assert (first["configuration"], second["configuration"]) == ({"steps": 1}, {"steps": 2})
+    assert (first["first_step"], second["first_step"]) == (0, 1)
     assert first["configuration_hash"] == digest({"steps": 1}) != second["configuration_hash"]
     host = socket.gethostname()
     assert first["ranks"] == [{"host": host, "pid": pid, "device": "cpu"} for pid in pids]
@@ -36,6 +46,17 @@ def test_a_start_of_several_ranks(tmp_path: Path) -> None:
     assert first["environment"]["WORLD_SIZE"] == "2"
     assert first["started"] <= second["started"]
     assert first["started"].endswith("+00:00")
+
+
+def test_jobs_that_began_at_the_same_step(tmp_path: Path) -> None:
+    path = tmp_path / "manifest.json"
+    assert starts_at(path, 0) == 0
+    for first_step, restart in [(5, 0), (0, 0), (5, 0), (5, 1), (7, 1), (5, 0)]:
+        append(path, {"first_step": first_step, "restart": restart})
+    assert starts_at(path, 5) == 2
+    assert starts_at(path, 0) == 0
+    append(path, {"restart": 0})  # of an earlier version
+    assert starts_at(path, 5) == 0
 
 
 def git(folder: Path, *arguments: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import sys
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 
 from distmp.checkpoint import store
 from distmp.config import load
+from distmp.errors import SetupError
 from distmp.parallel.world import World
 from distmp.stopping import StopSignals
 from distmp.telemetry import Console, read_records
@@ -111,6 +113,47 @@ def _time_is_over_on_rank_1(folder: Path) -> None:
 def test_a_time_limit_stops_all_ranks(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _time_is_over_on_rank_1(tmp_path)
+
+
+@ranks(2)
+def _stopped_jobs(folder: Path) -> None:
+    def job(*, stop_in_step: int = 0) -> Trainer:
+        """A start by a scheduler; rank 1 is asked to stop in that step, or before the first."""
+        stop = StopSignals()
+        started = trainer(folder, "--resume=auto")
+
+        def ask() -> None:
+            if started.world.rank == 1 and started.progress.step >= stop_in_step - 1:
+                stop.received = signal.SIGUSR1
+
+        ask()
+        started.engine.step = around(started.engine.step, ask)  # type: ignore[method-assign]
+        assert not started.run(stop)
+        return started
+
+    for _ in range(2):
+        assert job().progress.step == 0
+    assert job(stop_in_step=2).progress.step == 3
+    for _ in range(2):
+        assert job().progress.step == 3
+    with pytest.raises(SetupError) as futile:
+        job()
+    assert futile.value.exit_code == 1
+    assert re.fullmatch(
+        r"3 times in a row the run ended after step 3, the last time because of this: another rank "
+        r"was asked to, \d+ s after the job had begun; it is not started again\. Give a job more "
+        rf"time than its start, .*, and go on with --resume {folder}/run/checkpoints",
+        str(futile.value),
+    )
+    # The next one that gains a step has the right to be stopped again.
+    assert job(stop_in_step=5).progress.step == 6
+    assert job().progress.step == 6
+    assert not (folder / "run-2").exists()
+
+
+def test_jobs_that_gain_no_step_are_not_started_for_ever(tmp_path: Path) -> None:
+    corpus(tmp_path / "corpus")
+    _stopped_jobs(tmp_path)
 
 
 @ranks(2)

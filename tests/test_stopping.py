@@ -2,14 +2,24 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import textwrap
 from collections.abc import Iterator
 from types import FrameType
 
 import pytest
 import torch.distributed as dist
 
-from distmp.stopping import ASK_EVERY, StopSignals, asked_on_some_rank, until_asked
+from distmp.stopping import (
+    ASK_EVERY,
+    StopSignals,
+    asked_on_some_rank,
+    put_back,
+    stop_while_starting,
+    until_asked,
+)
 from tests.ranks import ranks
+from tests.torchrun import environment, python
 
 INT, TERM, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
 HUP = signal.SIGHUP
@@ -104,6 +114,47 @@ def test_a_closed_terminal(
         assert signal.getsignal(HUP) == before
     finally:
         signal.signal(HUP, outside)
+
+
+def test_what_has_begun_is_not_ended_by_what_was_for_the_start() -> None:
+    numbers = (INT, TERM, USR1, USR2)
+    outside = {number: signal.getsignal(number) for number in numbers}
+    try:
+        stop_while_starting()
+        with StopSignals() as stop:
+            send(USR1)
+        assert stop.received == USR1
+        # Its own exit code counts from now on.
+        send(*numbers)
+        with StopSignals() as again:
+            send(TERM)
+        assert again.received == TERM
+        send(*numbers)
+    finally:
+        put_back(outside)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_rank_that_waits_in_native_code_can_be_ended(number: signal.Signals) -> None:
+    """As it does for other ranks: no handler of Python's runs before the call returns."""
+    program = f"""
+        import ctypes
+        from distmp.stopping import StopSignals, mortal
+        with StopSignals() as stop:
+            with mortal():
+                pass
+            signal.raise_signal({int(number)})
+            assert stop.received == {int(number)}
+            with mortal():
+                print("waiting", flush=True)
+                ctypes.CDLL(None).sleep(600)
+    """
+    code = "import signal\n" + textwrap.dedent(program)
+    with subprocess.Popen(python("-c", code), env=environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"waiting\n"
+        process.send_signal(number)
+        assert process.wait(60) == -number
 
 
 def test_signals_that_somebody_uses_are_left_to_him() -> None:

@@ -5,6 +5,7 @@ Also under torchrun (`torchrun -m distmp.bench.precision`), on all ranks of a ru
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import time
@@ -63,24 +64,17 @@ class BenchPrecisionConfig(RunConfig):
             raise ConfigError("picture", self.picture, "name a file in a folder that exists")
 
 
+load = functools.partial(
+    command_line,
+    BenchPrecisionConfig,
+    prog="distmp bench precision",
+    description="Train a few steps under each precision policy and compare.",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare, and return the exit code of this rank, as `distmp.train.main` does."""
     return run_as_rank(sys.argv[1:] if argv is None else argv, load, _bench)
-
-
-def load(argv: Sequence[str]) -> BenchPrecisionConfig:
-    """Read `--config FILE` and the overrides behind it.
-
-    Raises:
-        ConfigError: If a name, type, value or combination is wrong.
-        SystemExit: With code 0, after printing the help that was asked for.
-    """
-    return command_line(
-        BenchPrecisionConfig,
-        argv,
-        prog="distmp bench precision",
-        description="Train a few steps under each precision policy and compare.",
-    )
 
 
 def _bench(config: BenchPrecisionConfig, environment: RankEnvironment) -> int:

@@ -34,19 +34,6 @@ def final_path(directory: Location, step: int) -> Location:
     return directory / folder_name(step)
 
 
-def prepare(directory: Location, step: int) -> Location:
-    """Remove what a crash has left behind, and return the folder to write to."""
-    return storage(directory).prepare(step)
-
-
-def publish(directory: Location, written: Location) -> Location:
-    """Make the checkpoint in the folder `written` current, and return its final folder.
-
-    Its files must have reached the disk, `state.json` last.
-    """
-    return storage(directory).publish(written)
-
-
 def discard(directory: Location, step: int) -> None:
     """Remove what a save of `step` has left that failed; log it if that cannot be done."""
     place = storage(directory)

@@ -1,7 +1,7 @@
 """Where checkpoints may lie: below a local path, or anywhere that fsspec reaches (`s3://...`).
 
 `RemotePath` has those methods of `pathlib.Path` that checkpoints need, so that most code does not
-care which of the two it has. What an object store cannot do is rename; see `layout`.
+care which of the two it has. What an object store cannot do is rename; see `storage`.
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.agreement import Ranks
 from distmp.checkpoint.index import read_index
-from distmp.checkpoint.layout import final_path, latest, prepare, publish, tidy
+from distmp.checkpoint.layout import final_path, latest, tidy
 from distmp.checkpoint.location import Location, RemotePath, check_reachable
 from distmp.checkpoint.manifest import STATE_FILE, FileSum
 from distmp.checkpoint.recovery import Usable, resolve, usable, verify
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import INDEX_FILE, synchronize
+from distmp.checkpoint.storage import INDEX_FILE, storage, synchronize
 from distmp.errors import CheckpointError
 from distmp.slices import whole_shape
 
@@ -149,7 +149,7 @@ def stored_tensors(path: Location) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def _begin(directory: Location, step: int, numbers: dict[str, Any]) -> str:
     manifest.encode(step, numbers, {})  # before anything is written
-    return prepare(directory, step).name
+    return storage(directory).prepare(step).name
 
 
 def _finish(
@@ -166,7 +166,7 @@ def _finish(
     file.write_bytes(state)
     if not isinstance(file, RemotePath):
         synchronize(file)
-    return publish(directory, writing)
+    return storage(directory).publish(writing)
 
 
 def _fitting_index(path: Location, tensors: dict[str, Tensor], ranks: Ranks) -> Metadata:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 from typing import Literal, NamedTuple
 
 from distmp.doctor.facts import Facts
@@ -253,14 +254,14 @@ def _clock(facts: Facts) -> Iterator[Finding]:
 
 
 def _hostname(facts: Facts) -> Iterator[Finding]:
-    own = {interface.address for interface in facts.interfaces}
+    own = {address for addresses in facts.interfaces.values() for address in addresses}
     if not facts.addresses:
         yield Finding(
             "WARN",
             f"{facts.hostname} does not resolve",
             "add it to /etc/hosts; gloo and torchrun look for their own name",
         )
-    elif all(interface.loopback for interface in facts.interfaces):
+    elif not _leading_out(facts):
         yield Finding("PASS", f"{facts.hostname} resolves to {', '.join(facts.addresses)}")
     elif all(address.startswith(("127.", "::1")) for address in facts.addresses):
         yield Finding(
@@ -280,8 +281,8 @@ def _hostname(facts: Facts) -> Iterator[Finding]:
 
 
 def _network(facts: Facts) -> Iterator[Finding]:
-    told = ", ".join(f"{i.name} {i.address}" for i in facts.interfaces) or "none"
-    names = {interface.name for interface in facts.interfaces}
+    names = facts.interfaces.keys()
+    told = ", ".join(f"{name} {facts.interfaces[name][0]}" for name in names) or "none"
     gloo = facts.environment.get("GLOO_SOCKET_IFNAME")
     missing = [name for name in (gloo or "").split(",") if name and name not in names]
     if missing:
@@ -297,7 +298,7 @@ def _network(facts: Facts) -> Iterator[Finding]:
             f"NCCL_SOCKET_IFNAME={nccl} fits none of the interfaces: {told}",
             "name one that is up, or unset it",
         )
-    if all(interface.loopback for interface in facts.interfaces):
+    if not _leading_out(facts):
         yield Finding(
             "WARN",
             f"no interface that another machine could reach; interfaces: {told}",
@@ -376,6 +377,15 @@ def _limit(limit: int | None) -> str:
     return "unlimited" if limit is None else str(limit)
 
 
+def _leading_out(facts: Facts) -> list[str]:
+    """Return the interfaces by which another machine may be reached."""
+    return [
+        name
+        for name, addresses in facts.interfaces.items()
+        if not all(own.is_loopback or own.is_link_local for own in map(ip_address, addresses))
+    ]
+
+
 def _nccl_takes(wanted: str, name: str) -> bool:
     """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` none of them."""
     names = wanted.lstrip("^=").split(",")
@@ -388,15 +398,15 @@ def _nccl_takes(wanted: str, name: str) -> bool:
 
 def _gloo_default(facts: Facts) -> str:
     """Return the interface that carries the address of the hostname: gloo looks there first."""
-    for interface in facts.interfaces:
-        if interface.address in facts.addresses:
-            return interface.name
+    for name, addresses in facts.interfaces.items():
+        if not {*addresses}.isdisjoint(facts.addresses):
+            return name
     return "the loopback"
 
 
 def _nccl_default(facts: Facts) -> str:
     """Return what NCCL takes by itself: InfiniBand first, then anything, then Docker's bridge."""
-    names = [interface.name for interface in facts.interfaces if not interface.loopback]
+    names = _leading_out(facts)
     infiniband = [name for name in names if name.startswith("ib")]
     others = [name for name in names if not name.startswith("docker")]
     return ", ".join(infiniband or others or names)

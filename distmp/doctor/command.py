@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,14 @@ class DoctorConfig(RunConfig):
     """Print findings and facts as JSON."""
 
 
+load = functools.partial(
+    command_line,
+    DoctorConfig,
+    prog="distmp doctor",
+    description="Say whether this machine is fit to train, and what auto would choose on it.",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Look at this machine and print what there is to say.
 
@@ -37,21 +46,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = as_json(findings, facts) if config.json else report(findings)
     sys.stdout.write(text + "\n")
     return int(any(finding.status == "FAIL" for _, finding in findings))
-
-
-def load(argv: Sequence[str]) -> DoctorConfig:
-    """Read `--config FILE` and the overrides behind it.
-
-    Raises:
-        ConfigError: If a name, type, value or combination is wrong.
-        SystemExit: With code 0, after printing the help that was asked for.
-    """
-    return command_line(
-        DoctorConfig,
-        argv,
-        prog="distmp doctor",
-        description="Say whether this machine is fit to train, and what auto would choose on it.",
-    )
 
 
 def report(findings: Sequence[tuple[str, Finding]]) -> str:

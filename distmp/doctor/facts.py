@@ -19,6 +19,7 @@ import psutil
 
 from distmp.doctor.cgroups import core_quota, memory_limit
 from distmp.launcher.circumstances import relevant, versions
+from distmp.launcher.network import interfaces
 
 _COMMAND_SECONDS = 10.0
 _WRITTEN_BYTES = 1 << 20
@@ -53,21 +54,6 @@ class Gpu:
     ecc_errors: int | None
     throttled: bool | None
     driver: str | None
-
-
-@dataclass(frozen=True)
-class Interface:
-    """A network interface that is up, with an IPv4 address.
-
-    Attributes:
-        name: As the system calls it.
-        address: Its first IPv4 address.
-        loopback: Whether it leads back to this machine.
-    """
-
-    name: str
-    address: str
-    loopback: bool
 
 
 @dataclass(frozen=True)
@@ -107,7 +93,7 @@ class Facts:
     Attributes:
         hostname: Its name.
         addresses: What the name resolves to; empty if it does not.
-        interfaces: Those that are up, with an IPv4 address.
+        interfaces: The addresses of those that are up, by name.
         versions: Of Python, torch and so on; None for what is not installed.
         cuda_build: The CUDA version that torch was built for, or None.
         cuda_driver: The newest CUDA version that the driver runs, or None.
@@ -132,7 +118,7 @@ class Facts:
 
     hostname: str
     addresses: tuple[str, ...]
-    interfaces: tuple[Interface, ...]
+    interfaces: Mapping[str, tuple[str, ...]]
     versions: Mapping[str, str | None]
     cuda_build: str | None
     cuda_driver: str | None
@@ -190,17 +176,6 @@ def gather(run_dir: str, policy: object, strategy: str) -> Facts:
         policy=_resolved_policy(policy),
         strategy=_resolved_strategy(strategy),
     )
-
-
-def interfaces() -> tuple[Interface, ...]:
-    """Return the interfaces that are up and have an IPv4 address."""
-    states = psutil.net_if_stats()
-    found = []
-    for name, addresses in psutil.net_if_addrs().items():
-        address = next((a.address for a in addresses if a.family == socket.AF_INET), None)
-        if address is not None and name in states and states[name].isup:
-            found.append(Interface(name, address, address.startswith("127.")))
-    return tuple(found)
 
 
 def _resolved(hostname: str) -> tuple[str, ...]:

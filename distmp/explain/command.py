@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,14 @@ class ExplainConfig(RunConfig):
             raise ConfigError("world_size", self.world_size, "use 1 or more ranks")
 
 
+load = functools.partial(
+    command_line,
+    ExplainConfig,
+    prog="distmp explain",
+    description="Say what a run will store, compute, send and need.",
+)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Explain a run, and return the exit code.
 
@@ -52,18 +61,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     sys.stdout.write(text + "\n")
     return 0
-
-
-def load(argv: Sequence[str]) -> ExplainConfig:
-    """Read `--config FILE` and the overrides behind it.
-
-    Raises:
-        ConfigError: If a name, type, value or combination is wrong.
-        SystemExit: With code 0, after printing the help that was asked for.
-    """
-    return command_line(
-        ExplainConfig,
-        argv,
-        prog="distmp explain",
-        description="Say what a run will store, compute, send and need.",
-    )

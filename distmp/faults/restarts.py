@@ -1,7 +1,8 @@
 """Going on after torchrun has restarted the ranks: where, from which checkpoint, how often.
 
 What one attempt has to tell the next stands in the store of torchrun's agent, which belongs to this
-job alone and outlives the ranks.
+job alone and outlives the ranks. What one job has to tell the next that its scheduler starts stands
+in the manifest of the run.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from distmp import manifest
 from distmp.checkpoint import store as checkpoints
 from distmp.checkpoint.location import Location, locate
 from distmp.errors import TrainingError
@@ -19,7 +21,7 @@ from distmp.launcher import job_store
 from distmp.run_directory import RunDirectory
 from distmp.telemetry import RecordError, read_records
 
-# After so many restarts in a row that got no further than the ones before, there is no other.
+# After so many starts in a row that got no further than what they began with, there is no other.
 RESTARTS_WITHOUT_GAIN = 3
 STORE_SECONDS = 60.0
 
@@ -94,11 +96,24 @@ class Restarts:
         self._note("futile", futile)
         if futile >= RESTARTS_WITHOUT_GAIN:
             self.give_up(TrainingError.exit_code)
-            raise TrainingError(
-                f"{futile + 1} times in a row the run ended after step {reached}, the last time "
-                f"because of this: {self.cause()}; it is not restarted any more. Mend that, and go "
-                f"on with --resume {directory.checkpoints}"
-            )
+            raise _futile(futile + 1, reached, self.cause(), "Mend that", directory)
+
+    def check_gain(self, directory: RunDirectory, step: int, cause: str) -> None:
+        """See whether it is of use to start a run again that was stopped; rank 0 calls it.
+
+        Args:
+            directory: The run's.
+            step: Where it stands, with a checkpoint.
+            cause: What has stopped it.
+
+        Raises:
+            TrainingError: If as many jobs as there may be restarts have not gained a step.
+        """
+        starts = manifest.starts_at(directory.manifest, step)
+        if starts >= RESTARTS_WITHOUT_GAIN:
+            self.give_up(TrainingError.exit_code)
+            remedy = "Give a job more time than its start, a step and a save take"
+            raise _futile(starts, step, cause, remedy, directory)
 
     def note_saved(self) -> None:
         """Note that this job has saved a checkpoint of its own."""
@@ -136,6 +151,16 @@ class Restarts:
         if self._memory is None or not self._memory.check([key]):
             return None
         return json.loads(self._memory.get(key))
+
+
+def _futile(
+    times: int, step: int, cause: str, remedy: str, directory: RunDirectory
+) -> TrainingError:
+    return TrainingError(
+        f"{times} times in a row the run ended after step {step}, the last time because of this: "
+        f"{cause}; it is not started again. {remedy}, and go on with --resume "
+        f"{directory.checkpoints}"
+    )
 
 
 def _last_step(directory: RunDirectory) -> int:

@@ -24,8 +24,21 @@ ANSWER_SECONDS = 2.0
 
 
 def main_thread() -> FrameType | None:
-    """Return the innermost frame of the main thread."""
-    return sys._current_frames().get(threading.main_thread().ident or 0)
+    """Return the innermost frame of the main thread, or of the thread whose end it waits for."""
+    frames = sys._current_frames()
+    frame = frames.get(threading.main_thread().ident or 0)
+    other = _joined(frame)
+    return frame if other is None else frames.get(other.ident or 0, frame)
+
+
+def _joined(frame: FrameType | None) -> threading.Thread | None:
+    """Return the thread whose end a thread waits for, if it does."""
+    for inner in _outwards(frame):
+        if inner.f_code is threading.Thread.join.__code__:
+            return inner.f_locals["self"]
+        if inner.f_code.co_filename != threading.__file__:
+            break
+    return None
 
 
 def show(frame: FrameType | None) -> str:

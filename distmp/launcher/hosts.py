@@ -18,23 +18,27 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from distmp.errors import ConfigError
+from distmp.errors import STOPPED_EXIT_CODE, ConfigError
 from distmp.launcher.choice import Choice
 from distmp.launcher.job import Job
 from distmp.launcher.messages import say
 from distmp.launcher.network import Network, join_port
 from distmp.launcher.plan import Given, address_of, port_of
+from distmp.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
 
 # What ranks on other machines need to find as it is here.
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
 # ssh never asks anybody anything, and notices a host that is gone.
 _SSH_OPTIONS = ["-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=15"]
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# Of agents that have stopped in order.
+_STOPPED = {STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE}
 # ssh's own exit code.
 _SSH_FAILED = 255
 # After one host has failed: for the others to notice and report, and then to stop in order.
 _NOTICE_SECONDS = 20.0
 _STOP_SECONDS = 60.0
+# To show what an agent has written last, unless a process that it has left holds its output open.
+_LAST_WORDS_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -190,8 +194,8 @@ def run_on_hosts(plan: HostsPlan) -> int:
     """Run the agents over ssh, show what they write, and end them together.
 
     Returns:
-        0 after success; the exit code of the host that failed first; 128 plus the signal that
-        stopped the launcher.
+        0 after success; the exit code of the host that failed first; 75 where hosts have stopped
+        in order and none has failed, 130 if that was Ctrl-C.
 
     Raises:
         ConfigError: If ssh cannot be run.
@@ -207,9 +211,10 @@ def run_on_hosts(plan: HostsPlan) -> int:
                 if number not in agent.told:
                     agent.tell(number)
         failed = _wait(agents, plan.fewest)
-    if received:
-        say(f"stopped by {received[0].name}")
-        return 128 + received[0]
+    codes = {agent.process.returncode for agent in agents}
+    if codes & _STOPPED and codes <= {0, *_STOPPED}:
+        say(f"stopped by {received[0].name}" if received else "stopped in order")
+        return max(codes)
     if failed is None:
         return 0
     code = failed.process.returncode
@@ -272,13 +277,14 @@ def _agent(name: str, command: list[str]) -> Iterator[_Agent]:
             process.kill()
             process.wait()
         for reader in agent.readers:
-            reader.join(1.0)
+            reader.join(_LAST_WORDS_SECONDS)
 
 
 def _show(name: str, source: IO[str], target: TextIO) -> None:
     for line in source:
-        target.write(f"[{name}] {line}")
-        target.flush()
+        with suppress(OSError):  # a terminal that is gone: the agents are still to be read
+            target.write(f"[{name}] {line}")
+            target.flush()
 
 
 @contextmanager
@@ -290,12 +296,14 @@ def _forwarded_signals(agents: list[_Agent]) -> Iterator[list[signal.Signals]]:
         for agent in agents:
             agent.tell(received[-1])
 
-    before = {number: signal.signal(number, forward) for number in _SIGNALS}
+    before: dict[int, signal._HANDLER] = {
+        number: signal.signal(number, forward) for number in STOP_SIGNALS
+    }
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         yield received
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        put_back(before)
 
 
 def _wait(agents: list[_Agent], fewest: int) -> _Agent | None:

@@ -18,11 +18,11 @@ from distmp.launcher.choice import Choice
 from distmp.launcher.job import detect, slurm_resolver
 from distmp.launcher.messages import say
 from distmp.launcher.network import Network
-from distmp.launcher.orderly_stop import INTERRUPTED_EXIT_CODE, OrderlyStop
+from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import Machine, Plan, join_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_named
 from distmp.launcher.torchrun import binding, parse, read
-from distmp.stopping import STOP_SIGNALS
+from distmp.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -255,6 +255,13 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
     if code > 0:
         say(f"rank {rank} failed with exit code {code}; its messages stand above")
         return code
+    if -code in STOP_SIGNALS:
+        stopped = exit_code_after(-code)
+        say(
+            f"rank {rank} was stopped by {_signal_name(-code)} before it had begun; the run goes "
+            f"on with --resume auto (exit code {stopped})"
+        )
+        return stopped
     hint = _LIKELY.get(-code, "")
     say(f"rank {rank} was killed by {_signal_name(-code)}{'; ' if hint else ''}{hint}")
     return 128 - code

@@ -29,7 +29,7 @@ class Network:
 
     Attributes:
         hostname: This machine's name with its domain, as far as it knows it.
-        interfaces: Addresses (IPv4 and IPv6, without zone) by the name of their interface.
+        interfaces: As the function `interfaces` returns them.
         resolve: Returns the address of a name, or of an address itself. Raises AddressError.
         source: Returns this machine's address on the way to another address. Raises AddressError.
     """
@@ -42,7 +42,7 @@ class Network:
     @classmethod
     def of_this_machine(cls) -> Network:
         """Read the interfaces as they are now."""
-        return cls(socket.getfqdn(), _interfaces(), _resolve, _source)
+        return cls(socket.getfqdn(), interfaces(), _resolve, _source)
 
     def patient(self, seconds: float, say: Callable[[str], None]) -> Network:
         """Return the same with names that may take a while to get an address.
@@ -115,18 +115,21 @@ def _same(first: str, second: str) -> bool:
     return ipaddress.ip_address(first) == ipaddress.ip_address(second)
 
 
-def _interfaces() -> dict[str, tuple[str, ...]]:
+def interfaces() -> dict[str, tuple[str, ...]]:
+    """Return the addresses of each interface that is up: IPv4 first, then IPv6, without zone."""
     import psutil
 
+    states = psutil.net_if_stats()
     found: dict[str, tuple[str, ...]] = {}
     for name, addresses in psutil.net_if_addrs().items():
         # An IPv6 address of a link carries its zone: fe80::1%eth0.
         own = [
             address.address.partition("%")[0]
+            for family in (socket.AF_INET, socket.AF_INET6)
             for address in addresses
-            if address.family in (socket.AF_INET, socket.AF_INET6)
+            if address.family == family
         ]
-        if own:
+        if own and name in states and states[name].isup:
             found[name] = tuple(own)
     return found
 

@@ -16,10 +16,12 @@ from types import FrameType, TracebackType
 import psutil
 
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
-from distmp.stopping import STOP_SIGNALS
+from distmp.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
 
-INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 _ORDERLY = (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
+
+# What kills ranks that have not come far enough to obey. torchrun sends them SIGTERM by itself.
+_REQUESTS = tuple(-number for number in STOP_SIGNALS if number != signal.SIGTERM)
 
 # What is left to torchrun: it passes this on and kills the ranks if they do not obey.
 _TORCHRUNS_SIGNALS = "SIGQUIT"
@@ -74,8 +76,7 @@ class OrderlyStop:
         traceback: TracebackType | None,
     ) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        put_back(self._before)
 
     def exit_code(self) -> int:
         """Return the exit code of the launcher after `torchrun` was ended by this class."""
@@ -118,6 +119,8 @@ class OrderlyStop:
         if self._waiting:
             return
         codes = _exit_codes()
+        if self.asked is None and (died := [code for code in codes.values() if code in _REQUESTS]):
+            self._pass_on(-died[0], frame)
         orderly = any(code in _ORDERLY for code in codes.values())
         if not orderly and (self.asked is None or set(codes.values()) <= {None}):
             return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 import torch
@@ -92,6 +92,30 @@ def loss_scale_rules(
             f"the policy has the scale {wanted:g} for ever; leave one of the two out",
         )
     return replace(rules, dynamic=False, init=float(wanted))
+
+
+def unused_rules(
+    wanted: Literal["dynamic"] | float | None, rules: LossScaleConfig | None
+) -> str | None:
+    """Return the rules that were set and have no effect, and why; None if there are none.
+
+    They are no error: one file with rules for float16 serves all policies.
+
+    Args:
+        wanted: What the policy says, as for `loss_scale_rules`.
+        rules: As they were set; None: not at all.
+    """
+    used = loss_scale_rules(wanted, rules)
+    if rules is None or (used is not None and used.dynamic):
+        return None
+    known = () if used is None else ("dynamic", "init")
+    unused = [
+        f"{field.name} = {getattr(rules, field.name)!r}"
+        for field in fields(rules)
+        if field.name not in known and getattr(rules, field.name) != field.default
+    ]
+    why = "there is no loss scale" if used is None else f"the loss scale is {used.init:g} for ever"
+    return f"precision.loss_scale.{', '.join(unused)}: has no effect, {why}" if unused else None
 
 
 class LossScale:

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from distmp.checkpoint import store, writer
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import Snapshot
+from distmp.checkpoint.storage import LocalStorage
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.engine import Engine
 from distmp.errors import CheckpointError
@@ -346,7 +347,7 @@ def test_a_failed_save_leaves_nothing_of_it(
 ) -> None:
     with make_writer(tmp_path) as saving:
         saving.save_now(1, {"a": torch.ones(1)}, {})
-        monkeypatch.setattr(store, "publish", _disk_full)
+        monkeypatch.setattr(LocalStorage, "publish", _disk_full)
         saving.save(2, {"a": torch.ones(1)}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
@@ -355,7 +356,7 @@ def test_a_failed_save_leaves_nothing_of_it(
 def test_a_failure_is_reported_at_the_next_step(
     reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store, "publish", _disk_full)
+    monkeypatch.setattr(LocalStorage, "publish", _disk_full)
     said: list[str] = []
     with make_writer(tmp_path, said) as saving:
         saving.save(1, {"a": torch.ones(1)}, {})
@@ -406,7 +407,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from distmp.checkpoint import store
+from distmp.checkpoint.storage import LocalStorage
 from tests.checkpoint.test_writer import make_writer
 
 def kill(*_, **__):
@@ -420,7 +421,7 @@ def save(directory, owner, point):
     saving.save(2, {"a": torch.zeros(4)}, {})
     saving.finish()
 
-points = (FileSystemWriter, "write_data"), (FileSystemWriter, "finish"), (store, "publish")
+points = (FileSystemWriter, "write_data"), (FileSystemWriter, "finish"), (LocalStorage, "publish")
 for owner, point in points:
     child = os.fork()
     if child == 0:

@@ -19,6 +19,7 @@ from distmp.errors import (
     STOPPED_EXIT_CODE,
     ConfigError,
 )
+from distmp.faults.restarts import RESTARTS_WITHOUT_GAIN
 from distmp.scaling import divergence
 from distmp.scaling.divergence import DivergenceConfig
 from distmp.settings import from_mapping
@@ -41,6 +42,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert codes == ["0", str(STOPPED_EXIT_CODE), "130", ", ".join(failed), *failed]
     for sentence, number in (
         ("asks all ranks every 8 microbatches", ASK_EVERY == 8),
+        ("When three jobs in a row have begun", RESTARTS_WITHOUT_GAIN == 3),
         ("three steps as slow as the slowest of the last 50", time_budget._STEPS_TO_STOP == 3),
         ("slowest of the last 50", time_budget._STEPS_REMEMBERED == 50),
         ("one and a half times the longest save", time_budget._SAVES == 1.5),

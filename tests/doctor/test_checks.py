@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from distmp.doctor.checks import CHECKS, judge
-from distmp.doctor.facts import Clock, Facts, Folder, Gpu, Interface
+from distmp.doctor.facts import Clock, Facts, Folder, Gpu
 
 GIB = 1 << 30
 
@@ -15,7 +15,7 @@ GPU = Gpu("NVIDIA H200", 140 * GIB, 0, 0, False, "580.1")
 HEALTHY = Facts(
     hostname="node1",
     addresses=("10.0.0.1",),
-    interfaces=(Interface("lo", "127.0.0.1", True), Interface("eth0", "10.0.0.1", False)),
+    interfaces={"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fe80::1")},
     versions={
         "python": "3.11.7",
         "distmp": "0.1.0",
@@ -120,7 +120,7 @@ ILL: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "hostname of Debian": ({"addresses": ("127.0.1.1",)}, "hostname", "WARN", "cannot reach"),
     "hostname of somebody else": ({"addresses": ("10.9.9.9",)}, "hostname", "WARN", "no interface"),
     "no network": (
-        {"interfaces": HEALTHY.interfaces[:1], "addresses": ("127.0.0.1",)},
+        {"interfaces": {"lo": ("127.0.0.1",), "veth": ("fe80::2",)}, "addresses": ("127.0.0.1",)},
         "network",
         "WARN",
         "this machine alone",
@@ -231,10 +231,9 @@ def test_interfaces_that_libraries_take(
     environment: dict[str, str],
     expected: str,
 ) -> None:
-    interfaces = tuple(
-        Interface(name, f"10.0.0.{number}" if number else "127.0.0.1", not number)
-        for number, name in enumerate(names)
-    )
+    interfaces = {
+        name: (f"10.0.0.{number}" if number else "127.0.0.1",) for number, name in enumerate(names)
+    }
     facts = replace(HEALTHY, interfaces=interfaces, addresses=addresses, environment=environment)
     (told,) = [finding.message for name, finding in judge(facts) if name == "network"]
     assert told.endswith(expected)

@@ -19,7 +19,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.hostname == socket.gethostname()
     assert found.cores == os.cpu_count()
     assert found.usable_cores == len(os.sched_getaffinity(0))
-    assert ("127.0.0.1", True) in [(i.address, i.loopback) for i in found.interfaces]
+    assert "127.0.0.1" in [address for own in found.interfaces.values() for address in own]
     assert 0 < found.available_bytes <= psutil.virtual_memory().total
     assert found.folder.path == str(tmp_path)
     assert found.folder.problem is None

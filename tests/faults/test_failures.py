@@ -31,11 +31,17 @@ FAILING = {
     "others in a save": ("1 save raise", ["--checkpoint.every=2"], 1),
     "others in validation": ("1 validation raise", ["--validation.every=2"], 1),
 }
-SAVING = ["--checkpoint.every=2", "--checkpoint.asynchronous=false"]
+SAVING = "--checkpoint.every=2"
 HANGING = {
     "asleep": ("0 forward sleep", [], 0, "step 3, forward of microbatch 1"),
     "in its data": ("1 data sleep", ["--strategy=fsdp"], 1, "step 3, loading data"),
-    "in a save": ("1 save sleep", SAVING, 1, "step 2, saving a checkpoint"),
+    "in a save": (
+        "1 save sleep",
+        [SAVING, "--checkpoint.asynchronous=false"],
+        1,
+        "step 2, saving a checkpoint",
+    ),
+    "in the background": ("1 save sleep", [SAVING], 1, "step 4, saving a checkpoint"),
     "stopped": ("1 forward stop", [], 1, "step 3, forward of microbatch 1"),
     "in native code": ("0 forward spin", [], 0, "step 3, forward of microbatch 1"),
 }
@@ -44,6 +50,7 @@ WAITING = {
     "asleep": "work.wait (finish, distmp/buckets/reduction.py:",
     "in its data": "work.wait (__call__, distmp/parallel/fsdp.py:",
     "in a save": "all_gather_object (gather, distmp/checkpoint/agreement.py:",
+    "in the background": "all_gather_object (gather, distmp/checkpoint/agreement.py:",
     "stopped": "work.wait (finish, distmp/buckets/reduction.py:",
     "in native code": "work.wait (finish, distmp/buckets/reduction.py:",
 }
@@ -91,8 +98,9 @@ def test_a_hang_is_found_and_described(tmp_path: Path) -> None:
         # The reporting rank ends, and the silent one is killed, in the same moment.
         (code,) = done[number].exit_codes.values()
         assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in told), name
-    asleep, _, _, stopped, native = (result.stderr for result in done)
+    asleep, _, _, background, stopped, native = (result.stderr for result in done)
     assert "in _sleep\n" in asleep
+    assert "in _sleep\n" in background
     assert "does not answer: its process is stopped (SIGSTOP" in stopped
     assert "keeps Python's lock, in native code" in native
     assert "in _spin\n" in native

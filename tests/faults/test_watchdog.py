@@ -124,7 +124,7 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
 
     thread = threading.Thread(target=finish, daemon=True)
     thread.start()
-    time.sleep(0.2)
+    until(lambda: "in wait\n" in stacks.show(sys._current_frames()[thread.ident or 0]))
     frame = sys._current_frames()[thread.ident or 0]
     assert "in finish\n" in stacks.show(frame)
     assert stacks.collective(frame) == ""  # it waits for another thread, as far as can be seen
@@ -160,6 +160,35 @@ def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path:
     else:
         assert place == ""
         assert started == 1
+
+
+@ranks(2)
+def test_the_collective_of_a_thread_that_is_waited_for(tmp_path: Path) -> None:
+    """As that of a checkpoint that is written in the background."""
+    group = dist.new_group(backend="gloo")
+    noticed = tmp_path / "noticed"
+    places: list[str] = []
+
+    def look() -> None:
+        while not (place := stacks.collective(stacks.main_thread())):
+            time.sleep(0.05)
+        places.extend([place, stacks.show(stacks.main_thread())])
+        noticed.touch()
+
+    def write() -> None:
+        dist.all_gather_object([None, None], "mine", group=group)
+
+    if dist.get_rank() == 0:
+        threading.Thread(target=look, daemon=True).start()
+    else:
+        until(noticed.exists)
+    writer = threading.Thread(target=write)
+    writer.start()
+    writer.join()
+    if dist.get_rank() == 0:
+        until(lambda: len(places) == 2)
+        assert places[0].startswith("all_gather_object (write, ")
+        assert "in write\n" in places[1]
 
 
 def test_another_process_shows_its_stack() -> None:

@@ -123,9 +123,10 @@ def on_hosts(fewest: int, ssh: list[str], **scripts: str) -> HostsPlan:
 
 
 def test_output_is_labelled_and_the_first_failure_named(
-    ssh: list[str], capfd: pytest.CaptureFixture[str]
+    ssh: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = on_hosts(2, ssh, a="echo out; echo err >&2; exit 3", b="sleep 0.5; exit 4")
+    monkeypatch.setattr("distmp.launcher.hosts._NOTICE_SECONDS", 0.2)
+    plan = on_hosts(2, ssh, a="echo out; echo err >&2; exit 3", b="read line; exit 4")
     assert run_on_hosts(plan) == 3
     out, err = capfd.readouterr()
     assert out == "[a] out\n"
@@ -156,11 +157,21 @@ def test_a_missing_ssh_is_one_message() -> None:
         run_on_hosts(on_hosts(1, ["/no/such/ssh"], a="true"))
 
 
-def test_a_signal_reaches_every_host(tmp_path: Path, ssh: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "ending"),
+    [
+        (signal.SIGINT, 130, "stopped by SIGINT"),
+        (signal.SIGTERM, 75, "stopped by SIGTERM"),
+        pytest.param(signal.SIGTERM, 1, "host a failed with exit code 1", id="no checkpoint"),
+    ],
+)
+def test_a_signal_reaches_every_host(
+    number: signal.Signals, code: int, ending: str, ssh: list[str]
+) -> None:
     program = f"""
         import sys
         from distmp.launcher.hosts import HostsPlan, run_on_hosts
-        obey = "echo ready; read line; echo got $line; exit 130"
+        obey = "echo ready; read line; echo got $line; exit {code}"
         hosts = {{name: {ssh!r} + [name, obey] for name in "ab"}}
         sys.exit(run_on_hosts(HostsPlan(hosts, (), 2)))
     """
@@ -175,11 +186,12 @@ def test_a_signal_reaches_every_host(tmp_path: Path, ssh: list[str]) -> None:
     with process:
         started = sorted(process.stdout.readline() for _ in "ab")
         assert started == ["[a] ready\n", "[b] ready\n"]
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGHUP)  # the terminal is gone
+        process.send_signal(number)
         out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert sorted(out.splitlines()) == ["[a] got SIGINT", "[b] got SIGINT"]
-    assert err == "distmp launch: stopped by SIGINT\n"
+    assert process.returncode == code
+    assert sorted(out.splitlines()) == [f"[a] got {number.name}", f"[b] got {number.name}"]
+    assert err == f"distmp launch: {ending}\n"
 
 
 @pytest.mark.parametrize(("told", "code"), [("SIGUSR1\n", 40), (None, 41), ("NONSENSE\n", None)])

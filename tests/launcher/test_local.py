@@ -25,9 +25,10 @@ import sys
 from distmp.launcher.local import run_ranks
 sys.exit(run_ranks(sys.argv[1:-2], "tests.launcher.worker", sys.argv[-2:]))
 """
-# A launch takes seconds (torch is imported), a stop one second of the worker's own.
+# A launch takes seconds (torch is imported), a stop one second of the worker's own; the machine may
+# be busy. torchrun by itself kills ranks after 30 seconds.
 START_SECONDS = 60
-STOP_SECONDS = 5
+STOP_SECONDS = 25
 
 
 @dataclass
@@ -43,6 +44,15 @@ class Launched:
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
         return [int(file.read_text().split()[0]) for file in self.folder.glob("*.rank")]
+
+    def wait_for_signals(self, count: int) -> None:
+        """Wait until both ranks of a worker that only notes signals have noted so many."""
+        deadline = time.monotonic() + START_SECONDS
+        for rank in range(2):
+            noted = self.folder / f"{rank}.received"
+            while count > (len(noted.read_text()) if noted.exists() else 0):
+                assert time.monotonic() < deadline, f"rank {rank} has not got {count} signals"
+                time.sleep(0.02)
 
     def finish(self, seconds: float = START_SECONDS) -> tuple[int, str]:
         """Return the launcher's exit code and all that it and its ranks have written."""
@@ -166,6 +176,28 @@ def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) 
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
 
 
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        # torchrun sends SIGTERM too: whether that was somebody else is known at the end.
+        (signal.SIGTERM, "was stopped by SIGTERM before it had begun"),
+        (signal.SIGUSR1, "stopped by SIGUSR1; the run goes on"),
+    ],
+)
+def test_a_rank_that_dies_of_a_request_has_stopped_in_order(
+    number: signal.Signals, message: str, tmp_path: Path
+) -> None:
+    """As one does that is still importing torch."""
+    restarts = "0" if number == signal.SIGTERM else "2"
+    arguments = ["--nproc-per-node", "2", "--max-restarts", restarts]
+    with launched("sleep", tmp_path, *arguments) as run:
+        os.kill(run.ranks()[0], number)
+        code, output = run.finish()
+    assert code == 75, output
+    assert message in last_line(output)
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
+
+
 def test_a_rank_that_fails_after_another_has_stopped_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -182,9 +214,10 @@ def test_a_rank_that_fails_after_another_has_stopped_in_order(
 def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
     with launched("ignore", tmp_path, "--nproc-per-node", "2") as run:
         ranks = run.ranks()
-        for _ in range(3):
+        for count in (1, 2):
             run.process.send_signal(signal.SIGINT)
-            time.sleep(0.5)
+            run.wait_for_signals(count)  # two that come at the same time would be one
+        run.process.send_signal(signal.SIGINT)
         code, output = run.finish(STOP_SECONDS)
     assert code == 130
     assert "Traceback" not in output
@@ -331,7 +364,12 @@ class Failure:
         pytest.param([(-11, 7)], "rank 0 was killed by SIGSEGV; native code crashed", id="a crash"),
         pytest.param([(-7, 7)], "rank 0 was killed by SIGBUS; mostly shared memory", id="/dev/shm"),
         pytest.param([(-9, 7)], "rank 0 was killed by SIGKILL; the kernel", id="a kill"),
-        pytest.param([(-10, 7)], "rank 0 was killed by SIGUSR1\n", id="no likely reason"),
+        pytest.param([(-3, 7)], "rank 0 was killed by SIGQUIT\n", id="no likely reason"),
+        pytest.param(
+            [(-15, 7), (-15, 7)],
+            "rank 0 was stopped by SIGTERM before it had begun",
+            id="an early stop",
+        ),
     ],
 )
 def test_the_cause_is_reported(

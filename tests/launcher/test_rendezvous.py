@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -125,18 +126,20 @@ def test_a_silent_first_host_is_noticed(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_BEAT_SECONDS", 0.1)
-    second = Rendezvous.open(endpoint(port, is_host=False), quiet)
+    second = Rendezvous.open(endpoint(port, is_host=False, silence_seconds=2), quiet)
     lost: list[str] = []
     # Heard, although it takes no new connections.
     monkeypatch.setattr(rendezvous, "_answers", lambda address, port: False)
     with second.watched(lost.append):
-        time.sleep(2)
+        time.sleep(3)
     assert lost == []
     # Not heard, although it takes new connections: busy.
-    monkeypatch.setattr(rendezvous, "_answers", lambda address, port: True)
+    asked = threading.Semaphore(0)
+    monkeypatch.setattr(rendezvous, "_answers", lambda *_: asked.release() or True)
     monkeypatch.setattr(second, "store", Silent())
     with second.watched(lost.append):
-        time.sleep(2)
+        assert asked.acquire(timeout=30)
+        assert asked.acquire(timeout=30)
     assert lost == []
     monkeypatch.setattr(rendezvous, "_answers", lambda address, port: False)
     with second.watched(lost.append):

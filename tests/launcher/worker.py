@@ -22,7 +22,7 @@ def main(ending: str, folder: Path) -> None:
             signal.signal(number, lambda received, _: signals.append(received))
     if ending == "ignore":
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
+            signal.signal(number, lambda *_: note(folder / f"{rank}.received"))
     # Complete once it exists under this name: whoever waits for it may read it.
     with (folder / "starts").open("a") as starts:
         starts.write(f"{rank}\n")
@@ -34,6 +34,11 @@ def main(ending: str, folder: Path) -> None:
     if rank == "1" or ending in ("obey", "fail late"):
         end(ending, folder / f"{rank}.stopped")
     time.sleep(60)
+
+
+def note(path: Path) -> None:
+    with path.open("a") as received:
+        received.write(".")
 
 
 def end(ending: str, stopped: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.errors import ConfigError
-from distmp.scaling import LossScale, LossScaleConfig
+from distmp.scaling import LossScale, LossScaleConfig, unused_rules
 
 CPU = torch.device("cpu")
 CLEAN, OVERFLOW, EMPTY, BOTH = "clean", "overflow", "empty", "both"
@@ -211,3 +211,35 @@ def test_a_state_without_a_scale_starts_anew(stored: float) -> None:
         {"value": torch.tensor(stored), "clean_steps": count, "overflows_in_a_row": count}
     )
     assert (scale.value, scale.clean_steps, scale.overflows_in_a_row) == (16, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "rules", "expected"),
+    [
+        (None, None, None),
+        (None, LossScaleConfig(), None),
+        ("dynamic", LossScaleConfig(init=8.0, hysteresis=3), None),
+        ("dynamic", LossScaleConfig(init=8.0, dynamic=False), None),
+        (8.0, LossScaleConfig(init=8.0, dynamic=False), None),
+        (
+            None,
+            LossScaleConfig(dynamic=False, init=8.0),
+            "precision.loss_scale.dynamic = False, init = 8.0: has no effect, there is no loss "
+            "scale",
+        ),
+        (
+            "dynamic",
+            LossScaleConfig(init=8.0, dynamic=False, growth_interval=5),
+            "precision.loss_scale.growth_interval = 5: has no effect, the loss scale is 8 for ever",
+        ),
+        (
+            4.0,
+            LossScaleConfig(hysteresis=2),
+            "precision.loss_scale.hysteresis = 2: has no effect, the loss scale is 4 for ever",
+        ),
+    ],
+)
+def test_rules_without_effect_are_named(
+    wanted: Any, rules: LossScaleConfig | None, expected: str | None
+) -> None:
+    assert unused_rules(wanted, rules) == expected

@@ -123,7 +123,8 @@ def test_signals_to_all_processes_of_a_job_leave_the_copies_alone(tmp_path: Path
         with RankLog() as log:
             log.start("--- a start")
             log.place(tmp_path / "log")
-            time.sleep(0.3)  # until the shells have become tee
+            while {child.name() for child in psutil.Process().children()} != {"tee"}:
+                time.sleep(0.01)  # they are shells first
             for child in psutil.Process().children(recursive=True):
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                     child.send_signal(number)
