@@ -410,8 +410,8 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def _written(name: str) -> str:
     """Return a kept result for a document; those of a GPU have the form of those of a CPU."""
-    result = json.loads((RESULTS / f"{name}.json").read_text())
-    return WRITERS[re.sub("-cuda$", "-cpu", name)](result)
+    writer, kept = WRITERS[re.sub("-cuda$", "-cpu", name)], RESULTS / f"{name}.json"
+    return writer(json.loads(kept.read_text())) if kept.exists() else "Not measured yet."
 
 
 def every_gpu_result() -> str:

@@ -127,9 +127,7 @@ def main() -> int:
         print("\n".join(f"{job.name}: at most {job.limit:.0f} s" for job in todo))
         return 0
     problems = run_all(todo, 60 * arguments.minutes, run)
-    written = subprocess.run([sys.executable, "-m", "benchmarks.figures"])
-    if written.returncode:
-        problems["figures"] = f"ended with exit code {written.returncode}"
+    problems |= run_all([Job("figures", ("benchmarks.figures",), 60)], 60, run)
     for name, problem in problems.items():
         print(f"{name} {problem}")
     if not problems:
