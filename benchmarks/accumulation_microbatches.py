@@ -28,7 +28,7 @@ from torch import Tensor
 
 from benchmarks import figures, memory
 from benchmarks.accumulation_ways import DDP_AUTOCAST, DDP_BF16, WAYS, Task, regression
-from benchmarks.device import default_ranks, parser, synchronize
+from benchmarks.device import parse, parser, synchronize
 from benchmarks.peak import model_flops
 from benchmarks.ranks import Ranks, is_rank, largest, serve, take_turns
 from benchmarks.report import machine, save
@@ -124,7 +124,7 @@ class Rank:
 def main() -> int:
     if is_rank():
         return serve(lambda way, world: Rank(way, world).answer)
-    arguments = _arguments()
+    arguments = parse(parser(__doc__, rounds=5, ranks=True))
     shape = SHAPES[arguments.device.type]
     meta = regression(*shape._replace(batches=1), 0, torch.device("meta"))
     result = {
@@ -141,14 +141,6 @@ def main() -> int:
     print(figures.accumulation_microbatches(result))
     print(f"kept in {kept}")
     return 0
-
-
-def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, rounds=5)
-    made.add_argument("--ranks", type=int, help="default: 2, on GPUs one for each")
-    found = made.parse_args()
-    found.ranks = found.ranks or default_ranks(found.device)
-    return found
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import figures
-from benchmarks.device import elapsed, parser
+from benchmarks.device import elapsed, parse, parser
 from benchmarks.report import in_turns, machine, save
 from distmp import Fp32GradBuckets
 from distmp.models.build import build_model
@@ -180,7 +180,7 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
     device = arguments.device
-    gradients = _gradients(arguments.size or SIZES[device.type], device)
+    gradients = _gradients(arguments.size, device)
     ways = {name: way(gradients) for name, way in WAYS.items()}
     clock = elapsed if device.type == "cuda" else _cpu_time
     milliseconds = in_turns(
@@ -205,7 +205,7 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     made = parser(__doc__, rounds=25)
     made.add_argument("--size", help="transformer whose parameters these are (22m, on a GPU 350m)")
-    return made.parse_args()
+    return parse(made, size=SIZES)
 
 
 def _gradients(size: str, device: torch.device) -> list[Tensor]:

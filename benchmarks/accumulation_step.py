@@ -33,7 +33,7 @@ from benchmarks.accumulation_ways import (
     Way,
     transformer,
 )
-from benchmarks.device import default_ranks, parser, synchronize
+from benchmarks.device import parse, parser, synchronize
 from benchmarks.peak import transformer_flops
 from benchmarks.ranks import RankError, Ranks, is_rank, serve, take_turns
 from benchmarks.report import machine, save
@@ -160,13 +160,9 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, rounds=8)
+    made = parser(__doc__, rounds=8, ranks=True)
     made.add_argument("--size", help="of the transformer (default: 22m, on a GPU 350m)")
-    made.add_argument("--ranks", type=int, help="default: 2, on GPUs one for each")
-    found = made.parse_args()
-    found.size = found.size or SHAPES[found.device.type].size
-    found.ranks = found.ranks or default_ranks(found.device)
-    return found
+    return parse(made, size={device: shape.size for device, shape in SHAPES.items()})
 
 
 def _memory(

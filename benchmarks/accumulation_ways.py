@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -207,9 +208,10 @@ class Fsdp2(ByHand):
     def __init__(self, task: Task) -> None:
         super().__init__(task)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(task.device.type, (dist.get_world_size(),))
         for block in find_blocks(self.model).values():
-            fully_shard(block, mp_policy=policy)
-        self._sharded = fully_shard(self.model, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=policy)
         self._optimizer = torch.optim.SGD(self.model.parameters(), RATE)
 
     def accumulate(self, count: int) -> None:

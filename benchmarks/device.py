@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 CPU = torch.device("cpu")
 
 
-def parser(description: str | None, *, rounds: int | None = None) -> argparse.ArgumentParser:
-    """Return a parser with the options that benchmarks share: `--device` and `--rounds`.
+def parser(
+    description: str | None, *, rounds: int | None = None, ranks: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that benchmarks share: `--device`, `--rounds`, `--ranks`.
 
     Args:
         description: For `--help`.
         rounds: Default for the turns of each way; None leaves the option out.
+        ranks: Whether the number of ranks is an option.
     """
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -24,7 +28,24 @@ def parser(description: str | None, *, rounds: int | None = None) -> argparse.Ar
     made.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
     if rounds is not None:
         made.add_argument("--rounds", type=int, default=rounds, help="turns of each way")
+    if ranks:
+        made.add_argument("--ranks", type=int, help="default: 2, on GPUs one for each")
     return made
+
+
+def parse(made: argparse.ArgumentParser, **defaults: Mapping[str, Any]) -> argparse.Namespace:
+    """Parse the command line; what it leaves out takes the default of the device.
+
+    Args:
+        made: By `parser`.
+        **defaults: By type of device, for options whose own default is None.
+    """
+    found = made.parse_args()
+    everywhere = {"ranks": {"cpu": 2, "cuda": torch.cuda.device_count()}, **defaults}
+    for name, by_device in everywhere.items():
+        if getattr(found, name, None) is None:
+            setattr(found, name, by_device[found.device.type])
+    return found
 
 
 def _device(name: str) -> torch.device:
@@ -33,11 +54,6 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("torch sees no CUDA device on this machine")
     return CPU if name == "cpu" else torch.device("cuda", 0)
-
-
-def default_ranks(device: torch.device) -> int:
-    """Return how many ranks to compare on: two on CPUs, one for each GPU."""
-    return torch.cuda.device_count() if device.type == "cuda" else 2
 
 
 def synchronize(device: torch.device) -> None:

@@ -78,10 +78,11 @@ def accumulation_passes(result: dict[str, Any]) -> str:
     taken = {name: Spread.of(values) for name, values in result["milliseconds"].items()}
     floor = taken.pop("autograd alone").median
     ours = taken["distmp.Fp32GradBuckets"].median - floor
+    clock = "GPU" if result["machine"]["gpu"] else "CPU"
     rows: list[dict[str, object]] = []
     for name, spread in taken.items():
         beyond = spread.median - floor
-        row: dict[str, object] = {"way": name, "CPU ms": spread}
+        row: dict[str, object] = {"way": name, f"{clock} ms": spread}
         row["beyond autograd alone, ms"] = f"{beyond:.3g}"
         row["Fp32GradBuckets takes of that"] = f"{ours / beyond:.2f}"
         rows.append(row)
@@ -155,6 +156,17 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
                 ),
             }
         )
+        if peak := result["machine"].get("peak"):
+            shares = [
+                share(
+                    int(count) * result["flops"],
+                    Spread.of(found[count]["seconds"]).median,
+                    peak,
+                    "bfloat16",
+                )
+                for count in counts
+            ]
+            rows[-1]["of the peak"] = " / ".join(f"{one:.1%}" for one in shares)
     times = " / ".join(f"{Spread.of(reference[count]['seconds']).median:.3g}" for count in counts)
     return (
         f"{table(rows)}\n\nAt {' / '.join(counts)} microbatches of {result['samples']} samples on "

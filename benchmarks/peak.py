@@ -2,7 +2,8 @@
 
 The work of a step is what its matrix products and attention need, forward and backward, counted by
 `torch.utils.flop_counter` while a model without values runs on the meta device: the work of the
-model, whatever a loop computes beside it. It is the same for every way, and known without a GPU.
+model, whatever a loop computes beside it, with attention as if no position were masked. It is the
+same for every way, and known without a GPU.
 """
 
 from __future__ import annotations
@@ -50,12 +51,14 @@ def peak(device: torch.device) -> dict[str, Any]:
         bytes/s of a copy, read and written; both measured here.
     """
     measured = {kind: _product(kind, device) for kind in _POLICIES}
+    bandwidth = _bandwidth(device)
+    torch.cuda.empty_cache()  # ranks of the benchmark need the memory
     known = datasheet(torch.cuda.get_device_name(device))
     return {
         "flops": known or measured,
         "source": "NVIDIA's datasheet, dense" if known else f"products of {_PRODUCT_SIZE}^3 here",
         "product": measured,
-        "bandwidth": _bandwidth(device),
+        "bandwidth": bandwidth,
     }
 
 

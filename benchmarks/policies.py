@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from benchmarks import figures
-from benchmarks.device import parser
+from benchmarks.device import parse, parser
 from benchmarks.peak import kind_of, transformer_flops
 from benchmarks.report import machine, save
 from distmp.bench.precision import BenchPrecisionConfig, compare, load
@@ -20,8 +20,9 @@ from distmp.data.text import VOCABULARY_SIZE
 from distmp.parallel.world import World
 from distmp.precision import policy
 
-# Size of the model, tokens of a sample, samples in a microbatch.
-SHAPES = {"cpu": ("1m", 128, 4), "cuda": ("350m", 1024, 8)}
+SIZES = {"cpu": "1m", "cuda": "350m"}
+LENGTHS = {"cpu": 128, "cuda": 1024}
+SAMPLES = {"cpu": 4, "cuda": 8}
 MICROBATCHES = 2
 
 
@@ -51,15 +52,16 @@ def _arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument("--size", help="of the transformer (default: 1m, on a GPU 350m)")
     made.add_argument("--steps", type=int, default=30, help="under each policy")
-    return made.parse_args()
+    return parse(made, size=SIZES)
 
 
 def _config(arguments: argparse.Namespace) -> BenchPrecisionConfig:
-    size, length, samples = SHAPES[arguments.device.type]
+    device = arguments.device.type
+    samples = SAMPLES[device]
     return load(
         [
-            f"--model.size={arguments.size or size}",
-            f"--data.sequence-length={length}",
+            f"--model.size={arguments.size}",
+            f"--data.sequence-length={LENGTHS[device]}",
             f"--batch.microbatch-size={samples}",
             f"--batch.global-batch-size={MICROBATCHES * samples}",
             f"--bench-steps={arguments.steps}",

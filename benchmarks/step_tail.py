@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks import figures
-from benchmarks.device import elapsed, parser
+from benchmarks.device import elapsed, parse, parser
 from benchmarks.report import in_turns, machine, save
 from distmp.buckets.layout import DEFAULT_BUCKET_BYTES
 from distmp.scaling import (
@@ -108,8 +108,7 @@ def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
     device = arguments.device
-    elements = arguments.elements or ELEMENTS[device.type]
-    work = Work(elements, arguments.parameter_size, device)
+    work = Work(arguments.elements, arguments.parameter_size, device)
     ways: dict[str, Callable[[], None]] = {
         "bare fused AdamW": work.bare,
         "torch: unscale, clip, step": work.stock,
@@ -125,7 +124,7 @@ def main() -> int:
 
     result = {
         "machine": {**machine(device), "threads": arguments.threads},
-        "elements": elements,
+        "elements": arguments.elements,
         "parameters": len(work.parameters),
         "milliseconds": in_turns(list(ways), arguments.rounds, milliseconds, warm_up=2),
     }
@@ -139,7 +138,7 @@ def _arguments() -> argparse.Namespace:
     made.add_argument("--elements", type=int, help="gradient elements (2^25, on a GPU 2^28)")
     made.add_argument("--parameter-size", type=int, default=2**20, help="elements of a parameter")
     made.add_argument("--threads", type=int, default=2, help="CPU threads")
-    return made.parse_args()
+    return parse(made, elements=ELEMENTS)
 
 
 if __name__ == "__main__":

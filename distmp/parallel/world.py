@@ -73,7 +73,7 @@ def carrier(device: torch.device, local_world_size: int) -> dict[str, Any]:
     """
     if device.type == "cuda" and torch.cuda.device_count() >= local_world_size:
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    return {"backend": "gloo"}
+    return {"backend": "gloo", "device_id": None}
 
 
 def join(local_rank: int, *, timeout_seconds: float) -> World:

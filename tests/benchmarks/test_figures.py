@@ -102,13 +102,14 @@ def test_microbatches_have_error_time_and_memory_in_one_row() -> None:
         "microbatches": [8, 64],
         "samples": 16,
         "parameters": 2_500_000,
+        "flops": 100e12,
         "reference": DDP,
         "ways": {DDP: way(1), ENGINE: way(2), "too large": {"8": {"error": None}, "64": {}}},
     }
     text = figures.accumulation_microbatches(result)
     assert rows(text) == [
-        [DDP, "1e-03 / 1e-03", "1.00 / 1.00", "7.0 / 7.0"],
-        [ENGINE, "2e-03 / 2e-03", "2.00 / 2.00", "8.0 / 8.0"],
+        [DDP, "1e-03 / 1e-03", "1.00 / 1.00", "7.0 / 7.0", "5.0% / 5.0%"],
+        [ENGINE, "2e-03 / 2e-03", "2.00 / 2.00", "8.0 / 8.0", "2.5% / 2.5%"],
     ]
     assert "At 8 / 64 microbatches of 16 samples on each of 1 ranks; 2.50 M parameters" in text
     assert "the reference takes 16 / 128 s" in text
