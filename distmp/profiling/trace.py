@@ -19,8 +19,8 @@ PAUSES = (VALIDATION, COMPARISON, SAVING)
 OPTIMIZER = (VERDICT, UPDATE)
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-# Operators have a namespace, nodes of autograd and what Python's code names itself have none. Those
-# contain hooks that wait for collectives, so that only the operators inside them compute.
+# Operators have a namespace, functions of autograd in Python have none. Nodes of autograd, and ranges
+# that somebody named, contain hooks that wait for collectives: only operators inside them compute.
 _NO_COMPUTATION = ("autograd::", "torch::autograd::", "c10d::", "profiler::")
 # Compiled code runs without operators.
 _COMPILED = "## Call CompiledFxGraph"
@@ -31,12 +31,14 @@ class Event(NamedTuple):
 
     Attributes:
         name: As torch calls it.
+        category: Which kind of event it is for torch.
         start: In microseconds of the trace.
         stop: Likewise.
         details: What torch says besides.
     """
 
     name: str
+    category: str
     start: float
     stop: float
     details: Mapping[str, Any]
@@ -230,7 +232,8 @@ class Trace:
 
 def _event(event: Mapping[str, Any]) -> Event:
     start = event["ts"]
-    return Event(event["name"], start, start + event["dur"], event.get("args", {}))
+    stop = start + event["dur"]
+    return Event(event["name"], event.get("cat", ""), start, stop, event.get("args", {}))
 
 
 def _is_step(event: Mapping[str, Any]) -> bool:
@@ -240,8 +243,8 @@ def _is_step(event: Mapping[str, Any]) -> bool:
 
 def _computes(event: Event) -> bool:
     name = event.name
-    if name.startswith(_COMPILED):
-        return True
+    if event.category != "cpu_op":
+        return name.startswith(_COMPILED)
     return "::" in name and not name.startswith(_NO_COMPUTATION)
 
 

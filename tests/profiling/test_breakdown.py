@@ -82,6 +82,7 @@ def test_a_step_on_a_cpu() -> None:
         event("aten::addmm", 13, 37),
         phase("backward of microbatch 1", 40, 70),
         event(BACKWARD, 40, 70),  # its hooks wait for a collective
+        event("FSDP::post_backward", 40, 70, "user_annotation"),
         event("MmBackward0", 41, 55),
         event("aten::mm", 42, 54),
         event("torch::autograd::AccumulateGrad", 56, 69),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distmp.config import load
@@ -55,9 +57,8 @@ def test_on_the_command_line_and_behind_the_end_of_the_run() -> None:
         load(["--profile.steps=x"])
 
 
-def test_in_a_file(tmp_path: pytest.TempPathFactory) -> None:
-    path = f"{tmp_path}/config.yaml"
+def test_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
     for text, window in (("20:25", range(20, 26)), ("20", range(20, 21)), ("null", range(0))):
-        with open(path, "w") as file:
-            file.write(f"profile:\n  steps: {text}\n")
-        assert load(["--config", path]).profile.window == window
+        path.write_text(f"profile:\n  steps: {text}\n")
+        assert load(["--config", str(path)]).profile.window == window
