@@ -112,7 +112,7 @@ def _largest(trace: Trace, allocations: list[Allocation]) -> list[Blocks]:
             blocks[one.address] = one
     groups: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for one in blocks.values():
-        operator = trace.operator_at(one.time)
+        operator = trace.operator_of(one)
         name, shapes = ("", "") if operator is None else (operator.name, _shapes(operator))
         groups[name, shapes, trace.place_at(one.time)].append(one.size)
     found = [Blocks(sum(sizes), len(sizes), *origin) for origin, sizes in groups.items()]

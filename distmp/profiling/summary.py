@@ -31,6 +31,8 @@ SUMMARY = "summary.json"
 # Operators that are kept of a rank, and how many of them are printed.
 MOST_OPERATORS = 20
 PRINTED_OPERATORS = 5
+# Kernels are called by all of their template's arguments.
+LONGEST_NAME = 80
 # What is less than these shares of a step is not worth a word.
 NOTICEABLE = 0.01
 WORTH_A_LINE = 0.05
@@ -213,7 +215,7 @@ def longest(times: Iterable[tuple[str, float]], steps: int) -> list[Operator]:
     """Add up the microseconds of operators, and return those that took longest in a step."""
     found: dict[str, list[float]] = defaultdict(list)
     for name, time in times:
-        found[name].append(time)
+        found[name[:LONGEST_NAME]].append(time)
     operators = [
         Operator(name, sum(each) / steps / 1e6, len(each) / steps) for name, each in found.items()
     ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,14 @@ PAUSES = (VALIDATION, COMPARISON, SAVING)
 # The norm of the gradients and the update.
 OPTIMIZER = (VERDICT, UPDATE)
 
+_ON_HOST = ("cpu_op", "user_annotation")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-# Operators have a namespace, functions of autograd in Python have none. Nodes of autograd, and ranges
-# that somebody named, contain hooks that wait for collectives: only operators inside them compute.
+# Operators have a namespace, functions of autograd in Python have none. Nodes of autograd, and what
+# somebody named, contain hooks that wait for collectives: only operators inside them compute.
 _NO_COMPUTATION = ("autograd::", "torch::autograd::", "c10d::", "profiler::")
+# Process and number.
+Thread = tuple[Any, Any]
+
 # Compiled code runs without operators.
 _COMPILED = "## Call CompiledFxGraph"
 
@@ -54,6 +59,7 @@ class Allocation(NamedTuple):
 
     Attributes:
         time: In microseconds of the trace.
+        thread: Which did it.
         address: Of the block.
         size: Bytes, negative if they were given back.
         total: Bytes in use afterwards, as torch counts them.
@@ -61,6 +67,7 @@ class Allocation(NamedTuple):
     """
 
     time: float
+    thread: Thread
     address: int
     size: int
     total: int
@@ -75,7 +82,8 @@ class Trace:
         on_cuda: Whether the rank computed on a CUDA device.
         steps: Times of the steps.
         phases: What the main thread did, one after the other.
-        nested: Operators and named ranges of the main thread, inside each other.
+        main: The main thread.
+        threads: Operators and named ranges of each thread, inside each other.
         device: Kernels and copies of the device, collectives among them.
         transfers: Collectives of gloo.
         launches: When what has a correlation id was launched.
@@ -85,7 +93,8 @@ class Trace:
     on_cuda: bool
     steps: list[Event]
     phases: list[Event]
-    nested: list[Event]
+    main: Thread
+    threads: dict[Thread, list[Event]]
     device: list[Event]
     transfers: list[Event]
     launches: dict[int, float]
@@ -105,19 +114,18 @@ class Trace:
         complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
         complete.sort(key=lambda event: (event["ts"], -event["dur"]))
         steps = [event for event in complete if _is_step(event)]
-        threads = {(event["pid"], event["tid"]) for event in steps}
-        main = [
-            _event(event)
-            for event in complete
-            if (event["pid"], event["tid"]) in threads
-            and event.get("cat") in ("cpu_op", "user_annotation")
-            and not event["name"].startswith("gloo:")
-        ]
+        main = _thread(steps[0]) if steps else ("", "")
+        threads: dict[Thread, list[Event]] = defaultdict(list)
+        for event in complete:
+            # A collective of gloo begins in one thread and ends in another one.
+            if event.get("cat") in _ON_HOST and not event["name"].startswith("gloo:"):
+                threads[_thread(event)].append(_event(event))
         return cls(
             on_cuda=on_cuda,
             steps=[_event(event) for event in steps],
-            phases=[event for event in main if event.name in places],
-            nested=main,
+            phases=[event for event in threads[main] if event.name in places],
+            main=main,
+            threads=dict(threads),
             device=[_event(event) for event in complete if event.get("cat") in _ON_DEVICE],
             transfers=[_event(e) for e in complete if e["name"].startswith("gloo:")],
             launches={
@@ -173,18 +181,10 @@ class Trace:
         found = _at(self.phases, self._phase_starts, time)
         return "" if found is None else found.name
 
-    def operator_at(self, time: float) -> Event | None:
-        """Return the operator of the main thread at some time, as it was called from outside."""
-        return _at(self.operators, self._operator_starts, time)
-
-    @cached_property
-    def operators(self) -> list[Event]:
-        """Operators that are not called by others."""
-        found: list[Event] = []
-        for event in self.nested:
-            if _computes(event) and not (found and event.start < found[-1].stop):
-                found.append(event)
-        return found
+    def operator_of(self, allocation: Allocation) -> Event | None:
+        """Return the operator in which memory was allocated, as it was called from outside."""
+        operators = self._operators.get(allocation.thread, [])
+        return _at(operators, self._operator_starts.get(allocation.thread, []), allocation.time)
 
     def own_times(self) -> Iterator[tuple[str, float]]:
         """Give name and microseconds of the own work of each operator in the window.
@@ -192,13 +192,14 @@ class Trace:
         What it calls is not its own. On CUDA it is the work of the kernels that it launched.
         """
         if not self.on_cuda:
-            for event, time in _own_times(self.nested):
+            for event, time in _own_times(self.threads.get(self.main, [])):
                 if _computes(event) and self._in_window(event):
                     yield event.name, time
             return
         names = {
             event.details.get("External id"): event.name
-            for event in self.nested
+            for events in self.threads.values()
+            for event in events
             if _computes(event)
         }
         for kernel in filter(self._in_window, self._kernels()):
@@ -210,14 +211,19 @@ class Trace:
         return [event.start for event in self.phases]
 
     @cached_property
-    def _operator_starts(self) -> list[float]:
-        return [event.start for event in self.operators]
+    def _operators(self) -> dict[Thread, list[Event]]:
+        """Operators of each thread that are not called by others."""
+        return {thread: _outermost(events) for thread, events in self.threads.items()}
+
+    @cached_property
+    def _operator_starts(self) -> dict[Thread, list[float]]:
+        return {thread: [e.start for e in events] for thread, events in self._operators.items()}
 
     def _in_phases(self, names: Collection[str]) -> list[Interval]:
         return union(event.span for event in self.phases if event.name in names)
 
     def _computing(self) -> list[Interval]:
-        return union(event.span for event in self.operators)
+        return union(event.span for event in self._operators.get(self.main, []))
 
     def _kernels(self) -> Iterator[Event]:
         return (event for event in self.device if not _communicates(event))
@@ -236,20 +242,33 @@ def _event(event: Mapping[str, Any]) -> Event:
     return Event(event["name"], event.get("cat", ""), start, stop, event.get("args", {}))
 
 
+def _thread(event: Mapping[str, Any]) -> Thread:
+    return event["pid"], event["tid"]
+
+
 def _is_step(event: Mapping[str, Any]) -> bool:
     named = event.get("cat") == "user_annotation"
     return named and re.fullmatch(r"step [0-9]+", event["name"]) is not None
 
 
 def _computes(event: Event) -> bool:
-    name = event.name
-    if event.category != "cpu_op":
-        return name.startswith(_COMPILED)
-    return "::" in name and not name.startswith(_NO_COMPUTATION)
+    if event.name.startswith(_COMPILED):
+        return True
+    operator = event.category == "cpu_op" and "::" in event.name
+    return operator and not event.name.startswith(_NO_COMPUTATION)
 
 
 def _communicates(event: Event) -> bool:
     return event.name.lower().startswith("nccl")
+
+
+def _outermost(events: Iterable[Event]) -> list[Event]:
+    """Return the operators that are not called by others; both in the order of their start."""
+    found: list[Event] = []
+    for event in events:
+        if _computes(event) and not (found and event.start < found[-1].stop):
+            found.append(event)
+    return found
 
 
 def _at(events: Sequence[Event], starts: Sequence[float], time: float) -> Event | None:
@@ -276,6 +295,7 @@ def _allocations(events: Iterable[Mapping[str, Any]]) -> Iterator[Allocation]:
             details = event["args"]
             yield Allocation(
                 event["ts"],
+                _thread(event),
                 details["Addr"],
                 details["Bytes"],
                 details["Total Allocated"],

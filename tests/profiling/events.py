@@ -49,13 +49,15 @@ def kernel(name: str, start: float, stop: float, correlation: int = -1, **args: 
     return event(name, start, stop, "kernel", DEVICE, **args)
 
 
-def memory(time: float, address: int, size: int, total: int = 0, device: int = 0) -> Any:
+def memory(
+    time: float, address: int, size: int, total: int = 0, device: int = 0, thread: int = MAIN
+) -> Any:
     return {
         "ph": "i",
         "cat": "cpu_instant_event",
         "name": "[memory]",
         "pid": 99,
-        "tid": MAIN,
+        "tid": thread,
         "ts": time,
         "args": {
             "Addr": address,

@@ -131,6 +131,7 @@ def test_steps_on_a_cuda_device() -> None:
         launch(1, 12),
         kernel("gemm", 14, 30, 1, **{"External id": 40}),
         phase("backward of microbatch 1", 20, 30),
+        event("aten::mm", 20, 25, thread=ENGINE, **{"External id": 41}),
         launch(2, 21, ENGINE),
         kernel("gemm", 30, 50, 2, **{"External id": 41}),
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 40, 62, 3),
@@ -155,7 +156,10 @@ def test_steps_on_a_cuda_device() -> None:
         data=10 + 2 + 15,
         idle=4 + 3,
     )
-    assert dict(trace.own_times())["aten::mm"] == 16
+    assert list(trace.own_times()) == [
+        *(("aten::mm", 16), ("aten::mm", 20), ("Memcpy DtoD", 2)),
+        *(("multi_tensor_apply_kernel", 14), ("gemm", 12)),
+    ]
     assert microseconds(trace).total == 110
 
 
@@ -164,6 +168,16 @@ def test_gloo_between_devices_is_hidden_behind_kernels() -> None:
         phase("step 1", 0, 30), kernel("gemm", 0, 20), gloo(10, 25), kernel("gemm", 25, 30)
     )
     assert microseconds(trace) == Breakdown(15, 10, 5, 0, 0, 0)
+
+
+def test_compiled_code_computes() -> None:
+    trace = on_cpu(
+        phase("step 1", 0, 50),
+        event("CompiledFunctionBackward", 0, 50),
+        event("## Call CompiledFxGraph abc ##", 10, 40),
+        event("aten::mm", 20, 30),
+    )
+    assert microseconds(trace) == Breakdown(30, 0, 0, 0, 0, 20)
 
 
 def test_a_trace_without_steps_has_no_time() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from distmp.profiling.memory import Blocks, Memory, of_trace
-from tests.profiling.events import event, memory, on_cpu, on_cuda, phase
+from tests.profiling.events import ENGINE, event, memory, on_cpu, on_cuda, phase
 
 STEP = [
     phase("step 4", 0, 50),
@@ -55,12 +55,16 @@ def test_on_cuda_all_that_is_in_use_counts() -> None:
         memory(6, 0xC, 10**9, 10**9),  # of the host
         memory(7, 0xA, 100, 5100, device=1),
         memory(8, 0x9, -3000, 2100, device=1),  # older than the trace
-        memory(9, 0xB, 3200, 5300, device=1),
+        event("aten::mm", 8, 11, thread=ENGINE),
+        memory(9, 0xB, 3200, 5300, device=1, thread=ENGINE),
         on=on_cuda,
     )
     assert result.in_use == [5100, 2100, 5300]
     assert result.peak_bytes == 5300
-    assert sum(blocks.nbytes for blocks in result.largest) == 3300
+    assert [(blocks.nbytes, blocks.operator) for blocks in result.largest] == [
+        (3200, "aten::mm"),
+        (100, "aten::linear"),
+    ]
 
 
 def test_nothing_allocated() -> None:

@@ -78,7 +78,13 @@ def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
 
 
 def test_operators_are_added_up_by_name() -> None:
-    times = [("mm", 3.0), ("add", 4.0), ("mm", 5.0), *((f"op{n}", 1.0) for n in range(30))]
+    times = [
+        ("mm", 3.0),
+        ("add", 4.0),
+        ("mm", 5.0),
+        *((f"op{n:02}" + 80 * "x", 1.0) for n in range(30)),
+    ]
     found = longest(times, steps=2)
     assert found[:2] == [Operator("mm", 4e-6, 1.0), Operator("add", 2e-6, 0.5)]
     assert len(found) == 20
+    assert found[2].name == "op00" + 76 * "x"
