@@ -23,11 +23,12 @@ from distmp.parallel.settings import (
     ShardingConfig,
 )
 from distmp.precision import policy
+from distmp.profiling.settings import ProfileConfig
 from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.scaling.divergence import DivergenceConfig
 from distmp.scaling.lockstep import LockstepConfig
 from distmp.settings import command_line
-from distmp.telemetry.settings import LogConfig, ProfileConfig
+from distmp.telemetry.settings import LogConfig
 
 
 @dataclass(frozen=True)
@@ -227,6 +228,7 @@ class RunConfig:
                 self.schedule.warmup_steps,
                 f"must be less than steps = {self.steps}",
             )
+        self.profile.check(self.steps)
         # Looks up names and refuses options that the optimizer or schedule does not have.
         optimizer_factory(self.optim)
         schedule_factory(self.schedule, self.steps)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.errors import CheckpointError, ConfigError, TrainingError
-from distmp.faults.activity import activity
+from distmp.faults.activity import UPDATE, VALIDATION, VERDICT, activity
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
 from distmp.outcome import StepNumbers, StepOutcome
@@ -212,19 +212,20 @@ class Engine:
             raise ValueError("a step needs at least one microbatch")
         if self.reproducible:
             check_power_of_two(len(microbatches))
+        activity.enter("beginning of the step")
         self._adopt_unfrozen()
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
         gathered = self._accumulate(microbatches, scale)
-        activity.enter("verdict")
+        activity.enter(VERDICT)
         self.clock.end()
         total = self._measure(gathered, stop=stop)
         self.clock.begin()
         verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
         judgement = self.divergence.judge(verdict)
         verdict = verdict.skipping(judgement.skip)
-        activity.enter("update")
+        activity.enter(UPDATE)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
@@ -447,7 +448,7 @@ class Engine:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         training = [part for part in self.module.modules() if part.training]
         self.module.eval()
-        for batch in activity.each("validation", microbatches):
+        for batch in activity.each(VALIDATION, microbatches):
             loss_sum, weight = self._forward(batch)
             total += torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])
         for part in training:  # not all of them, if some were frozen in evaluation mode

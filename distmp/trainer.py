@@ -31,21 +31,20 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
 from distmp.errors import CheckpointError
 from distmp.faults import rollback
-from distmp.faults.activity import activity
+from distmp.faults.activity import COMPARISON, SAVING, activity
 from distmp.faults.restarts import Restarts
 from distmp.faults.rollback import Finding
 from distmp.launcher.accelerate import overruled
 from distmp.models.architecture import architecture
 from distmp.outcome import StepOutcome
 from distmp.parallel.world import World, all_or_none, from_rank_0
+from distmp.profiling.recorder import StepProfiler
 from distmp.run_directory import RunDirectory, create_run, latest_run
 from distmp.scaling import lockstep
 from distmp.stopping import StopSignals, asked_on_some_rank
 from distmp.telemetry import (
     Console,
-    Overlap,
     StepLog,
-    StepProfiler,
     StepRecord,
     StepTimer,
     Stragglers,
@@ -136,6 +135,7 @@ class Trainer:
             config.steps,
         )
         self.validation = Validation(config, self.parts, self.engine, world, self._asked)
+        self.profiler = StepProfiler(config.profile, self.directory.profile, world, console.message)
         self.stragglers = Stragglers(
             world,
             self.engine.clock,
@@ -172,29 +172,29 @@ class Trainer:
             self._save()
         if self.progress.step == self.config.steps:
             self._validate_again()
-        self._train_on()
-        while self.out_of_bounds is not None:
-            self._roll_back(self.out_of_bounds)
+        with self.profiler:
             self._train_on()
+            while self.out_of_bounds is not None:
+                self._roll_back(self.out_of_bounds)
+                self._train_on()
 
     def _train_on(self) -> None:
         """Run steps up to the last one, to a request to stop, or to one that is out of bounds."""
         config, progress = self.config, self.progress
         self.stopping = self.stopping or asked_on_some_rank(self._asked(), self.world.group)
         batches = training_batches(config, self.parts, self.world, progress)
-        profiler = StepProfiler(config.profile, self.directory.profile, self.world.rank)
         unread: _Unread | None = None
         first_step = progress.step
         with closing(batches):
             while progress.step < config.steps and not self._has_to_leave():
+                with self.timer.paused():
+                    self.profiler.before(progress.step + 1)
                 activity.begin_step(progress.step + 1, first=progress.step == first_step)
                 self._seed_step()
-                profiler.before(progress.step + 1)
                 self.stragglers.before(progress.step + 1)
                 outcome = self.engine.step(next(batches), stop=self._asked())
                 progress.step += 1
                 self.stragglers.after(progress.step, self.timer.paused_seconds)
-                self._report_profile(profiler.after(progress.step))
                 progress.samples += config.batch.global_batch_size
                 # Where the host runs ahead of the device, the step before has ended by now.
                 self._report(unread)
@@ -215,7 +215,7 @@ class Trainer:
                     unread = None
                 if save and self.out_of_bounds is None:
                     self._save()
-        self._report_profile(profiler.close())
+        self.profiler.finish()
         if self.out_of_bounds is None:
             self._report(unread)
 
@@ -284,10 +284,6 @@ class Trainer:
         if loss is not None:
             self.log.add_validation(self.progress.step, loss)
 
-    def _report_profile(self, overlap: Overlap | None) -> None:
-        if overlap is not None:
-            self.console.message(f"profile: {self.directory.profile}; {overlap}")
-
     def _seed_step(self) -> None:
         """Make dropout and the like a function of the seed and the position, as the data is."""
         # A reproducible engine draws from it per microbatch, and every rank must start alike.
@@ -354,7 +350,7 @@ class Trainer:
         return found or None
 
     def _check_lockstep(self) -> None:
-        activity.enter("comparison of ranks")
+        activity.enter(COMPARISON)
         with self.timer.paused():
             lockstep.check(self.engine, self.config.lockstep.on_difference)
 
@@ -461,7 +457,7 @@ class Trainer:
         )
 
     def _save(self) -> None:
-        activity.enter("saving a checkpoint", transfers=True)
+        activity.enter(SAVING, transfers=True)
         with self.timer.paused():
             self.writer.save(
                 self.progress.step,
@@ -471,7 +467,7 @@ class Trainer:
             )
 
     def _save_now(self) -> None:
-        activity.enter("saving a checkpoint", transfers=True)
+        activity.enter(SAVING, transfers=True)
         self.writer.save_now(self.progress.step, self.engine.state_dict(), self._numbers())
 
     def _saved(self, seconds: float) -> None:

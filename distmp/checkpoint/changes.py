@@ -73,7 +73,6 @@ HARMLESS = (
     "log.trackers",
     "log.tracker_options",
     "log.project",
-    "profile.first_step",
     "profile.steps",
 )
 

@@ -7,10 +7,18 @@ sees an old tuple or a new one, never a mixture.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+# Phases that a profile of steps tells apart.
+DATA = "loading data"
+VERDICT = "verdict"
+UPDATE = "update"
+VALIDATION = "validation"
+COMPARISON = "comparison of ranks"
+SAVING = "saving a checkpoint"
 
 
 class Doing(NamedTuple):
@@ -32,9 +40,13 @@ class Doing(NamedTuple):
     transfers: bool
     starting: bool
 
+    @property
+    def place(self) -> str:
+        """The phase with its number."""
+        return f"{self.phase} {self.number}" if self.number else self.phase
+
     def __str__(self) -> str:
-        number = f" {self.number}" if self.number else ""
-        return f"step {self.step}, {self.phase}{number}" if self.step else f"{self.phase}{number}"
+        return f"step {self.step}, {self.place}" if self.step else self.place
 
 
 class Activity:
@@ -43,9 +55,11 @@ class Activity:
     Attributes:
         now: The latest entry.
         collective: Name of the collective that distmp has started last.
+        observer: Called with every new entry, in the main thread, if there is one.
     """
 
     def __init__(self) -> None:
+        self.observer: Callable[[Doing], object] | None = None
         self.restart()
 
     def restart(self) -> None:
@@ -56,11 +70,11 @@ class Activity:
     def enter(self, phase: str, number: int = 0, *, transfers: bool = False) -> None:
         """Say what is done from now on."""
         before = self.now
-        self.now = Doing(phase, number, time.monotonic(), before.step, transfers, before.starting)
+        self._is(Doing(phase, number, time.monotonic(), before.step, transfers, before.starting))
 
     def begin_step(self, step: int, *, first: bool) -> None:
         """Say that a step begins, which starts with loading its data."""
-        self.now = Doing("loading data", 0, time.monotonic(), step, False, first)
+        self._is(Doing(DATA, 0, time.monotonic(), step, False, first))
 
     def touch(self) -> None:
         """Say that the same phase goes on and has got further."""
@@ -72,6 +86,11 @@ class Activity:
         for item in items:
             self.touch()
             yield item
+
+    def _is(self, doing: Doing) -> None:
+        self.now = doing
+        if self.observer is not None:
+            self.observer(doing)
 
 
 activity = Activity()

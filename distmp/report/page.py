@@ -31,6 +31,7 @@ def page(runs: Sequence[Run]) -> str:
                 f'<figure class="chart" data-chart="{i}"></figure>'
                 for i in range(len(charts(runs)))
             ),
+            *(_section(_titled("Where the time went", run, runs), _profile(run)) for run in runs),
             *(_section(_titled("Skipped steps", run, runs), _skipped(run)) for run in runs),
             *(_section(_titled("Out of bounds", run, runs), _divergence(run)) for run in runs),
             _section("Configuration", _configuration(runs)),
@@ -76,6 +77,14 @@ def _summary(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for column in columns for name in column)
     rows = ((name, *(column.get(name, "") for column in columns)) for name in names)
     return _table(["", *(run.name for run in runs)], rows)
+
+
+def _profile(run: Run) -> str:
+    if run.profile is None:
+        return ""
+    head, *rows = run.profile.table()
+    notes = "".join(f"<li>{escape(note)}</li>" for note in run.profile.notes())
+    return f"<p>{escape(run.profile.title)}</p>{_table(head, rows)}<ul>{notes}</ul>"
 
 
 def _skipped(run: Run) -> str:

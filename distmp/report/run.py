@@ -9,6 +9,7 @@ from pathlib import Path
 
 from distmp import manifest
 from distmp.errors import ConfigError
+from distmp.profiling.summary import SUMMARY, Summary
 from distmp.run_directory import RunDirectory
 from distmp.settings import read_yaml
 from distmp.settings.flat import flat
@@ -28,19 +29,21 @@ class Run:
         records: Its steps; never empty.
         config: The resolved configuration by dotted name; empty where it is not there.
         environment: What is known about machine and versions, by dotted name; may be empty.
+        profile: Where the time of recorded steps went, if any were.
     """
 
     name: str
     records: list[StepRecord]
     config: dict[str, object]
     environment: dict[str, object]
+    profile: Summary | None = None
 
     @classmethod
     def read(cls, folder: Path) -> Run:
         """Read the folder of a run, finished or not.
 
         Raises:
-            ConfigError: If there is no record of a step in it.
+            ConfigError: If there is no record of a step in it, or a profile that cannot be read.
         """
         directory = RunDirectory(folder)
         records = read_records(directory.records) if directory.records.is_file() else []
@@ -58,7 +61,9 @@ class Run:
             last = dict(manifest.read(directory.manifest)[-1])
             last.pop("configuration", None)
             environment = flat(last)
-        return cls(folder.resolve().name, records, config, environment)
+        summary = directory.profile / SUMMARY
+        profile = Summary.read(summary) if summary.is_file() else None
+        return cls(folder.resolve().name, records, config, environment, profile)
 
     def summary(self) -> dict[str, str]:
         """Return the run in a few numbers, for people."""

@@ -6,7 +6,6 @@ Importing it is cheap: rich and matplotlib are imported where they are first use
 from distmp.telemetry.console import Console
 from distmp.telemetry.curves import draw_curves
 from distmp.telemetry.memory import peak_memory_bytes
-from distmp.telemetry.profiling import Overlap, StepProfiler
 from distmp.telemetry.rank_log import RankLog
 from distmp.telemetry.records import RecordError, RecordWriter, StepRecord, read_records
 from distmp.telemetry.settings import LogConfig
@@ -17,12 +16,10 @@ from distmp.telemetry.throughput import StepTimer
 __all__ = [
     "Console",
     "LogConfig",
-    "Overlap",
     "RankLog",
     "RecordError",
     "RecordWriter",
     "StepLog",
-    "StepProfiler",
     "StepRecord",
     "StepTimer",
     "Stragglers",

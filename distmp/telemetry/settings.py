@@ -1,4 +1,4 @@
-"""Settings of what a run reports about itself (sections `log` and `profile`)."""
+"""Settings of what a run reports about itself (section `log`)."""
 
 from __future__ import annotations
 
@@ -68,25 +68,3 @@ class LogConfig:
             from distmp.telemetry.trackers import find
 
             find(name)
-
-
-@dataclass(frozen=True)
-class ProfileConfig:
-    """Which steps torch's profiler records.
-
-    Raises:
-        ConfigError: If a number is out of range.
-    """
-
-    first_step: int = 0
-    """First step to record, counted from 1; 0: none. A trace for each rank goes to the run's
-    folder `profile`, for Perfetto or chrome://tracing."""
-
-    steps: int = 1
-    """Steps to record, one after the other."""
-
-    def __post_init__(self) -> None:
-        if self.first_step < 0:
-            raise ConfigError("profile.first_step", self.first_step, "use a step from 1, or 0")
-        if self.steps < 1:
-            raise ConfigError("profile.steps", self.steps, "use 1 or more steps")
