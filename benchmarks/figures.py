@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.report import RESULTS, Spread, table
+from benchmarks import races
+from benchmarks.report import RESULTS, Spread, ratios, table
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -101,7 +102,7 @@ def accumulation_step(result: dict[str, Any]) -> str:
         row: dict[str, object] = {"way": name, "seconds": Spread.of(seconds[name])}
         for other in ("autocast", "bf16"):
             reference = seconds[result["references"][other]]
-            row[f"of DDP {other}"] = f"{_ratio(seconds[name], reference).median:.2f}"
+            row[f"of DDP {other}"] = f"{ratios(seconds[name], reference).median:.2f}"
         row["peak bytes per parameter"] = f"{measured['peak']:.1f}"
         row["live tensors, 2 microbatches"] = f"{measured['live_tensors_peak']:.1f}"
         rows.append(row)
@@ -125,11 +126,6 @@ def accumulation_step(result: dict[str, Any]) -> str:
         f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on "
         f"each of 2 ranks, ratios turn by turn. {_machine(result)}"
     )
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> Spread:
-    """Return what of another way's time is ours, turn by turn."""
-    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
 def reproducible(result: dict[str, Any]) -> str:
@@ -242,13 +238,13 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
     rows: list[dict[str, object]] = []
     for way, turns in result["turns"].items():
         stalls = [turn["stall"] for turn in turns]
-        slower = _ratio([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
+        slower = ratios([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
         memory = result["memory"][way]
         rows.append(
             {
                 "saving": way,
                 "training stands still, s": Spread.of(stalls),
-                "of a blocking save": _ratio(stalls, blocking),
+                "of a blocking save": ratios(stalls, blocking),
                 "written after, s": Spread.of([turn["written"] for turn in turns]),
                 "step while it is written, of one without": slower if way != "blocking" else "",
                 "memory of a rank, of the state": f"{memory['beyond'] / memory['state']:.2f}",
@@ -263,32 +259,15 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
 
 
 def peers(result: dict[str, Any]) -> str:
-    """Return the tables of `benchmarks.peers`."""
-    races = [race(name, found, result["tokens"]) for name, found in result["races"].items()]
-    turns = len(next(iter(next(iter(result["races"].values())).values()))["seconds"])
+    """Return the tables of `benchmarks.peers`, what they say, and a line on the machine."""
+    found = [races.rendered(name, race) for name, race in result["races"].items()]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        "\n\n".join(races)
-        + f"\n\nTransformer of {result['size']} parameters, {result['ranks']} ranks, "
-        f"{result['tokens']:,} tokens a step; median (least to most) of {turns} alternating turns, "
-        f"ratios turn by turn. {_machine(result)}"
+        "\n\n".join(found) + f"\n\nIn all races {result['ranks']} ranks with "
+        f"{result['microbatches']} microbatches a step; median (least to most) of "
+        f"{result['turns']} alternating turns of one step, ratios turn by turn; losses of "
+        f"{result['steps']} steps. {versions}; {_machine(result)}"
     )
-
-
-def race(name: str, found: dict[str, dict[str, Any]], tokens: int) -> str:
-    """Return the table of one race of `benchmarks.peers`."""
-    first = next(iter(found.values()))
-    rows: list[dict[str, object]] = []
-    for loop, measured in found.items():
-        seconds = measured["seconds"]
-        rows.append(
-            {
-                name: loop,
-                "tokens/s": Spread.of([tokens / one for one in seconds]),
-                "time, of the first": f"{_ratio(seconds, first['seconds']).median:.2f}",
-                "peak memory, MB": f"{measured['memory'] / 1e6:.0f}",
-            }
-        )
-    return table(rows)
 
 
 def _machine(result: dict[str, Any]) -> str:

@@ -1,0 +1,199 @@
+"""The loops that distmp is compared with do the same work, and one that does not is found out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+
+from benchmarks import figures, races
+from benchmarks.loops import (
+    MAX_NORM,
+    RATE,
+    Alone,
+    Loop,
+    TorchDDP,
+    Work,
+    be_as_torchrun_starts_ranks,
+)
+from benchmarks.peers import RACES, STEPS, computing_dtype
+from distmp.models.settings import ModelConfig
+from distmp.precision.policy import dtype_name
+from tests.ranks import run_ranks
+
+TINY = Work(
+    ModelConfig(layers=2, dimension=32, heads=2, hidden=32),
+    torch.device("cpu"),
+    samples=2,
+    length=8,
+)
+
+
+class Unsynchronised(TorchDDP):
+    """Ranks that train for themselves, as accelerate's do where it does not know of the others."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, None)
+        self._ddp = self.model
+
+
+class AnotherOptimizer(TorchDDP):
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, None)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), RATE)
+
+
+def trained(loop: Loop) -> dict[str, Any]:
+    """Return what the benchmark keeps of a loop."""
+    losses = []
+    with computing_dtype(loop.model) as dtypes:
+        for _ in range(STEPS):
+            loop.step()
+            losses.append(loop.loss())
+    (computes,) = dtypes
+    return {"losses": losses, "computes": dtype_name(computes)}
+
+
+def train_all() -> dict[str, dict[str, Any]]:
+    be_as_torchrun_starts_ranks()
+    found = {
+        "unsynchronised": trained(Unsynchronised(TINY)),
+        "another optimizer": trained(AnotherOptimizer(TINY)),
+    }
+    for race, (_, entrants) in RACES.items():
+        for name, entrant in entrants.items():
+            if not entrant.missing("cpu"):
+                found[f"{race} {name}"] = trained(entrant.make(TINY))
+                AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+def train_alone() -> list[float]:
+    return trained(Alone(TINY, 2))["losses"]
+
+
+def losses_in_float64() -> list[float]:
+    """Train on all tokens of both ranks in one batch."""
+    model = TINY.build().double()
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    batches = [*TINY.microbatches(0), *TINY.microbatches(1)]
+    inputs, targets = (torch.cat([one[key] for one in batches]) for key in ("inputs", "targets"))
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_every_loop_does_the_same_work() -> None:
+    reference = losses_in_float64()
+    (alone,) = run_ranks(train_alone, 1)
+    assert alone == pytest.approx(reference, rel=1e-6)
+    assert reference[-1] < reference[0] - 0.1  # there is something to be wrong about
+    first, second = run_ranks(train_all, 2, timeout=60)
+    assert first == second
+    for race, (dtype, entrants) in RACES.items():
+        result = {"reference": reference, "computes": dtype_name(dtype)}
+        for name in entrants:
+            if f"{race} {name}" in first:
+                loop = first[f"{race} {name}"]
+                races.check_same_work(name, result, loop)
+                # accelerate is asked for float16 and computes in float32, on CPUs.
+                asked = name != "accelerate" or dtype != torch.float16
+                assert races.same_dtype(result, loop) == asked, (race, name)
+        assert any(name.startswith(f"{race} distmp") for name in first)
+    for wrong in ("unsynchronised", "another optimizer"):
+        with pytest.raises(SystemExit, match=f"{wrong} does not do the same work"):
+            races.check_same_work(wrong, {"reference": reference}, first[wrong])
+
+
+def race(**changes: Any) -> dict[str, Any]:
+    return {
+        "size": "1m",
+        "tokens": 600,
+        "computes": "float16",
+        "reference": [5.0, 4.0],
+        "loops": {
+            "torch DDP": {
+                "seconds": [2.0, 3.0, 2.0],
+                "memory": 200e6,
+                "losses": [5.0, 4.002],
+                "computes": "float16",
+            },
+            "accelerate": {
+                "seconds": [1.0, 1.0, 1.0],
+                "memory": 100e6,
+                "losses": [5.0, 4.0],
+                "computes": "float32",
+            },
+            "distmp `fp16`": {
+                "seconds": [1.0, 3.3, 1.8],
+                "memory": 220e6,
+                "losses": [5.001, 4.0],
+                "computes": "float16",
+            },
+            **changes,
+        },
+        "absent": {"Lightning Fabric": "it is on holiday"},
+    }
+
+
+def test_a_race_is_a_table_and_what_it_says() -> None:
+    """accelerate is faster and smaller, and computes something else: it is not compared with."""
+    table, work, said = races.rendered("ddp fp16", race()).split("\n\n")
+    assert table.splitlines()[0].startswith("| ddp fp16 | tokens/s | time, of the fastest peer |")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert rows == [
+        ["torch DDP", "300 (200 to 300)", "1 (1 to 1)", "200", "1.00", "5e-04"],
+        ["accelerate: computes in float32", "600 (600 to 600)", "", "100", "", "0e+00"],
+        ["distmp `fp16`", "333 (182 to 600)", "0.9 (0.5 to 1.1)", "220", "1.10", "2e-04"],
+    ]
+    assert work == "Transformer of size 1m, 600 tokens a step."
+    assert said.splitlines() == [
+        "- distmp `fp16`: 10 % faster than the fastest peer, torch DDP (in 2 of 3 turns); "
+        "10 % more memory than the least, torch DDP.",
+        "- Lightning Fabric is not there: it is on holiday.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "memory", "speed", "size"),
+    [
+        ([2.2, 3.3, 2.2], 150e6, "10 % slower than", "25 % less memory than the least"),
+        ([2.001, 3.0, 2.0], 200.2e6, "as fast as", "as much memory as the peer with the least"),
+    ],
+)
+def test_what_is_worse_is_said(seconds: list[float], memory: float, speed: str, size: str) -> None:
+    ours = {"seconds": seconds, "memory": memory, "losses": [5.0, 4.0], "computes": "float16"}
+    said = races.rendered("ddp fp16", race(**{"distmp `fp16`": ours})).split("\n\n")[-1]
+    assert f"- distmp `fp16`: {speed} the fastest peer, torch DDP" in said
+    assert size in said
+
+
+def test_a_result_names_versions_and_machine() -> None:
+    result = {
+        "machine": {"cpu": "Abacus", "gpu": None, "torch": "2.13.0", "date": "2026-11-21"},
+        "versions": {"accelerate": "1.15.0", "lightning-fabric": "2.6.6"},
+        "ranks": 2,
+        "microbatches": 4,
+        "turns": 3,
+        "steps": 2,
+        "races": {"ddp fp16": race()},
+    }
+    last = figures.peers(result).splitlines()[-1]
+    assert "accelerate 1.15.0, lightning-fabric 2.6.6; Abacus, torch 2.13.0" in last
+    assert "2 ranks with 4 microbatches" in last
+
+
+@pytest.mark.parametrize("losses", [[5.0, 4.1], [5.0, float("nan")]])
+def test_another_loss_is_refused(losses: list[float]) -> None:
+    loop = {"losses": losses, "computes": "float16"}
+    with pytest.raises(SystemExit, match=r"may be 0\.001 apart"):
+        races.check_same_work("torch DDP", race(), loop)
