@@ -270,6 +270,12 @@ def peers(result: dict[str, Any]) -> str:
     )
 
 
+def beside_accelerate(result: dict[str, Any]) -> str:
+    """Return the table of distmp's loops beside accelerate's, from `benchmarks.peers`."""
+    found = races.beside("accelerate", result["races"])
+    return f"{found}\n\naccelerate {result['versions']['accelerate']}, {_machine(result)}"
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
     return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
@@ -281,6 +287,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "explain-memory-cpu": explain_memory,
     "growth-cpu": growth,
     "peers-cpu": peers,
+    "peers-accelerate-cpu": beside_accelerate,
     "accumulation-passes-cpu": accumulation_passes,
     "accumulation-step-cpu": accumulation_step,
     "reproducible-cpu": reproducible,
@@ -291,12 +298,16 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 }
 
 
+# Figures that are drawn from the result of another name.
+DRAWN_FROM = {"peers-accelerate-cpu": "peers-cpu"}
+
+
 def with_figures(text: str) -> str:
     """Return a document with what stands between its figure marks made anew from the results."""
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
-        result = json.loads((RESULTS / f"{name}.json").read_text())
+        result = json.loads((RESULTS / f"{DRAWN_FROM.get(name, name)}.json").read_text())
         written = WRITERS[name](result)
         return f"<!-- figures: {name} -->\n{written}\n<!-- end of figures -->"
 
