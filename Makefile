@@ -2,6 +2,7 @@
 # make test    run every test that this machine can run
 # make lint    formatting, lint and types
 # make bench   compare with other training loops, side by side
+# make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in 25 minutes
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ CONFIG ?= configs/quickstart.yaml
 WORKERS ?= 3
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test lint format bench clean
+.PHONY: train test lint format bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -31,6 +32,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.quickstart
 	$(VENV)/bin/python -m benchmarks.step_tail
 	$(VENV)/bin/python -m benchmarks.accumulation_error
+	$(VENV)/bin/python -m benchmarks.accumulation_microbatches
 	$(VENV)/bin/python -m benchmarks.accumulation_passes
 	$(VENV)/bin/python -m benchmarks.accumulation_step
 	$(VENV)/bin/python -m benchmarks.reproducible
@@ -40,6 +42,9 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.growth
 	$(VENV)/bin/python -m benchmarks.checkpoint_stall
 	$(VENV)/bin/python -m benchmarks.figures
+
+bench-gpu: $(INSTALLED)
+	$(VENV)/bin/python -m benchmarks.gpu
 
 # A stamp, so that the environment is prepared once and again when what it holds has changed.
 $(INSTALLED): pyproject.toml constraints.txt

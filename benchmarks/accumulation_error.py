@@ -3,7 +3,7 @@
 Two ranks over gloo take 8, 64 and 512 microbatches each through a small model with bfloat16
 weights, by every way in turn. The reference adds up the very same bfloat16 microbatch gradients in
 float64, so what is left is the error of accumulating and reducing alone. Figures are relative L2
-errors of the whole gradient.
+errors of the whole gradient. With `--device cuda` the two ranks share a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks import figures
-from benchmarks.ranks import Ranks, is_rank, serve
+from benchmarks.device import parser
+from benchmarks.ranks import Ranks, is_rank, largest, serve
 from benchmarks.report import machine, save
 from distmp import Fp32GradBuckets
 from distmp.parallel.world import World
@@ -45,17 +46,17 @@ class Batch(NamedTuple):
     targets: Tensor
 
 
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def make_model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
     """Return the same model every time; its weights have bfloat16 values in any dtype."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
-    return model.bfloat16().to(dtype)
+    return model.bfloat16().to(device, dtype)
 
 
-def make_batches(count: int, rank: int) -> list[Batch]:
+def make_batches(count: int, rank: int, device: torch.device) -> list[Batch]:
     generator = torch.Generator().manual_seed(rank)
-    inputs = torch.randn(count, 8, WIDTH, generator=generator).bfloat16()
+    inputs = torch.randn(count, 8, WIDTH, generator=generator).to(device, torch.bfloat16)
     # Targets that the model is far from, so that microbatches agree on a direction, as they do
     # early in a training.
     return [Batch(part, (part.float().roll(1, 1) + 1).bfloat16()) for part in inputs]
@@ -67,7 +68,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def reference(batches: Sequence[Batch]) -> list[Tensor]:
     """Return the float64 sum over microbatches and ranks of the bfloat16 gradients."""
-    model = make_model(torch.bfloat16)
+    model = make_model(batches[0].inputs.device, torch.bfloat16)
     parameters = list(model.parameters())
     total = [torch.zeros_like(parameter, dtype=torch.float64) for parameter in parameters]
     for batch in batches:
@@ -84,7 +85,7 @@ def reference(batches: Sequence[Batch]) -> list[Tensor]:
 
 def ddp(batches: Sequence[Batch], *, every: bool) -> list[Tensor]:
     """Use torch's DDP on a bfloat16 model, reducing in every microbatch or in the last one."""
-    model = DistributedDataParallel(make_model(torch.bfloat16))
+    model = DistributedDataParallel(make_model(batches[0].inputs.device, torch.bfloat16))
     for index, batch in enumerate(batches):
         model.require_backward_grad_sync = every or index == len(batches) - 1
         loss(model, batch).backward()
@@ -94,8 +95,9 @@ def ddp(batches: Sequence[Batch], *, every: bool) -> list[Tensor]:
 def fsdp1(batches: Sequence[Batch]) -> list[Tensor]:
     """Use FSDP1 with bfloat16 parameters, reduced in FP32 in the last microbatch."""
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    device = batches[0].inputs.device
     model = FullyShardedDataParallel(
-        make_model(), mixed_precision=mixed, use_orig_params=True, device_id=torch.device("cpu")
+        make_model(device), mixed_precision=mixed, use_orig_params=True, device_id=device
     )
     with model.no_sync():
         for batch in batches[:-1]:
@@ -107,7 +109,7 @@ def fsdp1(batches: Sequence[Batch]) -> list[Tensor]:
 
 def fsdp2(batches: Sequence[Batch], policy: MixedPrecisionPolicy, *, every: bool) -> list[Tensor]:
     """Use FSDP2, reducing in every microbatch or in the last one."""
-    model = make_model()
+    model = make_model(batches[0].inputs.device)
     sharded = fully_shard(model, mp_policy=policy)
     for index, batch in enumerate(batches):
         sharded.set_requires_gradient_sync(every or index == len(batches) - 1)
@@ -117,7 +119,7 @@ def fsdp2(batches: Sequence[Batch], policy: MixedPrecisionPolicy, *, every: bool
 
 def buckets(batches: Sequence[Batch], **options: Any) -> list[Tensor]:
     """Use distmp's buckets on a bfloat16 model."""
-    model = make_model(torch.bfloat16)
+    model = make_model(batches[0].inputs.device, torch.bfloat16)
     grads = Fp32GradBuckets(model.named_parameters(), dist.group.WORLD, **options)
     grads.begin_step()
     for index, batch in enumerate(batches):
@@ -164,31 +166,43 @@ WAYS: dict[str, Callable[[Sequence[Batch]], list[Tensor]]] = {
 }
 
 
-def measure(world: World) -> dict[str, list[float]]:
-    """Return the errors of every way, one for each entry of COUNTS."""
-    warnings.simplefilter("ignore", FutureWarning)  # torch's own, about FSDP1
-    errors: dict[str, list[float]] = {name: [] for name in WAYS}
-    for count in COUNTS:
-        batches = make_batches(count, world.rank)
-        exact = torch.cat([part.flatten() for part in reference(batches)])
-        for name, way in WAYS.items():
-            found = torch.cat([part.detach().double().flatten() for part in way(batches)])
-            errors[name].append(((found - exact).norm() / exact.norm()).item())
-    return errors
+class Rank:
+    """Tells the errors of the ways, one order after the other."""
+
+    def __init__(self, world: World) -> None:
+        warnings.simplefilter("ignore", FutureWarning)  # torch's own, about FSDP1
+        self._batches = [make_batches(count, world.rank, world.device) for count in COUNTS]
+        self._exact = [_flat(reference(batches)) for batches in self._batches]
+
+    def measure(self, way: str) -> list[float]:
+        """Return the errors of a way, one for each entry of COUNTS."""
+        errors = []
+        for batches, exact in zip(self._batches, self._exact, strict=True):
+            errors.append(((_flat(WAYS[way](batches)) - exact).norm() / exact.norm()).item())
+        return errors
+
+
+def _flat(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part.detach().double().flatten() for part in parts])
 
 
 def main() -> int:
     if is_rank():
-        return serve(lambda _, world: lambda _: measure(world))
-    with Ranks("benchmarks.accumulation_error", "all", RANKS) as ranks:
-        errors = ranks.ask("measure")[0]
+        return serve(lambda _, world: Rank(world).measure)
+    device = parser(__doc__).parse_args().device
+    errors: dict[str, list[float]] = {}
+    with Ranks("benchmarks.accumulation_error", "all", RANKS, device=device.type) as ranks:
+        for way in WAYS:
+            found = largest(way, ranks, way)
+            if found is not None:
+                errors[way] = found
     result = {
-        "machine": machine(),
+        "machine": machine(device),
         "ranks": RANKS,
         "microbatches": COUNTS,
         "relative_error": errors,
     }
-    kept = save("accumulation-error-cpu", result)
+    kept = save(f"accumulation-error-{device.type}", result)
     print(figures.accumulation_error(result))
     print(f"kept in {kept}")
     return 0

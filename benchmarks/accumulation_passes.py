@@ -12,7 +12,8 @@ their CPU time counts, which is what a single thread takes on a quiet machine.
   autograd adds to, and a last pass scales the sum.
 - autograd alone: the gradients are dropped as they come. This is in all of the other times.
 
-All ways but the last give the same sum, which is checked.
+All ways but the last give the same sum, which is checked. `--device cuda` takes a larger model, and
+the time between two events of the stream instead of CPU time.
 """
 
 from __future__ import annotations
@@ -21,19 +22,21 @@ import argparse
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import figures
-from benchmarks.report import alternating, machine, save
+from benchmarks.device import elapsed, parse, parser
+from benchmarks.report import in_turns, machine, save
 from distmp import Fp32GradBuckets
 from distmp.models.build import build_model
 from distmp.models.settings import ModelConfig
 
 MICROBATCHES = 8
+SIZES = {"cpu": "22m", "cuda": "350m"}
 SCALE = 0.5  # a power of two, so that the sums can be compared bit by bit
 
 
@@ -71,7 +74,7 @@ class Way(ABC):
 
     def backward(self) -> None:
         """Run one microbatch."""
-        passing = torch.zeros((), requires_grad=True)
+        passing = torch.zeros((), device=self._gradients[0].device, requires_grad=True)
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             passing = _Use.apply(passing, parameter, gradient)
         passing.backward()
@@ -103,7 +106,8 @@ class Zeroed(Way):
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         super().__init__(gradients)
-        self._flat = torch.zeros(sum(gradient.numel() for gradient in gradients))
+        elements = sum(gradient.numel() for gradient in gradients)
+        self._flat = torch.zeros(elements, device=gradients[0].device)
         self._views = list(_views(self._flat, gradients))
         self.prepare()
 
@@ -175,35 +179,41 @@ WAYS: dict[str, type[Way]] = {
 def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(1)
-    gradients = _gradients(arguments.size)
+    device = arguments.device
+    gradients = _gradients(arguments.size, device)
     ways = {name: way(gradients) for name, way in WAYS.items()}
-    milliseconds = _measure(ways, arguments.rounds)
+    clock = elapsed if device.type == "cuda" else _cpu_time
+    milliseconds = in_turns(
+        list(ways),
+        arguments.rounds,
+        lambda name: 1000 * clock(ways[name].accumulate, device),
+        warm_up=2,
+    )
     _check(ways)
     result = {
-        "machine": machine(),
+        "machine": machine(device),
         "elements": sum(gradient.numel() for gradient in gradients),
         "parameters": len(gradients),
         "microbatches": MICROBATCHES,
         "milliseconds": milliseconds,
     }
     print(figures.accumulation_passes(result))
-    print(f"kept in {save('accumulation-passes-cpu', result)}")
+    print(f"kept in {save(f'accumulation-passes-{device.type}', result)}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="22m", help="transformer whose parameters these are")
-    parser.add_argument("--rounds", type=int, default=25, help="turns of each way")
-    return parser.parse_args()
+    made = parser(__doc__, rounds=25)
+    made.add_argument("--size", help="transformer whose parameters these are (22m, on a GPU 350m)")
+    return parse(made, size=SIZES)
 
 
-def _gradients(size: str) -> list[Tensor]:
+def _gradients(size: str, device: torch.device) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     with torch.device("meta"):
         model = build_model(ModelConfig(size=size), 258, 128)
     return [
-        torch.randn(parameter.shape, generator=generator).bfloat16()
+        torch.randn(parameter.shape, generator=generator).to(device, torch.bfloat16)
         for parameter in model.parameters()
     ]
 
@@ -227,14 +237,10 @@ def _drop(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-def _measure(ways: dict[str, Way], rounds: int) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for name, counts in alternating(list(ways), rounds, warm_up=2):
-        started = time.process_time()
-        ways[name].accumulate()
-        if counts:
-            taken[name].append(1000 * (time.process_time() - started))
-    return taken
+def _cpu_time(work: Callable[[], object], _: torch.device) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
 
 
 def _check(ways: dict[str, Way]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import races
+from benchmarks.peak import share
 from benchmarks.report import RESULTS, Spread, ratios, table
 
 ROOT = Path(__file__).parent.parent
@@ -51,7 +52,7 @@ def step_tail(result: dict[str, Any]) -> str:
         f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds']['copy'])} "
         f"alternating turns, {result['elements'] / 1e6:.1f} M FP32 gradient elements; the floor, "
         f"one read of them at copy bandwidth, is {floor:.3g} ms, their norm alone {norm:.3g} ms. "
-        f"{result['machine']['threads']} threads on {_machine(result)}"
+        f"{_threads(result)}{_machine(result)}"
     )
 
 
@@ -78,10 +79,11 @@ def accumulation_passes(result: dict[str, Any]) -> str:
     taken = {name: Spread.of(values) for name, values in result["milliseconds"].items()}
     floor = taken.pop("autograd alone").median
     ours = taken["distmp.Fp32GradBuckets"].median - floor
+    clock = "GPU" if result["machine"]["gpu"] else "CPU"
     rows: list[dict[str, object]] = []
     for name, spread in taken.items():
         beyond = spread.median - floor
-        row: dict[str, object] = {"way": name, "CPU ms": spread}
+        row: dict[str, object] = {"way": name, f"{clock} ms": spread}
         row["beyond autograd alone, ms"] = f"{beyond:.3g}"
         row["Fp32GradBuckets takes of that"] = f"{ours / beyond:.2f}"
         rows.append(row)
@@ -99,12 +101,18 @@ def accumulation_step(result: dict[str, Any]) -> str:
     seconds = result["seconds"]
     rows: list[dict[str, object]] = []
     for name, measured in result["memory"].items():
-        row: dict[str, object] = {"way": name, "seconds": Spread.of(seconds[name])}
+        if name not in seconds:
+            continue  # left out: it could not be measured on this machine
+        spread = Spread.of(seconds[name])
+        row: dict[str, object] = {"way": name, "seconds": spread}
         for other in ("autocast", "bf16"):
-            reference = seconds[result["references"][other]]
-            row[f"of DDP {other}"] = f"{ratios(seconds[name], reference).median:.2f}"
+            reference = seconds.get(result["references"][other])
+            share_of = ratios(seconds[name], reference).median if reference else None
+            row[f"of DDP {other}"] = "" if share_of is None else f"{share_of:.2f}"
+        row |= reached(result, spread.median, "bfloat16")
         row["peak bytes per parameter"] = f"{measured['peak']:.1f}"
-        row["live tensors, 2 microbatches"] = f"{measured['live_tensors_peak']:.1f}"
+        if "live_tensors_peak" in measured:
+            row["live tensors, 2 microbatches"] = f"{measured['live_tensors_peak']:.1f}"
         rows.append(row)
     held: list[dict[str, object]] = []
     for name, by_ranks in result["memory_with_adamw"].items():
@@ -124,8 +132,92 @@ def accumulation_step(result: dict[str, Any]) -> str:
         f"{table(rows)}\n\n{table(held)}\n\nMedian (least to most) of "
         f"{len(next(iter(seconds.values())))} alternating turns of one step with "
         f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on "
-        f"each of 2 ranks, ratios turn by turn. {_machine(result)}"
+        f"each of {result.get('ranks', 2)} ranks, ratios turn by turn. {_machine(result)}"
     )
+
+
+def accumulation_microbatches(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.accumulation_microbatches` and a line on its machine."""
+    counts = [str(count) for count in result["microbatches"]]
+    reference = result["ways"][result["reference"]]
+    rows: list[dict[str, object]] = []
+    for way, found in result["ways"].items():
+        if any(len(one) < 3 or None in one.values() for one in found.values()):
+            continue  # left out: it could not be measured on this machine
+        times_of = [
+            ratios(found[count]["seconds"], reference[count]["seconds"]).median for count in counts
+        ]
+        rows.append(
+            {
+                "way": way,
+                "relative error": " / ".join(f"{found[count]['error']:.0e}" for count in counts),
+                f"time, of {result['reference']}": " / ".join(f"{one:.2f}" for one in times_of),
+                "peak bytes per parameter": " / ".join(
+                    f"{found[count]['bytes_per_parameter']:.1f}" for count in counts
+                ),
+            }
+        )
+        if peak := result["machine"].get("peak"):
+            shares = [
+                share(
+                    int(count) * result["flops"],
+                    Spread.of(found[count]["seconds"]).median,
+                    peak,
+                    "bfloat16",
+                )
+                for count in counts
+            ]
+            rows[-1]["of the peak"] = " / ".join(f"{one:.1%}" for one in shares)
+    times = " / ".join(f"{Spread.of(reference[count]['seconds']).median:.3g}" for count in counts)
+    return (
+        f"{table(rows)}\n\nAt {' / '.join(counts)} microbatches of {result['samples']} samples on "
+        f"each of {result['ranks']} ranks; {result['parameters'] / 1e6:.2f} M parameters. Relative "
+        "L2 error against the float64 mean of the gradients of single microbatches. Time: median "
+        f"of {len(reference[counts[0]]['seconds'])} alternating turns of a step, ratios turn by "
+        f"turn; the reference takes {times} s. {_machine(result)}"
+    )
+
+
+def policies(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.policies` and a line on its machine."""
+    rows: list[dict[str, object]] = []
+    for name, found in result["policies"].items():
+        if "refused" in found:
+            continue
+        seconds = found["step_seconds"]
+        rows.append(
+            {
+                "policy": f"`{name}`",
+                "ms a step": f"{1000 * seconds:.3g}",
+                "tokens/s": f"{result['tokens'] / seconds:,.0f}",
+                **reached(result, seconds, result["kinds"][name]),
+                "peak memory, MB": f"{found['memory_bytes'] / 1e6:,.0f}",
+                "last loss": f"{result['last_losses'][name]:.4f}",
+                "apart": f"{result['apart'][name]:.2%}",
+            }
+        )
+    return (
+        f"{table(rows)}\n\nTransformer of {result['size']} parameters, {result['tokens']:,} tokens "
+        f"a step on one rank, {result['steps']} steps; medians. Recommended: "
+        f"`{result['recommended']}`, {result['reason']}. {_machine(result)}"
+    )
+
+
+def reached(result: dict[str, Any], seconds: float, kind: str) -> dict[str, object]:
+    """Return the columns that say how much of a GPU a step reaches; none for a CPU.
+
+    Args:
+        result: With the work of a step of one rank, `flops`.
+        seconds: That a step takes.
+        kind: Of products (`benchmarks.peak.kind_of`).
+    """
+    peak = result["machine"].get("peak")
+    if peak is None:
+        return {}
+    return {
+        "TFLOP/s": f"{result['flops'] / seconds / 1e12:.3g}",
+        "of the peak": f"{share(result['flops'], seconds, peak, kind):.1%}",
+    }
 
 
 def reproducible(result: dict[str, Any]) -> str:
@@ -276,9 +368,23 @@ def beside_accelerate(result: dict[str, Any]) -> str:
     return f"{found}\n\naccelerate {result['versions']['accelerate']}, {_machine(result)}"
 
 
+def _threads(result: dict[str, Any]) -> str:
+    machine = result["machine"]
+    return "" if machine["gpu"] else f"{machine['threads']} threads on "
+
+
 def _machine(result: dict[str, Any]) -> str:
     machine = result["machine"]
-    return f"{machine['gpu'] or machine['cpu']}, torch {machine['torch']}, {machine['date']}."
+    versions = f"torch {machine['torch']}, {machine['date']}."
+    peak = machine.get("peak")
+    if peak is None:
+        return f"{machine['gpu'] or machine['cpu']}, {versions}"
+    bf16 = peak["flops"]["bfloat16"] / 1e12, peak["product"]["bfloat16"] / 1e12
+    return (
+        f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, {versions} Its "
+        f"peak in bfloat16 is {bf16[0]:,.0f} TFLOP/s ({peak['source']}), a large product reaches "
+        f"{bf16[1]:,.0f}; copies move {peak['bandwidth'] / 1e12:.2f} TB/s."
+    )
 
 
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -287,6 +393,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "explain-memory-cpu": explain_memory,
     "growth-cpu": growth,
     "peers-cpu": peers,
+    "accumulation-microbatches-cpu": accumulation_microbatches,
     "peers-accelerate-cpu": beside_accelerate,
     "accumulation-passes-cpu": accumulation_passes,
     "accumulation-step-cpu": accumulation_step,
@@ -294,12 +401,25 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "accumulation-error-cpu": accumulation_error,
     "precision-errors-cpu": precision_errors,
     "precision-training-cpu": precision_training,
+    "policies-cpu": policies,
     "checkpoint-stall-cpu": checkpoint_stall,
 }
 
 
-# Figures that are drawn from the result of another name.
-DRAWN_FROM = {"peers-accelerate-cpu": "peers-cpu"}
+def _written(name: str) -> str:
+    """Return a kept result for a document; those of a GPU have the form of those of a CPU."""
+    # A race of another size than the usual one, and a second table of the same result.
+    result = name.replace("peers-accelerate-", "peers-")
+    writer = WRITERS[re.sub(r"^peers-[\d.]+[mb]-", "peers-", re.sub("-cuda$", "-cpu", name))]
+    kept = RESULTS / f"{result}.json"
+    return writer(json.loads(kept.read_text())) if kept.exists() else "Not measured yet."
+
+
+def every_gpu_result() -> str:
+    """Return all results of a GPU that are kept, each below its name."""
+    names = sorted(path.stem for path in RESULTS.glob("*-cuda.json"))
+    found = [f"### {name}\n\n{_written(name)}" for name in names]
+    return "\n\n".join(found) or "No result of a GPU is kept yet."
 
 
 def with_figures(text: str) -> str:
@@ -307,8 +427,7 @@ def with_figures(text: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)
-        result = json.loads((RESULTS / f"{DRAWN_FROM.get(name, name)}.json").read_text())
-        written = WRITERS[name](result)
+        written = every_gpu_result() if name == "every-gpu-result" else _written(name)
         return f"<!-- figures: {name} -->\n{written}\n<!-- end of figures -->"
 
     return re.sub(

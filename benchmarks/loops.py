@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp import DistributedGradScaler, Engine
@@ -141,6 +142,15 @@ class TorchDDP(Loop):
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
+
+
+class TorchZero(TorchDDP):
+    """The same with torch's AdamW of which every rank steps some parameters and broadcasts them."""
+
+    def adamw(self) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(
+            self.model.parameters(), torch.optim.AdamW, lr=RATE, fused=True
+        )
 
 
 class ScalerOfDistmp(TorchDDP):
@@ -335,17 +345,3 @@ class Distmp(Loop):
 
     def loss(self) -> float:
         return self._outcome.numbers.loss
-
-
-def be_as_torchrun_starts_ranks() -> None:
-    """Set the variables by which frameworks know that their ranks have been started."""
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(
-        RANK=rank,
-        LOCAL_RANK=rank,
-        WORLD_SIZE=ranks,
-        LOCAL_WORLD_SIZE=ranks,
-        NODE_RANK="0",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="29500",  # nobody listens there: the process group exists
-    )

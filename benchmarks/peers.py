@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks import figures, memory, races
+from benchmarks.device import parse, parser, synchronize
 from benchmarks.loops import (
     BF16,
     FP16,
@@ -43,8 +44,8 @@ from benchmarks.loops import (
     Loop,
     ScalerOfDistmp,
     TorchDDP,
+    TorchZero,
     Work,
-    be_as_torchrun_starts_ranks,
 )
 from benchmarks.ranks import Ranks, is_rank, serve
 from benchmarks.report import alternating, machine, save
@@ -60,6 +61,9 @@ PACKAGES = {
     "lightning_fabric": "lightning-fabric",
     "deepspeed": "deepspeed",
 }
+USUAL_SIZE = {"cpu": "22m", "cuda": "350m"}
+# Samples of a microbatch and their tokens.
+SHAPE = {"cpu": (2, 128), "cuda": (8, 1024)}
 # Steps whose losses are compared; the weights behind the last have been updated once less.
 STEPS = 4
 
@@ -118,8 +122,13 @@ def _sharded(dtype: torch.dtype | None, policy: str) -> dict[str, Entrant]:
             "lightning_fabric",
             absent="its strategy for FSDP2 scales no loss" if dtype == FP16 else "",
         ),
+        "DeepSpeed, ZeRO 3": _zero(dtype, 3),
         f"distmp `{policy}`": _distmp(policy, "fsdp"),
     }
+
+
+def _zero(dtype: torch.dtype | None, stage: int) -> Entrant:
+    return Entrant(lambda work: DeepSpeed(work, dtype, stage=stage), "deepspeed")
 
 
 def _distmp(policy: str, strategy: str, **options: Any) -> Entrant:
@@ -127,13 +136,24 @@ def _distmp(policy: str, strategy: str, **options: Any) -> Entrant:
 
 
 RACES = {
-    "ddp fp32": Race(torch.float32, _replicated(None, ("fp32",))),
+    "ddp fp32": Race(
+        torch.float32, {"DeepSpeed, ZeRO 0": _zero(None, 0), **_replicated(None, ("fp32",))}
+    ),
     "ddp bf16": Race(BF16, _replicated(BF16, ("bf16-autocast", "bf16"))),
     "ddp fp16": Race(
         FP16,
         {
             **_replicated(FP16, ("fp16-autocast", "fp16")),
             "distmp's scaler in torch DDP": Entrant(lambda work: ScalerOfDistmp(work, FP16)),
+        },
+    ),
+    "ddp bf16, sharded optimizer": Race(
+        BF16,
+        {
+            "torch's ZeroRedundancyOptimizer": Entrant(lambda work: TorchZero(work, BF16)),
+            "DeepSpeed, ZeRO 1": _zero(BF16, 1),
+            "DeepSpeed, ZeRO 2": _zero(BF16, 2),
+            "distmp `bf16`": _distmp("bf16", "ddp", shard_optimizer=True),
         },
     ),
     "fsdp fp32": Race(torch.float32, _sharded(None, "fp32")),
@@ -149,16 +169,15 @@ class Rank:
         race: The race; empty for the training that all losses are compared with.
         loop: Which of its loops.
         size: Of the transformer.
-        device: Where.
         ranks: How many ranks' microbatches there are.
+        device: Where.
     """
 
-    def __init__(self, race: str, loop: str, size: str, device: str, ranks: int) -> None:
-        be_as_torchrun_starts_ranks()
-        self._device = torch.device(device)
+    def __init__(self, race: str, loop: str, size: str, ranks: int, device: torch.device) -> None:
+        self._device = device
 
         def make(size: str) -> Loop:
-            work = _work(size, device)
+            work = _work(size, self._device)
             return RACES[race].entrants[loop].make(work) if race else Alone(work, ranks)
 
         # Kernels are made, and libraries loaded, for good.
@@ -179,15 +198,14 @@ class Rank:
         return time.perf_counter() - started
 
     def work(self) -> dict[str, Any]:
-        """Return the losses of some steps, what they computed in, and the peak after the first."""
+        """Return the losses of some steps, what they computed in, and the peak of the last."""
         losses = []
         with computing_dtype(self._loop.model) as dtypes:
-            self._loop.step()
-        losses.append(self._loop.loss())
-        begin_peak(self._device)
-        for _ in range(STEPS - 1):
-            self._loop.step()
-            losses.append(self._loop.loss())
+            for step in range(STEPS):
+                if step == 2:  # DDP lays out its buckets anew in the second step
+                    begin_peak(self._device)
+                self._loop.step()
+                losses.append(self._loop.loss())
         (computes,) = dtypes
         return {
             "memory": peak_since(self._base, self._device),
@@ -196,8 +214,7 @@ class Rank:
         }
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._device)
         dist.barrier()
 
 
@@ -218,8 +235,9 @@ def computing_dtype(model: nn.Module) -> Iterator[set[torch.dtype]]:
 
 def main() -> int:
     if is_rank():
-        return serve(lambda way, _: Rank(**json.loads(way)).answer)
+        return serve(lambda way, world: Rank(**json.loads(way), device=world.device).answer)
     arguments = _arguments()
+    device = arguments.device.type
     references: dict[str, list[float]] = {}
     found = {}
     for race in arguments.races:
@@ -230,7 +248,7 @@ def main() -> int:
         found[race] = _run(race, size, references[size], arguments)
         print(races.rendered(race, found[race]), end="\n\n", flush=True)
     result = {
-        "machine": machine(),
+        "machine": machine(arguments.device),
         "versions": {name: version(name) for name in PACKAGES.values() if _is_installed(name)},
         "ranks": arguments.ranks,
         "microbatches": MICROBATCHES,
@@ -239,27 +257,23 @@ def main() -> int:
         "races": found,
     }
     print(figures.peers(result).splitlines()[-1])
-    print(f"kept in {save(f'peers-{arguments.device}', result)}")
+    name = "peers" if arguments.size in (None, USUAL_SIZE[device]) else f"peers-{arguments.size}"
+    print(f"kept in {save(f'{name}-{device}', result)}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", help="of the transformer")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--races", nargs="*", choices=RACES, default=list(RACES))
-    return parser.parse_args()
+    made = parser(__doc__, rounds=5, ranks=True)
+    made.add_argument("--size", help="of the transformer")
+    made.add_argument("--races", nargs="*", choices=RACES, default=list(RACES))
+    return parse(made)
 
 
-def _size(race: str, device: str) -> str:
+def _size(race: str, device: torch.device) -> str:
     """Return what is measured unless told otherwise."""
     dtype = RACES[race].dtype
-    if device != "cpu":
-        return "350m"
-    native = dtype == torch.float32 or dtype in native_dtypes(torch.device(device))
-    return "22m" if native else "1m"
+    native = dtype == torch.float32 or dtype in native_dtypes(device)
+    return USUAL_SIZE[device.type] if native else "1m"
 
 
 def _is_installed(package: str) -> bool:
@@ -275,11 +289,12 @@ def _run(
 ) -> dict[str, Any]:
     """Return what a race has found, as `benchmarks.races` describes it."""
     entrants = RACES[race].entrants
-    reasons = {name: entrant.missing(arguments.device) for name, entrant in entrants.items()}
+    device = arguments.device
+    reasons = {name: entrant.missing(device.type) for name, entrant in entrants.items()}
     names = [name for name, reason in reasons.items() if not reason]
     found: dict[str, Any] = {
         "size": size,
-        "tokens": arguments.ranks * _work(size, arguments.device).tokens,
+        "tokens": arguments.ranks * _work(size, device).tokens,
         "computes": dtype_name(RACES[race].dtype),
         "reference": reference,
         "loops": {},
@@ -309,13 +324,13 @@ def _started(
     ranks: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Ranks:
-    way = {"race": race, "loop": loop, "size": size, "device": arguments.device}
-    way["ranks"] = arguments.ranks
-    return Ranks("benchmarks.peers", json.dumps(way), ranks or arguments.ranks, environment)
+    way = json.dumps({"race": race, "loop": loop, "size": size, "ranks": arguments.ranks})
+    count, device = ranks or arguments.ranks, arguments.device.type
+    return Ranks("benchmarks.peers", way, count, environment, device)
 
 
-def _work(size: str, device: str) -> Work:
-    return Work(ModelConfig(size=size), torch.device(device))
+def _work(size: str, device: torch.device) -> Work:
+    return Work(ModelConfig(size=size), device, *SHAPE[device.type])
 
 
 if __name__ == "__main__":

@@ -6,12 +6,15 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from benchmarks.peak import peak
+from distmp.doctor.facts import gpus
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -45,15 +48,53 @@ def alternating(names: Sequence[str], rounds: int, warm_up: int) -> Iterator[tup
             yield name, turn >= warm_up
 
 
-def machine() -> dict[str, Any]:
-    """Describe the hardware and versions that figures belong to."""
+def in_turns(
+    names: Sequence[str], rounds: int, measure: Callable[[str], float | None], warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Return what `measure` returns for each name in turns, without the first `warm_up` of them.
+
+    A name for which it returns None is left out from then on.
+    """
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for name, counts in alternating(names, rounds, warm_up):
+        if name in found:
+            measured = measure(name)
+            if measured is None:
+                del found[name]
+            elif counts:
+                found[name].append(measured)
+    return found
+
+
+def machine(device: torch.device | str | None = None) -> dict[str, Any]:
+    """Describe the hardware and versions that figures belong to.
+
+    Args:
+        device: Where they were measured; a GPU is named with what it could do at the most
+            (`benchmarks.peak`), which takes a few seconds. None: the GPU if there is one.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        **(_gpu(device) if device.type == "cuda" else {"gpu": None}),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": date.today().isoformat(),
+    }
+
+
+def _gpu(device: torch.device) -> dict[str, Any]:
+    told = gpus()
+    return {
+        "gpu": torch.cuda.get_device_name(device),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
+        "gpu_memory": torch.cuda.get_device_properties(device).total_memory,
+        "driver": told[0].driver if told else None,
+        "cuda": torch.version.cuda,
+        "peak": peak(device),
     }
 
 

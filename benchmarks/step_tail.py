@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from benchmarks import figures
-from benchmarks.report import alternating, machine, save
+from benchmarks.device import elapsed, parse, parser
+from benchmarks.report import in_turns, machine, save
 from distmp.buckets.layout import DEFAULT_BUCKET_BYTES
 from distmp.scaling import (
     DistributedGradScaler,
@@ -30,6 +30,7 @@ from distmp.scaling.norms import chunk_norms
 
 SCALE = 2.0**16
 MAX_NORM = 1.0
+ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
 class Work:
@@ -106,7 +107,7 @@ class Work:
 def main() -> int:
     arguments = _arguments()
     torch.set_num_threads(arguments.threads)
-    device = torch.device(arguments.device)
+    device = arguments.device
     work = Work(arguments.elements, arguments.parameter_size, device)
     ways: dict[str, Callable[[], None]] = {
         "bare fused AdamW": work.bare,
@@ -116,12 +117,16 @@ def main() -> int:
         "norm alone": work.norm,
         "copy": work.copy,
     }
-    milliseconds = _measure(work, ways, arguments.rounds)
+
+    def milliseconds(name: str) -> float:
+        work.refresh()
+        return 1000 * elapsed(ways[name], device)
+
     result = {
-        "machine": {**machine(), "threads": arguments.threads},
+        "machine": {**machine(device), "threads": arguments.threads},
         "elements": arguments.elements,
         "parameters": len(work.parameters),
-        "milliseconds": milliseconds,
+        "milliseconds": in_turns(list(ways), arguments.rounds, milliseconds, warm_up=2),
     }
     print(figures.step_tail(result))
     print(f"kept in {save(f'step-tail-{device.type}', result)}")
@@ -129,35 +134,11 @@ def main() -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--elements", type=int, default=2**25, help="gradient elements")
-    parser.add_argument("--parameter-size", type=int, default=2**20, help="elements of a parameter")
-    parser.add_argument("--rounds", type=int, default=25, help="turns of each way")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
-
-
-def _measure(
-    work: Work, ways: dict[str, Callable[[], None]], rounds: int
-) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {name: [] for name in ways}
-    for name, counts in alternating(list(ways), rounds, warm_up=2):
-        work.refresh()
-        elapsed = _timed(ways[name], work.device)
-        if counts:
-            taken[name].append(1000 * elapsed)
-    return taken
-
-
-def _timed(way: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    way()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+    made = parser(__doc__, rounds=25)
+    made.add_argument("--elements", type=int, help="gradient elements (2^25, on a GPU 2^28)")
+    made.add_argument("--parameter-size", type=int, default=2**20, help="elements of a parameter")
+    made.add_argument("--threads", type=int, default=2, help="CPU threads")
+    return parse(made, elements=ELEMENTS)
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ def gather(run_dir: str, policy: object, strategy: str) -> Facts:
         cuda_build=torch.version.cuda,
         cuda_driver=driver[1] if driver else None,
         cuda_devices=torch.cuda.device_count(),
-        gpus=_gpus() if header else (),
+        gpus=gpus() if header else (),
         native_dtypes=_native_dtypes(),
         cores=os.cpu_count() or 1,
         usable_cores=len(os.sched_getaffinity(0)),
@@ -219,7 +219,8 @@ def _output(*command: str) -> str:
     return done.stdout if done.returncode == 0 else ""
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def gpus() -> tuple[Gpu, ...]:
+    """Return what nvidia-smi says of the GPUs of this machine; empty where there is none."""
     query = ",".join(_GPU_QUERY.values())
     return parse_gpus(
         _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")

@@ -61,11 +61,23 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
-def join(local_rank: int, *, timeout_seconds: float) -> World:
-    """Meet the other ranks that torchrun started, if it did, and return this rank's world.
+def carrier(device: torch.device, local_world_size: int) -> dict[str, Any]:
+    """Return the backend for `init_process_group`, with the device that it is bound to, if any.
 
     NCCL carries CUDA tensors where every rank of the machine has a GPU of its own; gloo carries CPU
     tensors, and CUDA tensors of ranks that share a GPU, which NCCL refuses.
+
+    Args:
+        device: Where this rank computes.
+        local_world_size: Number of ranks on this machine.
+    """
+    if device.type == "cuda" and torch.cuda.device_count() >= local_world_size:
+        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    return {"backend": "gloo", "device_id": None}
+
+
+def join(local_rank: int, *, timeout_seconds: float) -> World:
+    """Meet the other ranks that torchrun started, if it did, and return this rank's world.
 
     Args:
         local_rank: Rank within this machine.
@@ -74,7 +86,6 @@ def join(local_rank: int, *, timeout_seconds: float) -> World:
     device = local_device(local_rank)
     if "RANK" in os.environ:
         local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        own_gpu = device.type == "cuda" and torch.cuda.device_count() >= local_world_size
         place: dict[str, Any] = {}
         if job_store.is_kept_by_the_launcher():
             rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -82,9 +93,8 @@ def join(local_rank: int, *, timeout_seconds: float) -> World:
             store = job_store.of_attempt(everything, job_store.restarts(), world_size)
             place = {"store": store, "rank": rank, "world_size": world_size}
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
             timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if own_gpu else None,
+            **carrier(device, local_world_size),
             **place,
         )
     return World.current(device)

@@ -21,7 +21,6 @@ from benchmarks.loops import (
     Loop,
     TorchDDP,
     Work,
-    be_as_torchrun_starts_ranks,
 )
 from benchmarks.peers import RACES, STEPS, computing_dtype
 from distmp.models.settings import ModelConfig
@@ -62,7 +61,6 @@ def trained(loop: Loop) -> dict[str, Any]:
 
 
 def train_all() -> dict[str, dict[str, Any]]:
-    be_as_torchrun_starts_ranks()
     found = {
         "unsynchronised": trained(Unsynchronised(TINY)),
         "another optimizer": trained(AnotherOptimizer(TINY)),

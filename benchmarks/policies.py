@@ -1,0 +1,75 @@
+"""What each precision policy costs and brings on this device: `python -m benchmarks.policies`.
+
+The comparison of `distmp bench precision` on a transformer that reads the bytes of Python's
+library: time, memory and losses under every policy, from the same weights on the same batches, on
+one rank; and with `--device cuda` the share of the GPU's peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from benchmarks import figures
+from benchmarks.device import parse, parser
+from benchmarks.peak import kind_of, transformer_flops
+from benchmarks.report import machine, save
+from distmp.bench.precision import BenchPrecisionConfig, compare, load
+from distmp.data.text import VOCABULARY_SIZE
+from distmp.parallel.world import World
+from distmp.precision import policy
+
+SIZES = {"cpu": "1m", "cuda": "350m"}
+LENGTHS = {"cpu": 128, "cuda": 1024}
+SAMPLES = {"cpu": 4, "cuda": 8}
+MICROBATCHES = 2
+
+
+def main() -> int:
+    arguments = _arguments()
+    device = arguments.device
+    config = _config(arguments)
+    compared = compare(config, World.current(device))
+    samples, length = config.batch.microbatch_size, config.data.sequence_length
+    work = transformer_flops(config.model.size, samples, length, VOCABULARY_SIZE)
+    result: dict[str, Any] = {
+        "machine": machine(device),
+        "size": config.model.size,
+        "tokens": config.batch.global_batch_size * length,
+        "flops": MICROBATCHES * work,
+        "kinds": {name: kind_of(policy(name)) for name in compared.measured},
+        "last_losses": {name: one.last_loss for name, one in compared.measured.items()},
+        "apart": {name: compared.apart(name) for name in compared.measured},
+        **compared.as_json(),
+    }
+    print(figures.policies(result))
+    print(f"kept in {save(f'policies-{device.type}', result)}")
+    return 0
+
+
+def _arguments() -> argparse.Namespace:
+    made = parser(__doc__)
+    made.add_argument("--size", help="of the transformer (default: 1m, on a GPU 350m)")
+    made.add_argument("--steps", type=int, default=30, help="under each policy")
+    return parse(made, size=SIZES)
+
+
+def _config(arguments: argparse.Namespace) -> BenchPrecisionConfig:
+    device = arguments.device.type
+    samples = SAMPLES[device]
+    return load(
+        [
+            f"--model.size={arguments.size}",
+            f"--data.sequence-length={LENGTHS[device]}",
+            f"--batch.microbatch-size={samples}",
+            f"--batch.global-batch-size={MICROBATCHES * samples}",
+            f"--bench-steps={arguments.steps}",
+            "--optim.lr=3e-4",
+            "--schedule.warmup-steps=10",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,26 @@
+"""A rank of a benchmark, for test_ranks.py."""
+
+from __future__ import annotations
+
+import sys
+
+from benchmarks.ranks import serve
+from distmp.parallel.world import World
+
+
+def make(way: str, world: World) -> object:
+    if way == "too large":
+        raise RuntimeError("out of memory")
+
+    def answer(order: str) -> float:
+        if order == "fail":
+            raise RuntimeError("not on this device")
+        if order == "die":
+            sys.exit(3)
+        return 10 * float(order) + world.rank
+
+    return answer
+
+
+if __name__ == "__main__":
+    sys.exit(serve(make))

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu import Job, jobs, run, run_all
+
+
+def test_what_runs_is_there() -> None:
+    todo = jobs("350m", "1.3b")
+    assert len({job.name for job in todo}) == len(todo)
+    for job in todo:
+        assert find_spec(job.arguments[0]), job.name
+    assert [job.name for job in todo[:2]] == ["tests", "peers"]
+    assert [job.name for job in jobs("350m", None)] == [job.name for job in todo[:-1]]
+
+
+def test_the_others_run_when_one_fails_and_none_without_time() -> None:
+    ran: list[tuple[str, float]] = []
+
+    def run(job: Job, limit: float) -> str | None:
+        ran.append((job.name, limit))
+        time.sleep(0.02)
+        return "failed" if job.name == "first" else None
+
+    todo = [Job("first", (), 5), Job("second", (), 500), Job("third", (), 5)]
+    assert run_all(todo, 100, run) == {"first": "failed"}
+    assert [name for name, _ in ran] == ["first", "second", "third"]
+    assert ran[0][1] == 5
+    assert 90 < ran[1][1] < 100
+    ran.clear()
+    assert run_all(todo, 0.01, run) == {
+        "first": "failed",
+        "second": "no time was left",
+        "third": "no time was left",
+    }
+
+
+def test_a_job_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path) -> None:
+    (tmp_path / "slow_job.py").write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen(['sleep', '100'])\n"
+        "open(sys.argv[1], 'w').write(str(child.pid))\n"
+        "sys.exit(3) if sys.argv[2] == 'fail' else child.wait()\n"
+    )
+    for how, limit, expected in (
+        ("fail", 60.0, "ended with exit code 3"),
+        ("wait", 5.0, "took longer than 5 s"),
+    ):
+        told = tmp_path / how
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+            assert run(Job("slow", ("slow_job", str(told), how), 1), limit) == expected
+        child = Path("/proc", told.read_text(), "stat")
+        deadline = time.monotonic() + 10
+        while child.exists() and child.read_text().split()[2] != "Z":
+            assert time.monotonic() < deadline, "the child lives on"
+            time.sleep(0.01)
+
+
+def test_problems_are_named_and_make_the_exit_code(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[str] = []
+    monkeypatch.setattr("sys.argv", ["gpu", "--only", "tests", "step_tail"])
+    monkeypatch.setattr(gpu, "run", lambda job, limit: ran.append(job.name))
+    assert gpu.main() == 0
+    assert ran == ["tests", "step_tail", "figures"]
+    monkeypatch.setattr(gpu, "run", lambda job, limit: "broke" if job.name == "tests" else None)
+    capsys.readouterr()
+    assert gpu.main() == 1
+    assert capsys.readouterr().out == "tests broke\n"

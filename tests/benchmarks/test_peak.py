@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.peak import count, datasheet, kind_of, model_flops, share, transformer_flops
+from distmp.models.settings import SIZES
+from distmp.precision import policy
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16", "float32"),
+    [
+        ("NVIDIA H200", 989e12, 67e12),
+        ("NVIDIA H100 80GB HBM3", 989e12, 67e12),
+        ("NVIDIA GH200 480GB", 989e12, 67e12),
+        ("NVIDIA H100 PCIe", 756e12, 51e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12, 19.5e12),
+        ("NVIDIA A100 80GB PCIe", 312e12, 19.5e12),
+        ("NVIDIA L40S", 362e12, 91.6e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+    ],
+)
+def test_the_peak_is_that_of_the_datasheet(name: str, bfloat16: float, float32: float) -> None:
+    found = datasheet(name)
+    assert found is not None
+    assert found["bfloat16"] == found["float16"] == bfloat16
+    assert found["float32"] == float32
+    assert float32 < found["tf32"] < bfloat16
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA H200 NVL", "NVIDIA H100 NVL", "NVIDIA RTX A1000", "NVIDIA L40", "Tesla T4"]
+)
+def test_another_gpu_has_no_peak_that_is_known(name: str) -> None:
+    assert datasheet(name) is None
+
+
+def test_the_kind_is_what_a_policy_computes_with() -> None:
+    kinds = {name: kind_of(policy(name)) for name in ("fp32", "tf32", "bf16", "fp16-autocast")}
+    assert kinds == {
+        "fp32": "float32",
+        "tf32": "tf32",
+        "bf16": "bfloat16",
+        "fp16-autocast": "float16",
+    }
+    assert set(kinds.values()) == (datasheet("NVIDIA H200") or {}).keys()
+
+
+def test_the_share_is_work_per_second_of_the_peak() -> None:
+    found = {"flops": {"bfloat16": 1000e12, "float32": 50e12}}
+    assert share(20e12, 0.05, found, "bfloat16") == pytest.approx(0.4)
+    assert share(20e12, 0.5, found, "float32") == pytest.approx(0.8)
+
+
+def test_work_is_counted_in_multiplications_and_additions() -> None:
+    left, right = torch.ones(3, 5), torch.ones(5, 7)
+    assert count(lambda: left @ right + 1) == 2 * 3 * 5 * 7
+
+
+def test_backward_costs_two_products_where_the_input_needs_a_gradient() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 8)).to("meta")
+    batch = torch.ones(4, 16, device="meta")
+    found = model_flops(model, lambda model, batch: (model(batch).sum(), 4), batch)
+    # Forward and the weights' gradients of both layers; the input's gradient of the second.
+    assert found == 2 * 4 * (2 * (16 * 32 + 32 * 8) + 32 * 8)
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_the_work_of_the_transformer(samples: int) -> None:
+    layers, dimension, _, hidden = SIZES["1m"]
+    length, vocabulary = 64, 100
+    products = layers * (4 * dimension**2 + 3 * dimension * hidden) + dimension * vocabulary
+    # Scores and their use, for every pair of positions whether masked or not.
+    attention = layers * 2 * length * dimension
+    tokens = samples * length
+    # Backward costs twice the forward.
+    assert transformer_flops("1m", samples, length, vocabulary) == 6 * tokens * (
+        products + attention
+    )
