@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp import DistributedGradScaler, Engine
@@ -148,6 +147,8 @@ class TorchZero(TorchDDP):
     """The same with torch's AdamW of which every rank steps some parameters and broadcasts them."""
 
     def adamw(self) -> torch.optim.Optimizer:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
         return ZeroRedundancyOptimizer(
             self.model.parameters(), torch.optim.AdamW, lr=RATE, fused=True
         )

@@ -135,14 +135,23 @@ def _distmp(policy: str, strategy: str, **options: Any) -> Entrant:
     return Entrant(lambda work: Distmp(work, policy, strategy, **options))
 
 
+# With the check of losses it ends the benchmark.
+_UNLIKE = {
+    "DeepSpeed, ZeRO 0": Entrant(
+        lambda work: DeepSpeed(work, BF16, stage=0),
+        absent="in 16 bits its losses are farther from FP32 than rounding explains (0.19.8)",
+    )
+}
+
 RACES = {
     "ddp fp32": Race(
         torch.float32, {"DeepSpeed, ZeRO 0": _zero(None, 0), **_replicated(None, ("fp32",))}
     ),
-    "ddp bf16": Race(BF16, _replicated(BF16, ("bf16-autocast", "bf16"))),
+    "ddp bf16": Race(BF16, {**_UNLIKE, **_replicated(BF16, ("bf16-autocast", "bf16"))}),
     "ddp fp16": Race(
         FP16,
         {
+            **_UNLIKE,
             **_replicated(FP16, ("fp16-autocast", "fp16")),
             "distmp's scaler in torch DDP": Entrant(lambda work: ScalerOfDistmp(work, FP16)),
         },
