@@ -42,11 +42,14 @@ def check_same_work(name: str, race: Found, loop: Found) -> None:
 
 def rendered(name: str, race: Found) -> str:
     """Return table and verdict of a race as Markdown."""
+    missing = [f"- {loop} is not there: {reason}." for loop, reason in race["absent"].items()]
     peers = {
         loop: found
         for loop, found in race["loops"].items()
         if not is_ours(loop) and same_dtype(race, found)
     }
+    if not peers:
+        return "\n".join([f"Nobody to compare with in {name}.", "", *missing])
     fastest = min(peers, key=lambda loop: Spread.of(peers[loop]["seconds"]).median)
     leanest = min(peers, key=lambda loop: peers[loop]["memory"])
     rows: list[dict[str, object]] = []
@@ -70,9 +73,8 @@ def rendered(name: str, race: Found) -> str:
         for loop, found in race["loops"].items()
         if is_ours(loop)
     ]
-    lines += [f"- {loop} is not there: {reason}." for loop, reason in race["absent"].items()]
     work = f"Transformer of size {race['size']}, {race['tokens']:,} tokens a step."
-    return "\n\n".join([table(rows), work, "\n".join(lines)])
+    return "\n\n".join([table(rows), work, "\n".join([*lines, *missing])])
 
 
 def beside(peer: str, found: dict[str, Found]) -> str:
