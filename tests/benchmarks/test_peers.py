@@ -9,6 +9,7 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -23,8 +24,10 @@ from benchmarks.loops import (
     Work,
 )
 from benchmarks.peers import RACES, STEPS, computing_dtype
+from distmp.buckets.collectives import all_gather, all_reduce, reduce_scatter
 from distmp.models.settings import ModelConfig
 from distmp.precision.policy import dtype_name
+from distmp.telemetry.memory import begin_peak, peak_since
 from tests.ranks import run_ranks
 
 TINY = Work(
@@ -179,6 +182,15 @@ def test_what_is_worse_is_said(seconds: list[float], memory: float, speed: str, 
     assert size in said
 
 
+def test_a_race_without_peers_is_no_race() -> None:
+    alone = {**race(), "loops": {"distmp `fp16`": race()["loops"]["distmp `fp16`"]}}
+    assert races.rendered("ddp fp16", alone).splitlines() == [
+        "Nobody to compare with in ddp fp16.",
+        "",
+        "- Lightning Fabric is not there: it is on holiday.",
+    ]
+
+
 def test_a_result_names_versions_and_machine() -> None:
     result = {
         "machine": {"cpu": "Abacus", "gpu": None, "torch": "2.13.0", "date": "2026-11-21"},
@@ -214,8 +226,40 @@ def test_another_loss_is_refused(losses: list[float]) -> None:
         races.check_same_work("torch DDP", race(), loop)
 
 
+def test_the_figures_are_those_of_the_results() -> None:
+    page = (figures.ROOT / "docs" / "peers.md").read_text()
+    assert "<!-- figures: peers-cpu -->" in page
+    assert "<!-- figures: peers-accelerate-cpu -->" in page
+    assert figures.with_figures(page) == page
+
+
 def test_what_the_page_says_of_others_on_cpus() -> None:
     run_ranks(others_on_cpus, 2)
+
+
+def test_gloo_copies_what_it_scatters() -> None:
+    """docs/peers.md, "What differs"."""
+    reduced, scattered, gathered = run_ranks(copies_of_gloo, 2)[0]
+    assert reduced < 0.3
+    assert scattered > 0.7
+    assert gathered > 0.7
+
+
+def copies_of_gloo() -> list[float]:
+    """Return how much memory collectives take for a moment, of what they are given."""
+    whole = torch.ones(2**23)
+    part = whole.chunk(2)[dist.get_rank()]
+    found = []
+    for collective in (
+        lambda: all_reduce(whole, dist.group.WORLD),
+        lambda: reduce_scatter(part, whole, dist.group.WORLD),
+        lambda: all_gather(whole, part, dist.group.WORLD),
+    ):
+        collective().wait()
+        start = begin_peak(whole.device)
+        collective().wait()
+        found.append(peak_since(start, whole.device) / whole.nbytes)
+    return found
 
 
 def others_on_cpus() -> None:
