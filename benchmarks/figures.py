@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import races
 from benchmarks.peak import share
-from benchmarks.report import RESULTS, Spread, table
+from benchmarks.report import RESULTS, Spread, ratios, table
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -106,8 +107,8 @@ def accumulation_step(result: dict[str, Any]) -> str:
         row: dict[str, object] = {"way": name, "seconds": spread}
         for other in ("autocast", "bf16"):
             reference = seconds.get(result["references"][other])
-            ratio = _ratio(seconds[name], reference).median if reference else None
-            row[f"of DDP {other}"] = "" if ratio is None else f"{ratio:.2f}"
+            share_of = ratios(seconds[name], reference).median if reference else None
+            row[f"of DDP {other}"] = "" if share_of is None else f"{share_of:.2f}"
         row |= reached(result, spread.median, "bfloat16")
         row["peak bytes per parameter"] = f"{measured['peak']:.1f}"
         if "live_tensors_peak" in measured:
@@ -143,14 +144,14 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
     for way, found in result["ways"].items():
         if any(len(one) < 3 or None in one.values() for one in found.values()):
             continue  # left out: it could not be measured on this machine
-        ratios = [
-            _ratio(found[count]["seconds"], reference[count]["seconds"]).median for count in counts
+        times_of = [
+            ratios(found[count]["seconds"], reference[count]["seconds"]).median for count in counts
         ]
         rows.append(
             {
                 "way": way,
                 "relative error": " / ".join(f"{found[count]['error']:.0e}" for count in counts),
-                f"time, of {result['reference']}": " / ".join(f"{one:.2f}" for one in ratios),
+                f"time, of {result['reference']}": " / ".join(f"{one:.2f}" for one in times_of),
                 "peak bytes per parameter": " / ".join(
                     f"{found[count]['bytes_per_parameter']:.1f}" for count in counts
                 ),
@@ -217,11 +218,6 @@ def reached(result: dict[str, Any], seconds: float, kind: str) -> dict[str, obje
         "TFLOP/s": f"{result['flops'] / seconds / 1e12:.3g}",
         "of the peak": f"{share(result['flops'], seconds, peak, kind):.1%}",
     }
-
-
-def _ratio(ours: list[float], theirs: list[float]) -> Spread:
-    """Return what of another way's time is ours, turn by turn."""
-    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
 def reproducible(result: dict[str, Any]) -> str:
@@ -334,13 +330,13 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
     rows: list[dict[str, object]] = []
     for way, turns in result["turns"].items():
         stalls = [turn["stall"] for turn in turns]
-        slower = _ratio([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
+        slower = ratios([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
         memory = result["memory"][way]
         rows.append(
             {
                 "saving": way,
                 "training stands still, s": Spread.of(stalls),
-                "of a blocking save": _ratio(stalls, blocking),
+                "of a blocking save": ratios(stalls, blocking),
                 "written after, s": Spread.of([turn["written"] for turn in turns]),
                 "step while it is written, of one without": slower if way != "blocking" else "",
                 "memory of a rank, of the state": f"{memory['beyond'] / memory['state']:.2f}",
@@ -355,32 +351,21 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
 
 
 def peers(result: dict[str, Any]) -> str:
-    """Return the tables of `benchmarks.peers`."""
-    races = [race(name, found, result["tokens"]) for name, found in result["races"].items()]
-    turns = len(next(iter(next(iter(result["races"].values())).values()))["seconds"])
+    """Return the tables of `benchmarks.peers`, what they say, and a line on the machine."""
+    found = [races.rendered(name, race) for name, race in result["races"].items()]
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        "\n\n".join(races)
-        + f"\n\nTransformer of {result['size']} parameters, {result['ranks']} ranks, "
-        f"{result['tokens']:,} tokens a step; median (least to most) of {turns} alternating turns, "
-        f"ratios turn by turn. {_machine(result)}"
+        "\n\n".join(found) + f"\n\nIn all races {result['ranks']} ranks with "
+        f"{result['microbatches']} microbatches a step; median (least to most) of "
+        f"{result['turns']} alternating turns of one step, ratios turn by turn; losses of "
+        f"{result['steps']} steps. {versions}; {_machine(result)}"
     )
 
 
-def race(name: str, found: dict[str, dict[str, Any]], tokens: int) -> str:
-    """Return the table of one race of `benchmarks.peers`."""
-    first = next(iter(found.values()))
-    rows: list[dict[str, object]] = []
-    for loop, measured in found.items():
-        seconds = measured["seconds"]
-        rows.append(
-            {
-                name: loop,
-                "tokens/s": Spread.of([tokens / one for one in seconds]),
-                "time, of the first": f"{_ratio(seconds, first['seconds']).median:.2f}",
-                "peak memory, MB": f"{measured['memory'] / 1e6:.0f}",
-            }
-        )
-    return table(rows)
+def beside_accelerate(result: dict[str, Any]) -> str:
+    """Return the table of distmp's loops beside accelerate's, from `benchmarks.peers`."""
+    found = races.beside("accelerate", result["races"])
+    return f"{found}\n\naccelerate {result['versions']['accelerate']}, {_machine(result)}"
 
 
 def _threads(result: dict[str, Any]) -> str:
@@ -409,6 +394,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
     "growth-cpu": growth,
     "peers-cpu": peers,
     "accumulation-microbatches-cpu": accumulation_microbatches,
+    "peers-accelerate-cpu": beside_accelerate,
     "accumulation-passes-cpu": accumulation_passes,
     "accumulation-step-cpu": accumulation_step,
     "reproducible-cpu": reproducible,
@@ -422,7 +408,10 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 def _written(name: str) -> str:
     """Return a kept result for a document; those of a GPU have the form of those of a CPU."""
-    writer, kept = WRITERS[re.sub("-cuda$", "-cpu", name)], RESULTS / f"{name}.json"
+    # A race of another size than the usual one, and a second table of the same result.
+    result = name.replace("peers-accelerate-", "peers-")
+    writer = WRITERS[re.sub(r"^peers-[\d.]+[mb]-", "peers-", re.sub("-cuda$", "-cpu", name))]
+    kept = RESULTS / f"{result}.json"
     return writer(json.loads(kept.read_text())) if kept.exists() else "Not measured yet."
 
 

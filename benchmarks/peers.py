@@ -1,265 +1,199 @@
 """Whole training steps beside what people use instead: `python -m benchmarks.peers`.
 
-The same transformer, batch, optimizer (fused AdamW), clipping and seed for every loop: torch's DDP
-and FSDP2 by hand, accelerate, Lightning Fabric and distmp. Each loop has ranks of its own, and they
-take turns, a step each; memory is measured in processes of its own. On CPUs two ranks over gloo and
-22 M parameters; `--device cuda --size 350m` for one GPU. Fabric takes part if it is installed, as
-the extra `peers` does.
+The same transformer, microbatches, optimizer (fused AdamW), clipping and seed for every loop:
+torch's DDP and FSDP2 by hand, accelerate, Lightning Fabric, DeepSpeed and distmp. Each loop has
+ranks of its own, and they take turns, a step each; memory is measured in processes of its own,
+which also tell whether a loop does the same work: its losses have to be those of plain FP32 on one
+process, to the rounding of what it computes in. One that is not ends the benchmark.
+
+On CPUs two ranks over gloo and 22 M parameters, or 1 M in a dtype that the CPU only emulates;
+`--device cuda --size 350m` for one GPU. Frameworks that are not installed (the extra `peers`) are
+left out with a line.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
+import json
 import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
-from benchmarks import figures, memory
-from benchmarks.ranks import Ranks, is_rank, serve
-from benchmarks.report import alternating, machine, save
-from distmp import DistributedGradScaler, Engine
-from distmp.models.build import build_model
-from distmp.models.loss import next_token_loss
+from benchmarks import figures, memory, races
+from benchmarks.device import parse, parser, synchronize
+from benchmarks.loops import (
+    BF16,
+    FP16,
+    MICROBATCHES,
+    Accelerate,
+    AccelerateOfDistmp,
+    Alone,
+    DeepSpeed,
+    Distmp,
+    Fabric,
+    Fsdp2,
+    Loop,
+    ScalerOfDistmp,
+    TorchDDP,
+    TorchZero,
+    Work,
+)
+from benchmarks.ranks import RankError, Ranks, is_rank, serve, take_turns
+from benchmarks.report import machine, save
 from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks
+from distmp.precision.hardware import native_dtypes
+from distmp.precision.policy import dtype_name
 from distmp.telemetry.memory import begin_peak, peak_since
 
-MICROBATCHES, SAMPLES, LENGTH, VOCABULARY = 4, 2, 128, 258
-RATE, MAX_NORM = 1e-4, 1.0
-BF16, FP16 = torch.bfloat16, torch.float16
-
-Loss = Callable[[nn.Module, dict[str, Tensor]], Tensor]
-
-
-class Loop(ABC):
-    """A model that trains on the same microbatches in every step."""
-
-    def __init__(self, size: str, device: torch.device) -> None:
-        torch.manual_seed(0)
-        self.device = device
-        with device:
-            self.model = build_model(ModelConfig(size=size), VOCABULARY, LENGTH)
-            tokens = torch.randint(VOCABULARY, (MICROBATCHES, SAMPLES, LENGTH + 1))
-        self.batches = [{"inputs": one[:, :-1], "targets": one[:, 1:]} for one in tokens]
-
-    @abstractmethod
-    def step(self) -> None:
-        """Train on all microbatches: forward, backward, clip, update."""
-
-    def adamw(self) -> torch.optim.Optimizer:
-        """Return the optimizer, on the parameters as they are now."""
-        return torch.optim.AdamW(self.model.parameters(), RATE, fused=True)
-
-
-def mean_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Return the loss whose gradients add up to that of the mean over microbatches."""
-    return next_token_loss(model, batch)[0] / (SAMPLES * LENGTH * MICROBATCHES)
-
-
-class TorchDDP(Loop):
-    """DDP, autocast and GradScaler, as torch's documentation has them."""
-
-    def __init__(self, size: str, device: torch.device, dtype: torch.dtype | None) -> None:
-        super().__init__(size, device)
-        self._dtype = dtype
-        self._ddp = DistributedDataParallel(self.model)
-        self._optimizer = self.adamw()
-        self._scaler = torch.amp.GradScaler(device.type, enabled=dtype == FP16)
-
-    def step(self) -> None:
-        for index, batch in enumerate(self.batches):
-            self._ddp.require_backward_grad_sync = index == MICROBATCHES - 1
-            with torch.autocast(self.device.type, self._dtype, enabled=self._dtype is not None):
-                loss = mean_loss(self._ddp, batch)
-            self._scaler.scale(loss).backward()
-        self._scaler.unscale_(self._optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._optimizer.zero_grad()
-
-
-class Fsdp2(Loop):
-    """FSDP2 per block, by hand, reduced in FP32 in the last microbatch."""
-
-    def __init__(self, size: str, device: torch.device, dtype: torch.dtype | None) -> None:
-        super().__init__(size, device)
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for block in find_blocks(self.model).values():
-            fully_shard(block, mp_policy=policy)
-        self._sharded = fully_shard(self.model, mp_policy=policy)
-        self._optimizer = self.adamw()
-
-    def step(self) -> None:
-        for index, batch in enumerate(self.batches):
-            self._sharded.set_requires_gradient_sync(index == MICROBATCHES - 1)
-            mean_loss(self.model, batch).backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
-class Accelerate(Loop):
-    """accelerate's loop with `accumulate`, DDP."""
-
-    def __init__(self, size: str, device: torch.device, dtype: torch.dtype | None) -> None:
-        from accelerate import Accelerator
-
-        super().__init__(size, device)
-        words = {None: "no", BF16: "bf16", FP16: "fp16"}
-        self._accelerator = Accelerator(
-            cpu=device.type == "cpu",
-            mixed_precision=words[dtype],
-            gradient_accumulation_steps=MICROBATCHES,
-        )
-        self._prepared, self._optimizer = self._accelerator.prepare(self.model, self.adamw())
-
-    def step(self) -> None:
-        for batch in self.batches:
-            with self._accelerator.accumulate(self._prepared):
-                # accelerate divides by the number of microbatches itself.
-                loss = MICROBATCHES * mean_loss(self._prepared, batch)
-                self._accelerator.backward(loss)
-                if self._accelerator.sync_gradients:
-                    self._accelerator.clip_grad_norm_(self._prepared.parameters(), MAX_NORM)
-                self._optimizer.step()
-                self._optimizer.zero_grad()
-
-
-class Fabric(Loop):
-    """Lightning Fabric's loop, DDP."""
-
-    def __init__(self, size: str, device: torch.device, dtype: torch.dtype | None) -> None:
-        from lightning_fabric import Fabric as LightningFabric
-        from lightning_fabric.plugins.environments import LightningEnvironment
-        from lightning_fabric.strategies import DDPStrategy
-
-        super().__init__(size, device)
-        words: dict[torch.dtype | None, Any] = {
-            None: "32-true",
-            BF16: "bf16-mixed",
-            FP16: "16-mixed",
-        }
-        ranks = dist.get_world_size()
-        os.environ.update(
-            LOCAL_RANK=str(dist.get_rank()), NODE_RANK="0", WORLD_SIZE=str(ranks)
-        )  # how Fabric is told that its processes have been started
-        self._fabric = LightningFabric(
-            accelerator=device.type,
-            devices=ranks,
-            strategy=DDPStrategy(cluster_environment=LightningEnvironment()),
-            precision=words[dtype],
-        )
-        self._fabric.launch()
-        self._prepared, self._optimizer = self._fabric.setup(self.model, self.adamw())
-
-    def step(self) -> None:
-        for index, batch in enumerate(self.batches):
-            inside = index < MICROBATCHES - 1
-            with self._fabric.no_backward_sync(self._prepared, enabled=inside):
-                self._fabric.backward(mean_loss(self._prepared, batch))
-        self._fabric.clip_gradients(self._prepared, self._optimizer, max_norm=MAX_NORM)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
-
-class TorchWithScaler(TorchDDP):
-    """torch's DDP loop with distmp's scaler in the place of torch's."""
-
-    def __init__(self, size: str, device: torch.device, dtype: torch.dtype | None) -> None:
-        super().__init__(size, device, dtype)
-        self._scaler = DistributedGradScaler(
-            device.type, enabled=dtype == FP16, optimizers=[self._optimizer]
-        )
-
-
-class Distmp(Loop):
-    """distmp's engine."""
-
-    def __init__(self, size: str, device: torch.device, policy: str, strategy: str) -> None:
-        super().__init__(size, device)
-        self._engine = Engine(
-            self.model,
-            next_token_loss,
-            lambda named: torch.optim.AdamW(named, RATE, fused=True),
-            policy=policy,
-            strategy=strategy,
-            max_norm=MAX_NORM,
-            device=device,
-        )
-
-    def step(self) -> None:
-        self._engine.step(self.batches)
-
-
-Make = Callable[[str, torch.device], Loop]
-
-
-def _by_hand(kind: Callable[..., Loop], dtype: torch.dtype | None) -> Make:
-    return lambda size, device: kind(size, device, dtype)
-
-
-def _distmp(policy: str, strategy: str) -> Make:
-    return lambda size, device: Distmp(size, device, policy, strategy)
-
-
-def _replicated(dtype: torch.dtype | None, policies: tuple[str, ...]) -> dict[str, Make]:
-    found = {"torch DDP": _by_hand(TorchDDP, dtype), "accelerate": _by_hand(Accelerate, dtype)}
-    if find_spec("lightning_fabric"):
-        found["Lightning Fabric"] = _by_hand(Fabric, dtype)
-    return found | {f"distmp `{policy}`": _distmp(policy, "ddp") for policy in policies}
-
-
-# The loops that are compared with each other; the first of each is what ratios refer to.
-RACES: dict[str, dict[str, Make]] = {
-    "ddp fp32": _replicated(None, ("fp32",)),
-    "ddp bf16": _replicated(BF16, ("bf16-autocast", "bf16")),
-    "ddp fp16": {
-        **_replicated(FP16, ("fp16-autocast", "fp16")),
-        "torch DDP, distmp's scaler": _by_hand(TorchWithScaler, FP16),
-    },
-    "fsdp fp32": {
-        "FSDP2 by hand": _by_hand(Fsdp2, None),
-        "distmp `fp32`": _distmp("fp32", "fsdp"),
-    },
-    "fsdp bf16": {
-        "FSDP2 by hand": _by_hand(Fsdp2, BF16),
-        "distmp `bf16`": _distmp("bf16", "fsdp"),
-    },
+# Whose versions belong to a result.
+PACKAGES = {
+    "accelerate": "accelerate",
+    "lightning_fabric": "lightning-fabric",
+    "deepspeed": "deepspeed",
 }
-# float16 is only emulated on CPUs, and accelerate runs float32 there instead, without a word.
-SLOW_ON_CPU = ("ddp fp16",)
+USUAL_SIZE = {"cpu": "22m", "cuda": "350m"}
+# Samples of a microbatch and their tokens.
+SHAPE = {"cpu": (2, 128), "cuda": (8, 1024)}
+# Steps whose losses are compared; the weights behind the last have been updated once less.
+STEPS = 4
+
+
+class Entrant(NamedTuple):
+    """A loop that may take part in a race.
+
+    Attributes:
+        make: Builds it.
+        module: What has to be installed for it.
+        not_on_cpu: Why it takes no part in races on CPUs; empty if it does.
+        absent: Why it takes part nowhere; empty if it does.
+    """
+
+    make: Callable[[Work], Loop]
+    module: str = "torch"
+    not_on_cpu: str = ""
+    absent: str = ""
+
+    def missing(self, device: str) -> str:
+        """Return why it takes no part, or an empty text."""
+        if device == "cpu" and self.not_on_cpu:
+            return self.not_on_cpu
+        if not self.absent and find_spec(self.module) is None:
+            return f"`{self.module}` is not installed"
+        return self.absent
+
+
+class Race(NamedTuple):
+    """Loops that are compared with each other, and what they are asked to compute in."""
+
+    dtype: torch.dtype
+    entrants: dict[str, Entrant]
+
+
+def _replicated(dtype: torch.dtype | None, policies: tuple[str, ...]) -> dict[str, Entrant]:
+    return {
+        "torch DDP": Entrant(lambda work: TorchDDP(work, dtype)),
+        "accelerate": Entrant(lambda work: Accelerate(work, dtype), "accelerate"),
+        "Lightning Fabric": Entrant(lambda work: Fabric(work, dtype), "lightning_fabric"),
+        # The check of losses refuses it in 16 bits.
+        "DeepSpeed, ZeRO 0": _zero(
+            dtype,
+            0,
+            absent="" if dtype is None else "its losses in 16 bits are far from FP32 (0.19.8)",
+        ),
+        "distmp's accelerate": Entrant(lambda work: AccelerateOfDistmp(work, dtype)),
+        **{f"distmp `{policy}`": _distmp(policy, "ddp") for policy in policies},
+    }
+
+
+def _sharded(dtype: torch.dtype | None, policy: str) -> dict[str, Entrant]:
+    return {
+        "FSDP2 by hand": Entrant(lambda work: Fsdp2(work, dtype)),
+        "accelerate": Entrant(
+            lambda work: Accelerate(work, dtype, sharded=True),
+            "accelerate",
+            not_on_cpu="it ignores its FSDP plugin on CPUs and runs DDP",
+        ),
+        "Lightning Fabric": Entrant(
+            lambda work: Fabric(work, dtype, sharded=True),
+            "lightning_fabric",
+            absent="its strategy for FSDP2 scales no loss" if dtype == FP16 else "",
+        ),
+        "DeepSpeed, ZeRO 3": _zero(dtype, 3),
+        f"distmp `{policy}`": _distmp(policy, "fsdp"),
+    }
+
+
+def _zero(dtype: torch.dtype | None, stage: int, absent: str = "") -> Entrant:
+    return Entrant(lambda work: DeepSpeed(work, dtype, stage=stage), "deepspeed", absent=absent)
+
+
+def _distmp(policy: str, strategy: str, **options: Any) -> Entrant:
+    return Entrant(lambda work: Distmp(work, policy, strategy, **options))
+
+
+RACES = {
+    "ddp fp32": Race(torch.float32, _replicated(None, ("fp32",))),
+    "ddp bf16": Race(BF16, _replicated(BF16, ("bf16-autocast", "bf16"))),
+    "ddp fp16": Race(
+        FP16,
+        {
+            **_replicated(FP16, ("fp16-autocast", "fp16")),
+            "distmp's scaler in torch DDP": Entrant(lambda work: ScalerOfDistmp(work, FP16)),
+        },
+    ),
+    "ddp bf16, sharded optimizer": Race(
+        BF16,
+        {
+            "torch's ZeroRedundancyOptimizer": Entrant(lambda work: TorchZero(work, BF16)),
+            "DeepSpeed, ZeRO 1": _zero(BF16, 1),
+            "DeepSpeed, ZeRO 2": _zero(BF16, 2),
+            "distmp `bf16`": _distmp("bf16", "ddp", shard_optimizer=True),
+        },
+    ),
+    "fsdp fp32": Race(torch.float32, _sharded(None, "fp32")),
+    "fsdp bf16": Race(BF16, _sharded(BF16, "bf16")),
+    "fsdp fp16": Race(FP16, _sharded(FP16, "fp16")),
+}
 
 
 class Rank:
-    """What one rank of a loop answers to the orders of the main process."""
+    """What one rank of a loop answers to the orders of the main process.
 
-    def __init__(self, way: str) -> None:
-        race, name, size, device = way.split("|")
-        self._device = torch.device(device)
+    Args:
+        race: The race; empty for the training that all losses are compared with.
+        loop: Which of its loops.
+        size: Of the transformer.
+        ranks: How many ranks' microbatches there are.
+        device: Where.
+    """
+
+    def __init__(self, race: str, loop: str, size: str, ranks: int, device: torch.device) -> None:
+        self._device = device
+
+        def make(size: str) -> Loop:
+            work = _work(size, self._device)
+            return RACES[race].entrants[loop].make(work) if race else Alone(work, ranks)
+
         # Kernels are made, and libraries loaded, for good.
-        RACES[race][name]("1m", self._device).step()
+        make("1m").step()
         self._base = begin_peak(self._device)
-        self._loop = RACES[race][name](size, self._device)
-        self._parameters = sum(p.numel() for p in self._loop.model.parameters())
+        self._loop = make(size)
 
-    def answer(self, order: str) -> float:
+    def answer(self, order: str) -> Any:
         """Do what `order` names."""
-        return {"time": self.time, "memory": self.memory}[order]()
+        return {"seconds": self.seconds, "work": self.work}[order]()
 
-    def time(self) -> float:
+    def seconds(self) -> float:
         """Return the seconds of one step."""
         self._wait()
         started = time.perf_counter()
@@ -267,68 +201,150 @@ class Rank:
         self._wait()
         return time.perf_counter() - started
 
-    def memory(self) -> float:
-        """Return the most bytes in use in a step that is not the first."""
-        self._loop.step()
-        begin_peak(self._device)
-        self._loop.step()
-        return peak_since(self._base, self._device)
+    def work(self) -> dict[str, Any]:
+        """Return the losses of some steps, what they computed in, and the peak of the last."""
+        losses = []
+        with computing_dtype(self._loop.model) as dtypes:
+            for step in range(STEPS):
+                if step == 2:  # DDP lays out its buckets anew in the second step
+                    begin_peak(self._device)
+                self._loop.step()
+                losses.append(self._loop.loss())
+        (computes,) = dtypes
+        return {
+            "memory": peak_since(self._base, self._device),
+            "losses": losses,
+            "computes": dtype_name(computes),
+        }
 
     def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(self._device)
         dist.barrier()
+
+
+@contextlib.contextmanager
+def computing_dtype(model: nn.Module) -> Iterator[set[torch.dtype]]:
+    """Collect the dtypes that the linear layers of a model's first block compute in."""
+    found: set[torch.dtype] = set()
+    block = next(iter(find_blocks(model).values()))
+    handles = [
+        part.register_forward_hook(lambda _, args, output: found.add(output.dtype))
+        for part in block.modules()
+        if isinstance(part, nn.Linear)
+    ]
+    yield found
+    for handle in handles:
+        handle.remove()
 
 
 def main() -> int:
     if is_rank():
-        return serve(lambda way, _: Rank(way).answer)
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--size", default="22m")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--races", nargs="*", choices=RACES)
-    arguments = parser.parse_args()
-    names = arguments.races or [
-        race for race in RACES if arguments.device != "cpu" or race not in SLOW_ON_CPU
-    ]
-    races = {}
-    for race in names:
-        races[race] = _run(race, arguments)
-        print(figures.race(race, races[race], _tokens(arguments.ranks)), flush=True)
-    result = {
-        "machine": machine(),
-        "size": arguments.size,
+        return serve(lambda way, world: Rank(**json.loads(way), device=world.device).answer)
+    arguments = _arguments()
+    device = arguments.device.type
+    references: dict[str, list[float]] = {}
+    result: dict[str, Any] = {
+        "machine": machine(arguments.device),
+        "versions": {name: version(name) for name in PACKAGES.values() if _is_installed(name)},
         "ranks": arguments.ranks,
-        "tokens": _tokens(arguments.ranks),
-        "races": races,
+        "microbatches": MICROBATCHES,
+        "turns": arguments.rounds,
+        "steps": STEPS,
+        "races": {},
     }
-    print(f"kept in {save(f'peers-{arguments.device}', result)}")
+    name = "peers" if arguments.size in (None, USUAL_SIZE[device]) else f"peers-{arguments.size}"
+    for race in arguments.races:
+        size = arguments.size or _size(race, arguments.device)
+        if size not in references:
+            with _started("", "", size, arguments, ranks=1) as alone:
+                references[size] = alone.ask("work")[0]["losses"]
+        result["races"][race] = _run(race, size, references[size], arguments)
+        print(races.rendered(race, result["races"][race]), end="\n\n", flush=True)
+        kept = save(f"{name}-{device}", result)  # by now: the run may be ended by a limit
+    print(figures.peers(result).splitlines()[-1])
+    print(f"kept in {kept}")
     return 0
 
 
-def _tokens(ranks: int) -> int:
-    return ranks * MICROBATCHES * SAMPLES * LENGTH
+def _arguments() -> argparse.Namespace:
+    made = parser(__doc__, rounds=5, ranks=True)
+    made.add_argument("--size", help="of the transformer")
+    made.add_argument("--races", nargs="*", choices=RACES, default=list(RACES))
+    return parse(made)
 
 
-def _run(race: str, arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    def started(name: str, environment: dict[str, str] | None = None) -> Ranks:
-        way = "|".join([race, name, arguments.size, arguments.device])
-        return Ranks("benchmarks.peers", way, arguments.ranks, environment)
+def _size(race: str, device: torch.device) -> str:
+    """Return what is measured unless told otherwise."""
+    dtype = RACES[race].dtype
+    native = dtype == torch.float32 or dtype in native_dtypes(device)
+    return USUAL_SIZE[device.type] if native else "1m"
 
-    names = list(RACES[race])
-    found: dict[str, dict[str, Any]] = {name: {"seconds": []} for name in names}
+
+def _is_installed(package: str) -> bool:
+    try:
+        version(package)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def _run(
+    race: str, size: str, reference: list[float], arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Return what a race has found, as `benchmarks.races` describes it."""
+    entrants = RACES[race].entrants
+    device = arguments.device
+    reasons = {name: entrant.missing(device.type) for name, entrant in entrants.items()}
+    names = [name for name, reason in reasons.items() if not reason]
+    found: dict[str, Any] = {
+        "size": size,
+        "tokens": arguments.ranks * _work(size, device).tokens,
+        "computes": dtype_name(RACES[race].dtype),
+        "reference": reference,
+        "loops": {},
+        "absent": {name: reason for name, reason in reasons.items() if reason},
+    }
     for name in names:
-        with started(name, memory.EXACT_MALLOC) as ranks:
-            found[name]["memory"] = max(ranks.ask("memory"))
+        with _started(race, name, size, arguments, environment=memory.EXACT_MALLOC) as ranks:
+            try:
+                answers = ranks.ask("work")
+            except RankError as error:  # too large for this device, or not made for it
+                found["absent"][name] = str(error)
+                continue
+        most = max(answer["memory"] for answer in answers)
+        found["loops"][name] = {**answers[0], "memory": most}
+        races.check_same_work(name, found, found["loops"][name])
     with ExitStack() as stack:
-        alive = {name: stack.enter_context(started(name)) for name in names}
-        for name, counts in alternating(names, arguments.rounds, warm_up=1):
-            seconds = max(alive[name].ask("time"))
-            if counts:
-                found[name]["seconds"].append(seconds)
+        alive = {
+            name: stack.enter_context(_started(race, name, size, arguments))
+            for name in found["loops"]
+        }
+        seconds = take_turns(alive, "seconds", arguments.rounds)
+    for name in alive:
+        if name in seconds:
+            found["loops"][name]["seconds"] = seconds[name]
+        else:
+            del found["loops"][name]
+            found["absent"][name] = "it could not be timed"
     return found
+
+
+def _started(
+    race: str,
+    loop: str,
+    size: str,
+    arguments: argparse.Namespace,
+    *,
+    ranks: int | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Ranks:
+    way = json.dumps({"race": race, "loop": loop, "size": size, "ranks": arguments.ranks})
+    count, device = ranks or arguments.ranks, arguments.device.type
+    return Ranks("benchmarks.peers", way, count, environment, device)
+
+
+def _work(size: str, device: torch.device) -> Work:
+    return Work(ModelConfig(size=size), device, *SHAPE[device.type])
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ class Ranks:
         self._folder = tempfile.TemporaryDirectory()
         meeting = Path(self._folder.name) / "meeting"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        # What torchrun sets, and frameworks look for.
+        environment |= {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+        environment |= {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         command = [sys.executable, "-m", module, "--rank"]
         self._processes = [
             subprocess.Popen(
@@ -54,7 +57,7 @@ class Ranks:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env=environment,
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             )
             for rank in range(world_size)
         ]
@@ -121,6 +124,9 @@ def serve(make: Callable[[str, World], Callable[[str], Any]]) -> int:
         make: Called with the way and the world; returns what answers an order.
     """
     _, rank, world_size, meeting, device_type, way = sys.argv[1:]
+    # Whatever a library prints goes where messages go, and not among the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
     device = local_device(int(rank)) if device_type == "cuda" else torch.device("cpu")
     dist.init_process_group(
@@ -131,7 +137,8 @@ def serve(make: Callable[[str, World], Callable[[str], Any]]) -> int:
     )
     answer = functools.cache(lambda: make(way, World.current(device)))
     for order in _orders():
-        print(json.dumps(_tried(lambda: answer()(order))), flush=True)  # noqa: B023 (called here)
+        found = _tried(lambda: answer()(order))  # noqa: B023 (called here)
+        print(json.dumps(found), file=answers, flush=True)
     leave()
     return 0
 

@@ -35,6 +35,11 @@ class Spread(NamedTuple):
         return f"{self.median:,.3g} ({self.least:,.3g} to {self.most:,.3g})"
 
 
+def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    """Return what of another way's time is ours, turn by turn."""
+    return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
+
+
 def alternating(names: Sequence[str], rounds: int, warm_up: int) -> Iterator[tuple[str, bool]]:
     """Yield what to measure next, and whether it counts; another one is the first in every turn."""
     for turn in range(rounds + warm_up):

@@ -1,0 +1,286 @@
+"""The loops that distmp is compared with do the same work, and one that does not is found out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+from benchmarks import figures, races
+from benchmarks.loops import (
+    MAX_NORM,
+    RATE,
+    Alone,
+    Loop,
+    TorchDDP,
+    Work,
+)
+from benchmarks.peers import RACES, STEPS, computing_dtype
+from distmp.buckets.collectives import all_gather, all_reduce, reduce_scatter
+from distmp.models.settings import ModelConfig
+from distmp.precision.policy import dtype_name
+from distmp.telemetry.memory import begin_peak, peak_since
+from tests.ranks import run_ranks
+
+TINY = Work(
+    ModelConfig(layers=2, dimension=32, heads=2, hidden=32),
+    torch.device("cpu"),
+    samples=2,
+    length=8,
+)
+
+
+class Unsynchronised(TorchDDP):
+    """Ranks that train for themselves, as accelerate's do where it does not know of the others."""
+
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, None)
+        self._ddp = self.model
+
+
+class AnotherOptimizer(TorchDDP):
+    def __init__(self, work: Work) -> None:
+        super().__init__(work, None)
+        self._optimizer = torch.optim.SGD(self.model.parameters(), RATE)
+
+
+def trained(loop: Loop) -> dict[str, Any]:
+    """Return what the benchmark keeps of a loop."""
+    losses = []
+    with computing_dtype(loop.model) as dtypes:
+        for _ in range(STEPS):
+            loop.step()
+            losses.append(loop.loss())
+    (computes,) = dtypes
+    return {"losses": losses, "computes": dtype_name(computes)}
+
+
+def train_all() -> dict[str, dict[str, Any]]:
+    found = {
+        "unsynchronised": trained(Unsynchronised(TINY)),
+        "another optimizer": trained(AnotherOptimizer(TINY)),
+    }
+    for race, (_, entrants) in RACES.items():
+        for name, entrant in entrants.items():
+            if not entrant.missing("cpu"):
+                found[f"{race} {name}"] = trained(entrant.make(TINY))
+                AcceleratorState._reset_state(reset_partial_state=True)
+    return found
+
+
+def train_alone() -> list[float]:
+    return trained(Alone(TINY, 2))["losses"]
+
+
+def losses_in_float64() -> list[float]:
+    """Train on all tokens of both ranks in one batch."""
+    model = TINY.build().double()
+    optimizer = torch.optim.AdamW(model.parameters(), RATE)
+    batches = [*TINY.microbatches(0), *TINY.microbatches(1)]
+    inputs, targets = (torch.cat([one[key] for one in batches]) for key in ("inputs", "targets"))
+    losses = []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_every_loop_does_the_same_work() -> None:
+    reference = losses_in_float64()
+    (alone,) = run_ranks(train_alone, 1)
+    assert alone == pytest.approx(reference, rel=1e-6)
+    assert reference[-1] < reference[0] - 0.1  # there is something to be wrong about
+    first, second = run_ranks(train_all, 2, timeout=100)
+    assert first == second
+    for race, (dtype, entrants) in RACES.items():
+        result = {"reference": reference, "computes": dtype_name(dtype)}
+        for name in entrants:
+            if f"{race} {name}" in first:
+                loop = first[f"{race} {name}"]
+                races.check_same_work(name, result, loop)
+                # On CPUs these compute in float32 and bfloat16 where float16 is asked for.
+                other = dtype == torch.float16 and name in ("accelerate", "Lightning Fabric")
+                assert races.same_dtype(result, loop) == (not other), (race, name)
+        assert any(name.startswith(f"{race} distmp") for name in first)
+    for wrong in ("unsynchronised", "another optimizer"):
+        with pytest.raises(SystemExit, match=f"{wrong} does not do the same work"):
+            races.check_same_work(wrong, {"reference": reference}, first[wrong])
+
+
+def race(**changes: Any) -> dict[str, Any]:
+    return {
+        "size": "1m",
+        "tokens": 600,
+        "computes": "float16",
+        "reference": [5.0, 4.0],
+        "loops": {
+            "torch DDP": {
+                "seconds": [2.0, 3.0, 2.0],
+                "memory": 200e6,
+                "losses": [5.0, 4.0004],
+                "computes": "float16",
+            },
+            "accelerate": {
+                "seconds": [1.0, 1.0, 1.0],
+                "memory": 100e6,
+                "losses": [5.0, 4.0],
+                "computes": "float32",
+            },
+            "distmp `fp16`": {
+                "seconds": [1.0, 3.3, 1.8],
+                "memory": 220e6,
+                "losses": [5.0002, 4.0],
+                "computes": "float16",
+            },
+            **changes,
+        },
+        "absent": {"Lightning Fabric": "it is on holiday"},
+    }
+
+
+def test_a_race_is_a_table_and_what_it_says() -> None:
+    """accelerate is faster and smaller, and computes something else: it is not compared with."""
+    table, work, said = races.rendered("ddp fp16", race()).split("\n\n")
+    assert table.splitlines()[0].startswith("| ddp fp16 | tokens/s | time, of the fastest peer |")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+    assert rows == [
+        ["torch DDP", "300 (200 to 300)", "1 (1 to 1)", "200", "1.00", "1e-04"],
+        ["accelerate: computes in float32", "600 (600 to 600)", "", "100", "", "0e+00"],
+        ["distmp `fp16`", "333 (182 to 600)", "0.9 (0.5 to 1.1)", "220", "1.10", "4e-05"],
+    ]
+    assert work == "Transformer of size 1m, 600 tokens a step."
+    assert said.splitlines() == [
+        "- distmp `fp16`: 10 % faster than the fastest peer, torch DDP (in 2 of 3 turns); "
+        "10 % more memory than the least, torch DDP.",
+        "- Lightning Fabric is not there: it is on holiday.",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "memory", "speed", "size"),
+    [
+        ([2.2, 3.3, 2.2], 150e6, "10 % slower than", "25 % less memory than the least"),
+        ([2.001, 3.0, 2.0], 200.2e6, "as fast as", "as much memory as the peer with the least"),
+    ],
+)
+def test_what_is_worse_is_said(seconds: list[float], memory: float, speed: str, size: str) -> None:
+    ours = {"seconds": seconds, "memory": memory, "losses": [5.0, 4.0], "computes": "float16"}
+    said = races.rendered("ddp fp16", race(**{"distmp `fp16`": ours})).split("\n\n")[-1]
+    assert f"- distmp `fp16`: {speed} the fastest peer, torch DDP" in said
+    assert size in said
+
+
+def test_a_race_without_peers_is_no_race() -> None:
+    alone = {**race(), "loops": {"distmp `fp16`": race()["loops"]["distmp `fp16`"]}}
+    assert races.rendered("ddp fp16", alone).splitlines() == [
+        "Nobody to compare with in ddp fp16.",
+        "",
+        "- Lightning Fabric is not there: it is on holiday.",
+    ]
+
+
+def test_a_result_names_versions_and_machine() -> None:
+    result = {
+        "machine": {"cpu": "Abacus", "gpu": None, "torch": "2.13.0", "date": "2026-11-21"},
+        "versions": {"accelerate": "1.15.0", "lightning-fabric": "2.6.6"},
+        "ranks": 2,
+        "microbatches": 4,
+        "turns": 3,
+        "steps": 2,
+        "races": {"ddp fp16": race()},
+    }
+    last = figures.peers(result).splitlines()[-1]
+    assert "accelerate 1.15.0, lightning-fabric 2.6.6; Abacus, torch 2.13.0" in last
+    assert "2 ranks with 4 microbatches" in last
+
+
+def test_distmp_beside_one_of_its_peers() -> None:
+    found = {"ddp fp16": race(), "fsdp fp16": {**race(), "loops": {}}}
+    table = races.beside("torch DDP", found)
+    assert table.splitlines()[0] == "| race | loop | time, of torch DDP's | memory |"
+    assert table.splitlines()[2:] == [
+        "| ddp fp16 | distmp `fp16` | 0.9 (0.5 to 1.1) | 1.10 |",
+    ]
+    assert races.beside("accelerate", found).splitlines()[2:] == [
+        "| ddp fp16 | distmp `fp16` | accelerate computes in float32 | "
+        "accelerate computes in float32 |",
+    ]
+
+
+@pytest.mark.parametrize("losses", [[5.0, 4.01], [5.0, float("nan")]])
+def test_another_loss_is_refused(losses: list[float]) -> None:
+    loop = {"losses": losses, "computes": "float16"}
+    with pytest.raises(SystemExit, match=r"may be 0\.0001 apart"):
+        races.check_same_work("torch DDP", race(), loop)
+
+
+def test_the_figures_are_those_of_the_results() -> None:
+    page = (figures.ROOT / "docs" / "peers.md").read_text()
+    assert "<!-- figures: peers-cpu -->" in page
+    assert "<!-- figures: peers-accelerate-cpu -->" in page
+    assert figures.with_figures(page) == page
+
+
+def test_what_the_page_says_of_others_on_cpus() -> None:
+    run_ranks(others_on_cpus, 2)
+
+
+def test_gloo_copies_what_it_scatters() -> None:
+    """docs/peers.md, "What differs"."""
+    reduced, scattered, gathered = run_ranks(copies_of_gloo, 2)[0]
+    assert reduced < 0.3
+    assert scattered > 0.7
+    assert gathered > 0.7
+
+
+def copies_of_gloo() -> list[float]:
+    """Return how much memory collectives take for a moment, of what they are given."""
+    whole = torch.ones(2**23)
+    part = whole.chunk(2)[dist.get_rank()]
+    found = []
+    for collective in (
+        lambda: all_reduce(whole, dist.group.WORLD),
+        lambda: reduce_scatter(part, whole, dist.group.WORLD),
+        lambda: all_gather(whole, part, dist.group.WORLD),
+    ):
+        collective().wait()
+        start = begin_peak(whole.device)
+        collective().wait()
+        found.append(peak_since(start, whole.device) / whole.nbytes)
+    return found
+
+
+def others_on_cpus() -> None:
+    """docs/peers.md, "Who is not there, or computes something else"."""
+    alone = accelerate.Accelerator(cpu=True)
+    assert alone.num_processes == 2  # tests.ranks sets the variables that torchrun sets
+    AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        unsharded = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin)
+    assert unsharded.distributed_type == DistributedType.MULTI_CPU
+    AcceleratorState._reset_state(reset_partial_state=True)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    assert accelerate.Accelerator(cpu=True).num_processes == 1
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    fabric = pytest.importorskip("lightning_fabric")
+    with pytest.raises(ValueError, match="FSDP is only available on GPU"):
+        fabric.Fabric(accelerator="cpu", devices=2, strategy="fsdp")
+    strategy = fabric.strategies.ModelParallelStrategy(lambda model, mesh: model)
+    with pytest.raises(ValueError, match=r"does not support .*16-mixed"):
+        fabric.Fabric(accelerator="cpu", devices=2, strategy=strategy, precision="16-mixed")
