@@ -101,7 +101,7 @@ def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int
         log.start(_header(environment))
     quiet = environment.rank != 0
     with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
-        with mortal():
+        with mortal() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
         failures.watch(world, config.watched_seconds, 0.9 * 60 * config.timeout_minutes)
         trainer = Trainer(config, world, console)

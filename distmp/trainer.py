@@ -425,7 +425,7 @@ class Trainer:
             self.directory.manifest,
             self.world,
             settings.to_mapping(self.config),
-            first_step=0 if checkpoint is None else store.read_numbers(checkpoint)["step"],
+            first_step=0 if checkpoint is None else store.read_numbers(checkpoint).get("step", 0),
         )
 
     def _try_to_write(self, path: Path, write: Callable[[Path], object]) -> None:

@@ -6,7 +6,10 @@ import os
 import random
 import re
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ from distmp.time_budget import TimeBudget
 from distmp.train import main
 from distmp.trainer import Trainer
 from tests.ranks import ranks, run_ranks
-from tests.torchrun import TINY, corpus, python, run, torchrun
+from tests.torchrun import TINY, corpus, environment, python, run, torchrun
 from tests.training import assert_same_bits, snapshot
 
 STEPS = 8
@@ -263,6 +266,32 @@ def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
         assert done.returncode == 75, done.stderr
         assert "distmp launch: stopped in order" in done.stderr
         assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
+    """By torchrun, which would wait half a minute for it, and let others start without it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = python("-m", "distmp.train", *TINY, "--preflight=never")
+    variables = {**environment(), **place, **where}
+    with subprocess.Popen(command, cwd=tmp_path, env=variables) as rank:
+        deadline = time.monotonic() + 60
+        while not _listens(port):
+            assert time.monotonic() < deadline
+            assert rank.poll() is None
+            time.sleep(0.05)
+        rank.send_signal(signal.SIGTERM)
+        try:
+            assert rank.wait(30) == -signal.SIGTERM
+        finally:
+            rank.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize(

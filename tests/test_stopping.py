@@ -116,7 +116,10 @@ def test_a_closed_terminal(
         signal.signal(HUP, outside)
 
 
-def test_what_has_begun_is_not_ended_by_what_was_for_the_start() -> None:
+def test_what_has_begun_is_not_ended_by_what_was_for_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
     numbers = (INT, TERM, USR1, USR2)
     outside = {number: signal.getsignal(number) for number in numbers}
     try:
