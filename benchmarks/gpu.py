@@ -50,7 +50,7 @@ def jobs(size: str, large: str | None) -> list[Job]:
         _benchmark("peers", 480, "--size", size),
         _benchmark("step_tail", 60),
         _benchmark("policies", 240, "--size", size),
-        _benchmark("accumulation_step", 300, "--size", size, "--rounds", "5"),
+        _benchmark("accumulation_step", 360, "--size", size, "--rounds", "5"),
         _benchmark("accumulation_microbatches", 300),
         _benchmark("accumulation_passes", 60, "--size", size),
         _benchmark("accumulation_error", 120),
@@ -95,7 +95,11 @@ def run(job: Job, limit: float) -> str | None:
         f"=== {job.name}: python -m {' '.join(job.arguments)} (at most {limit:.0f} s)", flush=True
     )
     started = time.monotonic()
-    process = subprocess.Popen([sys.executable, "-m", *job.arguments], start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-m", *job.arguments],
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},  # what it says is there when it is ended
+    )
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:

@@ -331,8 +331,10 @@ class Engine:
                 self.nominal_weight = self._agree_on_nominal_weight(weight, len(microbatches))
             activity.enter("backward of microbatch", index + 1)
             self._backward(loss, scale)
-            gathered.losses.append(loss.detach())
-            gathered.add(loss.detach(), weight, strategy.end_microbatch())
+            # A copy, because torch's mse_loss sums into the memory of all of its terms.
+            loss = loss.detach().clone()
+            gathered.losses.append(loss)
+            gathered.add(loss, weight, strategy.end_microbatch())
         activity.enter("reduction of the gradients")
         strategy.finish_gradients()
         return gathered

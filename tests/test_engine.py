@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
+from benchmarks.memory import LiveStorages
 from distmp.engine import Engine
 from distmp.errors import CheckpointError, ConfigError
 from distmp.outcome import StepNumbers
@@ -846,3 +847,21 @@ def test_the_nominal_weight_goes_on_with_the_state() -> None:
     for engine in (resumed, other):
         engine.step([torch.ones(64, 2)])
     assert (first.nominal_weight, resumed.nominal_weight, other.nominal_weight) == (4, 4, 64)
+
+
+def test_the_memory_of_a_step_does_not_grow_with_its_microbatches() -> None:
+    engine = Engine(
+        nn.Linear(64, 64),
+        lambda module, batch: (F.mse_loss(module(batch), batch, reduction="sum"), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=1e-3, fused=True),
+        policy="fp32",
+        attribution=False,
+        device="cpu",
+    )
+    microbatch = torch.ones(128, 64)
+    peaks = {}
+    for count in (2, 4, 64):  # what is allocated once is there after the first step
+        with LiveStorages() as live:
+            engine.step([microbatch] * count)
+        peaks[count] = live.peak
+    assert peaks[64] - peaks[4] < microbatch.nbytes

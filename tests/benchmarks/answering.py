@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
 
 from benchmarks.ranks import serve
 from distmp.parallel.world import World
 
 
-def make(way: str, world: World) -> object:
+def make(way: str, world: World) -> Callable[[str], float]:
     if way == "too large":
         raise RuntimeError("out of memory")
 
@@ -17,6 +21,10 @@ def make(way: str, world: World) -> object:
             raise RuntimeError("not on this device")
         if order == "die":
             sys.exit(3)
+        if way == "sum":
+            total = torch.ones((), device=world.device)
+            dist.all_reduce(total)
+            return total.item()
         return 10 * float(order) + world.rank
 
     return answer

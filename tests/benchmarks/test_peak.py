@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
+from benchmarks import peak, report
 from benchmarks.peak import count, datasheet, kind_of, model_flops, share, transformer_flops
+from distmp.doctor.facts import Gpu
 from distmp.models.settings import SIZES
 from distmp.precision import policy
 
@@ -52,6 +57,46 @@ def test_the_share_is_work_per_second_of_the_peak() -> None:
     found = {"flops": {"bfloat16": 1000e12, "float32": 50e12}}
     assert share(20e12, 0.05, found, "bfloat16") == pytest.approx(0.4)
     assert share(20e12, 0.5, found, "float32") == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(("name", "known"), [("NVIDIA H200", True), ("a new GPU", False)])
+def test_what_is_not_known_is_measured(
+    name: str, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peak, "_PRODUCT_SIZE", 16)
+    monkeypatch.setattr(peak, "_COPY_BYTES", 1000)
+    monkeypatch.setattr(peak, "elapsed", lambda work, device: work() is None or 1e-3)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: name)
+    found = peak.peak(torch.device("cpu"))
+    assert found["product"] == dict.fromkeys(peak._POLICIES, 2 * 16**3 / 1e-3)
+    assert found["bandwidth"] == 2 * 1000 / 1e-3
+    assert found["flops"] == (datasheet(name) if known else found["product"])
+    assert found["source"].startswith("NVIDIA's datasheet" if known else "products of 16^3")
+
+
+def test_a_result_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Gpu("NVIDIA H200", None, None, None, None, "580.1")
+    monkeypatch.setattr(report, "gpus", lambda: (driver,))
+    monkeypatch.setattr(report, "peak", lambda device: {"bandwidth": 4e12})
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda device: SimpleNamespace(total_memory=150e9)
+    )
+    found = json.loads(json.dumps(report.machine("cuda")))
+    assert (found["gpu"], found["capability"], found["driver"]) == ("NVIDIA H200", "9.0", "580.1")
+    assert found["peak"] == {"bandwidth": 4e12}
+    assert {"cuda", "torch", "date", "gpu_memory"} <= found.keys()
+    assert report.machine("cpu")["gpu"] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_reaches_a_part_of_its_peak() -> None:
+    found = report.machine("cuda")["peak"]
+    for kind, reached in found["product"].items():
+        assert 0.3 < reached / found["flops"][kind] < 1.1, kind
+    assert found["bandwidth"] > 1e11
 
 
 def test_work_is_counted_in_multiplications_and_additions() -> None:

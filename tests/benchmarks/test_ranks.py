@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks.ranks import RankError, Ranks, largest, take_turns
 
@@ -18,3 +19,11 @@ def test_a_rank_that_cannot_do_something_is_left_out(capfd: pytest.CaptureFixtur
         assert take_turns(ways, "2", 2) == {"any": [21.0, 21.0]}
         with pytest.raises(RankError, match="a rank ended early"):
             able.ask("die")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("world_size", [1, 2 * torch.cuda.device_count()])
+def test_ranks_have_a_gpu_or_share_it(world_size: int) -> None:
+    with Ranks("tests.benchmarks.answering", "sum", world_size, device="cuda") as started:
+        assert started.ask("1") == [float(world_size)] * world_size
