@@ -93,7 +93,10 @@ class StepProfiler:
                 self._say(f"profile: nothing is recorded, step {self._window[0]} was not taken")
         elif self._profile is not None:
             # The other ranks may be gone or elsewhere: nothing is exchanged.
+            failed_in = activity.now
             self._stop()
+            # Where the error came up is part of its message.
+            activity.now = failed_in
             logger.warning("profile: what was recorded until the error is in %s", self._directory)
 
     def _start(self) -> None:

@@ -184,6 +184,7 @@ def test_a_run_that_fails_leaves_what_it_has(
     with pytest.raises(ValueError, match="a fault"):
         recorded(tmp_path, "2:4", 1, 4, fails_in=3)
     assert activity.observer is None
+    assert str(activity.now) == "step 3, update"
     events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
     assert {"step 2", "step 3"} <= {event["name"] for event in events}
     assert json.loads((tmp_path / "memory-rank0.json").read_text())["peak_bytes"] == 6 << 20
