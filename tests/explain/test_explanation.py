@@ -12,18 +12,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.explain_memory import peak_allocated, stepper
+from benchmarks.growth import sent_bytes
 from distmp import cli
-from distmp.assembly import prepare
 from distmp.config import RunConfig
 from distmp.errors import ConfigError, SetupError
 from distmp.explain.explanation import explain, predict
-from distmp.explain.follow import follow
 from distmp.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
-from distmp.parallel.world import World
 from distmp.precision import resolve
 from tests.explain.runs import CPU, SMALL, policy, run
 from tests.ranks import run_ranks
-from tests.recording import Collectives
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 ONE_RANK = {
@@ -78,29 +75,8 @@ def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
     found = {}
     for name, config in TWO_RANKS.items():
         step = stepper(config)
-        for _ in range(2):
-            step()
-        with Collectives() as collectives:
-            step()
-        # Real tensors and collectives. The profiler, which measures one rank, does not see what
-        # gloo's threads give back.
-        world = World.current(CPU)
-        chosen = resolve(config.precision.policy, CPU)[0]
-        followed = follow(config, prepare(config, world), world, chosen, steps=3)
-        found[name] = (
-            sum(followed.peak.values()),
-            sum(map(bytes_sent, collectives.names(), collectives.sent)),
-        )
+        found[name] = peak_allocated(step), sent_bytes(step)
     return found
-
-
-def bytes_sent(name: str, first: tuple[torch.dtype, int]) -> float:
-    """Return what one of two ranks sends, from the first tensor of the operation."""
-    size = first[0].itemsize * first[1]
-    if name in ("_reduce_scatter_base_", "allgather_"):  # an output: one of two parts
-        return size
-    # All-reduce: twice the half. All-gather and all-to-all begin with the whole output.
-    return size if name == "allreduce_" else size / 2
 
 
 def test_memory_and_traffic_of_two_ranks() -> None:
