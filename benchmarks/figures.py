@@ -210,7 +210,7 @@ def explain_memory(result: dict[str, Any]) -> str:
     ]
     return (
         f"{table(rows)}\n\nMeasured: the most that torch's CPU allocator had given out on the "
-        f"first rank in steps 2 to {result['steps']}. {_machine(result)}"
+        f"first rank in a step after the first. {_machine(result)}"
     )
 
 

@@ -75,8 +75,8 @@ def plan_buckets(
 
     Args:
         named_parameters: Names and parameters, in order of registration.
-        bucket_bytes: A bucket is closed once its FP32 buffer has this many bytes; None takes 25 MiB,
-            on CPUs 6 MiB.
+        bucket_bytes: A bucket is closed once its FP32 buffer has this many bytes; None takes
+            25 MiB, on CPUs 6 MiB.
         multiple_of: The size of every bucket, in elements, is padded to a multiple of this; itself
             a multiple of `ALIGNMENT`.
     """

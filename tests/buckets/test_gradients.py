@@ -442,5 +442,6 @@ def test_a_sharded_sum_holds_no_second_set_of_buckets() -> None:
         buckets.end_microbatch()
         buckets.finish()
 
-    # A gradient on its way into its bucket, and what two buckets have received.
-    assert peak_allocated(step) < 5 * 4 * elements
+    # What two buckets have received, and what backward makes on the way to a gradient; the rest is
+    # for what gloo's threads give back unnoticed.
+    assert peak_allocated(step) < parameters / 2 * 4 * elements
