@@ -298,29 +298,28 @@ def explain_memory(result: dict[str, Any]) -> str:
     ]
     return (
         f"{table(rows)}\n\nMeasured: the most that torch's CPU allocator had given out on the "
-        f"first rank in steps 2 to {result['steps']}. {_machine(result)}"
+        f"first rank in a step after the first. {_machine(result)}"
     )
 
 
 def growth(result: dict[str, Any]) -> str:
-    """Return the tables of `benchmarks.growth`."""
-    ways = result["ways"]
-    tables = []
-    for quantity in ("memory", "wire"):
-        rows: list[dict[str, object]] = []
-        for ranks in next(iter(ways.values())):
-            row: dict[str, object] = {f"{quantity} of a rank, MB: ranks": f"{int(ranks):,}"}
-            for way, by_ranks in ways.items():
-                found = by_ranks[ranks]
-                text = f"{found[quantity] / 1e6:.1f}"
-                if f"measured_{quantity}" in found:
-                    text += f" (real: {found[f'measured_{quantity}'] / 1e6:.1f})"
-                row[way] = text
+    """Return the table of `benchmarks.growth`."""
+    rows: list[dict[str, object]] = []
+    for way, by_ranks in result["ways"].items():
+        for ranks, found in by_ranks.items():
+            row: dict[str, object] = {"way": way, "ranks": f"{int(ranks):,}"}
+            for quantity, title in (("memory", "memory"), ("wire", "sent in a step")):
+                predicted, measured = found[quantity], found.get(f"measured_{quantity}", 0)
+                row[f"{title}: predicted, MB"] = f"{predicted / 1e6:.1f}"
+                # One rank sends nothing but what it writes by the way.
+                real = measured if predicted else 0
+                row[f"{title}: real, MB"] = f"{real / 1e6:.1f}" if real else ""
+                row[f"{title}: predicted / real"] = f"{predicted / real:.3f}" if real else ""
+            row["seconds of a step"] = f"{found['seconds']:.2f}" if "seconds" in found else ""
             rows.append(row)
-        tables.append(table(rows))
     return (
-        "\n\n".join(tables) + f"\n\nPredicted, and in brackets what real steps had; "
-        f"{result['samples_per_rank']} samples on every rank, bf16. {_machine(result)}"
+        f"{table(rows)}\n\n22 M parameters, bf16, {result['samples_per_rank']} samples on every "
+        f"rank; real steps on {result['machine']['cores']} cores of {_machine(result)}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +20,15 @@ def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None)
     """Start to put the shards of all ranks, in their order, into `gathered`."""
     activity.collective = "all_gather"
     return _started(_all_gather(gathered, shard, group=group, async_op=True), gathered)
+
+
+def reduces_in_parts(device: torch.device) -> bool:
+    """Return whether the backend for a device has a reduce-scatter of its own.
+
+    Gloo, for CPUs, has none: torch copies the whole and all-reduces the copy, which is twice the
+    traffic, and keeps it until the work is waited for.
+    """
+    return device.type != "cpu"
 
 
 def reduce_scatter(shard: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:

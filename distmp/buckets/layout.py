@@ -11,6 +11,8 @@ from torch import Tensor, nn
 # Every parameter starts on a 64-byte boundary, so that vectorised kernels need no special case.
 ALIGNMENT = 16
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
+# Gloo is as fast with these, and what is under way takes memory of the size of a bucket or two.
+CPU_BUCKET_BYTES = 6 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class BucketLayout:
 
 def plan_buckets(
     named_parameters: Iterable[tuple[str, nn.Parameter]],
-    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    bucket_bytes: int | None = None,
     multiple_of: int = ALIGNMENT,
 ) -> list[BucketLayout]:
     """Divide parameters into buckets in reverse order of registration.
@@ -73,7 +75,8 @@ def plan_buckets(
 
     Args:
         named_parameters: Names and parameters, in order of registration.
-        bucket_bytes: A bucket is closed once its FP32 buffer has this many bytes.
+        bucket_bytes: A bucket is closed once its FP32 buffer has this many bytes; None takes
+            25 MiB, on CPUs 6 MiB.
         multiple_of: The size of every bucket, in elements, is padded to a multiple of this; itself
             a multiple of `ALIGNMENT`.
     """
@@ -85,9 +88,13 @@ def plan_buckets(
         by_kind.setdefault((parameter.device, parameter.dtype), []).append((name, parameter))
     return [
         _layout(run, multiple_of)
-        for entries in by_kind.values()
-        for run in _cut_into_runs(entries, bucket_bytes)
+        for (device, _), entries in by_kind.items()
+        for run in _cut_into_runs(entries, bucket_bytes or _default_bytes(device))
     ]
+
+
+def _default_bytes(device: torch.device) -> int:
+    return CPU_BUCKET_BYTES if device.type == "cpu" else DEFAULT_BUCKET_BYTES
 
 
 def _cut_into_runs(

@@ -115,6 +115,8 @@ class Exchange(Reduction):
             # and not when the bucket happens to have arrived, keeps the order of collectives the
             # same on all ranks.
             self._sum_previous()
+            # One on its way back is enough to keep the wire busy, and holds memory.
+            self._take_gathered(all_but=1)
             self._exchanged = _Exchanged(bucket, sent, received, work)
 
     def finish(self) -> None:
@@ -141,17 +143,16 @@ class Exchange(Reduction):
             return
         arriving = bucket
         if self.wire_dtype != bucket.dtype:
-            arriving = torch.empty_like(bucket, dtype=self.wire_dtype)
-            own = own.to(self.wire_dtype)
+            arriving, own = received, own.to(self.wire_dtype)
         work = all_gather(arriving, own, self.group)
         self._gathered.append(_Gathered(bucket, arriving, work))
 
-    def _take_gathered(self) -> None:
-        for bucket, arriving, work in self._gathered:
+    def _take_gathered(self, *, all_but: int = 0) -> None:
+        while len(self._gathered) > all_but:
+            bucket, arriving, work = self._gathered.pop(0)
             work.wait()
             if arriving is not bucket:
                 bucket.copy_(arriving)
-        self._gathered.clear()
 
     def _beside_backward(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """On CUDA, run on a stream of its own, so that waiting does not hold up backward."""
@@ -174,5 +175,6 @@ def _sum_pairwise(pieces: Tensor, out: Tensor) -> None:
     """Write the sum of the rows of `pieces`, shape (2^k, n), as a balanced binary tree, in FP32."""
     rows = list(pieces.float().unbind())
     while len(rows) > 1:
-        rows = [left + right for left, right in zip(rows[::2], rows[1::2], strict=True)]
+        # In place: what has arrived is of no other use.
+        rows = [left.add_(right) for left, right in zip(rows[::2], rows[1::2], strict=True)]
     out.copy_(rows[0])

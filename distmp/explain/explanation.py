@@ -187,7 +187,7 @@ def predict(
     Raises:
         ConfigError: As the run itself would raise it.
     """
-    with _as_before(), pretend(world_size):
+    with _as_before(), pretend(world_size, group=config.strategy in SHARDED_STRATEGIES):
         world = World.current(device)
         strategy = resolve_strategy(config.strategy, world)
         parts = prepare(config, world)

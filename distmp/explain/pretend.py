@@ -27,7 +27,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.buckets import reduction
+from distmp.buckets.reduction import sum_in_order
 from distmp.errors import ConfigError, SetupError
+from distmp.parallel import reduce_scatter
 
 BACKEND = "pretended"
 # Tensors of integers up to this size (counts, token ids of a batch, orders of buckets) are real:
@@ -96,8 +99,13 @@ def _without_masks(indices: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def pretend(world_size: int) -> Iterator[None]:
-    """Be rank 0 of `world_size` ranks inside the context, a process group included."""
+def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
+    """Be rank 0 of `world_size` ranks inside the context.
+
+    Args:
+        world_size: How many.
+        group: Whether there is a process group; several ranks have one in any case.
+    """
     _check_torch()
     if dist.is_initialized():
         raise SetupError(
@@ -105,7 +113,8 @@ def pretend(world_size: int) -> Iterator[None]:
             exit_code=2,
         )
     mode = Pretended()
-    if world_size > 1:
+    group = group or world_size > 1
+    if group:
         _register_backend()
         dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
     own_group = dist.new_group
@@ -117,6 +126,8 @@ def pretend(world_size: int) -> Iterator[None]:
         with (
             _values_are_missing(),
             mock.patch.object(dist, "new_group", new_group),
+            mock.patch.object(reduction, "sum_in_order", _sum_of_two),
+            mock.patch.object(reduce_scatter, "sum_in_order", _sum_of_two),
             mock.patch.object(nn.Module, "_apply", _apply),
             mock.patch("torch.distributed.fsdp._flat_param._same_storage", _same_storage),
             warnings.catch_warnings(),
@@ -126,7 +137,7 @@ def pretend(world_size: int) -> Iterator[None]:
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     finally:
-        if world_size > 1:
+        if group:
             dist.destroy_process_group()
 
 
@@ -144,6 +155,11 @@ def _values_are_missing() -> Iterator[None]:
             "the model or its loss",
             f"cannot be followed without the values of its tensors, at the operation {error.func}",
         ) from error
+
+
+def _sum_of_two(pieces: Tensor, out: Tensor) -> None:
+    """Add what two ranks sent; thousands of others take as much memory and a minute more."""
+    sum_in_order(pieces[:2], out)
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:

@@ -123,6 +123,8 @@ def traffic(sent: Iterable[Sent], microbatches: int, *, shards: bool) -> list[Tr
     """
     found: dict[tuple[str, str, torch.dtype], tuple[int, float]] = {}
     for one in sent:
+        if one.ranks == 1:
+            continue
         times = microbatches - 2 if microbatches > 3 and one.microbatch == 1 else 1
         key = (_purpose(one, shards=shards), one.kind, one.dtype)
         calls, total = found.get(key, (0, 0.0))

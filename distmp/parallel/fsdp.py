@@ -288,6 +288,9 @@ class _ReduceScatter(_AllGather):
         if self._order is not None:
             self._order.note(Collective("reduce", self._unit, input_tensor.numel()))
         reduce_scatter_sum(output_tensor, input_tensor, group, self._wire_dtype)
+        if input_tensor.device.type == "cpu":
+            # FSDP keeps it until the next group is reduced, for streams that CPUs do not have.
+            input_tensor.untyped_storage().resize_(0)
 
 
 def shard_size(sharding: ShardingConfig, world: World) -> int:

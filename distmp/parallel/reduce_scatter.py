@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.buckets.collectives import all_to_all, reduce_scatter
+from distmp.buckets.collectives import all_to_all, reduce_scatter, reduces_in_parts
 from distmp.buckets.reduction import sum_in_order
 
 
@@ -17,7 +17,8 @@ def reduce_scatter_sum(
 
     With a 16-bit wire each value is rounded once, however many ranks there are: the parts are
     exchanged (all-to-all) and summed here in the order of ranks. Gradients that had 16 bits before
-    lose nothing at all. A reduction by the backend would round after every addition.
+    lose nothing at all. A reduction by the backend would round after every addition. On CPUs FP32
+    is exchanged as well, which takes half the traffic of gloo's reduction.
 
     Args:
         output: FP32, shape (n,); this rank's part of the sum.
@@ -25,7 +26,7 @@ def reduce_scatter_sum(
         group: The ranks.
         wire_dtype: What is sent.
     """
-    if wire_dtype == gradients.dtype:
+    if wire_dtype == gradients.dtype and reduces_in_parts(gradients.device):
         reduce_scatter(output, gradients, group).wait()
         return
     sent = gradients.to(wire_dtype)

@@ -135,7 +135,7 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
             travels = observed.travels
             if options["strategy"] != "ddp":
                 assert observed.gathered() == {GATHERED[precision]}
-                assert travels["_reduce_scatter_base_"] == {FP32}
+                assert travels["alltoall_base_"] == {FP32}
             # The verdict, and what goes between the copies of hsdp.
             between = {FP32} if options["strategy"] in ("hsdp", "ddp") else set()
             reduced = {dtype for dtype in travels["allreduce_"] if dtype.is_floating_point}
@@ -148,7 +148,6 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
         with Observed() as observed:
             train(engine, 1, FOUR_BY_TWO)
         assert observed.travels["alltoall_base_"] == {BF16}
-        assert "_reduce_scatter_base_" not in observed.travels
 
 
 def test_a_single_rank_computes_in_the_promised_types() -> None:
