@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -73,3 +75,14 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
     return func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Have torch raise where the host waits for a CUDA device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -6,8 +6,7 @@ NCCL refuses two ranks on one GPU; gloo carries their tensors through host memor
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from distmp.parallel.world import World, join
 from distmp.precision import PrecisionPolicy
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
+from tests.recording import no_waiting
 from tests.training import (
     ONE_RANK,
     TWO_RANKS,
@@ -74,16 +74,6 @@ def alone_over_nccl() -> World:
 def beside_another_rank() -> World:
     torch.cuda.set_device(0)
     return World.current("cuda:0")
-
-
-@contextmanager
-def no_waiting() -> Iterator[None]:
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def on_the_gpu(batches: Sequence[Batch]) -> list[Batch]:
