@@ -1,14 +1,16 @@
 """What FSDP2 keeps to itself: the one file in which distmp touches private attributes of torch.
 
-Needed for two things that have no public way (torch 2.13): gradients that wait for the last
-microbatch are to be added up in FP32, and nothing of an abandoned step may reach the next one.
+Needed for what has no public way (torch 2.13): gradients that wait for the last microbatch are to
+be added up in FP32, and nothing of an abandoned step may reach the next one. And for what older
+versions lack.
 tests/parallel/test_fsdp_internals.py says when torch has changed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -63,6 +65,33 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     for group in _groups(model):
         if hasattr(group, _GRADIENT_TYPES):
             setattr(group, _GRADIENT_TYPES, _leave_as_they_are)
+
+
+def reduce_what_is_unused(model: FSDPModule) -> None:
+    """Count a parameter without a gradient on this rank as zero: another rank may have one.
+
+    Left to itself FSDP2 reduces what each rank has, and adds the gradients of different parameters.
+
+    Args:
+        model: The root.
+    """
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+        model.set_reduce_scatter_unused_params(True)
+        return
+    for group in _groups(cast("nn.Module", model)):
+        group.post_backward = functools.partial(_reduce_all, group)
+
+
+def _reduce_all(group: Any, *unused: Any) -> None:
+    """Do what FSDP2 does behind a backward, with zeros for parameters without a gradient."""
+    if group.reduce_grads:
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is None or not gathered.requires_grad:
+                continue
+            if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
+                gathered.grad = torch.zeros_like(gathered, dtype=torch.float32)
+    type(group).post_backward(group, *unused)
 
 
 def discard_gradients(model: nn.Module) -> None:
