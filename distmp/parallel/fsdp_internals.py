@@ -46,7 +46,7 @@ def check(model: nn.Module) -> None:
             {
                 0: f"FSDP2 of torch {torch.__version__} has no {', '.join(sorted(missing))}, which "
                 "distmp needs to accumulate in FP32; use a version of torch that distmp is tested "
-                "with (2.10 to 2.13), or strategy = 'ddp'"
+                "with (2.10, 2.11, 2.13, 2.15), or strategy = 'ddp'"
             },
             exit_code=2,
         )
