@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,15 +41,48 @@ class Collectives(TorchDispatchMode):
         return [address for found, address in self.found if found == name]
 
 
+aten = torch.ops.aten
+# What hands a value, or a shape that depends on values, to the host; a tensor from Python's values.
+READS = (
+    aten._local_scalar_dense,
+    aten.equal,
+    aten.lift_fresh,
+    aten.masked_select,
+    aten.nonzero,
+    aten._unique2,
+)
+
+
 class HostReads(TorchDispatchMode):
-    """Notes the operations by which, on CUDA, the host waits for the device."""
+    """Notes the operations by which, on CUDA, the host waits for the device.
+
+    Attributes:
+        found: Their names, in order.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A tensor's value read (.item(), bool(), indexing), a tensor made from Python values.
-        if func.overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.lift_fresh):
+        if func.overloadpacket in READS or _indexes_by_mask(func, args):
             self.found.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def _indexes_by_mask(func: Any, args: Any) -> bool:
+    """Whether an operation has to count how many elements a mask selects."""
+    return func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
+        index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
+    )
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Have torch raise where the host waits for a CUDA device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.optim import optimizer as optimizer_module
 
 from benchmarks.memory import LiveStorages
 from distmp.engine import Engine
@@ -17,6 +18,7 @@ from distmp.errors import CheckpointError, ConfigError
 from distmp.outcome import StepNumbers
 from distmp.precision import PrecisionPolicy
 from distmp.scaling import LossScaleConfig
+from distmp.scaling.divergence import DivergenceConfig
 from tests.ranks import ranks
 from tests.recording import Collectives, HostReads
 from tests.training import (
@@ -747,6 +749,36 @@ def test_the_host_reads_nothing_in_a_fused_step(policy: str) -> None:
         outcome = engine.step(batches)
     assert reads.found == []
     assert not outcome.numbers.skipped
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "fp32", "divergence": DivergenceConfig(on_spike="skip")},
+        {"policy": "fp16"},
+        {"policy": "bf16", "on_nonfinite": "drop_microbatch"},
+    ],
+)
+def test_a_step_keeps_to_its_device(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """What is on the device "meta" has no value to be read, and does not mix with the host's."""
+    monkeypatch.setattr("distmp.engine.StepOutcome", dict)  # the one copy to the host
+    # torch has no kernel for it there.
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
+    monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    stepped: list[Any] = []
+    engine = make_engine(device="meta", max_norm=1.0, nominal_weight=16.0, **options)
+    for step in range(3):
+        batches = [
+            Batch(batch.inputs.to("meta"), batch.labels.to("meta"))
+            for batch in microbatches(step, ONE_RANK[0])
+        ]
+        numbers: Any = engine.step(batches)
+        assert {value.device.type for value in numbers.values()} == {"meta"}
+    assert len(stepped) == 3
+    for given in stepped:
+        assert {given[name].device.type for name in ("lr", "grad_scale", "found_inf")} == {"meta"}
 
 
 def test_reading_on_the_host_is_noticed() -> None:

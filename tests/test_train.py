@@ -21,6 +21,11 @@ from distmp.telemetry import StepRecord, read_records
 from distmp.train import main
 from tests.torchrun import TINY, corpus, environment, python, run, torchrun
 
+ON_A_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+
 
 def losses(records: list[StepRecord]) -> list[float]:
     return [record.loss for record in records]
@@ -56,10 +61,34 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.timeout(300)
-def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path) -> None:
+def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--steps=10", "--optim.lr=1e-2", "--checkpoint.every=4"]
+    found = {
+        (strategy, ranks): trained(
+            tmp_path / f"{strategy} {ranks}", f"--strategy={strategy}", *arguments, ranks=ranks
+        )
+        for strategy, ranks in (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
+    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    expected = trained(tmp_path / "cpu", "--strategy=single", *arguments, ranks=1)
+    for case, records in found.items():
+        # On a GPU the tensors are counted, on a CPU the whole process.
+        assert records[-1].memory_bytes < 1e8 < expected[-1].memory_bytes, case
+        assert losses(records) == pytest.approx(losses(expected), rel=1e-3), case
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=ON_A_GPU), 2], ids=["one rank over nccl", "two ranks"]
+)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ranks: int) -> None:
     arguments = ["--strategy=fsdp", "--precision.policy=bf16", "--steps=10"]
-    whole = trained(tmp_path / "whole", *arguments, "--checkpoint.every=4")
+    whole = trained(tmp_path / "whole", *arguments, "--checkpoint.every=4", ranks=ranks)
     resumed_in = tmp_path / "resumed"
     resumed_in.mkdir()
     # The other run is what is left of the first if it ends after its second checkpoint.
@@ -69,7 +98,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path) ->
     for file in last.iterdir():
         file.unlink()
     last.rmdir()
-    resumed = trained(resumed_in, *arguments, "--resume=auto")
+    resumed = trained(resumed_in, *arguments, "--resume=auto", ranks=ranks)
     assert [record.step for record in resumed] == list(range(1, 11))
     assert losses(resumed) == losses(whole)
     assert [record.grad_norm for record in resumed] == [record.grad_norm for record in whole]

@@ -67,7 +67,7 @@ class Classifier(nn.Module):
 
 
 def make_model(seed: int = 0) -> Classifier:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Classifier()
 

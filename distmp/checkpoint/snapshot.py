@@ -11,6 +11,7 @@ A rank copies only what it is going to write: its own shards, and its share of w
 
 from __future__ import annotations
 
+import mmap
 import threading
 import weakref
 from collections.abc import Collection, Mapping
@@ -116,13 +117,14 @@ class Snapshot:
         self._tensors: dict[str, Tensor] = {}
         self._copies: list[_Copy] = []
         self._event: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
         self._problem: str | None = None
         self._copied = threading.Event()
         self._released = threading.Event()
         try:
             with torch.no_grad():
                 self._order(tensors, held, buffers)
-        except (MemoryError, RuntimeError) as error:
+        except (MemoryError, OSError, RuntimeError) as error:
             # Told by `complete`: the other ranks have to learn of it.
             self._problem = f"no host memory for a copy of the state ({error})"
         if not self._copies:
@@ -134,7 +136,7 @@ class Snapshot:
             return
         self._copied.wait()
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
         moved = [copy.name for copy in self._copies if copy.source._version != copy.version]
         if moved:
             self._problem = (
@@ -172,18 +174,17 @@ class Snapshot:
         self, tensors: Mapping[str, Tensor], held: Collection[str], buffers: HostBuffers
     ) -> None:
         """Copy what may change, and order the copies of what is held."""
-        device = None
         for name, tensor in tensors.items():
             self._tensors[name], copies = _in_host_memory(name, tensor, buffers)
             for copy in copies:
                 if copy.source.is_cuda:
-                    device = copy.source.device
+                    self._device = copy.source.device
                 if name in held:
                     self._copies.append(copy)
                 else:
                     copy.target.copy_(copy.source, non_blocking=True)
-        if device is not None:
-            self._event = _copy_on_device(self._copies, device)
+        if self._device is not None:
+            self._event = _copy_on_device(self._copies, self._device)
 
 
 def written_here(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
@@ -275,7 +276,13 @@ def _host_memory(source: Tensor) -> Tensor:
         return torch.empty(source.shape, dtype=source.dtype)
     if source.nbytes < PINNED_IN_PLACE_BYTES:
         return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-    return _pin(torch.empty(source.shape, dtype=source.dtype))
+    return _pin(_whole_pages(source))
+
+
+def _whole_pages(source: Tensor) -> Tensor:
+    """Return memory that shares no page with anything else: pages are what is pinned."""
+    flat = torch.frombuffer(mmap.mmap(-1, source.nbytes), dtype=source.dtype)
+    return flat.view(source.shape)
 
 
 def _pin(tensor: Tensor) -> Tensor:

@@ -232,7 +232,7 @@ def _as_before() -> Iterator[None]:
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     logger.setLevel(logging.ERROR)
     try:
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             yield
     finally:
         logger.setLevel(level)

@@ -147,7 +147,12 @@ def _wait_to_be_ended() -> bool:
 
 def is_lost_connection(error: Exception) -> bool:
     """Whether a collective failed because the process at its other end is gone."""
-    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "ncclRemoteError",
+    )
     return any(
         isinstance(cause, dist.DistNetworkError)
         or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs))

@@ -79,7 +79,7 @@ class LearningRates:
                 "only learning rates follow a schedule; set it to false",
             )
         self._rows = [self._current_rates()]
-        self._table = torch.tensor(self._rows, dtype=torch.float32, device=self._device)
+        self._table = self._make_table(self._rows)
 
     def set(self, applied: Tensor, at_most: int) -> Tensor:
         """Give every group the rate of the update after `applied` ones; return the first group's.
@@ -110,7 +110,13 @@ class LearningRates:
                     raise ConfigError("schedule.name", name, f"update {rows}: {error}") from error
                 break
             self._rows.append(self._current_rates())
-        self._table = torch.tensor(self._rows, dtype=torch.float32, device=self._table.device)
+        self._table = self._make_table(self._rows)
+
+    def _make_table(self, rows: list[list[float]]) -> Tensor:
+        table = torch.tensor(rows, dtype=torch.float32)
+        if self._device.type == "cuda":  # a copy from other memory makes the host wait
+            table = table.pin_memory()
+        return table.to(self._device, non_blocking=True)
 
     def _step_schedule(self) -> None:
         self._stand_in.step()

@@ -30,12 +30,13 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
     Raises:
         ConfigError: For fused SGD with dampening, whose first update differs from a zero start.
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return False
-    if kind := _unfit_for_fused(optimizer):
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    if fused and (kind := _unfit_for_fused(optimizer)):
         logger.info("%s of %s parameters is not fused", type(optimizer).__name__, kind)
         for group in optimizer.param_groups:
             group["fused"] = None
+        return False
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     if isinstance(optimizer, torch.optim.SGD):
         for group in optimizer.param_groups:

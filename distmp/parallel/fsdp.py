@@ -194,9 +194,7 @@ class FullySharded(Strategy):
             unit.set_gradient_divide_factor(1.0)
             # Otherwise the factor is applied by a reduction operator that gloo does not have.
             unit.set_force_sum_reduction_for_comms(True)
-        # A parameter without a gradient on this rank may have one on another (torch 2.13).
-        if hasattr(self._root, "set_reduce_scatter_unused_params"):
-            self._root.set_reduce_scatter_unused_params(True)
+        fsdp_internals.reduce_what_is_unused(self._root)
         self.module.register_forward_pre_hook(
             torch.compiler.disable(self._begin_forward), prepend=True
         )

@@ -1,14 +1,16 @@
 """What FSDP2 keeps to itself: the one file in which distmp touches private attributes of torch.
 
-Needed for two things that have no public way (torch 2.13): gradients that wait for the last
-microbatch are to be added up in FP32, and nothing of an abandoned step may reach the next one.
+Needed for what has no public way (torch 2.13): gradients that wait for the last microbatch are to
+be added up in FP32, and nothing of an abandoned step may reach the next one. And for what older
+versions lack.
 tests/parallel/test_fsdp_internals.py says when torch has changed.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -18,6 +20,8 @@ from distmp.errors import SetupError
 
 GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
 PARAMETER_ATTRIBUTES = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param")
+# With it torch 2.15 lets autograd sum the uses of a weight in 16 bits, to save a cast.
+_GRADIENT_TYPES = "_set_unsharded_grad_dtypes"
 
 
 def check(model: nn.Module) -> None:
@@ -42,7 +46,7 @@ def check(model: nn.Module) -> None:
             {
                 0: f"FSDP2 of torch {torch.__version__} has no {', '.join(sorted(missing))}, which "
                 "distmp needs to accumulate in FP32; use a version of torch that distmp is tested "
-                "with (2.10 to 2.13), or strategy = 'ddp'"
+                "with (2.10, 2.11, 2.13, 2.15), or strategy = 'ddp'"
             },
             exit_code=2,
         )
@@ -58,6 +62,36 @@ def accumulate_in_fp32(model: nn.Module) -> None:
     for parameter in _gathered_parameters(model):
         if parameter.is_floating_point():  # also of one that may be unfrozen later
             parameter.grad_dtype = torch.float32
+    for group in _groups(model):
+        if hasattr(group, _GRADIENT_TYPES):
+            setattr(group, _GRADIENT_TYPES, _leave_as_they_are)
+
+
+def reduce_what_is_unused(model: FSDPModule) -> None:
+    """Count a parameter without a gradient on this rank as zero: another rank may have one.
+
+    Left to itself FSDP2 reduces what each rank has, and adds the gradients of different parameters.
+
+    Args:
+        model: The root.
+    """
+    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
+        model.set_reduce_scatter_unused_params(True)
+        return
+    for group in _groups(cast("nn.Module", model)):
+        group.post_backward = functools.partial(_reduce_all, group)
+
+
+def _reduce_all(group: Any, *unused: Any) -> None:
+    """Do what FSDP2 does behind a backward, with zeros for parameters without a gradient."""
+    if group.reduce_grads:
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is None or not gathered.requires_grad:
+                continue
+            if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
+                gathered.grad = torch.zeros_like(gathered, dtype=torch.float32)
+    type(group).post_backward(group, *unused)
 
 
 def discard_gradients(model: nn.Module) -> None:
@@ -66,7 +100,8 @@ def discard_gradients(model: nn.Module) -> None:
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter._unsharded_param.grad = None
-            parameter.unsharded_accumulated_grad = None
+            if _keeps_a_sum(parameter):
+                parameter.unsharded_accumulated_grad = None
 
 
 def waiting_gradients(model: nn.Module) -> list[torch.Tensor]:
@@ -74,7 +109,9 @@ def waiting_gradients(model: nn.Module) -> list[torch.Tensor]:
     waiting = [group._partial_reduce_output for group in _groups(model)]
     for group in _groups(model):
         for parameter in group.fsdp_params:
-            waiting += [parameter._unsharded_param.grad, parameter.unsharded_accumulated_grad]
+            waiting.append(parameter._unsharded_param.grad)
+            if _keeps_a_sum(parameter):
+                waiting.append(parameter.unsharded_accumulated_grad)
     return [gradient for gradient in waiting if gradient is not None]
 
 
@@ -98,6 +135,15 @@ def _groups(model: nn.Module) -> Iterator[Any]:
             if id(group) not in seen:
                 seen.add(id(group))
                 yield group
+
+
+def _keeps_a_sum(parameter: Any) -> bool:
+    """Whether gradients of earlier microbatches stand beside `.grad`; in torch 2.15 they do not."""
+    return "unsharded_accumulated_grad" in vars(parameter)
+
+
+def _leave_as_they_are(defer_upcast: bool) -> None:
+    """Stand in for FSDP2's method: gradients keep the type that `accumulate_in_fp32` gave them."""
 
 
 def _missing(holder: Any, names: tuple[str, ...]) -> list[str]:

@@ -40,13 +40,17 @@ class World:
         """Describe the world as torch.distributed has it; a process without a group is alone.
 
         Args:
-            device: Where this rank computes; None takes the current CUDA device if there is one.
+            device: Where this rank computes; None takes the current CUDA device if there is one,
+                "cuda" the current one.
         """
         if device is None:
-            device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         if not (dist.is_available() and dist.is_initialized()):
-            return cls(0, 1, torch.device(device), None)
-        return cls(dist.get_rank(), dist.get_world_size(), torch.device(device), dist.group.WORLD)
+            return cls(0, 1, device, None)
+        return cls(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD)
 
 
 def local_device(local_rank: int) -> torch.device:

@@ -39,6 +39,7 @@ def begin_peak(device: torch.device) -> int:
 
     gc.collect()
     if device.type == "cuda":
+        torch.cuda.init()  # before it there are no statistics to reset
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)

@@ -20,6 +20,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.explain.explanation import explain, predict
 from distmp.explain.follow import follow
 from distmp.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
+from distmp.explain.pretend import pretend
 from distmp.parallel.world import World
 from distmp.precision import resolve
 from tests.explain.runs import CPU, SMALL, policy, run
@@ -56,6 +57,23 @@ LIMIT = 0.05
 
 def predicted(config: RunConfig, ranks: int) -> Any:
     return predict(config, resolve(config.precision.policy, CPU)[0], ranks, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [*ONE_RANK, *TWO_RANKS])
+def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
+    config, ranks = (ONE_RANK[name], 1) if name in ONE_RANK else (TWO_RANKS[name], 2)
+    expected = predicted(config, ranks)
+    chosen, _ = resolve(config.precision.policy, CPU)
+    found = predict(config, chosen, ranks, torch.device("cuda", 0))
+    assert found.wire == expected.wire
+    assert found.memory_bytes == pytest.approx(expected.memory_bytes, rel=LIMIT)
+
+
+def test_what_is_pinned_is_pretended_too() -> None:
+    with pretend(1):
+        assert torch.ones(3).pin_memory().shape == (3,)
 
 
 @pytest.mark.parametrize("name", ONE_RANK)

@@ -145,6 +145,7 @@ def test_a_crash_in_native_code_shows_where(
         (RuntimeError("[pair.cc:552] Connection closed by peer [127.0.0.1]:1"), True),
         (RuntimeError("Connection reset by peer"), True),
         (dist.DistNetworkError("recv failed"), True),
+        (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError: A call"), True),
         (RuntimeError("shapes do not fit"), False),
         (ValueError("Connection closed by peer"), False),
     ],

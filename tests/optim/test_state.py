@@ -147,7 +147,10 @@ def test_state_of_sharded_parameters_is_sharded_alike() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_only_fused_optimizers_skip_by_themselves(name: str) -> None:
     optimizer = OPTIMIZERS[name](parameters().values())
-    assert prepare_for_device_skip(optimizer) == name.endswith("-fused")
+    fused = name.endswith("-fused")
+    if name == "adagrad-fused":  # not in torch 2.11
+        fused = hasattr(optimizer, "_step_supports_amp_scaling")
+    assert prepare_for_device_skip(optimizer) == fused
 
 
 @pytest.mark.parametrize("nesterov", [True, False])

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.parallel.fsdp import FullySharded
 from distmp.parallel.world import World
@@ -151,6 +152,32 @@ def test_gradients_are_summed_in_fp32_over_microbatches_and_ranks() -> None:
     for name, expected in found["ddp"].items():  # which is checked against float64 elsewhere
         assert found["fsdp"][name].dtype == torch.float32
         torch.testing.assert_close(found["fsdp"][name], expected, rtol=1e-6, atol=1e-8)
+
+
+class Repeating(nn.Module):
+    """Uses a weight so often that a sum of ones in bfloat16 would stop, at 256."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + sum(self.weight.sum() for _ in range(300))
+
+
+@ranks(2)
+def test_uses_of_one_weight_in_a_backward_are_summed_in_fp32() -> None:
+    for place in ("sharded", "unsharded"):
+        engine = Engine(
+            Repeating(),
+            lambda module, batch: (module(batch), 1.0),
+            without_a_step,
+            policy="bf16",
+            device="cpu",
+            **sharded("fsdp", accumulate=place),
+        )
+        numbers = engine.step([torch.zeros(())] * 3).numbers
+        assert numbers.grad_norm == pytest.approx(300 * 4**0.5, rel=1e-6), place
 
 
 def without_a_step(parameters: Any) -> torch.optim.Optimizer:

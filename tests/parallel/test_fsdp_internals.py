@@ -37,12 +37,16 @@ def test_what_waits_inside_fsdp_is_fp32_and_can_be_discarded() -> None:
         assert fsdp_internals.waiting_gradients(module) == []
 
 
+class FSDPParam:
+    _unsharded_param = sharded_param = None
+
+
 @ranks(1)
 def test_another_torch_is_refused_by_name() -> None:
     engine = make_engine(strategy="fsdp")
     group: Any = next(fsdp_internals._groups(engine.module))
     fsdp_internals.check(engine.module)
-    del group.fsdp_params[0].unsharded_accumulated_grad
+    group.fsdp_params[0] = FSDPParam()
     with pytest.raises(SetupError, match=r"has no FSDPParam.unsharded_accumulated_grad"):
         fsdp_internals.check(engine.module)
     del group._partial_reduce_output

@@ -16,9 +16,11 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy
 from distmp.scaling import LossScaleConfig
+from distmp.scaling.divergence import DivergenceConfig
 from tests.parallel.sharding import FOUR_BY_TWO, Observed, sharded
 from tests.parallel.test_replicated import train_rank
 from tests.ranks import ranks, run_ranks
+from tests.recording import HostReads
 from tests.training import (
     ONE_RANK,
     TWO_RANKS,
@@ -365,3 +367,27 @@ def test_an_unfrozen_parameter_is_trained_from_then_on() -> None:
     for end in ends[1:]:
         for name, value in ends[0].items():
             torch.testing.assert_close(end[name], value, rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_the_host_reads_nothing_in_a_steady_step() -> None:
+    """What would make it wait for a GPU; collectives of NCCL do not."""
+    for options in (
+        {"strategy": "ddp", "policy": "fp16"},
+        {"strategy": "ddp", "policy": REDUCED_IN_BF16, "shard_optimizer": True},
+        {"strategy": "ddp", "policy": "bf16", "on_nonfinite": "drop_microbatch"},
+        {"strategy": "ddp", "policy": "fp32", "divergence": DivergenceConfig()},
+        {"strategy": "ddp-torch", "policy": "bf16"},
+        {**sharded("fsdp", accumulate="unsharded"), "policy": "fp16"},
+        {**sharded("fsdp", accumulate="sharded"), "policy": REDUCED_IN_BF16},
+        {**sharded("hsdp", shard_size=1, accumulate="hybrid"), "policy": "bf16"},
+        {**sharded("fsdp1"), "policy": "bf16"},
+    ):
+        engine = make_engine(max_norm=1.0, **options)
+        for step in (0, 2):
+            train(engine, 1, TWO_RANKS, first=step)
+        batches = microbatches(2, TWO_RANKS[2], engine.world.rank)
+        with HostReads() as reads:
+            outcome = engine.step(batches)
+        assert reads.found == [], options
+        assert not outcome.numbers.skipped

@@ -27,6 +27,8 @@ def test_the_current_cuda_device_is_the_default(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert World.current().device == torch.device("cuda", 3)
+    assert World.current("cuda").device == torch.device("cuda", 3)
+    assert World.current("cuda:1").device == torch.device("cuda", 1)
     assert World.current("cpu").device == CPU
 
 

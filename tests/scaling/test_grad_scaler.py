@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import math
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from distmp import CheckpointError, ConfigError, DistributedGradScaler, TrainingError
 from tests.ranks import ranks, run_ranks
+from tests.recording import no_waiting
 
 Scaler = torch.amp.GradScaler
 BOTH = (Scaler, DistributedGradScaler)
@@ -527,17 +529,17 @@ def pairs() -> list[dist.ProcessGroup]:
     return [group for group in groups if not isinstance(group, int)]
 
 
-def train(steps: int, overflowing: dict[int, int]) -> tuple[Any, ...]:
+def train(steps: int, overflowing: dict[int, int], device: str = "cpu") -> tuple[Any, ...]:
     """Train on the same data everywhere, except that some ranks overflow in some steps."""
     me, skips = (dist.get_rank(), False) if dist.is_initialized() else (0, True)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    scaler = DistributedGradScaler("cpu", growth_interval=50)
+    scaler = DistributedGradScaler(device, growth_interval=50)
     for step in range(steps):
         if skips and step in overflowing:
             continue
-        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step))
+        inputs = torch.randn(4, 3, generator=torch.Generator().manual_seed(step)).to(device)
         optimizer.zero_grad()
         scaler.scale(F.mse_loss(model(inputs), inputs.sum(1, keepdim=True))).backward()
         if overflowing.get(step) == me:
@@ -559,6 +561,51 @@ def test_2000_steps_with_overflows_equal_a_run_that_leaves_these_steps_out() -> 
     assert first == second
     assert first[1] == len(overflowing) > 10
     assert first[2] == train(2000, overflowing)[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_two_ranks_on_one_gpu_skip_together() -> None:
+    overflowing = {3: 1, 4: 0, 20: 1}
+    first, second = run_ranks(train, 2, 120, overflowing, "cuda", timeout=100)
+    assert first == second
+    assert first[1] == len(overflowing)
+    assert first[2] == train(120, overflowing, "cuda")[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("clips", [False, True])
+def test_on_a_gpu_the_bits_of_torch_without_its_waiting(clips: bool) -> None:
+    (their_scale, *theirs), (our_scale, *ours) = (own_loop(kind, clips=clips) for kind in BOTH)
+    assert our_scale == their_scale
+    for found, expected in zip(ours, theirs, strict=True):
+        # Clipping is folded into the update, which rounds in another order.
+        torch.testing.assert_close(found, expected, rtol=1e-4 * clips, atol=1e-6 * clips)
+
+
+def own_loop(kind: type[Scaler], *, clips: bool, device: str = "cuda") -> list[Any]:
+    """Train, twice with an overflow; ours from the second step on without waiting."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    scaler: Any = kind(device, growth_interval=4)
+    inputs = torch.randn(16, 8, 3).to(device)
+    ours = kind is DistributedGradScaler
+    for step in range(16):
+        with no_waiting() if ours and step else contextlib.nullcontext():
+            optimizer.zero_grad()
+            with torch.autocast(device, torch.float16):
+                loss = model(inputs[step]).float().square().mean()
+            scaler.scale(loss * (math.inf if step in (3, 9) else 1.0)).backward()
+            if clips and ours:
+                scaler.clip_grad_norm_(optimizer, 0.1)
+            elif clips:
+                scaler.unscale_(optimizer)
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    return [scaler.get_scale(), *(parameter.detach().cpu() for parameter in model.parameters())]
 
 
 @ranks(2)

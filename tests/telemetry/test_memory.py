@@ -26,6 +26,7 @@ def test_cpu_agrees_with_the_kernel() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_counts_tensors() -> None:
     device = torch.device("cuda", 0)
+    torch.cuda.init()
     torch.cuda.reset_peak_memory_stats(device)
     before = peak_memory_bytes(device)
     block = torch.empty(2**26, dtype=torch.uint8, device=device)
