@@ -27,10 +27,10 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import figures
 from benchmarks.device import parser
 from benchmarks.ranks import Ranks, is_rank, largest, serve
 from benchmarks.report import machine, save
+from benchmarks.tables import accumulation
 from distmp import Fp32GradBuckets
 from distmp.parallel.world import World
 
@@ -203,7 +203,7 @@ def main() -> int:
         "relative_error": errors,
     }
     kept = save(f"accumulation-error-{device.type}", result)
-    print(figures.accumulation_error(result))
+    print(accumulation.accumulation_error(result))
     print(f"kept in {kept}")
     return 0
 

@@ -26,12 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import figures, memory
+from benchmarks import memory
 from benchmarks.accumulation_ways import DDP_AUTOCAST, DDP_BF16, WAYS, Task, regression
 from benchmarks.device import parse, parser, synchronize
 from benchmarks.peak import model_flops
 from benchmarks.ranks import Ranks, is_rank, largest, serve, take_turns
 from benchmarks.report import machine, save
+from benchmarks.tables import accumulation
 from distmp.parallel.world import World
 from distmp.telemetry.memory import begin_peak, peak_since
 
@@ -138,7 +139,7 @@ def main() -> int:
         "ways": _measure(arguments),
     }
     kept = save(f"accumulation-microbatches-{arguments.device.type}", result)
-    print(figures.accumulation_microbatches(result))
+    print(accumulation.accumulation_microbatches(result))
     print(f"kept in {kept}")
     return 0
 

@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks import figures
 from benchmarks.device import elapsed, parse, parser
 from benchmarks.report import in_turns, machine, save
+from benchmarks.tables import accumulation
 from distmp import Fp32GradBuckets
 from distmp.models.build import build_model
 from distmp.models.settings import ModelConfig
@@ -197,7 +197,7 @@ def main() -> int:
         "microbatches": MICROBATCHES,
         "milliseconds": milliseconds,
     }
-    print(figures.accumulation_passes(result))
+    print(accumulation.accumulation_passes(result))
     print(f"kept in {save(f'accumulation-passes-{device.type}', result)}")
     return 0
 

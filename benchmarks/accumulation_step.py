@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from benchmarks import figures, memory
+from benchmarks import memory
 from benchmarks.accumulation_ways import (
     DDP_AUTOCAST,
     DDP_BF16,
@@ -37,6 +37,7 @@ from benchmarks.device import parse, parser, synchronize
 from benchmarks.peak import transformer_flops
 from benchmarks.ranks import RankError, Ranks, is_rank, serve, take_turns
 from benchmarks.report import machine, save
+from benchmarks.tables import accumulation
 from distmp.parallel.world import World
 from distmp.telemetry.memory import begin_peak, peak_since
 
@@ -154,7 +155,7 @@ def main() -> int:
         "seconds": _times(arguments),
     }
     kept = save(f"accumulation-step-{arguments.device.type}", result)
-    print(figures.accumulation_step(result))
+    print(accumulation.accumulation_step(result))
     print(f"kept in {kept}")
     return 0
 

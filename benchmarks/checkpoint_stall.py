@@ -22,9 +22,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import figures, memory
+from benchmarks import memory
 from benchmarks.ranks import Ranks, is_rank, serve
 from benchmarks.report import machine, save
+from benchmarks.tables import runs
 from distmp import Engine
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.writer import CheckpointWriter
@@ -149,7 +150,7 @@ def main() -> int:
         "turns": _turns(arguments.rounds),
     }
     kept = save("checkpoint-stall-cpu", result)
-    print(figures.checkpoint_stall(result))
+    print(runs.checkpoint_stall(result))
     print(f"kept in {kept}")
     return 0
 
@@ -169,7 +170,7 @@ def _memory(way: str) -> dict[str, float]:
 
 
 def _turns(rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Return for each way and turn the seconds that `figures.checkpoint_stall` asks for."""
+    """Return for each way and turn the seconds that `runs.checkpoint_stall` asks for."""
     turns: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
     with ExitStack() as stack:
         started = {

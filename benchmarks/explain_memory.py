@@ -19,8 +19,8 @@ from torch._C._profiler import _EventType
 from torch.multiprocessing.spawn import spawn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from benchmarks import figures
 from benchmarks.report import machine, save
+from benchmarks.tables import runs
 from distmp.assembly import Progress, build_engine, prepare, training_batches
 from distmp.config import RunConfig, load
 from distmp.explain.explanation import predict
@@ -61,7 +61,7 @@ def main() -> int:
         }
         print(name, cases[name], flush=True)
     result = {"machine": machine(), "steps": STEPS, "cases": cases}
-    print(figures.explain_memory(result))
+    print(runs.explain_memory(result))
     print(f"kept in {save('explain-memory-cpu', result)}")
     return 0
 

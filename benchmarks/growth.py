@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from benchmarks import figures
 from benchmarks.explain_memory import CPU, peak_allocated, stepper
 from benchmarks.report import machine, save
+from benchmarks.tables import runs
 from distmp.config import RunConfig, load
 from distmp.explain.explanation import predict
 from distmp.precision import policy
@@ -58,7 +58,7 @@ def main() -> int:
             ways[name][str(ranks)] = found | real.get(name, {})
             print(ranks, name, ways[name][str(ranks)], flush=True)
     result = {"machine": machine(), "samples_per_rank": SAMPLES_PER_RANK, "ways": ways}
-    print(figures.growth(result))
+    print(runs.growth(result))
     print(f"kept in {save('growth-cpu', result)}")
     return 0
 

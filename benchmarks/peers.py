@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks import figures, memory, races
+from benchmarks import memory, races
 from benchmarks.device import parse, parser, synchronize
 from benchmarks.loops import (
     BF16,
@@ -49,6 +49,7 @@ from benchmarks.loops import (
 )
 from benchmarks.ranks import RankError, Ranks, is_rank, serve, take_turns
 from benchmarks.report import machine, save
+from benchmarks.tables import steps
 from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks
 from distmp.precision.hardware import native_dtypes
@@ -261,7 +262,7 @@ def main() -> int:
         result["races"][race] = _run(race, size, references[size], arguments)
         print(races.rendered(race, result["races"][race]), end="\n\n", flush=True)
         kept = save(f"{name}-{device}", result)  # by now: the run may be ended by a limit
-    print(figures.peers(result).splitlines()[-1])
+    print(steps.peers(result).splitlines()[-1])
     print(f"kept in {kept}")
     return 0
 

@@ -11,10 +11,10 @@ import argparse
 import sys
 from typing import Any
 
-from benchmarks import figures
 from benchmarks.device import parse, parser
 from benchmarks.peak import kind_of, transformer_flops
 from benchmarks.report import machine, save
+from benchmarks.tables import precision
 from distmp.bench.precision import BenchPrecisionConfig, compare, load
 from distmp.data.text import VOCABULARY_SIZE
 from distmp.parallel.world import World
@@ -43,7 +43,7 @@ def main() -> int:
         "apart": {name: compared.apart(name) for name in compared.measured},
         **compared.as_json(),
     }
-    print(figures.policies(result))
+    print(precision.policies(result))
     print(f"kept in {save(f'policies-{device.type}', result)}")
     return 0
 

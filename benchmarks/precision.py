@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks import figures
 from benchmarks.device import CPU, parser
 from benchmarks.report import machine, save
+from benchmarks.tables import precision
 from distmp import Engine, PrecisionPolicy, policy
 from distmp.models.loss import next_token_loss
 from distmp.models.transformer import Transformer, TransformerConfig
@@ -45,10 +45,10 @@ def main() -> int:
     torch.manual_seed(0)
     if device == CPU:
         errors = {"machine": machine(device), "errors": measure_errors()}
-        print(figures.precision_errors(errors))
+        print(precision.precision_errors(errors))
         print(f"kept in {save('precision-errors-cpu', errors)}\n")
     training = {"machine": machine(device), "steps": STEPS, "losses": measure_training(device)}
-    print(figures.precision_training(training))
+    print(precision.precision_training(training))
     print(f"kept in {save(f'precision-training-{device.type}', training)}")
     return 0
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks import figures
 from benchmarks.report import Spread, alternating, machine, save
+from benchmarks.tables import steps
 from distmp.assembly import Progress, prepare, training_batches
 from distmp.config import RunConfig, load
 from distmp.launcher.local import run_ranks
@@ -142,7 +142,7 @@ def _report(config: RunConfig, world: World, seconds: dict[str, list[float]]) ->
         },
         "tokens_per_second_of_plain_ddp": Spread.of(ratios),
     }
-    print(figures.quickstart(result))
+    print(steps.quickstart(result))
     print(f"kept in {save(f'quickstart-{world.device.type}', result)}")
 
 

@@ -43,15 +43,10 @@ def check_same_work(name: str, race: Found, loop: Found) -> None:
 def rendered(name: str, race: Found) -> str:
     """Return table and verdict of a race as Markdown."""
     missing = [f"- {loop} is not there: {reason}." for loop, reason in race["absent"].items()]
-    peers = {
-        loop: found
-        for loop, found in race["loops"].items()
-        if not is_ours(loop) and same_dtype(race, found)
-    }
+    peers = _peers(race)
     if not peers:
         return "\n".join([f"Nobody to compare with in {name}.", "", *missing])
-    fastest = min(peers, key=lambda loop: Spread.of(peers[loop]["seconds"]).median)
-    leanest = min(peers, key=lambda loop: peers[loop]["memory"])
+    fastest, leanest = best_peers(race)
     rows: list[dict[str, object]] = []
     for loop, found in race["loops"].items():
         counts = same_dtype(race, found)
@@ -75,6 +70,21 @@ def rendered(name: str, race: Found) -> str:
     ]
     work = f"Transformer of size {race['size']}, {race['tokens']:,} tokens a step."
     return "\n\n".join([table(rows), work, "\n".join([*lines, *missing])])
+
+
+def best_peers(race: Found) -> tuple[str, str]:
+    """Return the fastest of the others that did the same work, and the one with least memory."""
+    peers = _peers(race)
+    fastest = min(peers, key=lambda loop: Spread.of(peers[loop]["seconds"]).median)
+    return fastest, min(peers, key=lambda loop: peers[loop]["memory"])
+
+
+def _peers(race: Found) -> dict[str, Found]:
+    return {
+        loop: found
+        for loop, found in race["loops"].items()
+        if not is_ours(loop) and same_dtype(race, found)
+    }
 
 
 def beside(peer: str, found: dict[str, Found]) -> str:

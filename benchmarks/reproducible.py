@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from benchmarks import figures
 from benchmarks.ranks import Ranks, is_rank, serve
 from benchmarks.report import machine, save
+from benchmarks.tables.runs import reproducible
 from distmp import Engine
 from distmp.assembly import Progress, build_engine, prepare, training_batches
 from distmp.config import RunConfig, load
@@ -158,7 +158,7 @@ def main() -> int:
         "runs": runs,
     }
     kept = save("reproducible-cpu", result)
-    print(figures.reproducible(result))
+    print(reproducible(result))
     print(f"kept in {kept}")
     return 0 if _all_equal(runs) else 1
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from benchmarks import figures
 from benchmarks.device import elapsed, parse, parser
 from benchmarks.report import in_turns, machine, save
+from benchmarks.tables import steps
 from distmp.buckets.layout import DEFAULT_BUCKET_BYTES
 from distmp.scaling import (
     DistributedGradScaler,
@@ -128,7 +128,7 @@ def main() -> int:
         "parameters": len(work.parameters),
         "milliseconds": in_turns(list(ways), arguments.rounds, milliseconds, warm_up=2),
     }
-    print(figures.step_tail(result))
+    print(steps.step_tail(result))
     print(f"kept in {save(f'step-tail-{device.type}', result)}")
     return 0
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import figures
+from benchmarks.tables import accumulation, precision
 
 MACHINE = {
     "cpu": "a CPU",
@@ -54,7 +55,7 @@ def step_result(machine: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_step_has_its_share_of_the_peak() -> None:
-    text = figures.accumulation_step(step_result(MACHINE))
+    text = accumulation.accumulation_step(step_result(MACHINE))
     assert head(text) == [
         "way",
         "seconds",
@@ -80,7 +81,7 @@ def test_a_step_has_its_share_of_the_peak() -> None:
 
 def test_a_cpu_has_no_peak() -> None:
     cpu = {"cpu": "a CPU", "gpu": None, "torch": "2.13.0", "date": "2026-12-01"}
-    text = figures.accumulation_step(step_result(cpu))
+    text = accumulation.accumulation_step(step_result(cpu))
     assert "of the peak" not in head(text)
     assert text.endswith("a CPU, torch 2.13.0, 2026-12-01.")
 
@@ -106,7 +107,7 @@ def test_microbatches_have_error_time_and_memory_in_one_row() -> None:
         "reference": DDP,
         "ways": {DDP: way(1), ENGINE: way(2), "too large": {"8": {"error": None}, "64": {}}},
     }
-    text = figures.accumulation_microbatches(result)
+    text = accumulation.accumulation_microbatches(result)
     assert rows(text) == [
         [DDP, "1e-03 / 1e-03", "1.00 / 1.00", "7.0 / 7.0", "5.0% / 5.0%"],
         [ENGINE, "2e-03 / 2e-03", "2.00 / 2.00", "8.0 / 8.0", "2.5% / 2.5%"],
@@ -133,7 +134,7 @@ def test_policies_have_the_peak_of_their_kind() -> None:
             "bf16": {"step_seconds": 0.1, "memory_bytes": 8e9},
         },
     }
-    assert rows(figures.policies(result)) == [
+    assert rows(precision.policies(result)) == [
         ["`fp32`", "1e+03", "16,000", "40", "80.0%", "9,000", "2.5000", "0.00%"],
         ["`bf16`", "100", "160,000", "400", "40.0%", "8,000", "2.5100", "0.40%"],
     ]

@@ -24,6 +24,7 @@ from benchmarks.loops import (
     Work,
 )
 from benchmarks.peers import RACES, STEPS, computing_dtype
+from benchmarks.tables import steps
 from distmp.buckets.collectives import all_gather, all_reduce, reduce_scatter
 from distmp.models.settings import ModelConfig
 from distmp.precision.policy import dtype_name
@@ -201,7 +202,7 @@ def test_a_result_names_versions_and_machine() -> None:
         "steps": 2,
         "races": {"ddp fp16": race()},
     }
-    last = figures.peers(result).splitlines()[-1]
+    last = steps.peers(result).splitlines()[-1]
     assert "accelerate 1.15.0, lightning-fabric 2.6.6; Abacus, torch 2.13.0" in last
     assert "2 ranks with 4 microbatches" in last
 

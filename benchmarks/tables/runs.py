@@ -1,0 +1,96 @@
+"""Tables of what holds for whole runs: the same bits, memory, growth, checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.report import Spread, ratios, table
+from benchmarks.tables.machine import machine_line
+
+
+def reproducible(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.reproducible` and a line on its machine."""
+    runs = result["runs"]
+    layouts = list(dict.fromkeys(run["layout"] for run in runs))
+    rows: list[dict[str, object]] = []
+    for policy, mode in dict.fromkeys((run["policy"], run["mode"]) for run in runs):
+        digests = {
+            run["layout"]: run["digest"]
+            for run in runs
+            if (run["policy"], run["mode"]) == (policy, mode)
+        }
+        shown = {layout: f"`{digests[layout][:8]}`" for layout in layouts}
+        rows.append({"policy": policy, "mode": mode, **shown})
+    first = runs[0]
+    return (
+        f"{table(rows)}\n\nSHA-256, shortened, of weights, FP32 masters and moments after "
+        f"{result['steps']} steps of the quickstart's model with samples of "
+        f"{result['sequence_length']} tokens, at ranks x microbatches; {first['skipped']} of the "
+        f"steps overflowed and was skipped, {first['clipped']} were clipped. {machine_line(result)}"
+    )
+
+
+def explain_memory(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.explain_memory`."""
+    rows: list[dict[str, object]] = [
+        {
+            "run": name,
+            "policy": f"`{case['policy']}`",
+            "ranks": case["ranks"],
+            "predicted, MB": f"{case['predicted'] / 1e6:.1f}",
+            "measured, MB": f"{case['measured'] / 1e6:.1f}",
+            "predicted / measured": f"{case['predicted'] / case['measured']:.3f}",
+        }
+        for name, case in result["cases"].items()
+    ]
+    return (
+        f"{table(rows)}\n\nMeasured: the most that torch's CPU allocator had given out on the "
+        f"first rank in a step after the first. {machine_line(result)}"
+    )
+
+
+def growth(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.growth`."""
+    rows: list[dict[str, object]] = []
+    for way, by_ranks in result["ways"].items():
+        for ranks, found in by_ranks.items():
+            row: dict[str, object] = {"way": way, "ranks": f"{int(ranks):,}"}
+            for quantity, title in (("memory", "memory"), ("wire", "sent in a step")):
+                predicted, measured = found[quantity], found.get(f"measured_{quantity}", 0)
+                row[f"{title}: predicted, MB"] = f"{predicted / 1e6:.1f}"
+                # One rank sends nothing but what it writes by the way.
+                real = measured if predicted else 0
+                row[f"{title}: real, MB"] = f"{real / 1e6:.1f}" if real else ""
+                row[f"{title}: predicted / real"] = f"{predicted / real:.3f}" if real else ""
+            row["seconds of a step"] = f"{found['seconds']:.2f}" if "seconds" in found else ""
+            rows.append(row)
+    return (
+        f"{table(rows)}\n\n22 M parameters, bf16, {result['samples_per_rank']} samples on every "
+        f"rank; real steps on {result['machine']['cores']} cores of {machine_line(result)}"
+    )
+
+
+def checkpoint_stall(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.checkpoint_stall` and a line on its machine."""
+    blocking = [turn["stall"] for turn in result["turns"]["blocking"]]
+    rows: list[dict[str, object]] = []
+    for way, turns in result["turns"].items():
+        stalls = [turn["stall"] for turn in turns]
+        slower = ratios([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
+        memory = result["memory"][way]
+        rows.append(
+            {
+                "saving": way,
+                "training stands still, s": Spread.of(stalls),
+                "of a blocking save": ratios(stalls, blocking),
+                "written after, s": Spread.of([turn["written"] for turn in turns]),
+                "step while it is written, of one without": slower if way != "blocking" else "",
+                "memory of a rank, of the state": f"{memory['beyond'] / memory['state']:.2f}",
+            }
+        )
+    state = result["memory"]["blocking"]["state"]
+    return (
+        f"{table(rows)}\n\nMedian (least to most) of {len(blocking)} alternating turns, ratios "
+        f"turn by turn. {result['ranks']} ranks share the writing of a state of "
+        f"{state / 1e6:.0f} MB. {result['machine']['cores']} cores of {machine_line(result)}"
+    )
