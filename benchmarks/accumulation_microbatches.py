@@ -7,11 +7,9 @@ parameters on two CPU ranks over gloo, each way in processes of its own.
   gradients that plain autograd has for each microbatch, in the types that the way computes in. What
   is left is the error of accumulating and reducing.
 - Time: a step of plain SGD; the ways are all alive and take turns.
-- Memory: in fresh processes, the largest resident set during a step, less what was resident before
-  the model was built.
+- Memory: the most bytes of tensors that are alive at once during a step, without the microbatches.
 
-Five minutes on two cores. `--device cuda` takes a larger model, one rank for each GPU, and memory
-as torch's allocator has given it out.
+Five minutes on two cores. `--device cuda` takes a larger model and one rank for each GPU.
 """
 
 from __future__ import annotations
@@ -26,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks import memory
-from benchmarks.accumulation_ways import DDP_AUTOCAST, DDP_BF16, WAYS, Task, regression
+from benchmarks.accumulation_ways import DDP_AUTOCAST, DDP_BF16, WAYS, Task, Way, regression
 from benchmarks.device import parse, parser, synchronize
+from benchmarks.memory import LiveStorages
 from benchmarks.peak import model_flops
 from benchmarks.ranks import Ranks, is_rank, largest, serve, take_turns
 from benchmarks.report import machine, save
@@ -48,7 +46,6 @@ class Shape(NamedTuple):
     samples: int
 
 
-# Layers so wide that the allocator gives each tensor back by itself.
 SHAPES = {"cpu": Shape(512, 4, max(COUNTS), 8), "cuda": Shape(4096, 8, max(COUNTS), 64)}
 
 
@@ -62,7 +59,6 @@ class Rank:
         # Kernels are made, and libraries loaded, for good; all layers are alike.
         self._build(self._make_task(shape._replace(depth=1, batches=2))).step(2)
         self._task = self._make_task(shape)
-        self._base = begin_peak(world.device)
         self._way = self._build(self._task)
 
     def _make_task(self, shape: Shape) -> Task:
@@ -110,12 +106,26 @@ class Rank:
 
     def peak(self, count: int) -> float:
         """Return the most bytes per parameter in use during a step that is not the first."""
-        for _ in range(2):  # DDP sorts its buckets in the second
-            self._way.step(min(COUNTS))
-        begin_peak(self._world.device)
-        self._way.step(count)
-        peak = peak_since(self._base, self._world.device)
+        if self._world.device.type == "cuda":
+            base = begin_peak(self._world.device)
+            way = self._settled()
+            begin_peak(self._world.device)
+            way.step(count)
+            peak = peak_since(base, self._world.device)
+        else:
+            with LiveStorages() as live:
+                way = self._settled()
+                live.peak = 0  # building may take more
+                way.step(count)
+            peak = live.peak
         return peak / sum(parameter.numel() for parameter in self._task.make_model().parameters())
+
+    def _settled(self) -> Way:
+        """Return a new way that has taken its first steps; DDP sorts its buckets in the second."""
+        way = self._build(self._task)
+        for _ in range(2):
+            way.step(min(COUNTS))
+        return way
 
     def _meet(self) -> None:
         synchronize(self._world.device)
@@ -149,25 +159,19 @@ def _measure(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, Any
     ways: dict[str, dict[str, dict[str, Any]]] = {
         way: {str(count): {} for count in COUNTS} for way in WAYS
     }
-    for way, found in ways.items():
-        with _started(way, arguments, memory.EXACT_MALLOC) as ranks:
-            for count in COUNTS:
-                found[str(count)]["bytes_per_parameter"] = largest(way, ranks, f"peak {count}")
     with ExitStack() as stack:
-        alive = {way: stack.enter_context(_started(way, arguments)) for way in WAYS}
+        module, device = "benchmarks.accumulation_microbatches", arguments.device.type
+        alive = {
+            way: stack.enter_context(Ranks(module, way, arguments.ranks, device=device))
+            for way in WAYS
+        }
         for count in COUNTS:
             for way, found in ways.items():
                 found[str(count)]["error"] = largest(way, alive[way], f"error {count}")
+                found[str(count)]["bytes_per_parameter"] = largest(way, alive[way], f"peak {count}")
             for way, seconds in take_turns(alive, f"time {count}", arguments.rounds).items():
                 ways[way][str(count)]["seconds"] = seconds
     return ways
-
-
-def _started(
-    way: str, arguments: argparse.Namespace, environment: dict[str, str] | None = None
-) -> Ranks:
-    module = "benchmarks.accumulation_microbatches"
-    return Ranks(module, way, arguments.ranks, environment, arguments.device.type)
 
 
 if __name__ == "__main__":

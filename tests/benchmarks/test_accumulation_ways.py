@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ import torch.distributed as dist
 from benchmarks.accumulation_microbatches import SHAPES, Rank, Shape
 from benchmarks.accumulation_ways import DDP_BF16, WAYS, regression
 from distmp.parallel.world import World
+from distmp.scaling.norms import CHUNK
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")
@@ -41,5 +44,17 @@ def test_the_error_is_that_of_accumulating_alone() -> None:
     errors = {way: Rank(way, world).answer("error 64") for way in WAYS}
     assert errors.pop(DDP_BF16) > 1e-3
     assert max(errors.values()) < 1e-6
-    # The same microbatches, and still another gradient.
-    assert Rank(DDP_BF16, world).answer("error 8") < 1e-2
+
+
+@ranks(2)
+def test_memory_grows_with_the_microbatches_only_where_sums_are_kept_apart() -> None:
+    SHAPES["cpu"] = Shape(128, 2, 64, SAMPLES)
+    world = World.current("cpu")
+    parameters = 2 * (128 * 128 + 128)
+    padded = math.ceil(parameters / (2 * CHUNK)) * 2 * CHUNK
+    for way in WAYS:
+        few, many = (Rank(way, world).answer(f"peak {count}") for count in (8, 64))
+        # One more set of FP32 buckets, of whole chunks for each rank, with each doubling.
+        expected = 3 * 4 * padded / parameters if "reproducible" in way else 0
+        assert many - few == pytest.approx(expected, abs=0.5), way
+        assert few > 4
