@@ -127,5 +127,6 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
         f"each of {result['ranks']} ranks; {result['parameters'] / 1e6:.2f} M parameters. Relative "
         "L2 error against the float64 mean of the gradients of single microbatches. Time: median "
         f"of {len(reference[counts[0]]['seconds'])} alternating turns of a step, ratios turn by "
-        f"turn; the reference takes {times} s. Memory: tensors alive at once. {machine_line(result)}"
+        f"turn; the reference takes {times} s. Memory: tensors alive at once. "
+        + machine_line(result)
     )
