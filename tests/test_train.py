@@ -78,7 +78,7 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(
     expected = trained(tmp_path / "cpu", "--strategy=single", *arguments, ranks=1)
     for case, records in found.items():
         # On a GPU the tensors are counted, on a CPU the whole process.
-        assert records[-1].memory_bytes < 1e8 < expected[-1].memory_bytes, case
+        assert 2 * records[-1].memory_bytes < expected[-1].memory_bytes, case
         assert losses(records) == pytest.approx(losses(expected), rel=1e-3), case
 
 

@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from distmp.errors import SetupError
 
+# Versions of torch that the tests have passed on; see the README.
+TESTED = ("2.10", "2.11", "2.13", "2.15")
 GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
 PARAMETER_ATTRIBUTES = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param")
 # With it torch 2.15 lets autograd sum the uses of a weight in 16 bits, to save a cast.
@@ -46,7 +48,7 @@ def check(model: nn.Module) -> None:
             {
                 0: f"FSDP2 of torch {torch.__version__} has no {', '.join(sorted(missing))}, which "
                 "distmp needs to accumulate in FP32; use a version of torch that distmp is tested "
-                "with (2.10, 2.11, 2.13, 2.15), or strategy = 'ddp'"
+                f"with ({', '.join(TESTED)}), or strategy = 'ddp'"
             },
             exit_code=2,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,3 +63,11 @@ def test_this_torch_has_the_public_methods() -> None:
     later = ("reset_iter_state", "set_reduce_scatter_unused_params")
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     assert all(hasattr(FSDPModule, name) for name in later) or version < (2, 13)
+
+
+def test_the_readme_names_the_versions_that_were_tested() -> None:
+    root = Path(__file__).parents[2]
+    (version,) = re.findall(r"^torch==(\d+\.\d+)", (root / "constraints.txt").read_text(), re.M)
+    assert version in fsdp_internals.TESTED
+    tested = (root / "README.md").read_text().partition("CI runs everything")[2]
+    assert set(re.findall(r"\b2\.\d+\b", tested)) == set(fsdp_internals.TESTED)
