@@ -48,10 +48,12 @@ def figure(name: str) -> str:
     parts = NAME.fullmatch(name)
     assert parts is not None, f"no figure has the name {name}"
     kind, size, device = parts["table"], parts["size"] or "", parts["device"]
-    if kind == "summary":
-        return summary(lambda result: _read(f"{result}-{device}"))
-    result = f"{RESULT_OF.get(kind, kind)}{size}-{device}"
-    return TABLES[kind](_read(result)) if _kept(result).exists() else "Not measured yet."
+    try:
+        if kind == "summary":
+            return summary(lambda result: _read(f"{result}-{device}"))
+        return TABLES[kind](_read(f"{RESULT_OF.get(kind, kind)}{size}-{device}"))
+    except FileNotFoundError:
+        return "Not measured yet."
 
 
 def _every_gpu_result() -> str:
@@ -61,12 +63,8 @@ def _every_gpu_result() -> str:
     return "\n\n".join(found) or "No result of a GPU is kept yet."
 
 
-def _kept(result: str) -> Path:
-    return RESULTS / f"{result}.json"
-
-
 def _read(result: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(_kept(result).read_text())
+    found: dict[str, Any] = json.loads((RESULTS / f"{result}.json").read_text())
     return found
 
 
