@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -116,7 +117,8 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
     }
     for name, (parameter, computed) in cases.items():
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
-        accelerator = Accelerator(name, loss_scale=RULES, fsdp_plugin=plugin)
+        with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+            accelerator = Accelerator(name, loss_scale=RULES, fsdp_plugin=plugin)
         assert accelerator.distributed_type == DistributedType.FSDP
         module = make_model().bfloat16()  # what is trained becomes FP32, exactly
         seen: list[torch.dtype] = []
@@ -153,7 +155,6 @@ def _let_accelerate_shard_on_cpu() -> None:
     """accelerate does so on GPUs only; what it then does is the same."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
-    torch.accelerator.is_available = lambda: True
 
 
 def _recorder(seen: list[torch.dtype]) -> Callable[..., None]:

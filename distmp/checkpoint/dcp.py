@@ -38,7 +38,7 @@ def write(
         CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
     """
     files = _Files()
-    _silence_alone(ranks)
+    _silence(ranks)
     with ranks.one_error(goal):
         state_dict_saver.save(
             dict(tensors),
@@ -64,7 +64,7 @@ def read(
     Raises:
         CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
     """
-    _silence_alone(ranks)
+    _silence(ranks)
     with ranks.one_error(goal):
         state_dict_loader.load(
             dict(tensors),
@@ -163,10 +163,12 @@ class _Reader(FileSystemReader):
         return self._index
 
 
-def _silence_alone(ranks: Ranks) -> None:
-    """Silence DCP's warning that a run without a process group has none.
+def _silence(ranks: Ranks) -> None:
+    """Silence warnings of DCP that nobody can do anything about.
 
+    They are that a run without a process group has none, and a deprecation inside torch 2.10.
     For good: to restore the filters afterwards would undo what other threads do to them meanwhile.
     """
+    warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     if not ranks.distributed:
         warnings.filterwarnings("ignore", message="torch.distributed is .*uninitialized")
