@@ -87,29 +87,6 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     assert "first host (one, 10.99.7.1)" in last_line(second_output)
 
 
-def test_the_cable_is_put_back(hosts: TwoHosts, tmp_path: Path) -> None:
-    """Ranks that have lost each other start again and go on from the checkpoint."""
-    words = [
-        *meeting_at("one:29400", "--max-restarts=5"),
-        *("--", *TINY, "--data.path", str(corpus(tmp_path / "data")), "--checkpoint.every=2"),
-        *("--run-dir", str(tmp_path / "run"), "--steps=100000", "--timeout-minutes=0.25"),
-    ]
-    agents = [hosts.launch(host, *words) for host in range(2)]
-    wait_for_steps(tmp_path, 5, agents[0])
-    hosts.cut()
-    agents[0].wait_for("distmp: ")  # the first words of a rank that ends
-    hosts.mend()
-    # The console is that of rank 0, on whichever host that is now.
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    again = re.compile(r"restart \d of 5: .*; going on from step [1-9]")
-    while not again.search(told := agents[0].text() + agents[1].text()):
-        assert time.monotonic() < deadline, told
-        time.sleep(0.1)
-    wait_for_steps(tmp_path, max(steps(tmp_path)) + 5, agents[0])
-    found = steps(tmp_path)
-    assert found == list(range(1, len(found) + 1))
-
-
 def test_what_cannot_begin_is_one_message(hosts: TwoHosts) -> None:
     """Started together: each costs an import of torch, and waits for others or for time-outs."""
     held = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"
