@@ -59,11 +59,17 @@ def _races(result: dict[str, Any]) -> list[Row]:
             (
                 f"a training step, `{name.split()[0]}`, bf16: time; memory",
                 f"{seconds.median:.2f}; {share:.2f}",
-                f"1; 1, the fastest ({fastest}) and the smallest ({leanest}) of its peers",
+                f"1; 1, {_named(fastest, leanest)}",
                 "peers",
             )
         )
     return rows
+
+
+def _named(fastest: str, leanest: str) -> str:
+    if fastest == leanest:
+        return f"{fastest}, the fastest and smallest of its peers"
+    return f"{fastest}, the fastest, and {leanest}, the smallest of its peers"
 
 
 def _tail(result: dict[str, Any]) -> Row:
