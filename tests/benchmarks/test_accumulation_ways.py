@@ -56,5 +56,7 @@ def test_memory_grows_with_the_microbatches_only_where_sums_are_kept_apart() -> 
         few, many = (Rank(way, world).answer(f"peak {count}") for count in (8, 64))
         # One more set of FP32 buckets, of whole chunks for each rank, with each doubling.
         expected = 3 * 4 * padded / parameters if "reproducible" in way else 0
-        assert many - few == pytest.approx(expected, abs=0.5), way
+        # Buffers of collectives come and go with the timing of ranks, FSDP2's most of all; a set of
+        # gradients more would be 4, and one that is kept for each microbatch 200.
+        assert many - few == pytest.approx(expected, abs=2), way
         assert few > 4
