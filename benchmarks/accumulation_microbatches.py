@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -25,10 +24,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.accumulation_ways import DDP_AUTOCAST, DDP_BF16, WAYS, Task, Way, regression
-from benchmarks.device import parse, parser, synchronize
+from benchmarks.device import parse, parser
 from benchmarks.memory import LiveStorages
 from benchmarks.peak import model_flops
-from benchmarks.ranks import Ranks, is_rank, largest, serve, take_turns
+from benchmarks.ranks import Ranks, elapsed_together, is_rank, largest, serve, take_turns
 from benchmarks.report import machine, save
 from benchmarks.tables import accumulation
 from distmp.parallel.world import World
@@ -98,11 +97,7 @@ class Rank:
 
     def time(self, count: int) -> float:
         """Return the seconds of one step."""
-        self._meet()
-        started = time.perf_counter()
-        self._way.step(count)
-        self._meet()
-        return time.perf_counter() - started
+        return elapsed_together(lambda: self._way.step(count), self._world.device)
 
     def peak(self, count: int) -> float:
         """Return the most bytes per parameter in use during a step that is not the first."""
@@ -126,10 +121,6 @@ class Rank:
         for _ in range(2):
             way.step(min(COUNTS))
         return way
-
-    def _meet(self) -> None:
-        synchronize(self._world.device)
-        dist.barrier()
 
 
 def main() -> int:

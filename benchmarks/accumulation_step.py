@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from benchmarks import memory
 from benchmarks.accumulation_ways import (
@@ -33,9 +31,9 @@ from benchmarks.accumulation_ways import (
     Way,
     transformer,
 )
-from benchmarks.device import parse, parser, synchronize
+from benchmarks.device import parse, parser
 from benchmarks.peak import transformer_flops
-from benchmarks.ranks import RankError, Ranks, is_rank, serve, take_turns
+from benchmarks.ranks import RankError, Ranks, elapsed_together, is_rank, serve, take_turns
 from benchmarks.report import machine, save
 from benchmarks.tables import accumulation
 from distmp.parallel.world import World
@@ -87,11 +85,7 @@ class Rank:
 
     def time(self) -> float:
         """Return the seconds of one step."""
-        self._meet()
-        started = time.perf_counter()
-        self._way.step(MICROBATCHES)
-        self._meet()
-        return time.perf_counter() - started
+        return elapsed_together(lambda: self._way.step(MICROBATCHES), self._device)
 
     def peak(self) -> dict[str, float]:
         """Return bytes in use per parameter: at most in a step, and after it."""
@@ -124,10 +118,6 @@ class Rank:
                 loss = task.mean_loss(model, task.batches[0], 1)
             loss.backward()
         return sum(parameter.numel() for parameter in model.parameters())
-
-    def _meet(self) -> None:
-        synchronize(self._device)
-        dist.barrier()
 
 
 def _settle(way: Way) -> None:

@@ -12,15 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.loops import shard
 from distmp import Engine, Fp32GradBuckets
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
-from distmp.parallel.blocks import find_blocks
 
 RATE = 1e-4
 VOCABULARY = 258
@@ -157,6 +156,8 @@ class Way(ABC):
 class ByHand(Way):
     """A way that accumulates, and updates after that."""
 
+    _optimizer: torch.optim.Optimizer
+
     def step(self, count: int) -> None:
         self.accumulate(count)
         self.update()
@@ -171,9 +172,10 @@ class ByHand(Way):
     def accumulate(self, count: int) -> None:
         """Run forward and backward of all microbatches, and reduce."""
 
-    @abstractmethod
     def update(self) -> None:
         """Change the weights, and forget the gradients."""
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 def _whole(gradient: Tensor | None) -> Tensor:
@@ -198,31 +200,20 @@ class TorchDDP(ByHand):
                 loss = self.task.mean_loss(self._ddp, batch, count)
             loss.backward()
 
-    def update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-
 
 class Fsdp2(ByHand):
     """FSDP2 per block, bfloat16 compute and FP32 reduction in the last microbatch."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         mesh = init_device_mesh(task.device.type, (dist.get_world_size(),))
-        for block in find_blocks(self.model).values():
-            fully_shard(block, mesh=mesh, mp_policy=policy)
-        self._sharded = fully_shard(self.model, mesh=mesh, mp_policy=policy)
+        self._sharded = shard(self.model, torch.bfloat16, mesh)
         self._optimizer = torch.optim.SGD(self.model.parameters(), RATE)
 
     def accumulate(self, count: int) -> None:
         for index, batch in enumerate(self.task.microbatches(count)):
             self._sharded.set_requires_gradient_sync(index == count - 1)
             self.task.mean_loss(self.model, batch, count).backward()
-
-    def update(self) -> None:
-        self._optimizer.step()
-        self._optimizer.zero_grad()
 
 
 class Buckets(ByHand):

@@ -120,20 +120,15 @@ class Alone(Loop):
         return float(torch.stack([*self.losses]).sum().double())
 
 
-class TorchDDP(Loop):
-    """DDP, autocast and GradScaler, as torch's documentation has them."""
+class ByHand(Loop):
+    """A wrapper of torch's with its GradScaler, as its documentation has them."""
 
-    def __init__(self, work: Work, dtype: torch.dtype | None) -> None:
-        super().__init__(work, dtype)
-        self._ddp = DistributedDataParallel(self.model)
-        self._optimizer = self.adamw()
-        self._scaler = torch.amp.GradScaler(work.device.type, enabled=dtype == FP16)
+    _optimizer: torch.optim.Optimizer
+    _scaler: torch.amp.GradScaler
 
     def step(self) -> None:
         for index, microbatch in enumerate(self.microbatches):
-            self._ddp.require_backward_grad_sync = index == MICROBATCHES - 1
-            with torch.autocast(self.work.device.type, self.dtype, enabled=self.dtype is not None):
-                loss = self.work.mean_loss(self._ddp, microbatch)
+            loss = self.forward(microbatch, last=index == MICROBATCHES - 1)
             self._scaler.scale(loss).backward()
             self.losses.append(loss.detach())
         self._scaler.unscale_(self._optimizer)
@@ -141,6 +136,25 @@ class TorchDDP(Loop):
         self._scaler.step(self._optimizer)
         self._scaler.update()
         self._optimizer.zero_grad()
+
+    @abstractmethod
+    def forward(self, microbatch: dict[str, Tensor], *, last: bool) -> Tensor:
+        """Return the loss of a microbatch, whose backward reduces if it is the last one."""
+
+
+class TorchDDP(ByHand):
+    """DDP with autocast."""
+
+    def __init__(self, work: Work, dtype: torch.dtype | None) -> None:
+        super().__init__(work, dtype)
+        self._ddp = DistributedDataParallel(self.model)
+        self._optimizer = self.adamw()
+        self._scaler = torch.amp.GradScaler(work.device.type, enabled=dtype == FP16)
+
+    def forward(self, microbatch: dict[str, Tensor], *, last: bool) -> Tensor:
+        self._ddp.require_backward_grad_sync = last
+        with torch.autocast(self.work.device.type, self.dtype, enabled=self.dtype is not None):
+            return self.work.mean_loss(self._ddp, microbatch)
 
 
 class TorchZero(TorchDDP):
@@ -164,8 +178,8 @@ class ScalerOfDistmp(TorchDDP):
         )
 
 
-class Fsdp2(Loop):
-    """FSDP2 per block, by hand, reduced in FP32 in the last microbatch; torch's scaler."""
+class Fsdp2(ByHand):
+    """FSDP2 per block, reduced in FP32 in the last microbatch."""
 
     def __init__(self, work: Work, dtype: torch.dtype | None) -> None:
         super().__init__(work, dtype)
@@ -173,17 +187,9 @@ class Fsdp2(Loop):
         self._optimizer = self.adamw()
         self._scaler = torch.amp.GradScaler(work.device.type, enabled=dtype == FP16)
 
-    def step(self) -> None:
-        for index, microbatch in enumerate(self.microbatches):
-            self._sharded.set_requires_gradient_sync(index == MICROBATCHES - 1)
-            loss = self.work.mean_loss(self.model, microbatch)
-            self._scaler.scale(loss).backward()
-            self.losses.append(loss.detach())
-        self._scaler.unscale_(self._optimizer)
-        nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        self._scaler.step(self._optimizer)
-        self._scaler.update()
-        self._optimizer.zero_grad()
+    def forward(self, microbatch: dict[str, Tensor], *, last: bool) -> Tensor:
+        self._sharded.set_requires_gradient_sync(last)
+        return self.work.mean_loss(self.model, microbatch)
 
 
 def shard(model: nn.Module, dtype: torch.dtype | None, mesh: Any = None) -> Any:

@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from importlib.metadata import PackageNotFoundError, version
@@ -25,11 +24,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from benchmarks import memory, races
-from benchmarks.device import parse, parser, synchronize
+from benchmarks.device import parse, parser
 from benchmarks.loops import (
     BF16,
     FP16,
@@ -47,7 +45,7 @@ from benchmarks.loops import (
     TorchZero,
     Work,
 )
-from benchmarks.ranks import RankError, Ranks, is_rank, serve, take_turns
+from benchmarks.ranks import RankError, Ranks, elapsed_together, is_rank, serve, take_turns
 from benchmarks.report import machine, save
 from benchmarks.tables import steps
 from distmp.models.settings import ModelConfig
@@ -196,11 +194,7 @@ class Rank:
 
     def seconds(self) -> float:
         """Return the seconds of one step."""
-        self._wait()
-        started = time.perf_counter()
-        self._loop.step()
-        self._wait()
-        return time.perf_counter() - started
+        return elapsed_together(self._loop.step, self._device)
 
     def work(self) -> dict[str, Any]:
         """Return the losses of some steps, what they computed in, and the peak of the last."""
@@ -217,10 +211,6 @@ class Rank:
             "losses": losses,
             "computes": dtype_name(computes),
         }
-
-    def _wait(self) -> None:
-        synchronize(self._device)
-        dist.barrier()
 
 
 @contextlib.contextmanager

@@ -12,16 +12,14 @@ import argparse
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.ranks import elapsed_together
 from benchmarks.report import Spread, alternating, machine, save
 from benchmarks.tables import steps
 from distmp.assembly import Progress, prepare, training_batches
@@ -79,7 +77,7 @@ def _distmp(config: RunConfig, world: World) -> float:
     """Return the seconds that distmp's trainer takes for all steps."""
     with StopSignals() as stop, Console(config.log, quiet=True) as console:
         trainer = Trainer(config, world, console)
-        return _timed(lambda: trainer.train(stop), world)
+        return elapsed_together(lambda: trainer.train(stop), world.device)
 
 
 def _plain(config: RunConfig, world: World) -> float:
@@ -116,17 +114,7 @@ def _plain(config: RunConfig, world: World) -> float:
             if step % 10 == 0:
                 losses.append(loss.item())
 
-    return _timed(train, world)
-
-
-def _timed(work: Callable[[], None], world: World) -> float:
-    dist.barrier()
-    started = time.perf_counter()
-    work()
-    if world.device.type == "cuda":
-        torch.cuda.synchronize()
-    dist.barrier()
-    return time.perf_counter() - started
+    return elapsed_together(train, world.device)
 
 
 def _report(config: RunConfig, world: World, seconds: dict[str, list[float]]) -> None:

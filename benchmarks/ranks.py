@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.device import synchronize
 from benchmarks.report import in_turns
 from distmp.parallel.world import World, carrier, leave, local_device
 
@@ -115,6 +117,20 @@ def take_turns(ways: Mapping[str, Ranks], order: str, rounds: int) -> dict[str, 
         The largest answer of its ranks for each turn, by way, without ways that could not do it.
     """
     return in_turns(list(ways), rounds, lambda way: largest(way, ways[way], order))
+
+
+def elapsed_together(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of `work` on all ranks, all of which call it with idle devices around."""
+
+    def meet() -> None:
+        synchronize(device)
+        dist.barrier()
+
+    meet()
+    started = time.perf_counter()
+    work()
+    meet()
+    return time.perf_counter() - started
 
 
 def serve(make: Callable[[str, World], Callable[[str], Any]]) -> int:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,55 +18,37 @@ spans = st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), max_size=10).map
 whole = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=10).map(union)
 
 
+def times_of(kind: st.SearchStrategy[list[Interval]]) -> st.SearchStrategy[Any]:
+    """Draw what `divide` takes."""
+    names = ("window", "data", "communication", "optimizer", "computation")
+    return st.fixed_dictionaries(dict.fromkeys(names, kind))
+
+
 def microseconds(trace: Trace) -> Breakdown:
     found = of_trace(trace).breakdown(1)
     return Breakdown(*(round(1e6 * seconds, 6) for seconds in found))
 
 
-@given(spans, spans, spans, spans, spans)
-def test_parts_add_up_to_the_whole(
-    window: list[Interval],
-    data: list[Interval],
-    communication: list[Interval],
-    optimizer: list[Interval],
-    computation: list[Interval],
-) -> None:
-    parts = divide(
-        window,
-        data=data,
-        communication=communication,
-        optimizer=optimizer,
-        computation=computation,
-    )
+@given(times_of(spans))
+def test_parts_add_up_to_the_whole(times: dict[str, list[Interval]]) -> None:
+    parts = divide(**times)
     found = parts.breakdown(1)
     assert all(seconds >= 0 for seconds in found)
-    expected = math.fsum(stop - start for start, stop in window) / 1e6
+    expected = math.fsum(stop - start for start, stop in times["window"]) / 1e6
     assert found.total == pytest.approx(expected, abs=1e-12)
 
 
-@given(whole, whole, whole, whole, whole)
-def test_every_moment_goes_to_the_first_part_that_holds(
-    window: list[Interval],
-    data: list[Interval],
-    communication: list[Interval],
-    optimizer: list[Interval],
-    computation: list[Interval],
-) -> None:
-    found = divide(
-        window,
-        data=data,
-        communication=communication,
-        optimizer=optimizer,
-        computation=computation,
-    )
+@given(times_of(whole))
+def test_every_moment_goes_to_the_first_part_that_holds(times: dict[str, list[Interval]]) -> None:
+    found = divide(**times)
     expected: dict[str, set[int]] = {name: set() for name in Parts._fields}
-    for time in moments(window):
-        busy = time in moments(optimizer) | moments(computation)
-        if time in moments(data):
+    for time in moments(times["window"]):
+        busy = time in moments(times["optimizer"]) | moments(times["computation"])
+        if time in moments(times["data"]):
             expected["data"].add(time)
-        elif time in moments(communication):
+        elif time in moments(times["communication"]):
             expected["hidden" if busy else "exposed"].add(time)
-        elif time in moments(optimizer):
+        elif time in moments(times["optimizer"]):
             expected["optimizer"].add(time)
         else:
             expected["computation" if busy else "idle"].add(time)
