@@ -89,6 +89,7 @@ def build_engine(
     *,
     policy: PolicyLike,
     attribution: bool,
+    first_step_checks: bool = True,
 ) -> Engine:
     """Build the engine of a configuration.
 
@@ -98,6 +99,7 @@ def build_engine(
         world: The ranks, which all have to call it.
         policy: What is computed in which type.
         attribution: Whether the engine keeps what `Engine.explain` needs.
+        first_step_checks: Whether the engine looks for mistakes in the first step.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -118,6 +120,7 @@ def build_engine(
         reproducible=config.reproducible,
         on_nonfinite=config.precision.on_nonfinite,
         divergence=config.divergence,
+        first_step_checks=first_step_checks,
         device=world.device,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.errors import CheckpointError, ConfigError, TrainingError
+from distmp.errors import CheckpointError, ConfigError, TrainingError, listed
 from distmp.faults.activity import UPDATE, VALIDATION, VERDICT, activity
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import create_state, named_state, prepare_for_device_skip
@@ -21,18 +22,19 @@ from distmp.outcome import StepNumbers, StepOutcome
 from distmp.parallel import (
     AccumulationSettings,
     ParallelConfig,
-    World,
     build_strategy,
     resolve_strategy,
 )
-from distmp.parallel.module_buffers import ModuleBuffers
+from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.own_time import StepClock
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
+from distmp.parallel.settings import SHARDED_STRATEGIES
+from distmp.parallel.world import lost_peers_explained, world_of_process
 from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context
 from distmp.precision.costs import costs
 from distmp.precision.switches import product_switches
-from distmp.replay import Replay, StepIngredients, generator_states
+from distmp.replay import Replay, StepIngredients, generator_states, generators_as
 from distmp.scaling import (
     LossScale,
     LossScaleConfig,
@@ -48,11 +50,21 @@ from distmp.scaling import (
 from distmp.scaling.attribution import OverflowReport, StepFacts, diagnose
 from distmp.scaling.divergence import DivergenceConfig, DivergenceGuard, Judgement
 from distmp.slices import whole_shape
+from distmp.step_checks import (
+    FirstStep,
+    batch_errors_explained,
+    check_loss,
+    check_microbatches,
+    check_weight,
+)
 
 logger = logging.getLogger("distmp")
 
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
+
+# Steps skipped in a row after which the engine warns, where nobody calls `check`.
+SKIPS_WARNED = 10
 
 # Beginnings of names that states of older versions lack: what a new run has is kept there.
 ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
@@ -95,7 +107,13 @@ class Engine:
             the caller, who finds `spike`, `loss` and the limits in the numbers of the step.
         nominal_weight: Typical global weight of a step, a constant that keeps gradients at the
             magnitude of a mean. None takes that of the first step, agreed by all ranks.
-        device: Where to train; None takes the current CUDA device if there is one.
+        first_step_checks: Look at the values of the first step for what is probably not meant: ids
+            above the vocabulary, a loss that is a mean, the same data on all ranks. Under `single`
+            and `ddp` the loss function is run on two made-up batches for it.
+        device: Where to train; None takes the GPU of this rank if there is one.
+
+    In a process that torchrun has started beside others the engine joins them, if nobody has
+    initialized the default process group before.
 
     Attributes:
         module: The prepared model; call it for inference.
@@ -143,9 +161,10 @@ class Engine:
         on_nonfinite: str = "skip_step",
         divergence: DivergenceConfig | None = None,
         nominal_weight: float | None = None,
+        first_step_checks: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        self.world = World.current(device)
+        self.world = world_of_process(device)
         self.device = self.world.device
         self.policy, self.policy_reason = resolve(policy, self.device)
         if self.world.rank == 0:
@@ -196,6 +215,10 @@ class Engine:
         # Updates applied, steps skipped, steps skipped since the last update.
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
         self._most_applied = 0
+        self._first_step = FirstStep(self.world, self.module) if first_step_checks else None
+        # Whether the caller looks after steps that are skipped.
+        self._is_checked = False
+        self._previous: StepOutcome | None = None
 
     def step(self, microbatches: Sequence[Any], *, stop: bool = False) -> StepOutcome:
         """Train on the microbatches of this rank; every rank has to call it.
@@ -207,11 +230,25 @@ class Engine:
 
         Returns:
             The outcome, readable at once and without waiting after the next step was started.
+
+        Raises:
+            ConfigError: If `microbatches` is not a list of batches, or the loss function does not
+                return a loss sum and a weight for one.
+            TrainingError: If another rank has ended.
         """
-        if not microbatches:
-            raise ValueError("a step needs at least one microbatch")
+        check_microbatches(microbatches)
         if self.reproducible:
             check_power_of_two(len(microbatches))
+        with lost_peers_explained(self.world):
+            if self._first_step is not None:
+                outcome = self._check_and_take_first_step(self._first_step, microbatches, stop)
+                self._first_step = None
+            else:
+                outcome = self._take_step(microbatches, stop)
+            self._warn_of_skips(outcome)
+        return outcome
+
+    def _take_step(self, microbatches: Sequence[Any], stop: bool) -> StepOutcome:
         activity.enter("beginning of the step")
         self._adopt_unfrozen()
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
@@ -235,6 +272,49 @@ class Engine:
             ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
             self._recent.append((outcome, ingredients))
         return outcome
+
+    def _check_and_take_first_step(
+        self, checks: FirstStep, microbatches: Sequence[Any], stop: bool
+    ) -> StepOutcome:
+        """Take a step, and look for mistakes in what it is called with."""
+        with checks.watch_ids():
+            found = checks.warnings(
+                microbatches[0],
+                self._try_forward,
+                # With shards a forward is a collective, and made-up data may take another way.
+                probe=self.strategy not in SHARDED_STRATEGIES,
+            )
+            outcome = self._take_step(microbatches, stop)
+        if self.world.rank == 0:
+            for warning in found:
+                logger.warning(warning)
+        return outcome
+
+    @torch.no_grad()
+    def _try_forward(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Run a forward pass that leaves neither buffers nor random generators changed."""
+        with (
+            torch.compiler.set_stance("force_eager"),
+            generators_as(generator_states(self.device)),
+            buffers_restored(self._strategy.model),
+        ):
+            return self._forward(batch)
+
+    def _warn_of_skips(self, outcome: StepOutcome) -> None:
+        """Warn of many skipped steps in a row, for loops that never call `check`."""
+        # On a device the step before is read, which has ended by now.
+        known, self._previous = (outcome if self.host_waits else self._previous), outcome
+        if self._is_checked or known is None or known.numbers.skipped_in_a_row != SKIPS_WARNED:
+            return
+        cause = self.explain(known) or _general_advice(known.numbers)
+        if self.world.rank == 0:
+            # Not logged: it has to be seen where nobody has set up logging.
+            warnings.warn(
+                f"{SKIPS_WARNED} steps in a row were skipped, so nothing is trained: {cause}; call "
+                "engine.check(outcome) after each step to end training when that continues",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _adopt_unfrozen(self) -> None:
         """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""
@@ -277,6 +357,7 @@ class Engine:
             TrainingError: On all ranks alike, with what `explain` has found: if the loss scale can
                 sink no further, or after `max_consecutive_skips`.
         """
+        self._is_checked = True
         numbers = outcome.numbers
         stuck = numbers.skipped_in_a_row >= self.max_consecutive_skips
         if not (stuck or numbers.scale_exhausted):
@@ -370,8 +451,14 @@ class Engine:
         batch = pytree.tree_map_only(
             Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch
         )
-        with product_switches(self.policy), autocast_context(self.policy, self.device):
-            loss_sum, weight = self._loss(self.module, batch)
+        with (
+            product_switches(self.policy),
+            autocast_context(self.policy, self.device),
+            batch_errors_explained(batch, self.module),
+        ):
+            loss_sum, weight = check_loss(self._loss(self.module, batch))
+        if self._first_step is not None:
+            check_weight(float(weight))
         return loss_sum, _scalar(weight, self.device)
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
@@ -526,7 +613,7 @@ class Engine:
                 "the state has been training %s, frozen or missing here: it stays so, and its "
                 "optimizer state is lost. What was unfrozen during the run has to be unfrozen "
                 "again before loading",
-                _listed(left_out),
+                listed(left_out),
             )
         live = self.state_dict()
         return {
@@ -548,10 +635,10 @@ class Engine:
             {name: (whole_shape(value), value.dtype) for name, value in state.items()}
         )
         if missing := live.keys() - state.keys():
-            raise CheckpointError(f"the state lacks {_listed(sorted(missing))}")
+            raise CheckpointError(f"the state lacks {listed(sorted(missing))}")
         absent = sorted(self.state_dict().keys() - live.keys())
         if absent and self.world.rank == 0:
-            logger.warning("the state is of an older version: %s starts anew", _listed(absent))
+            logger.warning("the state is of an older version: %s starts anew", listed(absent))
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(state[name])
@@ -596,12 +683,9 @@ class _Gathered(NamedTuple):
         self.weights.append(weight)
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
-
-
 def _general_advice(numbers: StepNumbers) -> str:
+    if numbers.weight == 0:
+        return "no microbatch of any rank had a weight above 0; look at what the loss returns"
     if numbers.spike:
         return (
             f"loss {numbers.loss:.4g} (limit {numbers.loss_limit:.4g}), norm "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 # Exit code of a rank that ends because another one did; the other's code tells the cause.
 LOST_PEER_EXIT_CODE = 3
@@ -113,6 +113,12 @@ class TrainingError(DistmpError, RuntimeError):
         ...     print("an overflow at the lowest scale that is allowed")
         an overflow at the lowest scale that is allowed
     """
+
+
+def listed(names: Sequence[str], at_most: int = 5) -> str:
+    """Return the first names, separated by commas, and how many more there are."""
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -25,10 +25,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distmp.parallel import Strategy
-from distmp.parallel.module_buffers import buffer_values, restore_buffers
+from distmp.parallel.module_buffers import buffers_restored
 from distmp.scaling.attribution import ParameterOverflow, RankEvidence
 from distmp.scaling.histogram import ExponentHistogram
 from distmp.scaling.probe import GradientSummary, Probe, count_non_finite
@@ -105,10 +105,10 @@ class Replay:
         strategy, device = self._strategy, self._step.losses[0].device
         probes = []
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
-        with _buffers_restored(strategy.model):
+        with buffers_restored(strategy.model):
             for batch, states in microbatches:
                 strategy.begin_microbatch(last=False)
-                with _generators_as(states), Probe(strategy.model, strategy.units()) as probe:
+                with generators_as(states), Probe(strategy.model, strategy.units()) as probe:
                     self._backward(batch, torch.tensor(scale, device=device))
                 probes.append(probe)
         strategy.begin_step()
@@ -149,7 +149,7 @@ def _histogram(probes: Sequence[Probe]) -> ExponentHistogram:
 
 
 @contextmanager
-def _generators_as(states: dict[torch.device, Tensor]) -> Iterator[None]:
+def generators_as(states: dict[torch.device, Tensor]) -> Iterator[None]:
     """Set the default generators to `states`, and back to what they were afterwards."""
     cuda = [device for device in states if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
@@ -159,13 +159,3 @@ def _generators_as(states: dict[torch.device, Tensor]) -> Iterator[None]:
             else:
                 torch.set_rng_state(state)
         yield
-
-
-@contextmanager
-def _buffers_restored(module: nn.Module) -> Iterator[None]:
-    """Undo what forward writes into buffers, such as running statistics."""
-    values = buffer_values(module)
-    try:
-        yield
-    finally:
-        restore_buffers(module, values)

@@ -768,7 +768,15 @@ def test_a_step_keeps_to_its_device(
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
     monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     stepped: list[Any] = []
-    engine = make_engine(device="meta", max_norm=1.0, nominal_weight=16.0, **options)
+    engine = make_engine(
+        device="meta",
+        max_norm=1.0,
+        nominal_weight=16.0,
+        schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+        first_step_checks=False,
+        **options,
+    )
+    engine._is_checked = True  # as `check` does, which reads outcomes
     for step in range(3):
         batches = [
             Batch(batch.inputs.to("meta"), batch.labels.to("meta"))

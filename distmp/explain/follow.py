@@ -65,6 +65,7 @@ def follow(
             world,
             policy=policy,
             attribution=config.precision.attribution,
+            first_step_checks=False,
         )
         watch.engine = engine
         engine.optimizer.register_step_pre_hook(watch.before_update)

@@ -156,7 +156,9 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
     )
     with _one_rank(needs_group=strategy != "single") as world:
         parts = prepare(small, world)
-        engine = build_engine(small, parts, world, policy=policy, attribution=False)
+        engine = build_engine(
+            small, parts, world, policy=policy, attribution=False, first_step_checks=False
+        )
         model = engine._strategy.model
         stored: dict[str, set[torch.dtype]] = {}
         for name, value in model.named_parameters():

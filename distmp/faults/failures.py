@@ -21,7 +21,7 @@ from distmp.faults.peers import Ending, Peers
 from distmp.faults.watchdog import Watchdog, record, say
 from distmp.launcher import job_store
 from distmp.launcher.environment import RankEnvironment
-from distmp.parallel.world import World
+from distmp.parallel.world import World, is_lost_connection
 from distmp.stopping import StopSignals
 
 # How long a rank waits for its launcher to end it, which takes well under a second.
@@ -143,18 +143,3 @@ def _wait_to_be_ended() -> bool:
             return True
         time.sleep(0.05)
     return False
-
-
-def is_lost_connection(error: Exception) -> bool:
-    """Whether a collective failed because the process at its other end is gone."""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "ncclRemoteError",
-    )
-    return any(
-        isinstance(cause, dist.DistNetworkError)
-        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs))
-        for cause in (error, error.__cause__, error.__context__)
-    )

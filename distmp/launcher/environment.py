@@ -10,6 +10,8 @@ from distmp.errors import ConfigError
 from distmp.launcher.accelerate import check_started
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# How many processes were started at once, as launchers that do not set torchrun's variables say.
+_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,19 @@ class RankEnvironment:
     def from_variables(cls, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
         """Read torchrun's variables; where there are none, the process is alone.
 
+        WORLD_SIZE=1 without RANK is a process alone, whatever else started beside it.
+
         Raises:
-            ConfigError: If some of the variables are missing, a value is impossible, or accelerate
-                launched one process in place of several.
+            ConfigError: If some of the variables are missing, a value is impossible, accelerate
+                launched one process in place of several, or another launcher (mpirun, srun) has
+                started several processes without telling them how to reach each other.
         """
         present = [name for name in _VARIABLES if name in variables]
+        if present == ["WORLD_SIZE"] and variables["WORLD_SIZE"] == "1":
+            return cls()
         if not present:
             check_started(variables)
+            _refuse_foreign_ranks(variables)
             return cls()
         return cls(**{name.lower(): _read(variables, name, present[0]) for name in _VARIABLES})
 
@@ -65,6 +73,20 @@ def _read(variables: Mapping[str, str], name: str, present: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(name, text, "must be a whole number, as torchrun sets it") from None
+
+
+def _refuse_foreign_ranks(variables: Mapping[str, str]) -> None:
+    for name in _FOREIGN_SIZES:
+        size = variables.get(name, "1")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigError(
+                name,
+                int(size),
+                f"{size} processes were started together, but torchrun's variables (RANK, "
+                "WORLD_SIZE, MASTER_ADDR ...) are not set, so each would train alone; start one "
+                "`distmp launch` or torchrun per machine, or set WORLD_SIZE=1 for processes that "
+                "train on their own",
+            )
 
 
 def _check(rank_name: str, rank: int, size_name: str, size: int) -> None:

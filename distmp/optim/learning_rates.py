@@ -19,17 +19,19 @@ CHUNK = 1024
 class LearningRates:
     """The learning rate of every parameter group as a function of applied updates.
 
-    A torch scheduler is run ahead on a stand-in optimizer and its rates are kept in a table on the
-    device. A step looks its rate up by the device's own count of applied updates, so that a skipped
-    step does not consume the schedule and the host need not know whether it was skipped. Nothing
-    but that count has to be saved.
+    Without a schedule the rates in the optimizer's groups count, whoever sets them and whenever.
+
+    With one, a torch scheduler is run ahead on a stand-in optimizer and its rates are kept in a
+    table on the device. A step looks its rate up by the device's own count of applied updates, so
+    that a skipped step does not consume the schedule and the host need not know whether it was
+    skipped. Nothing but that count has to be saved.
 
     Args:
-        optimizer: Its groups' rates are the base rates.
-        schedule: Builds a torch scheduler on an optimizer; None keeps the base rates.
+        optimizer: Its groups' rates are the base rates of the schedule.
+        schedule: Builds a torch scheduler on an optimizer; None leaves the groups alone.
         device: Where the table lives.
-        on_device: Make each group's rate a 0-dim FP32 tensor (fused optimizers), updated in place;
-            otherwise a Python number.
+        on_device: With a schedule, make each group's rate a 0-dim FP32 tensor (fused optimizers),
+            updated in place; otherwise a Python number.
     """
 
     def __init__(
@@ -45,6 +47,8 @@ class LearningRates:
         self._build_schedule = schedule
         self._device = device
         self._on_device = on_device
+        # What each group was given last, and the version of it where it is a tensor.
+        self._given: list[tuple[Any, int]] = []
         self.add_groups(self._groups)
 
     def add_groups(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -53,6 +57,9 @@ class LearningRates:
         Args:
             groups: They stand, or are about to stand, at the end of the optimizer's groups.
         """
+        build = self._build_schedule
+        if build is None:
+            return
         self._base_rates += [float(group["lr"]) for group in groups]
         if self._on_device:
             for group in groups:
@@ -64,8 +71,7 @@ class LearningRates:
             ],
             lr=0.0,
         )
-        build = self._build_schedule
-        self._schedule = build(self._stand_in) if build is not None else None
+        self._schedule = build(self._stand_in)
         if isinstance(self._schedule, lr_scheduler.ReduceLROnPlateau):
             raise ConfigError(
                 "schedule.name",
@@ -87,7 +93,13 @@ class LearningRates:
         Args:
             applied: 0-dim int64 on the device, updates applied so far.
             at_most: An upper bound of it that the host knows; without `on_device` the very number.
+
+        Raises:
+            ConfigError: If there is a schedule and somebody else has set a rate.
         """
+        if self._build_schedule is None:
+            return _as_tensor(self._groups[0]["lr"], self._device)
+        self._check_untouched()
         self._extend(at_most + 1)
         # Not table[applied]: indexing by a 0-dim tensor waits for its value on the host.
         rates = self._table.index_select(0, applied.reshape(1))[0]
@@ -96,7 +108,26 @@ class LearningRates:
                 group["lr"].copy_(rates[index])
             else:
                 group["lr"] = self._rows[at_most][index]
+        self._given = [(group["lr"], _version(group["lr"])) for group in self._groups]
         return rates[0]
+
+    def _check_untouched(self) -> None:
+        """Refuse rates that somebody else has set since the last step: they would be lost."""
+        for index, (rate, version) in enumerate(self._given):
+            found = self._groups[index]["lr"]
+            if isinstance(found, Tensor):
+                untouched = found is rate and found._version == version
+            else:
+                untouched = found == rate
+            if untouched:
+                continue
+            raise ConfigError(
+                f"optimizer.param_groups[{index}]['lr']",
+                float(found),
+                f"was set outside of the schedule ({type(self._schedule).__name__}), which sets "
+                "the learning rate in every step; build the engine without `schedule` to set rates "
+                "or step a torch scheduler on engine.optimizer yourself",
+            )
 
     def _extend(self, rows: int) -> None:
         if rows <= len(self._rows):
@@ -120,11 +151,21 @@ class LearningRates:
 
     def _step_schedule(self) -> None:
         self._stand_in.step()
-        if self._schedule is not None:
-            with warnings.catch_warnings():
-                # SequentialLR steps its own parts in a way that torch warns about.
-                warnings.filterwarnings("ignore", message=".*epoch parameter")
-                self._schedule.step()
+        with warnings.catch_warnings():
+            # SequentialLR steps its own parts in a way that torch warns about.
+            warnings.filterwarnings("ignore", message=".*epoch parameter")
+            self._schedule.step()
 
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._stand_in.param_groups]
+
+
+def _version(rate: Any) -> int:
+    return rate._version if isinstance(rate, Tensor) else 0
+
+
+def _as_tensor(rate: Any, device: torch.device) -> Tensor:
+    """Return a copy of a rate as a 0-dim FP32 tensor."""
+    if isinstance(rate, Tensor):
+        return rate.detach().to(device, torch.float32, copy=True)
+    return torch.full((), rate, device=device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distmp.errors import ConfigError
 from distmp.optim.build import OptimizerFactory
+from distmp.optim.stepped import build_on
 
 # Optimizers whose update of an element depends on nothing but that element's history.
 ELEMENTWISE = (
@@ -52,7 +53,7 @@ def build_on_shares(
     stand_ins = [
         (name, share.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, share in shares
     ]
-    optimizer = factory(stand_ins)
+    optimizer = build_on(factory, stand_ins)
     _check_elementwise(optimizer)
     of_stand_in = {
         id(stand_in): share for (_, stand_in), (_, share) in zip(stand_ins, shares, strict=True)

@@ -36,6 +36,13 @@ def resolve_strategy(name: str, world: World) -> str:
         raise ConfigError(
             "strategy", name, f"is for one rank, but {world.world_size} were started; use 'ddp'"
         )
+    if name != "single" and world.world_size == 1 and world.group is None:
+        raise ConfigError(
+            "strategy",
+            name,
+            "is for several ranks, and this process is alone; start it with torchrun or "
+            "`distmp launch`, or use 'auto'",
+        )
     return name
 
 

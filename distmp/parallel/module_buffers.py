@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -62,6 +63,16 @@ def restore_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
     for name, buffer in module.named_buffers():
         if name in values:
             buffer.copy_(values[name])
+
+
+@contextmanager
+def buffers_restored(module: nn.Module) -> Iterator[None]:
+    """Undo what forward writes into buffers, such as running statistics."""
+    values = buffer_values(module)
+    try:
+        yield
+    finally:
+        restore_buffers(module, values)
 
 
 def _broadcast(all_buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:

@@ -121,7 +121,7 @@ class Replicated(Strategy):
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
         if not self._parts[0].buckets.sharded:
-            return factory(parameters)
+            return super().build_optimizer(factory, parameters)
         # Imported here: most runs have no use for it.
         from distmp.optim.sharded import build_on_shares
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError, nearest
 from distmp.optim import OptimizerFactory
+from distmp.optim.stepped import build_on
 from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy, dtype_name, dtype_word
 from distmp.scaling import GradientPart
@@ -110,7 +111,7 @@ class Strategy(ABC):
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
         """Build an optimizer on some of `optimizer_parameters`."""
-        return factory(parameters)
+        return build_on(factory, parameters)
 
     @abstractmethod
     def begin_step(self) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -12,9 +13,10 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from distmp.errors import DistmpError, SetupError
+from distmp.errors import ConfigError, DistmpError, SetupError, TrainingError
 from distmp.launcher import job_store
 from distmp.launcher.accelerate import wants_cpu
+from distmp.launcher.environment import RankEnvironment
 
 T = TypeVar("T")
 
@@ -80,6 +82,78 @@ def carrier(device: torch.device, local_world_size: int) -> dict[str, Any]:
     return {"backend": "gloo", "device_id": None}
 
 
+def world_of_process(device: torch.device | str | None = None) -> World:
+    """Return the world of this process; join the ranks of its launcher if nobody has done so yet.
+
+    In a process that torchrun (or another launcher that sets its variables) has started beside
+    others, the default process group is created here, as `join` creates it, and destroyed when the
+    process ends.
+
+    Args:
+        device: Where this rank computes; None takes the GPU of its local rank if there is one.
+
+    Raises:
+        ConfigError: If there is a sign of several processes, and this one cannot join them.
+        SetupError: If the other ranks did not come.
+    """
+    if dist.is_available() and dist.is_initialized():
+        _check_group()
+        return World.current(_device_of_rank(device, int(os.environ.get("LOCAL_RANK", 0))))
+    environment = RankEnvironment.from_variables()
+    if "RANK" not in os.environ:
+        return World.current(device)
+    _check_address(environment.world_size)
+    chosen = _device_of_rank(device, environment.local_rank)
+    try:
+        dist.init_process_group(**carrier(chosen, environment.local_world_size))
+    except dist.DistError as error:
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise SetupError(
+            {
+                0: f"rank {environment.rank} could not join the {environment.world_size} ranks of "
+                f"WORLD_SIZE at {address} (MASTER_ADDR, MASTER_PORT): {error}"
+            },
+            exit_code=1,
+        ) from error
+    atexit.register(leave)
+    return World.current(chosen)
+
+
+def _device_of_rank(device: torch.device | str | None, local_rank: int) -> torch.device:
+    """Return the device that was asked for, with the GPU of this rank where that is left open."""
+    if device is not None and torch.device(device).type != "cuda":
+        return torch.device(device)
+    if device is not None and torch.device(device).index is not None:
+        return torch.device(device)
+    if torch.cuda.is_available() and torch.cuda.current_device() != 0:
+        return torch.device("cuda", torch.cuda.current_device())  # the script has chosen it
+    return local_device(local_rank)
+
+
+def _check_address(world_size: int) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigError(
+                name,
+                None,
+                f"is not set, so this rank cannot join the {world_size} ranks of WORLD_SIZE; start "
+                "the script with torchrun, or call torch.distributed.init_process_group first",
+            )
+
+
+def _check_group() -> None:
+    """Refuse a group of one rank in a process that was started beside others."""
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if world_size != "1" and dist.get_world_size() == 1:
+        raise ConfigError(
+            "WORLD_SIZE",
+            world_size,
+            "several ranks were started, but the default process group of torch.distributed has "
+            "only this one; initialize it with all of them, or set WORLD_SIZE=1 for processes that "
+            "train on their own",
+        )
+
+
 def join(local_rank: int, *, timeout_seconds: float) -> World:
     """Meet the other ranks that torchrun started, if it did, and return this rank's world.
 
@@ -140,6 +214,39 @@ def from_rank_0(world: World, work: Callable[[], T]) -> T:
     if world.group is not None:
         dist.broadcast_object_list(found, src=0, group=world.group)
     return cast("T", found[0])
+
+
+@contextlib.contextmanager
+def lost_peers_explained(world: World) -> Iterator[None]:
+    """Say that another rank has ended where a collective fails because of it.
+
+    Raises:
+        TrainingError: In place of the error of the collective.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, DistmpError) or not is_lost_connection(error):
+            raise
+        raise TrainingError(
+            f"rank {world.rank} of {world.world_size} stops because another rank has ended; the "
+            "output of that rank has the cause"
+        ) from error
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed because the process at its other end is gone."""
+    signs = (
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Broken pipe",
+        "ncclRemoteError",
+    )
+    return any(
+        isinstance(cause, dist.DistNetworkError)
+        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs))
+        for cause in (error, error.__cause__, error.__context__)
+    )
 
 
 def keep_until_exit(group: dist.ProcessGroup | None) -> None:

@@ -121,3 +121,56 @@ def test_a_schedule_of_the_momentum_is_refused(schedule: Any) -> None:
 def test_a_schedule_that_follows_a_metric_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"schedule\.name = 'ReduceLROnPlateau'"):
         LearningRates(make_optimizer(1.0), lr_scheduler.ReduceLROnPlateau, CPU, on_device=True)
+
+
+# Rates that the user sets
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("rate", [0.3, torch.tensor(0.3)], ids=["float", "tensor"])
+def test_without_a_schedule_the_rates_in_the_groups_count(on_device: bool, rate: Any) -> None:
+    optimizer = make_optimizer(0.8, 0.1)
+    rates = LearningRates(optimizer, None, CPU, on_device=on_device)
+    rates.set(count(0), 0)
+    optimizer.param_groups[0]["lr"] = rate
+    found = rates.set(count(1), 1)
+    assert found.item() == pytest.approx(0.3)
+    assert optimizer.param_groups[0]["lr"] is rate
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert found.item() == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_torch_scheduler_on_the_optimizer_counts(on_device: bool) -> None:
+    optimizer = make_optimizer(0.8)
+    rates = LearningRates(optimizer, None, CPU, on_device=on_device)
+    scheduler = halving(optimizer)
+    found = []
+    for applied in range(3):
+        found.append(rates.set(count(applied), applied).item())
+        optimizer.step()
+        scheduler.step()
+    assert found == pytest.approx([0.8, 0.4, 0.2])
+
+
+def assign(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[1]["lr"] = 0.5
+
+
+def fill(optimizer: torch.optim.Optimizer) -> None:
+    rate = optimizer.param_groups[1]["lr"]
+    optimizer.param_groups[1]["lr"] = rate.fill_(0.5) if isinstance(rate, torch.Tensor) else 0.5
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+@pytest.mark.parametrize("change", [assign, fill, halving])
+def test_a_rate_beside_the_schedule_is_refused(on_device: bool, change: Any) -> None:
+    optimizer = make_optimizer(0.8, 0.1)
+    rates = LearningRates(optimizer, halving, CPU, on_device=on_device)
+    rates.set(count(0), 0)
+    rates.set(count(1), 1)
+    change(optimizer)
+    if change is halving:  # what a scheduler does when it is stepped
+        optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"] * 0.5
+    with pytest.raises(ConfigError, match=r"was set outside of the schedule \(ExponentialLR\)"):
+        rates.set(count(2), 2)

@@ -24,9 +24,7 @@ def world(size: int) -> World:
         ("auto", 1, "single"),
         ("auto", 2, "ddp"),
         ("single", 1, "single"),
-        ("ddp", 1, "ddp"),
         ("ddp", 4, "ddp"),
-        ("fsdp", 1, "fsdp"),
         ("fsdp", 2, "fsdp"),
     ],
 )
@@ -40,6 +38,12 @@ def test_resolution(name: str, size: int, expected: str) -> None:
         ("fdsp", 1, r"strategy = 'fdsp': did you mean 'fsdp'\?"),
         ("zero", 1, f"choose one of {', '.join(sorted(STRATEGIES))}"),
         ("single", 2, r"strategy = 'single': is for one rank, but 2 were started; use 'ddp'"),
+        (
+            "ddp",
+            1,
+            r"strategy = 'ddp': is for several ranks, and this process is alone; .*torchrun",
+        ),
+        ("fsdp", 1, r"strategy = 'fsdp': is for several ranks, and this process is alone"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, size: int, message: str) -> None:

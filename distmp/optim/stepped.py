@@ -1,0 +1,100 @@
+"""Building an optimizer that steps exactly the tensors it was built for."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from typing import Any
+
+import torch
+
+from distmp.errors import ConfigError, listed
+from distmp.optim.build import NamedParameters, OptimizerFactory
+
+_EXAMPLE = "lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-3)"
+
+
+def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.optim.Optimizer:
+    """Build an optimizer on named tensors and check that it steps them.
+
+    Args:
+        factory: Called with `parameters`.
+        parameters: `[(name, tensor), ...]`, what is to be stepped.
+
+    Raises:
+        ConfigError: If `factory` is an optimizer already, cannot be called so, returns something
+            else, or returns an optimizer that leaves out some of the tensors, has one twice, or
+            steps others.
+    """
+    if isinstance(factory, torch.optim.Optimizer):
+        raise ConfigError(
+            "optimizer",
+            type(factory).__name__,
+            "is built already, on tensors that may not be those that are stepped (FP32 master "
+            f"weights, shards); pass a function that builds it: {_EXAMPLE}",
+        )
+    optimizer = _call(factory, parameters)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(
+            "optimizer",
+            type(optimizer).__name__,
+            f"is what the function returned; return a torch.optim.Optimizer: {_EXAMPLE}",
+        )
+    _check_tensors(optimizer, parameters)
+    return optimizer
+
+
+def _call(factory: OptimizerFactory, parameters: NamedParameters) -> Any:
+    name = getattr(factory, "__name__", type(factory).__name__)
+    try:
+        inspect.signature(factory).bind(parameters)
+    except TypeError as error:
+        raise ConfigError(
+            "optimizer", name, f"is called with one argument, [(name, tensor), ...]: {_EXAMPLE}"
+        ) from error
+    except ValueError:  # a callable of C code does not tell its signature
+        return factory(parameters)
+    try:
+        return factory(parameters)
+    except (AttributeError, TypeError) as error:
+        if isinstance(error, ConfigError) or "tuple" not in str(error):
+            raise
+        raise ConfigError(
+            "optimizer",
+            name,
+            f"does not take what it is called with, [(name, tensor), ...] ({error}); build groups "
+            "as [{'params': [(name, tensor), ...]}, ...] or take the tensors out: "
+            "[tensor for _, tensor in named_parameters]",
+        ) from error
+
+
+def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
+    kind = type(optimizer).__name__
+    names = {id(tensor): name for name, tensor in parameters}
+    counts = Counter(id(tensor) for group in optimizer.param_groups for tensor in group["params"])
+    foreign = [
+        f"one of shape {tuple(tensor.shape)}"
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+        if id(tensor) not in names
+    ]
+    if foreign:
+        raise ConfigError(
+            "optimizer",
+            kind,
+            f"steps {len(foreign)} tensors that the engine does not train ({listed(foreign)}), so "
+            "what it changes would be lost; build it on the tensors that the function is called "
+            f"with, not on model.parameters(): {_EXAMPLE}",
+        )
+    if twice := [names[key] for key, count in counts.items() if count > 1]:
+        raise ConfigError(
+            "optimizer", kind, f"would step {listed(twice)} more than once; put each in one group"
+        )
+    if missing := [name for key, name in names.items() if key not in counts]:
+        raise ConfigError(
+            "optimizer",
+            kind,
+            f"does not step {listed(missing)}; put every tensor that the function is called with "
+            "into a group, and freeze what is not to be trained (requires_grad_(False)) before "
+            "the engine is built",
+        )

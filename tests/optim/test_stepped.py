@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from distmp.errors import ConfigError
+from distmp.optim.stepped import build_on
+from tests.training import make_engine, make_model
+
+SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
+
+
+def named() -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.zeros(2, requires_grad=True)) for name in ("weight", "bias")]
+
+
+def only_tensors(parameters: Any) -> list[torch.Tensor]:
+    return [tensor for _, tensor in parameters]
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        lambda p: SGD(p, lr=0.1),
+        lambda p: SGD(only_tensors(p), lr=0.1),
+        lambda p: AdamW([{"params": p[:1]}, {"params": p[1:], "weight_decay": 0.0}]),
+        AdamW,
+    ],
+)
+def test_an_optimizer_of_all_tensors_is_taken(factory: Callable[[Any], Any]) -> None:
+    parameters = named()
+    optimizer = build_on(factory, parameters)
+    stepped = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    assert stepped == {id(tensor) for _, tensor in parameters}
+
+
+def twice(parameters: Any) -> torch.optim.Optimizer:
+    optimizer = SGD(only_tensors(parameters), lr=0.1)
+    optimizer.param_groups.append(dict(optimizer.param_groups[0]))  # torch refuses it otherwise
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (
+            SGD([torch.zeros(1, requires_grad=True)], lr=0.1),
+            r"optimizer = 'SGD': is built already, .* pass a function that builds it: lambda",
+        ),
+        (
+            lambda p: SGD([*only_tensors(p), torch.zeros(3, requires_grad=True)], lr=0.1),
+            r"optimizer = 'SGD': steps 1 tensors that the engine does not train "
+            r"\(one of shape \(3,\)\), .*not on model.parameters\(\)",
+        ),
+        (lambda p: SGD(p[:1], lr=0.1), r"optimizer = 'SGD': does not step bias; put every"),
+        (twice, r"optimizer = 'SGD': would step weight, bias more than once"),
+        (lambda p: None, r"optimizer = 'NoneType': is what the function returned; return a torch"),
+        (lambda: None, r"optimizer = '<lambda>': is called with one argument, \[\(name, tensor\)"),
+        (
+            lambda p: SGD([tensor for tensor in p if tensor.dim() > 1], lr=0.1),
+            r"does not take what it is called with, \[\(name, tensor\), \.\.\.\] \('tuple' object "
+            r"has no attribute 'dim'\)",
+        ),
+    ],
+)
+def test_anything_else_is_one_message(factory: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        build_on(factory, named())
+
+
+def test_an_error_of_the_factory_itself_is_left_alone() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'learning_rate'"):
+        build_on(lambda p: SGD(p, learning_rate=0.1), named())  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+def test_an_optimizer_on_the_models_own_parameters_is_refused(policy: str) -> None:
+    """It would step the 16-bit copies, which the master weights overwrite."""
+    model = make_model()
+    with pytest.raises(ConfigError, match="steps 11 tensors that the engine does not train"):
+        make_engine(model=model, policy=policy, optimizer=lambda _: SGD(model.parameters(), lr=0.1))
+
+
+def test_in_fp32_the_models_own_parameters_are_those_that_are_stepped() -> None:
+    model = make_model()
+    engine = make_engine(
+        model=model, policy="fp32", optimizer=lambda _: SGD(model.parameters(), lr=0.1)
+    )
+    assert len(engine.optimizer.param_groups[0]["params"]) == 11

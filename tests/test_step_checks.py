@@ -1,0 +1,323 @@
+"""Mistakes in what a step is called with, and what the loss function returns."""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmp.engine import Engine
+from distmp.errors import ConfigError, TrainingError
+from tests.ranks import ranks
+
+Pair = tuple[Tensor, Tensor]
+
+
+def pair(samples: int = 4) -> Pair:
+    return torch.randn(samples, 3), torch.randint(2, (samples,))
+
+
+def summed(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets)
+
+
+def make(
+    loss: Callable[..., Any] = summed, model: nn.Module | None = None, **options: Any
+) -> Engine:
+    options.setdefault("policy", "fp32")
+    return Engine(
+        model or nn.Linear(3, 2), loss, lambda named: torch.optim.SGD(named, lr=0.1), **options
+    )
+
+
+# What a step is called with
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "message"),
+    [
+        (torch.zeros(4, 3), r"'Tensor of shape \(4, 3\) and float32': is one batch; pass a list"),
+        ({"x": torch.zeros(4, 3)}, r"'dict': is one batch; pass a list of microbatches"),
+        (pair(), r"'\(Tensor of shape \(4, 3\).*looks like one batch, such as \(inputs, targets\)"),
+        ([*pair()], r"looks like one batch, such as \(inputs, targets\); pass a list"),
+        ((torch.zeros(4), torch.zeros(4)), "looks like one batch"),
+        ((p for p in [pair()]), r"'generator': has no length and no order"),
+        (iter([pair()]), "'list_iterator': has no length"),
+        ([], "is empty; a step needs at least one microbatch"),
+        ([torch.zeros(4, 3)], r"is one microbatch, and the loss function unpacks it"),
+    ],
+)
+def test_what_is_no_list_of_microbatches_is_refused(microbatches: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=r"microbatches = .*" + message):
+        make().step(microbatches)
+
+
+def test_tuples_and_lists_of_batches_are_taken() -> None:
+    engine = make()
+    assert engine.step((pair(), pair())).numbers.weight == 8
+    assert engine.step([pair()]).numbers.weight == 4
+
+
+# What the loss function returns
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda loss, n: loss, r"loss = 'Tensor of shape \(\) and float32': is what the loss fun"),
+        (lambda loss, n: {"loss": loss}, r"loss = 'dict': is what the loss function returned"),
+        (lambda loss, n: (loss, n, 1), r"loss = 'tuple of 3': is what the loss function returned"),
+        (lambda loss, n: (loss.item(), n), r"loss = 'float': .*return the tensor, not loss.item"),
+        (lambda loss, n: (loss.detach(), n), "does not depend on any parameter"),
+        (lambda loss, n: (loss.expand(3), n), r"shape \(3,\).*return the sum, loss.sum\(\)"),
+        (lambda loss, n: (loss, None), r"weight = 'NoneType': is not a number"),
+        (lambda loss, n: (loss, torch.ones(n)), r"weight = 'Tensor of shape \(4,\).*not one numb"),
+        (lambda loss, n: (loss, -1), r"weight = -1.0: is below 0"),
+        (lambda loss, n: (loss, torch.tensor(-2.0)), r"weight = -2.0: is below 0"),
+    ],
+)
+def test_what_is_no_loss_and_weight_is_refused(returned: Any, message: str) -> None:
+    def loss(model: nn.Module, batch: Pair) -> Any:
+        return returned(*summed(model, batch))
+
+    with pytest.raises(ConfigError, match=message):
+        make(loss).step([pair()])
+
+
+@pytest.mark.parametrize("weight", [4, 4.0, torch.tensor(4), torch.tensor([4.0])])
+def test_weights_of_any_kind_are_taken(weight: Any) -> None:
+    def loss(model: nn.Module, batch: Pair) -> Any:
+        return summed(model, batch)[0].reshape(1), weight
+
+    assert make(loss).step([pair()]).numbers.weight == 4
+
+
+def test_missing_keys_are_named_with_those_that_are_there() -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return summed(model, (batch["inputs"], batch["labels"]))
+
+    inputs, targets = pair()
+    with pytest.raises(ConfigError) as error:
+        make(loss).step([{"inputs": inputs, "targets": targets}])
+    message = "batch = ['inputs', 'targets']: the loss function looks for 'labels'"
+    assert str(error.value) == message
+
+
+def test_a_key_error_of_something_else_is_left_alone() -> None:
+    def look_up(name: str) -> Any:
+        return {}[name]
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return look_up("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        make(loss).step([{"inputs": torch.zeros(1)}])
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.words(ids))
+
+
+def next_word(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, float]:
+    logits = model(batch["ids"])
+    targets = batch["targets"]
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum"), len(targets)
+
+
+def words(largest: int, target: int = 0) -> dict[str, Tensor]:
+    return {"ids": torch.tensor([[0, largest]]), "targets": torch.tensor([[0, target]])}
+
+
+def test_ids_above_the_vocabulary_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"ids from 0 to 8': the embedding 'words' has 8 rows"):
+        make(next_word, Words()).step([words(8)])
+    with pytest.raises(ConfigError, match=r"ids from -1 to 0': the embedding 'words' has 8 rows"):
+        make(next_word, Words()).step([words(-1) | {"ids": torch.tensor([[0, -1]])}])
+
+
+def test_ids_above_the_vocabulary_are_named_in_later_steps() -> None:
+    engine = make(next_word, Words())
+    engine.step([words(7)])
+    assert not engine.module.words._forward_pre_hooks  # nothing is left of the first step's check
+    with pytest.raises(ConfigError, match=r"\['ids'\] from 0 to 9.*too large.*embeddings of 8 row"):
+        engine.step([words(9)])
+    with pytest.raises(ConfigError, match=r"\['targets'\] from 0 to 11.*Target 11 is out of bound"):
+        engine.step([words(0, target=11)])
+
+
+# What is probably not meant
+
+MEAN = "the loss looks like a mean"
+
+
+def mean_loss(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    inputs, targets = batch
+    return F.cross_entropy(model(inputs), targets), len(targets)
+
+
+def divided(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    total, weight = summed(model, batch)
+    return 0.3 * total / weight + 0.1, weight
+
+
+def mean_with_weight_one(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    return mean_loss(model, batch)[0], 1
+
+
+def contrastive(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+    features = F.normalize(model(batch[0]), dim=1)
+    similar = features @ features.T
+    labels = torch.arange(len(features))
+    return F.cross_entropy(similar, labels, reduction="sum"), len(features)
+
+
+@pytest.mark.parametrize(
+    ("loss", "samples", "warned"),
+    [
+        (mean_loss, 2, True),
+        (mean_loss, 7, True),
+        (divided, 16, True),
+        (mean_loss, 1, False),  # cannot be told from a sum
+        (summed, 2, False),
+        (summed, 16, False),
+        (mean_with_weight_one, 16, False),
+        (contrastive, 8, False),
+    ],
+)
+def test_a_mean_is_told_from_a_sum(
+    loss: Any, samples: int, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make(loss)
+    for _ in range(3):
+        engine.step([pair(samples)])
+    assert caplog.text.count(MEAN) == warned
+
+
+def test_looking_for_a_mean_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Buffers, random numbers and weights are those of an engine that does not look."""
+
+    def trained(**options: Any) -> list[Tensor]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
+        engine = make(model=model, **options)
+        for _ in range(3):
+            engine.step([pair(6)])
+        return [*model.state_dict().values(), torch.rand(3)]
+
+    for one, other in zip(trained(), trained(first_step_checks=False), strict=True):
+        assert torch.equal(one, other)
+    assert not caplog.records
+
+
+def test_a_loss_that_refuses_equal_samples_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    def loss(model: nn.Module, batch: Pair) -> Any:
+        assert len(batch[0].unique(dim=0)) > 1, "my own business"
+        return summed(model, batch)
+
+    make(loss).step([pair()])
+    assert not caplog.records
+
+
+@ranks(2)
+def test_the_same_data_on_all_ranks_is_warned_of() -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("distmp").addHandler(handler)
+    torch.manual_seed(0)
+    make(strategy="ddp").step([pair()])
+    same = records.copy()
+    records.clear()
+    torch.manual_seed(dist.get_rank())
+    make(strategy="ddp").step([pair()])
+    assert not records
+    if dist.get_rank() == 0:
+        assert len(same) == 1
+        assert same[0].startswith("all 2 ranks were given the same first microbatch")
+
+
+# Steps that are skipped
+
+
+def spoiled(samples: int = 4) -> Pair:
+    return torch.full((samples, 3), math.inf), torch.zeros(samples, dtype=torch.int64)
+
+
+def test_ten_skipped_steps_in_a_row_are_warned_of_once() -> None:
+    engine = make()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(9):
+            engine.step([spoiled()])
+    with pytest.warns(RuntimeWarning) as found:
+        engine.step([spoiled()])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.step([spoiled()])
+    assert len(found) == 1
+    assert found[0].filename == __file__
+    text = str(found[0].message)
+    assert text.startswith("10 steps in a row were skipped, so nothing is trained: bad input: 12")
+    assert "call engine.check(outcome)" in text
+
+
+def test_steps_without_weight_are_warned_of() -> None:
+    engine = make(lambda model, batch: (summed(model, batch)[0], 0.0))
+    for _ in range(9):
+        engine.step([pair()])
+    with pytest.warns(RuntimeWarning, match="no microbatch of any rank had a weight above 0"):
+        engine.step([pair()])
+
+
+def test_whoever_checks_is_not_warned() -> None:
+    engine = make(max_consecutive_skips=12)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(11):
+            engine.check(engine.step([spoiled()]))
+        twelfth = engine.step([spoiled()])
+    with pytest.raises(TrainingError, match="max_consecutive_skips = 12"):
+        engine.check(twelfth)
+
+
+def test_a_device_that_is_not_waited_for_is_read_one_step_later() -> None:
+    engine = make()
+
+    class Running(Engine):
+        host_waits = False  # type: ignore[assignment]
+
+    engine.__class__ = Running
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(10):
+            engine.step([spoiled()])
+    with pytest.warns(RuntimeWarning, match="bad input"):
+        engine.step([spoiled()])
+
+
+@ranks(2)
+def test_only_rank_0_warns_and_all_ranks_look_for_the_cause() -> None:
+    engine = make(strategy="ddp")
+    rank = dist.get_rank()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(10):
+            engine.step([spoiled() if rank == 1 else pair()])
+    mine = [entry for entry in found if "in a row were skipped" in str(entry.message)]
+    assert len(mine) == (rank == 0)
+    assert all("on rank 1 of 2 only" in str(entry.message) for entry in mine)
