@@ -376,9 +376,10 @@ class Steep(torch.autograd.Function):
         return gradient * math.nan
 
 
-def glitching(change: Callable[[Tensor], Tensor], rank: int) -> nn.Module:
-    """Return a model that goes wrong once, in the second microbatch of this rank."""
-    return nn.Sequential(make_model(), Glitch(1 if dist.get_rank() == rank else -1, change))
+def glitching(change: Callable[[Tensor], Tensor], rank: int, **options: Any) -> Engine:
+    """Return an engine whose model goes wrong once, in the second microbatch of this rank."""
+    model = nn.Sequential(make_model(), Glitch(1 if dist.get_rank() == rank else -1, change))
+    return make_engine(model=model, first_step_checks=False, **options)
 
 
 @pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
@@ -387,8 +388,8 @@ def glitching(change: Callable[[Tensor], Tensor], rank: int) -> nn.Module:
 def test_a_loss_that_was_not_finite_once_is_not_blamed_on_the_loss_function(
     strategy: str, shards: bool, policy: str
 ) -> None:
-    model = glitching(lambda x: x * math.inf, rank=1)
-    engine = make_engine(model=model, policy=policy, strategy=strategy, shard_optimizer=shards)
+    options = {"policy": policy, "strategy": strategy, "shard_optimizer": shards}
+    engine = glitching(lambda x: x * math.inf, rank=1, **options)
     report = explained(engine, step_batches(engine, clean))
     assert (report.cause, report.ranks, report.microbatch) == ("not_repeated", (1,), 1)
     assert report.diagnosis.startswith("an overflow that did not recur when the step was repeated")
@@ -406,8 +407,8 @@ def test_a_loss_that_was_not_finite_once_is_not_blamed_on_the_loss_function(
 @pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
 @ranks(2)
 def test_gradients_that_were_not_finite_once(strategy: str, shards: bool) -> None:
-    model = glitching(Steep.apply, rank=0)
-    engine = make_engine(model=model, policy="bf16", strategy=strategy, shard_optimizer=shards)
+    options = {"policy": "bf16", "strategy": strategy, "shard_optimizer": shards}
+    engine = glitching(Steep.apply, rank=0, **options)
     report = explained(engine, step_batches(engine, clean))
     assert (report.cause, report.parameters) == ("not_repeated", ())
     assert "did not recur" in report.diagnosis
