@@ -381,18 +381,21 @@ class Engine:
             weight=numbers.weight,
             floor=self.loss_scale.floor,
             compute_dtype=self.policy.compute_dtype,
+            has_masters=self.policy.has_masters,
             exact=int(self._counts[0]) == numbers.applied_total,
         )
         replay = Replay(self._strategy, self._repeat_microbatch, ingredients, self.world.rank)
-        evidence = replay.evidence(facts.scale, facts.lowest)
+        evidence = replay.evidence(facts.scale, facts.lowest, facts.compute_dtype)
         everyone: list[Any] = [evidence]
         if self.world.group is not None:
             everyone = [None] * self.world.world_size
             dist.all_gather_object(everyone, evidence, group=self.world.group)
         return diagnose(everyone, facts)
 
-    def _repeat_microbatch(self, batch: Any, scale: Tensor) -> None:
-        self._backward(self._forward(batch)[0], scale)
+    def _repeat_microbatch(self, batch: Any, scale: Tensor) -> Tensor:
+        loss, _ = self._forward(batch)
+        self._backward(loss, scale)
+        return loss.detach().clone()
 
     def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> _Gathered:
         """Run forward and backward; return what this rank has to say about it."""

@@ -10,6 +10,7 @@ import torch
 
 from distmp.errors import ConfigError, listed
 from distmp.optim.build import NamedParameters, OptimizerFactory
+from distmp.optim.checks import check_kind
 
 _EXAMPLE = "lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-3)"
 
@@ -23,8 +24,8 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
 
     Raises:
         ConfigError: If `factory` is an optimizer already, cannot be called so, returns something
-            else, or returns an optimizer that leaves out some of the tensors, has one twice, or
-            steps others.
+            else, or returns an optimizer of a kind that the engine cannot step, or one that leaves
+            out some of the tensors, has one twice, or steps others.
     """
     if isinstance(factory, torch.optim.Optimizer):
         raise ConfigError(
@@ -40,6 +41,7 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
             type(optimizer).__name__,
             f"is what the function returned; return a torch.optim.Optimizer: {_EXAMPLE}",
         )
+    check_kind(optimizer)
     _check_tensors(optimizer, parameters)
     return optimizer
 

@@ -139,7 +139,7 @@ class FullySharded1(Strategy):
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
-        return build_on_shares(factory, parameters, self._shapes)
+        return build_on_shares(factory, parameters, self._shapes, ("strategy", "fsdp1"))
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         start, size = self._places[name]
