@@ -375,14 +375,15 @@ class Engine:
         return loss_sum, _scalar(weight, self.device)
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
-        """Return n0, or None if nothing is known from a first microbatch without any weight."""
+        """Return n0, or None if the first microbatches add up to no finite weight above 0."""
         weight = batch_weight.to(torch.float64, copy=True) * microbatches
         if self.reproducible:
             # The first microbatch of all stands on rank 0, however many ranks there are.
-            weight *= self.world.world_size * (self.world.rank == 0)
+            weight = weight * self.world.world_size if self.world.rank == 0 else weight.zero_()
         if self.world.group is not None:
             dist.all_reduce(weight, group=self.world.group)
-        return _power_of_two(weight.item()) if weight > 0 else None
+        total = weight.item()
+        return _power_of_two(total) if 0 < total < math.inf else None
 
     def _update(self, verdict: Verdict) -> None:
         """Step the optimizer, or leave everything as it is, as the verdict says."""

@@ -150,7 +150,8 @@ def test_bad_input_comes_before_what_follows_from_it() -> None:
 
 def test_bad_weight_and_bad_parameter() -> None:
     spoilt = seen(parameters=[overflow()])
-    assert diagnose([spoilt], facts(weight=math.nan)).cause == "bad_weight"
+    for weight in (math.nan, math.inf, -math.inf, -4.0):
+        assert diagnose([spoilt], facts(weight=weight)).cause == "bad_weight"
     report = diagnose([seen(bad_parameters=["head.weight"])] * 2, facts())
     assert (report.cause, report.module) == ("bad_parameter", "head")
     assert report.diagnosis == "parameter 'head.weight' itself holds inf or NaN on all 2 ranks"
