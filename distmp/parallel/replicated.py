@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -170,6 +170,20 @@ class Replicated(Strategy):
     def publish_parameters(self) -> None:
         for part in self._parts:
             part.parameters.publish()
+
+    def end_step(self, skipped: Tensor) -> None:
+        for part in self._parts:
+            part.buckets.end_step(skipped)
+
+    @property
+    def unused(self) -> list[str]:
+        return [name for part in self._parts for name in part.buckets.unused]
+
+    @unused.setter
+    def unused(self, names: Iterable[str]) -> None:
+        found = set(names)
+        for part in self._parts:
+            part.buckets.unused = found
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         for part in self._parts:
