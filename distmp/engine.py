@@ -17,7 +17,12 @@ from torch.utils import _pytree as pytree
 from distmp.errors import CheckpointError, ConfigError, TrainingError, listed
 from distmp.faults.activity import UPDATE, VALIDATION, VERDICT, activity
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
-from distmp.optim.state import create_state, named_state, prepare_for_device_skip
+from distmp.optim.state import (
+    create_state,
+    named_state,
+    never_stepped,
+    prepare_for_device_skip,
+)
 from distmp.outcome import StepNumbers, StepOutcome
 from distmp.parallel import (
     AccumulationSettings,
@@ -66,8 +71,11 @@ STEPS_KEPT = 2
 # Steps skipped in a row after which the engine warns, where nobody calls `check`.
 SKIPS_WARNED = 10
 
+# A state lists the parameters that no rank has ever used, under names that begin so.
+UNUSED = "unused/"
+
 # Beginnings of names that states of older versions lack: what a new run has is kept there.
-ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
+ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/", UNUSED)
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -265,6 +273,7 @@ class Engine:
         activity.enter(UPDATE)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
+        self._strategy.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
         self.divergence.remember(verdict)
         outcome = self._outcome(verdict, judgement, rate, scale, exhausted & verdict.overflow)
@@ -465,14 +474,15 @@ class Engine:
         return loss_sum, _scalar(weight, self.device)
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
-        """Return n0, or None if nothing is known from a first microbatch without any weight."""
+        """Return n0, or None if the first microbatches add up to no finite weight above 0."""
         weight = batch_weight.to(torch.float64, copy=True) * microbatches
         if self.reproducible:
             # The first microbatch of all stands on rank 0, however many ranks there are.
-            weight *= self.world.world_size * (self.world.rank == 0)
+            weight = weight * self.world.world_size if self.world.rank == 0 else weight.zero_()
         if self.world.group is not None:
             dist.all_reduce(weight, group=self.world.group)
-        return _power_of_two(weight.item()) if weight > 0 else None
+        total = weight.item()
+        return _power_of_two(total) if 0 < total < math.inf else None
 
     def _update(self, verdict: Verdict) -> None:
         """Step the optimizer, or leave everything as it is, as the verdict says."""
@@ -563,13 +573,15 @@ class Engine:
         }
         for name, value in self._strategy.untrained().items():
             state[f"model/{name}"] = value.detach()
-        for name, value in named_state(self.optimizer, self._names).items():
+        for name, value in self._optimizer_state().items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
         for name, value in self.loss_scale.state_dict().items():
             state[f"loss_scale/{name}"] = value
         for name, value in self.divergence.state_dict().items():
             state[f"divergence/{name}"] = value
+        for name in self._strategy.unused:
+            state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self._counts
         state["engine/nominal_weight"] = torch.tensor(
             self.nominal_weight or 0.0, dtype=torch.float64
@@ -579,8 +591,13 @@ class Engine:
     def held_until_update(self) -> set[str]:
         """Return the names in `state_dict` of what only an update of the optimizer changes."""
         weights = {f"model/{name}" for name, _ in self._strategy.optimizer_parameters()}
+        return weights | {f"optimizer/{name}" for name in self._optimizer_state()}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """Return the optimizer's state by name; what it may hold of unused parameters is zero."""
+        unused = set(self._strategy.unused)
         state = named_state(self.optimizer, self._names)
-        return weights | {f"optimizer/{name}" for name in state}
+        return {name: v for name, v in state.items() if name.rpartition("/")[0] not in unused}
 
     def prepare_to_load(
         self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -596,14 +613,15 @@ class Engine:
         """
         self._adopt_unfrozen()
         prefix = "optimizer/"
+        optimizer_state = {
+            name.removeprefix(prefix): kind
+            for name, kind in stored.items()
+            if name.startswith(prefix)
+        }
         left_out = create_state(
             self.optimizer,
             self._names,
-            {
-                name.removeprefix(prefix): kind
-                for name, kind in stored.items()
-                if name.startswith(prefix)
-            },
+            optimizer_state,
             {
                 name: whole_shape(self._strategy.as_stored(name, tensor))
                 for name, tensor in self._strategy.optimizer_parameters()
@@ -611,6 +629,10 @@ class Engine:
         )
         if self._skips_on_device:
             prepare_for_device_skip(self.optimizer)
+        self._strategy.unused = [
+            *(name.removeprefix(UNUSED) for name in stored if name.startswith(UNUSED)),
+            *never_stepped(self.optimizer, self._names, optimizer_state),
+        ]
         if left_out and self.world.rank == 0:
             logger.warning(
                 "the state has been training %s, frozen or missing here: it stays so, and its "
@@ -639,7 +661,8 @@ class Engine:
         )
         if missing := live.keys() - state.keys():
             raise CheckpointError(f"the state lacks {listed(sorted(missing))}")
-        absent = sorted(self.state_dict().keys() - live.keys())
+        lacking = self.state_dict().keys() - live.keys()
+        absent = sorted(name for name in lacking if not name.startswith(UNUSED))
         if absent and self.world.rank == 0:
             logger.warning("the state is of an older version: %s starts anew", listed(absent))
         with torch.no_grad():

@@ -134,7 +134,7 @@ class OverflowReport:
     Attributes:
         cause: One of
             `bad_input`: the batch holds non-finite values;
-            `bad_weight`: the weight that the loss function returned is not finite;
+            `bad_weight`: the weight that the loss function returned is negative or not finite;
             `bad_parameter`: a parameter of the model holds non-finite values;
             `forward`: the loss is not finite, whenever it is computed;
             `scale_too_high`: gradients are finite at a lower scale;
@@ -276,7 +276,7 @@ def _bad_input(evidence: Sequence[RankEvidence]) -> _Finding | None:
 
 
 def _bad_weight(facts: StepFacts) -> _Finding | None:
-    if math.isfinite(facts.weight):
+    if 0 <= facts.weight < math.inf:
         return None
     return _Finding(
         "bad_weight",

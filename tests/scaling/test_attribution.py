@@ -195,8 +195,9 @@ def test_bad_input_comes_before_what_follows_from_it() -> None:
     assert "7 inf or NaN among the floating-point values of the batch" in report.diagnosis
 
 
-def test_bad_weight() -> None:
-    assert diagnose([seen(parameters=[overflow()])], facts(weight=math.nan)).cause == "bad_weight"
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
+def test_bad_weight(weight: float) -> None:
+    assert diagnose([seen(parameters=[overflow()])], facts(weight=weight)).cause == "bad_weight"
 
 
 @pytest.mark.parametrize(
