@@ -227,6 +227,7 @@ class Engine:
         # Whether the caller looks after steps that are skipped.
         self._is_checked = False
         self._previous: StepOutcome | None = None
+        self._steps = 0
 
     def step(self, microbatches: Sequence[Any], *, stop: bool = False) -> StepOutcome:
         """Train on the microbatches of this rank; every rank has to call it.
@@ -294,9 +295,8 @@ class Engine:
                 probe=self.strategy not in SHARDED_STRATEGIES,
             )
             outcome = self._take_step(microbatches, stop)
-        if self.world.rank == 0:
-            for warning in found:
-                logger.warning(warning)
+        for warning in found:
+            self._warn(warning)
         return outcome
 
     @torch.no_grad()
@@ -313,17 +313,24 @@ class Engine:
         """Warn of many skipped steps in a row, for loops that never call `check`."""
         # On a device the step before is read, which has ended by now.
         known, self._previous = (outcome if self.host_waits else self._previous), outcome
-        if self._is_checked or known is None or known.numbers.skipped_in_a_row != SKIPS_WARNED:
+        steps = self._steps if self.host_waits else self._steps - 1
+        self._steps += 1
+        # One look at so many steps finds a row of them once, and costs the others nothing.
+        if self._is_checked or known is None or steps % SKIPS_WARNED != SKIPS_WARNED - 1:
+            return
+        if not SKIPS_WARNED <= known.read("skipped_in_a_row") < 2 * SKIPS_WARNED:
             return
         cause = self.explain(known) or _general_advice(known.numbers)
+        self._warn(
+            f"{known.numbers.skipped_in_a_row} steps in a row were skipped, so nothing is trained: "
+            f"{cause}; call "
+            "engine.check(outcome) after each step to end training when that continues"
+        )
+
+    def _warn(self, message: str) -> None:
+        """Warn the caller of `step`, whatever is logged; on rank 0 alone."""
         if self.world.rank == 0:
-            # Not logged: it has to be seen where nobody has set up logging.
-            warnings.warn(
-                f"{SKIPS_WARNED} steps in a row were skipped, so nothing is trained: {cause}; call "
-                "engine.check(outcome) after each step to end training when that continues",
-                RuntimeWarning,
-                stacklevel=3,
-            )
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _adopt_unfrozen(self) -> None:
         """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""

@@ -90,11 +90,15 @@ class StepOutcome:
         if self._ready is not None:
             self._ready.record(torch.cuda.current_stream(packed.device))
 
+    def read(self, name: str) -> float:
+        """Wait for the step and return one of its numbers, of the name in `StepNumbers`."""
+        self._wait()
+        return float(self._packed.numpy()[StepNumbers._fields.index(name)])
+
     @cached_property
     def numbers(self) -> StepNumbers:
         """Wait for the step and return its numbers; free when read one step later."""
-        if self._ready is not None:
-            self._ready.synchronize()
+        self._wait()
         kinds = get_type_hints(StepNumbers)
         return StepNumbers(
             **{
@@ -102,3 +106,7 @@ class StepOutcome:
                 for name, value in zip(StepNumbers._fields, self._packed.tolist(), strict=True)
             }
         )
+
+    def _wait(self) -> None:
+        if self._ready is not None:
+            self._ready.synchronize()

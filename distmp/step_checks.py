@@ -27,7 +27,9 @@ COMPARED = 2**16
 LEAST_GROWTH = 1.2
 
 ONE_LIST = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
-LOSS_CONTRACT = "the loss function returns (loss_sum, weight), the loss summed over weight samples"
+LOSS_CONTRACT = (
+    "return (loss_sum, weight): the loss summed over samples or tokens, and their number"
+)
 
 
 def check_microbatches(microbatches: Any) -> None:
@@ -66,7 +68,7 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ConfigError(
-            "loss", _kind(returned), f"is what the loss function returned; {LOSS_CONTRACT}"
+            "loss", _kind(returned), f"the loss function returned this; {LOSS_CONTRACT}"
         )
     loss, weight = returned
     if not isinstance(loss, Tensor):
@@ -88,9 +90,7 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
         )
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.is_complex():
-            raise ConfigError(
-                "weight", _kind(weight), f"is not one number; {LOSS_CONTRACT}, as a number"
-            )
+            raise ConfigError("weight", _kind(weight), f"is not one number; {LOSS_CONTRACT}")
         return loss.reshape(()), weight.reshape(())
     if not isinstance(weight, int | float | np.number):
         raise ConfigError("weight", _kind(weight), f"is not a number; {LOSS_CONTRACT}")

@@ -39,7 +39,7 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         raise ConfigError(
             "optimizer",
             type(optimizer).__name__,
-            f"is what the function returned; return a torch.optim.Optimizer: {_EXAMPLE}",
+            f"the function returned this; return a torch.optim.Optimizer: {_EXAMPLE}",
         )
     check_kind(optimizer)
     _check_tensors(optimizer, parameters)
