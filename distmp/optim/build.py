@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -56,14 +56,7 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     Raises:
         ConfigError: For an unknown optimizer now, for options that it does not take when called.
     """
-    if ":" in config.name:
-        build = load_object("optim.name", config.name)
-    elif config.name in OPTIMIZERS:
-        build = OPTIMIZERS[config.name]
-    else:
-        raise ConfigError("optim.name", config.name, nearest(config.name, OPTIMIZERS))
-    if not callable(build):
-        raise ConfigError("optim.name", config.name, "name something callable")
+    build = _find_optimizer(config.name)
     if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
         refuse_kind(build, "optim.name", config.name)
     accepted = inspect.signature(build).parameters
@@ -72,7 +65,7 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
         if name in OWN_SETTINGS:
             raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
         if name not in accepted and not takes_anything:
-            choices = [choice for choice in accepted if choice not in ("params", *OWN_SETTINGS)]
+            choices = optimizer_options(config.name)
             raise ConfigError(f"optim.options.{name}", value, nearest(name, choices))
     options = {"lr": config.lr, **config.options}
     if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
@@ -92,6 +85,28 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
         return optimizer
 
     return create
+
+
+def _find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
+    if ":" in name:
+        build = load_object("optim.name", name)
+    elif name in OPTIMIZERS:
+        build = OPTIMIZERS[name]
+    else:
+        raise ConfigError("optim.name", name, nearest(name, OPTIMIZERS))
+    if not callable(build):
+        raise ConfigError("optim.name", name, "name something callable")
+    return cast("Callable[..., torch.optim.Optimizer]", build)
+
+
+def optimizer_options(name: str) -> list[str]:
+    """Return what `optim.options` may hold for an optimizer.
+
+    Raises:
+        ConfigError: For an unknown optimizer.
+    """
+    accepted = inspect.signature(_find_optimizer(name)).parameters
+    return [option for option in accepted if option not in ("params", *OWN_SETTINGS)]
 
 
 def weight_decay_groups(
@@ -144,6 +159,13 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
         return scheduler
 
     return lambda optimizer: _with_warmup(optimizer, config, steps, from_torch)
+
+
+def schedule_options(name: str) -> list[str]:
+    """Return what `schedule.options` may hold for a scheduler of torch; nothing for others."""
+    build = torch_schedules().get(name)
+    parameters = () if build is None else inspect.signature(build).parameters
+    return [option for option in parameters if option != "optimizer"]
 
 
 def torch_schedules() -> dict[str, Callable[..., lr_scheduler.LRScheduler]]:
