@@ -7,6 +7,7 @@ engine does it, so that both can only agree by being right.
 - `models`: the models and the loss of a case, and where faults are injected.
 - `oracle`: what the documentation says that a case has to do, in float64.
 - `run`: runs cases with the engine on real ranks.
+- `states`: the state of an engine on all ranks, put together.
 - `judge`: compares what the engine did with what the oracle says.
 - `shrink`: makes a failing case smaller.
 - `mutants`: bugs put in on purpose, which the cases have to find.

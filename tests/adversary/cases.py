@@ -348,7 +348,9 @@ def _legal_step(case: Case, step: Step, index: int) -> Step:
         count = len(ranks[0])
         ranks = tuple(_of_length(batches, count) for batches in ranks)
         ranks = tuple(
-            tuple(_same_blocks(batch, first) for batch, first in zip(batches, ranks[0], strict=True))
+            tuple(
+                _same_blocks(batch, first) for batch, first in zip(batches, ranks[0], strict=True)
+            )
             for batches in ranks
         )
     ranks = tuple(tuple(_legal_batch(case, batch) for batch in batches) for batches in ranks)
@@ -403,6 +405,10 @@ def refusal(case: Case) -> str | None:
         return "docs/sharding.md: fsdp1 does not work on one rank"
     if case.strategy == "fsdp1" and case.accumulate not in ("auto", "sharded"):
         return "docs/sharding.md: fsdp1 is always sharded"
+    if case.policy == "bf16-pure" and case.shard_optimizer:
+        return "docs/accumulation.md: shard_optimizer keeps a share of FP32 weights"
+    if case.policy == "bf16-pure" and case.accumulate in ("sharded", "hybrid"):
+        return "docs/precision.md: FSDP2 refuses 16-bit shards that should sum in FP32"
     return None
 
 
@@ -436,7 +442,9 @@ def generate(seed: int, index: int, world_size: int) -> Case:
 def _draw_strategy(draw: random.Random, world_size: int) -> str:
     if world_size == 1:
         return draw.choice(["single"] * 7 + ["ddp", "fsdp", "hsdp"])
-    return draw.choice(["ddp"] * 7 + ["ddp-torch"] * 2 + ["fsdp"] * 5 + ["hsdp"] * 3 + ["fsdp1"] * 2)
+    return draw.choice(
+        ["ddp"] * 7 + ["ddp-torch"] * 2 + ["fsdp"] * 5 + ["hsdp"] * 3 + ["fsdp1"] * 2
+    )
 
 
 def _draw_policy(draw: random.Random) -> str:
@@ -467,7 +475,9 @@ def _draw_optimizer(draw: random.Random, case: Case) -> OptimizerSpec:
     return OptimizerSpec(
         name=name,
         # Small enough that training does not diverge, and rounding with it.
-        lr=draw.choice([0.03, 0.1]) * (1 - momentum) if name == "sgd" else draw.choice([0.01, 0.05]),
+        lr=draw.choice([0.03, 0.1]) * (1 - momentum)
+        if name == "sgd"
+        else draw.choice([0.01, 0.05]),
         weight_decay=draw.choice([0.0, 0.1, 0.5]),
         momentum=momentum,
         nesterov=momentum > 0 and draw.random() < 0.3,

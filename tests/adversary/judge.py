@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tests.adversary.cases import Case, Step, refusal
+from tests.adversary.cases import MASTERS, Case, refusal
 from tests.adversary.oracle import Expected, Oracle, Tensors
+from tests.adversary.states import State, assemble, changes
 
 if TYPE_CHECKING:
     from tests.adversary.run import Record, StepRecord
@@ -55,74 +56,110 @@ def judge(case: Case, records: list[Record]) -> list[str]:
     if refused != {None}:
         reason = refusal(case)
         return [] if reason and None not in refused else [f"refused: {refused}"]
-    return [*_same_on_all_ranks(records), *_right(case, records)]
+    oracle = Oracle(case)
+    complaints = list(_start(case, oracle, records))
+    start = oracle.weights
+    before = [record.initial for record in records]
+    for index, step in enumerate(case.steps):
+        steps = [record.steps[index] for record in records]
+        complaints += _same_numbers(index, steps)
+        wholes, conflicts = assemble([one.state for one in steps])
+        complaints += [f"ranks.state: {name} differs after step {index}" for name in conflicts]
+        if not (step.reload or step.freeze or step.thaw):  # or the tensors are others
+            complaints += _skipped(case, oracle, index, before, steps)
+        before = [one.after or one.state for one in steps]
+        complaints += _left_alone(index, steps)
+        if oracle.certain:
+            complaints += _right(case, index, oracle, start, steps[0], wholes)
+    return [*complaints, *_rounded(case, records)]
 
 
-# Ranks with each other
+def _start(case: Case, oracle: Oracle, records: list[Record]) -> Iterator[str]:
+    """All ranks start from rank 0's parameters and buffers, masters from unrounded ones."""
+    wholes, conflicts = assemble([record.initial for record in records])
+    yield from (f"ranks.state: {name} differs at the start" for name in conflicts)
+    for name, wanted in (oracle.weights | oracle.buffers).items():
+        found = wholes.get(f"model/{name}")
+        if found is None:
+            yield f"state.missing: {name}"
+        elif not torch.equal(found, wanted.to(found.dtype)):
+            yield f"start: {name} is {_values(found)}, expected {_values(wanted)}"
 
 
-def _same_on_all_ranks(records: list[Record]) -> Iterator[str]:
-    first, *others = records
-    for rank, record in enumerate(others, start=1):
-        for index, (one, other) in enumerate(zip(first.steps, record.steps, strict=True)):
-            for name, value in one.numbers.items():
-                if not _same(value, other.numbers[name]):
-                    yield (
-                        f"ranks.{name}: step {index}: {value} on rank 0, "
-                        f"{other.numbers[name]} on rank {rank}"
-                    )
-            if one.buffers != other.buffers:
-                yield f"ranks.buffers: differ after step {index} on rank {rank}"
-            if one.report != other.report:
-                yield f"ranks.report: {one.report} on rank 0, {other.report} on rank {rank}"
-        if first.replicated != record.replicated:
-            yield f"ranks.state: differs at the end on rank {rank}"
+def _rounded(case: Case, records: list[Record]) -> Iterator[str]:
+    """16-bit parameters are their FP32 weights, rounded."""
+    if case.policy not in MASTERS:
+        return
+    wholes, _ = assemble([record.steps[-1].state for record in records])
+    for rank, record in enumerate(records):
+        for name, parameter in record.parameters.items():
+            if not torch.equal(parameter, wholes[f"model/{name}"].to(parameter.dtype)):
+                yield f"rounded: {name} on rank {rank} is not its FP32 weight"
+
+
+# Ranks with each other, and with themselves before
+
+
+def _same_numbers(index: int, steps: list[StepRecord]) -> Iterator[str]:
+    first, *others = steps
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.numbers.items():
+            if not _same(value, other.numbers[name]):
+                yield (
+                    f"ranks.{name}: step {index}: {value} on rank 0, "
+                    f"{other.numbers[name]} on rank {rank}"
+                )
+        if first.report != other.report:
+            yield f"ranks.report: {first.report} on rank 0, {other.report} on rank {rank}"
+        if not _same(first.evaluation or 0.0, other.evaluation or 0.0):
+            yield f"ranks.evaluation: {first.evaluation}, {other.evaluation} on rank {rank}"
 
 
 def _same(one: Any, other: Any) -> bool:
     return one == other or (math.isnan(one) and math.isnan(other))
 
 
-# The first rank with the oracle
-
-
-def _right(case: Case, records: list[Record]) -> Iterator[str]:
-    oracle = Oracle(case)
-    start = oracle.weights
-    for record in records:
-        yield from (f"rounded: {name} is not its FP32 weight" for name in record.rounded)
-        before = record.initial
-        for index, step in enumerate(record.steps):
-            if step.numbers["skipped"]:
-                after = step.weights, step.buffers
-                yield from _untouched(case.steps[index], index, before, after)
-            before = step.weights, step.buffers
-    for index, step in enumerate(records[0].steps):
-        expected = oracle.step(index, step.numbers)
-        if not oracle.certain:
-            return
-        yield from _numbers(case, index, expected, step.numbers)
-        yield from _state(case, index, oracle, start, step)
-        if step.evaluation is not None:
-            yield from _evaluation(case, index, oracle.evaluate(index), step.evaluation)
-        if step.report is not None and not oracle.uncertain:
-            yield from _report(case, index, step.report)
-
-
-def _untouched(
-    step: Step, index: int, before: tuple[str, str], after: tuple[str, str]
+def _skipped(
+    case: Case, oracle: Oracle, index: int, before: list[State], steps: list[StepRecord]
 ) -> Iterator[str]:
-    if step.reload or step.freeze or step.thaw:
-        return  # the tensors are others
-    if before[0] != after[0]:
-        yield f"skip.weights: step {index} was skipped, and weights or their state changed"
-    if before[1] != after[1]:
-        yield f"skip.buffers: step {index} was skipped, and buffers changed"
+    """A skipped step leaves no trace."""
+    buffers = {f"model/{name}" for name in oracle.buffers}
+    for rank, (earlier, step) in enumerate(zip(before, steps, strict=True)):
+        if not step.numbers["skipped"]:
+            continue
+        for name in changes(earlier, step.state):
+            if name in buffers:
+                yield f"skip.buffers: step {index} was skipped, and {name} changed on rank {rank}"
+            elif name.startswith(("model/", "optimizer/")):
+                yield f"skip.weights: step {index} was skipped, and {name} changed on rank {rank}"
 
 
-def _numbers(
-    case: Case, index: int, expected: Expected, numbers: dict[str, Any]
+def _left_alone(index: int, steps: list[StepRecord]) -> Iterator[str]:
+    """Neither `explain` nor `evaluate` changes anything."""
+    for rank, step in enumerate(steps):
+        if step.after is not None:
+            for name in changes(step.state, step.after):
+                yield f"alone: explain or evaluate after step {index} changed {name} on rank {rank}"
+
+
+# The engine with the oracle
+
+
+def _right(
+    case: Case, index: int, oracle: Oracle, start: Tensors, step: StepRecord, wholes: Tensors
 ) -> Iterator[str]:
+    expected = oracle.step(index, step.numbers)
+    if not oracle.certain:
+        return
+    yield from _numbers(case, index, expected, step.numbers)
+    yield from _state(case, index, oracle, start, wholes)
+    if step.evaluation is not None:
+        yield from _evaluation(case, index, oracle.evaluate(index), step.evaluation)
+    if step.report is not None and not oracle.risky:
+        yield from _report(case, index, step.report)
+
+
+def _numbers(case: Case, index: int, expected: Expected, numbers: dict[str, Any]) -> Iterator[str]:
     tolerance = LOOSE.get(case.policy, EXACT)
     for item in fields(expected):
         wanted, found = getattr(expected, item.name), numbers[item.name]
@@ -141,17 +178,12 @@ def _numbers(
 
 
 def _state(
-    case: Case, index: int, oracle: Oracle, start: Tensors, step: StepRecord
+    case: Case, index: int, oracle: Oracle, start: Tensors, wholes: Tensors
 ) -> Iterator[str]:
-    assert step.whole is not None
-    weights, buffers = oracle.weights, oracle.buffers
-    missing = (weights.keys() | buffers.keys()) - step.whole.keys()
-    if missing:
-        yield f"state.missing: {sorted(missing)}"
-        return
+    weights = oracle.weights
     moved = math.sqrt(sum(float((w - start[n]).square().sum()) for n, w in weights.items()))
     for name, wanted in weights.items():
-        found = step.whole[name].double()
+        found = wholes[f"model/{name}"].double()
         if not found.isfinite().all():
             yield f"weights.finite: step {index}: {name} is {found.tolist()}"
         elif (error := _excess(case, wanted, found, moved, index)) > 1:
@@ -159,8 +191,8 @@ def _state(
                 f"weights.{'frozen' if name in oracle.frozen else 'value'}: step {index}: {name} "
                 f"is {_values(found)}, expected {_values(wanted)}: {error:.3g} times the tolerance"
             )
-    for name, wanted in buffers.items():
-        yield from _buffer(case, index, name, wanted, step.whole[name])
+    for name, wanted in oracle.buffers.items():
+        yield from _buffer(case, index, name, wanted, wholes[f"model/{name}"])
 
 
 def _excess(case: Case, wanted: Tensor, found: Tensor, moved: float, index: int) -> float:

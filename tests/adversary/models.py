@@ -71,9 +71,7 @@ class Block(nn.Module):
         width = spec.width
         self.conv = spec.kind == "conv"
         self.activation = ACTIVATIONS[spec.activation]
-        self.core = (
-            nn.Conv2d(width, width, 3, padding=1) if self.conv else nn.Linear(width, width)
-        )
+        self.core = nn.Conv2d(width, width, 3, padding=1) if self.conv else nn.Linear(width, width)
         # A large eps keeps the gradient of a norm over few samples gentle.
         norm = nn.BatchNorm2d if self.conv else nn.BatchNorm1d
         self.norm = norm(width, eps=0.1) if spec.norm else None

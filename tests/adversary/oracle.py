@@ -2,11 +2,12 @@
 
 - The gradient is that of the global mean: sums over all microbatches and ranks, divided once by the
   global weight (docs/numerics.md, "The mean that is meant").
-- A step is skipped on all ranks if a gradient or the weight of any rank is not finite, or the weight
-  is 0 ("The verdict"). A skipped step writes nothing: no weight, no moment, no buffer, no schedule.
+- A step is skipped on all ranks if a gradient or the weight of any rank is not finite, or the
+  global weight is 0 ("The verdict"). A skipped step writes nothing: no weight, moment, buffer or
+  schedule.
 - Clipping multiplies by min(1, max_norm / (norm + 1e-6)).
-- The loss scale changes last, by the rules of `LossScaleConfig`. A step without any weight leaves it
-  alone.
+- The loss scale changes last, by the rules of `LossScaleConfig`. A step without any weight leaves
+  it alone.
 - `drop_microbatch` leaves out the microbatches whose gradients are not finite, with their weights,
   losses and batch statistics. For the loss scale it is an overflow all the same.
 - Buffers are those of rank 0 after each step (docs/accumulation.md).
@@ -78,8 +79,8 @@ class Oracle:
     Attributes:
         weights: All parameters, by name.
         buffers: All buffers, by name.
-        uncertain: Whether a 16-bit overflow in the last step was neither sure nor ruled out, so
-            that the step was taken as it was observed.
+        risky: Whether 16-bit arithmetic may have overflowed by itself in the last step, so that
+            only observation tells.
         certain: False once something depends on which of the microbatches overflowed by
             themselves; numbers cannot be compared from then on.
     """
@@ -93,7 +94,7 @@ class Oracle:
         self._used: set[str] = set()
         self._nominal = case.nominal_weight
         self._applied = self._skipped = self._in_a_row = 0
-        self.uncertain = False
+        self.risky = False
         self.certain = True
 
     @property
@@ -138,7 +139,8 @@ class Oracle:
             self._apply(mean, norm)
         self._count(skipped)
         bad = overflow or sums.dropped > 0
-        self._scale.update(overflow=bad, empty=skipped and not bad)
+        empty = sums.weight == 0 and sums.dropped == 0
+        self._scale.update(overflow=bad, empty=empty)
         return Expected(
             overflow=overflow,
             skipped=skipped,
@@ -205,21 +207,17 @@ class Oracle:
             sums.gradients[name] = sums.gradients.get(name, 0) + gradient
             sums.largest = max(sums.largest, float(gradient.abs().nan_to_num().amax()))
 
-    def _natural(
-        self, sums: _Sums, overflow: bool, observed: Mapping[str, Any] | None
-    ) -> bool:
+    def _natural(self, sums: _Sums, overflow: bool, observed: Mapping[str, Any] | None) -> bool:
         """Decide whether the step overflows in 16 bits, by observation where only that tells."""
         if self._nominal is None and 0 < sums.weight < math.inf:
             self._nominal = sums.weight
         scaled = self._scale.value / (self._nominal or 1.0) * max(1.0, sums.largest)
-        risky = self._case.policy in SCALED and scaled > SURELY_FINITE
-        self.uncertain = risky and not overflow and observed is not None
-        if not self.uncertain:
-            return overflow
-        assert observed is not None
-        if self._case.drops:
+        self.risky = self._case.policy in SCALED and scaled > SURELY_FINITE
+        if self.risky and self._case.drops:
             # Which of the microbatches were dropped cannot be told.
             self.certain = False
+        if not self.risky or overflow or observed is None:
+            return overflow
         return bool(observed["overflow"])
 
     def _apply(self, mean: Tensors, norm: float) -> None:

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import hashlib
 import json
 import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from distmp import ConfigError, Engine, LossScaleConfig, StepOutcome
+from distmp import ConfigError, Engine, LossScaleConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
-from distmp.slices import FlatSlice
 from tests.adversary import judge
-from tests.adversary.cases import MASTERS, Case, OptimizerSpec, Step, dumps, loads
+from tests.adversary.cases import Case, OptimizerSpec, Step, dumps, loads
 from tests.adversary.models import build_batches, build_model, loss
+from tests.adversary.states import State, assemble, pieces
 from tests.ranks import run_ranks
 
 # A case takes a fraction of a second; a rank that takes so long hangs.
@@ -48,19 +47,17 @@ class StepRecord:
 
     Attributes:
         numbers: `StepNumbers` as a mapping.
-        weights: Digest of the parameters, optimizer state and loss scale that this rank holds.
-        buffers: Digest of its buffers.
-        whole: All parameters and buffers; on rank 0 only.
+        state: What the rank held after the step.
         report: What `explain` said, if it was asked.
         evaluation: What `evaluate` returned, if it was asked.
+        after: What the rank held after these two, if they were asked.
     """
 
     numbers: dict[str, Any]
-    weights: str
-    buffers: str
-    whole: dict[str, Tensor] | None = None
+    state: State
     report: dict[str, Any] | None = None
     evaluation: float | None = None
+    after: State | None = None
 
 
 @dataclass
@@ -69,16 +66,14 @@ class Record:
 
     Attributes:
         steps: Its steps.
-        initial: Digests of the state before the first step, as in a step's record.
-        replicated: Digest of what has to be equal on all ranks at the end.
-        rounded: Parameters in 16 bits that are not their FP32 weights, rounded.
+        initial: What it held before them.
+        parameters: Those of a model that is not sharded, in the type in which it computes.
         refused: The `ConfigError` that ended it.
     """
 
     steps: list[StepRecord]
-    initial: tuple[str, str] = ("", "")
-    replicated: str = ""
-    rounded: tuple[str, ...] = ()
+    initial: State = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
     refused: str | None = None
 
 
@@ -141,8 +136,11 @@ def run_batch(texts: list[str], directory: str) -> None:
     """Run the cases; stop after the first one that leaves the ranks in an unknown state."""
     control = dist.new_group(backend="gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    stacks = Path(directory, f"{rank}.stack").open("w")
-    with Path(directory, f"{rank}.jsonl").open("w", buffering=1) as log:
+    gc.freeze()  # collecting what a case leaves behind need not look at torch itself
+    with (
+        Path(directory, f"{rank}.stack").open("w") as stacks,
+        Path(directory, f"{rank}.jsonl").open("w", buffering=1) as log,
+    ):
         for index, text in enumerate(texts):
             case = loads(text)
             print(json.dumps([index, None, None]), file=log)
@@ -151,14 +149,24 @@ def run_batch(texts: list[str], directory: str) -> None:
             if error is not None:
                 print(json.dumps([index, [error], time.monotonic()]), file=log)
                 faulthandler.dump_traceback_later(FAILED_SECONDS, exit=True, file=stacks)
-            records: list[Any] = [None] * world_size
-            dist.all_gather_object(records, (record, error), group=control)
-            faulthandler.cancel_dump_traceback_later()
-            if any(error is not None for _, error in records):
+            errors: list[str | None] = [None] * world_size
+            dist.all_gather_object(errors, error, group=control)
+            if any(error is not None for error in errors):
+                faulthandler.cancel_dump_traceback_later()
                 return
-            if index % world_size == rank:
-                complaints = judge.judge(case, [record for record, _ in records])
-                print(json.dumps([index, complaints, None]), file=log)
+            judge_rank = index % world_size
+            records: list[Any] | None = [None] * world_size if rank == judge_rank else None
+            dist.gather_object(record, records, dst=judge_rank, group=control)
+            faulthandler.cancel_dump_traceback_later()
+            if records is not None:
+                print(json.dumps([index, _judge(case, records), None]), file=log)
+
+
+def _judge(case: Case, records: list[Record]) -> list[str]:
+    try:
+        return judge.judge(case, records)
+    except Exception:  # noqa: BLE001  (a judge that fails must not take the other cases with it)
+        return ["judge: " + traceback.format_exc()]
 
 
 def _attempt(case: Case) -> tuple[Record | None, str | None]:
@@ -180,14 +188,13 @@ def run_case(case: Case) -> Record:
         model, engine = _build(case, build_model(case, dist.get_rank()))
     except ConfigError as error:
         return Record([], refused=str(error))
-    record = Record([], initial=_digests(engine))
+    record = Record([], initial=pieces(engine.state_dict()))
     for index, step in enumerate(case.steps):
         if step.reload:
             model, engine = _reload(case, model, engine)
         record.steps.append(_step(case, model, engine, index, step))
-    whole = {name: whole_tensor(t) for name, t in engine.state_dict().items()}
-    record.replicated = _digest(whole)
-    record.rounded = tuple(_rounded_otherwise(case, model, whole))
+    if not case.sharded:
+        record.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return record
 
 
@@ -201,21 +208,15 @@ def _step(case: Case, model: nn.Module, engine: Engine, index: int, step: Step) 
     rank = dist.get_rank()
     batches = build_batches(case, index)[rank]
     outcome = engine.step(batches, stop=step.stop == rank)
-    weights, buffers = _digests(engine)
-    record = StepRecord(outcome.numbers._asdict(), weights, buffers)
+    record = StepRecord(outcome.numbers._asdict(), pieces(engine.state_dict()))
     if step.explain and outcome.numbers.overflow:
-        record.report = _explain(engine, outcome)
+        report = engine.explain(outcome)
+        record.report = {} if report is None else asdict(report)
     if step.evaluate:
         record.evaluation = engine.evaluate(batches)
-    whole = {name: whole_tensor(t) for name, t in engine.state_dict().items() if _is_model(name)}
-    if rank == 0:
-        record.whole = {name.removeprefix("model/"): t.clone() for name, t in whole.items()}
+    if step.explain or step.evaluate:
+        record.after = pieces(engine.state_dict())
     return record
-
-
-def _explain(engine: Engine, outcome: StepOutcome) -> dict[str, Any]:
-    report = engine.explain(outcome)
-    return {} if report is None else asdict(report)
 
 
 # The engine of a case
@@ -250,9 +251,7 @@ def _build(case: Case, model: nn.Module) -> tuple[nn.Module, Engine]:
     return model, engine
 
 
-def _build_optimizer(
-    spec: OptimizerSpec, named: list[tuple[str, Tensor]]
-) -> torch.optim.Optimizer:
+def _build_optimizer(spec: OptimizerSpec, named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     ways = {"fused": {"fused": True}, "foreach": {"foreach": True}, "single": {"foreach": False}}
     options: dict[str, Any] = dict(ways.get(spec.implementation, {}))
@@ -297,91 +296,11 @@ def _reload(case: Case, model: nn.Module, engine: Engine) -> tuple[nn.Module, En
 
 
 def _fill(live: Tensor, stored: Tensor) -> None:
-    """Copy a tensor that may have been sliced at other places."""
-    if not isinstance(stored, FlatSlice) and not isinstance(live, FlatSlice):
-        live.copy_(stored)
+    """Copy a tensor that may have been sliced at other places; every rank has to call it."""
+    if isinstance(stored, DTensor):
+        live.copy_(stored)  # FSDP shards in the same way
         return
-    whole = whole_tensor(stored)
-    if isinstance(live, FlatSlice):
-        whole = whole.view(-1)[live.start : live.start + live.numel()]
-    live.copy_(whole)
-
-
-# States
-
-
-def _is_model(name: str) -> bool:
-    return name.startswith("model/")
-
-
-def _digests(engine: Engine) -> tuple[str, str]:
-    """Return the digests of what only an update changes, and of the buffers."""
-    state = engine.state_dict()
-    buffers = {f"model/{name}" for name, _ in _buffers(engine)}
-    held = {
-        name: tensor
-        for name, tensor in state.items()
-        # A state of zeros is as good as one that is still to be created.
-        if (_is_model(name) and name not in buffers)
-        or (name.startswith("optimizer/") and _any(tensor))
-    }
-    return _digest(_local(held)), _digest(_local({name: state[name] for name in buffers}))
-
-
-def _buffers(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for name, buffer in engine.module.named_buffers():
-        if name.endswith(("running_mean", "running_var", "num_batches_tracked")):
-            # Wrappers and recomputed blocks put names of their own between.
-            parts = [part for part in name.split(".") if not part.startswith("_")]
-            yield ".".join(part for part in parts if part != "module"), buffer
-
-
-def _any(tensor: Tensor) -> bool:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return bool(local.any())
-
-
-def _local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {
-        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in tensors.items()
-    }
-
-
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha1()
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().contiguous().view(-1)
-        digest.update(name.encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a sharded tensor as a whole; every rank has to call it."""
-    if isinstance(tensor, DTensor):
-        return tensor.full_tensor().detach()
-    if isinstance(tensor, FlatSlice):
-        return _gather_slices(tensor)
-    return tensor.detach()
-
-
-def _gather_slices(part: FlatSlice) -> Tensor:
-    parts: list[Any] = [None] * dist.get_world_size()
-    values = part.detach().as_subclass(Tensor)
-    dist.all_gather_object(parts, (part.start, values))
-    whole = torch.empty(part.whole_shape, dtype=part.dtype)
-    for start, piece in parts:
-        whole.view(-1)[start : start + piece.numel()] = piece
-    return whole
-
-
-def _rounded_otherwise(
-    case: Case, model: nn.Module, state: Mapping[str, Tensor]
-) -> Iterator[str]:
-    """Yield the names of 16-bit parameters that are not their FP32 weights, rounded."""
-    if case.sharded or case.policy not in MASTERS:
-        return
-    for name, parameter in model.named_parameters():
-        if not torch.equal(parameter, state[f"model/{name}"].to(parameter.dtype)):
-            yield name
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, pieces({"": stored}))
+    whole = assemble(states)[0][""]
+    live.copy_(pieces({"": live})[""].of(whole))
