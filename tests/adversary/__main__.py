@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import sys
 import time
 from collections.abc import Iterator, Sequence
 
 from tests.adversary.cases import Case, dumps, generate, legal, loads
+from tests.adversary.known import known
 from tests.adversary.run import run_cases
 from tests.adversary.shrink import kinds, shrink
 
-# How many cases the same processes run.
-BATCH = 100
 # How often each number of ranks is tried, of 20.
 SHARES = {1: 6, 2: 8, 4: 6}
 
@@ -25,7 +25,7 @@ def main() -> int:
     seed = random.SystemRandom().randrange(1 << 30) if options.seed is None else options.seed
     print(f"{options.cases} cases, --seed {seed}")
     failures = 0
-    for cases in _batches(seed, options.cases):
+    for cases in _batches(seed, options.cases, options.batch):
         begun = time.monotonic()
         verdicts = run_cases(cases)
         seconds = time.monotonic() - begun
@@ -50,6 +50,7 @@ def _options() -> argparse.Namespace:
         "--shrink", type=float, default=60.0, help="seconds to make a failing case smaller"
     )
     parser.add_argument("--failures", type=int, default=20, help="stop after so many")
+    parser.add_argument("--batch", type=int, default=100, help="cases for the same processes")
     return parser.parse_args()
 
 
@@ -59,11 +60,14 @@ def _replay(case: Case) -> int:
     return int(bool(complaints))
 
 
-def _batches(seed: int, count: int) -> Iterator[list[Case]]:
-    """Yield all cases, in batches for the same processes."""
-    for cases in draw(seed, count).values():
-        for first in range(0, len(cases), BATCH):
-            yield cases[first : first + BATCH]
+def _batches(seed: int, count: int, size: int) -> Iterator[list[Case]]:
+    """Yield all cases, in batches for the same processes, numbers of ranks in turn."""
+    by_ranks = []
+    for drawn in draw(seed, count).values():
+        cases = [case for case in drawn if not known(case)]
+        by_ranks.append([cases[first : first + size] for first in range(0, len(cases), size)])
+    for turn in itertools.zip_longest(*by_ranks):
+        yield from filter(None, turn)
 
 
 def draw(seed: int, count: int) -> dict[int, list[Case]]:

@@ -156,7 +156,7 @@ class OptimizerSpec:
     momentum: float = 0.0
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-3
+    eps: float = 1e-2
     implementation: str = "default"
     groups: int = 1
 
@@ -333,6 +333,21 @@ def _reproducible(case: Case) -> Case:
     return replace(case, steps=steps, policy=policy)
 
 
+def reproducible_on(case: Case, size: int) -> Case:
+    """Return a reproducible case of the same global microbatches on so many ranks."""
+    case = legal(replace(case, strategy="ddp"))
+    steps = []
+    for step in case.steps:
+        batches = [batch for one in step.ranks for batch in one]
+        each = len(batches) // size
+        ranks = tuple(
+            tuple(batches[first : first + each]) for first in range(0, len(batches), each)
+        )
+        steps.append(replace(step, ranks=ranks, stop=None, explain=False))
+    strategy = "single" if size == 1 else "ddp"
+    return replace(case, world_size=size, strategy=strategy, steps=tuple(steps))
+
+
 def _alike(batches: tuple[Microbatch, ...], count: int, size: int) -> tuple[Microbatch, ...]:
     return tuple(replace(batch, size=size) for batch in _of_length(batches, count))
 
@@ -482,7 +497,7 @@ def _draw_optimizer(draw: random.Random, case: Case) -> OptimizerSpec:
         momentum=momentum,
         nesterov=momentum > 0 and draw.random() < 0.3,
         betas=draw.choice([(0.9, 0.99), (0.8, 0.95)]),
-        eps=1e-3 if exact else 0.1,
+        eps=1e-2 if exact else 0.1,
         implementation=draw.choice(["fused", "fused", "foreach", "single", "default"]),
         groups=draw.choice([1, 2]),
     )

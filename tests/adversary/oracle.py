@@ -132,7 +132,6 @@ class Oracle:
         mean = {name: total / sums.weight for name, total in sums.gradients.items() if not skipped}
         norm = math.sqrt(sum(float(g.square().sum()) for g in mean.values()))
         rate, scale = self._rate(0), self._scale.value
-        exhausted = overflow and scale == self._scale.rules.min_scale
         if skipped:
             self._restore(before)
         else:
@@ -140,7 +139,7 @@ class Oracle:
         self._count(skipped)
         bad = overflow or sums.dropped > 0
         empty = sums.weight == 0 and sums.dropped == 0
-        self._scale.update(overflow=bad, empty=empty)
+        exhausted = self._scale.update(overflow=bad, empty=empty) and overflow
         return Expected(
             overflow=overflow,
             skipped=skipped,
@@ -290,20 +289,24 @@ class LossScale:
         self.value = rules.init
         self._clean = self._overflows = 0
 
-    def update(self, *, overflow: bool, empty: bool) -> None:
+    def update(self, *, overflow: bool, empty: bool) -> bool:
+        """Follow a step; return whether the scale has to sink and cannot."""
         if empty or not self.rules.dynamic:
-            return
-        if overflow:
-            self._clean = 0
-            self._overflows += 1
-            if self._overflows >= self.rules.hysteresis:
-                self._change(self.rules.backoff_factor)
-            return
-        self._overflows = 0
-        self._clean += 1
-        if self._clean >= self.rules.growth_interval:
-            self._clean = 0
-            self._change(self.rules.growth_factor)
+            return False
+        if not overflow:
+            self._overflows = 0
+            self._clean += 1
+            if self._clean >= self.rules.growth_interval:
+                self._clean = 0
+                self._change(self.rules.growth_factor)
+            return False
+        self._clean = 0
+        self._overflows += 1
+        if self._overflows < self.rules.hysteresis:
+            return False
+        exhausted = self.value <= self.rules.min_scale
+        self._change(self.rules.backoff_factor)
+        return exhausted
 
     def _change(self, factor: float) -> None:
         value = float(np.float32(self.value) * np.float32(factor))

@@ -8,8 +8,11 @@ again for the cases behind it.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
+import hashlib
+import io
 import json
 import tempfile
 import time
@@ -98,10 +101,12 @@ def _run_from(cases: Sequence[Case], first: int, seconds: float) -> dict[int, li
     texts = [dumps(case) for case in cases[first:]]
     with tempfile.TemporaryDirectory(prefix="adversary-") as directory:
         failure = None
+        output = io.StringIO()
         try:
-            run_ranks(run_batch, world_size, texts, directory, timeout=seconds)
+            with contextlib.redirect_stdout(output):  # the same warnings, case after case
+                run_ranks(run_batch, world_size, texts, directory, timeout=seconds)
         except pytest.fail.Exception as error:
-            failure = str(error)
+            failure = f"{error}\n{output.getvalue()[-2000:]}"
         lines = [
             json.loads(line)
             for path in sorted(Path(directory).glob("*.jsonl"))
@@ -196,6 +201,26 @@ def run_case(case: Case) -> Record:
     if not case.sharded:
         record.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
     return record
+
+
+def final_bits(texts: list[str]) -> list[str]:
+    """Run cases; return the SHA-1 of the weights and optimizer state that each ends with."""
+    return [_final_bits(loads(text)) for text in texts]
+
+
+def _final_bits(case: Case) -> str:
+    record, error = _attempt(case)
+    assert record is not None, error
+    buffers = {f"model/{name}" for name, _ in build_model(case).named_buffers()}
+    states: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(states, record.steps[-1].state)
+    wholes, _ = assemble(states)
+    digest = hashlib.sha1()
+    for name in sorted(wholes):
+        if name.startswith(("model/", "optimizer/")) and name not in buffers:
+            bits = wholes[name].contiguous().view(-1).view(torch.uint8)
+            digest.update(name.encode() + bits.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _step(case: Case, model: nn.Module, engine: Engine, index: int, step: Step) -> StepRecord:
