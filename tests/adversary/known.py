@@ -35,8 +35,11 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
     "5: statistics of recomputed blocks": lambda case: (
         case.activation_checkpointing == "blocks" and case.model.norm
     ),
-    "6: parameters that are used only sometimes": lambda case: (
-        _unused(case) or (case.model.unused and case.sharded)
+    "6: parameters that are used only sometimes, sharded": lambda case: (
+        case.sharded and (_unused(case) or case.model.unused)
+    ),
+    "6: parameters that are used only sometimes, after a state is loaded": lambda case: (
+        _unused(case) and any(step.reload for step in case.steps)
     ),
     "7: fsdp in 16 bits with parameters without gradients": lambda case: (
         case.sharded
