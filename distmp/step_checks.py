@@ -104,7 +104,7 @@ def check_weight(weight: float) -> None:
     Raises:
         ConfigError: If it is below 0.
     """
-    if weight < 0:
+    if -math.inf < weight < 0:
         raise ConfigError(
             "weight", weight, "is below 0; return how many samples or tokens were summed"
         )
