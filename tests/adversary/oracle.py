@@ -193,7 +193,6 @@ class Oracle:
         trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
         found = torch.autograd.grad(total, list(trained.values()), allow_unused=True)
         gradients = {name: g for name, g in zip(trained, found, strict=True) if g is not None}
-        self._used |= gradients.keys()
         finite = all(bool(g.isfinite().all()) for g in gradients.values())
         if self._case.drops and not finite:
             self._restore(before)
@@ -220,6 +219,8 @@ class Oracle:
         return bool(observed["overflow"])
 
     def _apply(self, mean: Tensors, norm: float) -> None:
+        # Neither a step that is skipped nor a microbatch that is dropped counts as use.
+        self._used |= mean.keys()
         limit = self._case.max_norm
         clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
         for name, parameter in self._model.named_parameters():
