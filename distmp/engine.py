@@ -279,7 +279,9 @@ class Engine:
         self.divergence.remember(verdict)
         outcome = self._outcome(verdict, judgement, rate, scale, exhausted & verdict.overflow)
         if self.attribution:
-            ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
+            ingredients = StepIngredients(
+                tuple(microbatches), gathered.generators, gathered.losses, gathered.weights
+            )
             self._recent.append((outcome, ingredients))
         return outcome
 
