@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.adversary.cases import PARTS, Case
-
-
-def _unused(case: Case) -> bool:
-    """Whether some part is used in none of the microbatches of a step."""
-    used = [
-        {part for batches in step.ranks for batch in batches for part in batch.uses}
-        for step in case.steps
-    ]
-    return any(parts != set(PARTS) for parts in used)
+from tests.adversary.cases import Case
 
 
 def _empty_shard(case: Case) -> bool:
@@ -29,23 +20,6 @@ def _empty_shard(case: Case) -> bool:
 
 # Cases that may touch what is known to be wrong, by what it is. To be emptied.
 KNOWN: dict[str, Callable[[Case], bool]] = {
-    "4: statistics of dropped microbatches": lambda case: (
-        case.drops and case.model.norm and any(step.faults for step in case.steps)
-    ),
-    "5: statistics of recomputed blocks": lambda case: (
-        case.activation_checkpointing == "blocks" and case.model.norm
-    ),
-    "6: parameters that are used only sometimes, sharded": lambda case: (
-        case.sharded and (_unused(case) or case.model.unused)
-    ),
-    "6: parameters that are used only sometimes, after a state is loaded": lambda case: (
-        _unused(case) and any(step.reload for step in case.steps)
-    ),
-    "7: fsdp in 16 bits with parameters without gradients": lambda case: (
-        case.sharded
-        and case.policy != "fp32"
-        and (case.model.unused or any(set(b.uses) != set(PARTS) for b in case.microbatches))
-    ),
     "9: infinite weights": lambda case: any(
         fault.place == "weight" for step in case.steps for _, _, fault in step.faults
     ),
@@ -59,6 +33,11 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         case.strategy in ("fsdp", "hsdp")
         and case.policy == "bf16-pure"
         and any(step.thaw for step in case.steps)
+    ),
+    "D: freezing under fsdp what a step does not run": lambda case: (
+        case.strategy in ("fsdp", "hsdp")
+        and any(step.freeze for step in case.steps)
+        and any("block" not in batch.uses for batch in case.microbatches)
     ),
 }
 
