@@ -16,12 +16,6 @@ import typing
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-# What the engine is learning to do. A switch is turned on when the feature is there.
-FEATURES = {
-    # Without a schedule, a rate set in `engine.optimizer.param_groups` counts from then on.
-    "rates": False,
-}
-
 SHARDED = ("fsdp", "hsdp", "fsdp1")
 MASTERS = ("bf16", "fp16", "fp16-static", "bf16,reduce=bf16")
 SCALED = ("fp16", "fp16-autocast", "fp16-static")
@@ -374,7 +368,7 @@ def _legal_step(case: Case, step: Step, index: int) -> Step:
         step = replace(step, freeze=(), thaw=(), reload=False)
     if case.strategy == "fsdp1":
         step = replace(step, freeze=(), thaw=())
-    if case.schedule or not FEATURES["rates"]:
+    if case.schedule:  # which alone decides then
         step = replace(step, rates=())
     names = trainable_names(case.model)
     step = replace(

@@ -31,6 +31,11 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         and case.policy == "bf16-pure"
         and any(step.thaw for step in case.steps)
     ),
+    "D: freezing under fsdp what a step does not run": lambda case: (
+        case.strategy in ("fsdp", "hsdp")
+        and any(step.freeze for step in case.steps)
+        and any("block" not in batch.uses for batch in case.microbatches)
+    ),
 }
 
 

@@ -12,7 +12,8 @@
   losses and batch statistics. For the loss scale it is an overflow all the same.
 - Buffers are those of rank 0 after each step (docs/accumulation.md).
 - A parameter that no rank has ever used is left alone. From its first gradient on any rank, a step
-  in which nobody uses it counts as one with a gradient of zero.
+  in which nobody uses it counts as one with a gradient of zero. Microbatches that are dropped and
+  steps that are skipped do not count (docs/numerics.md, "Parameters without a gradient").
 - What is frozen does not move, and keeps its state, unless a state is loaded meanwhile.
 """
 
@@ -89,7 +90,10 @@ class Oracle:
         self._case = case
         self._model = build_model(case).double()
         self._optimizer = _OPTIMIZERS[case.optimizer.name](case.optimizer)
-        self._rates = _base_rates(case.optimizer)
+        # Of the parameters that the optimizer has, and of its first group.
+        self._rates: dict[str, float] = {}
+        self._first_rate = 0.0
+        self._start_rates()
         self._scale = LossScale(_rules(case))
         self._used: set[str] = set()
         self._nominal = case.nominal_weight
@@ -120,10 +124,13 @@ class Oracle:
         step = self._case.steps[index]
         if step.reload:
             self._forget(self.frozen)
+            self._start_rates()
         for name in step.freeze + step.thaw:
             self._model.get_parameter(name).requires_grad_(name in step.thaw)
         if step.rates:
-            self._rates = dict(enumerate(step.rates))
+            self._first_rate = step.rates[0]
+            self._rates = {name: step.rates[self._group(name)] for name in self._rates}
+        self._adopt()
         before = self.buffers
         sums = self._sum_microbatches(index)
         overflow = sums.overflow or (sums.dropped > 0 and sums.weight == 0)
@@ -131,7 +138,7 @@ class Oracle:
         skipped = overflow or sums.weight == 0
         mean = {name: total / sums.weight for name, total in sums.gradients.items() if not skipped}
         norm = math.sqrt(sum(float(g.square().sum()) for g in mean.values()))
-        rate, scale = self._rate(0), self._scale.value
+        rate, scale = self._first_rate * self._schedule_factor(), self._scale.value
         if skipped:
             self._restore(before)
         else:
@@ -219,7 +226,6 @@ class Oracle:
         return bool(observed["overflow"])
 
     def _apply(self, mean: Tensors, norm: float) -> None:
-        # Neither a step that is skipped nor a microbatch that is dropped counts as use.
         self._used |= mean.keys()
         limit = self._case.max_norm
         clip = 1.0 if limit is None else min(1.0, limit / (norm + 1e-6))
@@ -227,16 +233,29 @@ class Oracle:
             if name not in self._used or not parameter.requires_grad:
                 continue
             gradient = mean.get(name, torch.zeros_like(parameter)) * clip
-            group = _group(self._case.optimizer, name)
-            decay = self._case.optimizer.weight_decay if group == 0 else 0.0
+            rate = self._rates[name] * self._schedule_factor()
+            decay = 0.0 if self._group(name) else self._case.optimizer.weight_decay
             with torch.no_grad():
-                self._optimizer.update(name, parameter, gradient, self._rate(group), decay)
+                self._optimizer.update(name, parameter, gradient, rate, decay)
 
-    def _rate(self, group: int) -> float:
-        factor = 1.0
-        if self._case.schedule:
-            factor = schedule_factor(*self._case.schedule, self._applied)
-        return self._rates[group] * factor
+    def _schedule_factor(self) -> float:
+        schedule = self._case.schedule
+        return schedule_factor(*schedule, self._applied) if schedule else 1.0
+
+    def _start_rates(self) -> None:
+        """Let a new optimizer have the rates of its groups."""
+        self._first_rate = self._case.optimizer.lr
+        self._rates = {}
+        self._adopt()
+
+    def _adopt(self) -> None:
+        """Give what is trained for the first time the rate of the group that it comes to."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and name not in self._rates:
+                self._rates[name] = self._case.optimizer.lr / (1 + self._group(name))
+
+    def _group(self, name: str) -> int:
+        return int(self._case.optimizer.groups == 2 and name.endswith("bias"))
 
     def _count(self, skipped: bool) -> None:
         self._applied += not skipped
@@ -315,14 +334,6 @@ class LossScale:
 
 
 # Optimizers
-
-
-def _group(spec: OptimizerSpec, name: str) -> int:
-    return int(spec.groups == 2 and name.endswith("bias"))
-
-
-def _base_rates(spec: OptimizerSpec) -> dict[int, float]:
-    return {0: spec.lr, 1: spec.lr / 2}
 
 
 class Sgd:
