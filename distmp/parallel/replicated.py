@@ -18,6 +18,7 @@ from distmp.parallel.strategy import (
     Strategy,
     broadcast_from_rank_zero,
     check_parameters,
+    check_trained,
     store_parameters_in_fp32,
     trainable,
 )
@@ -70,6 +71,7 @@ class Replicated(Strategy):
         values = {name: parameter.data for name, parameter in named}
         prepare(module, policy, world.device.type)
         self._shapes: dict[str, torch.Size] = {}
+        self._trained: list[tuple[str, nn.Parameter, torch.dtype]] = []
         self._parts = [self._lay_out(named, values)]
 
     def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
@@ -80,6 +82,7 @@ class Replicated(Strategy):
             values: Their FP32 values by name.
         """
         first = not self._shapes
+        self._trained += [(name, parameter, parameter.dtype) for name, parameter in named]
         self._shapes.update((name, parameter.shape) for name, parameter in named)
         if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
             for _, parameter in named:
@@ -96,6 +99,11 @@ class Replicated(Strategy):
         if self._policy.casts_parameters and not self._policy.has_masters:
             return _Part(buckets, PureParameters(buckets))
         return _Part(buckets, FlatParameters(buckets, values))
+
+    def check_model(self) -> None:
+        check_trained(self.model, self._trained)
+        for part in self._parts:
+            part.parameters.check_places()
 
     def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
         named = [entry for entry in trainable(self.model) if entry[0] not in self._shapes]

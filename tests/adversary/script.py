@@ -191,9 +191,9 @@ class Truth(Acts):
         self.max_norm = 0.5 if case.extra == "max_norm" else None
         self.schedule = halving if case.extra == "schedule" else None
         self.numbers: list[StepTruth] = []
-        self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
     def run(self) -> None:
+        self.start = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         self.optimizer = self.build(list(self.model.named_parameters()))
         scheduler = self.schedule(self.optimizer) if self.schedule else None
         self.at("built")
@@ -241,7 +241,8 @@ class Truth(Acts):
         ]
         for part in training:
             part.training = True
-        return float(sum(loss for loss, _ in pairs)) / float(sum(weight for _, weight in pairs))
+        weight = float(sum(weight for _, weight in pairs))
+        return float(sum(loss for loss, _ in pairs)) / weight if weight else float("nan")
 
     def _set_buffers(self, values: dict[str, Tensor]) -> None:
         for name, buffer in self.model.named_buffers():

@@ -367,7 +367,7 @@ def remove_module(script: Script) -> None:
     del inner(script).blocks[1]
 
 
-later("a module is removed", remove_module, "either", part="model")
+later("a module is removed", remove_module, "error", part="model")
 
 
 def tie(script: Script) -> None:

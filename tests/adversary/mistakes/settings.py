@@ -74,7 +74,6 @@ setting(
     "error",
     ["fsdp", True, {}, {"compile": "none"}, ShardingConfig(), 2, ParallelConfig],
 )
-setting("schedule", "right", [None])
 
 
 def value(
@@ -170,14 +169,11 @@ model("an identity", lambda model: nn.Identity())
 model("frozen", lambda model: model.requires_grad_(False))
 model("in float64", lambda model: model.double())
 model("complex", lambda model: model.to(torch.complex64))
-model("in bfloat16", lambda model: model.bfloat16(), "either")
 model("on meta", lambda model: model.to("meta"))
 model("lazy", lambda model: nn.Sequential(nn.LazyLinear(4)))
 model("in DataParallel", DataParallel, "either")
 model("in DDP", lambda model: DistributedDataParallel(model), "either", ranks=(2,))
-model("scripted", lambda model: torch.jit.trace(model, torch.ones(4, 6)), "either", ranks=(1,))
 model("in inference mode", lambda model: in_inference_mode(model), "either")
-model("in a sequence", lambda model: nn.Sequential(model), "right", ranks=(1,))
 
 
 def in_inference_mode(model: nn.Module) -> nn.Module:
@@ -209,8 +205,22 @@ def the_model_has_a_meta_buffer(script: Script) -> None:
 
 @mistake("model", "either")
 def a_parameter_overlaps_another(script: Script) -> None:
-    model = script.model
-    model.blocks[1].weight.data = model.blocks[0].weight.data
+    for model in (script.model, script.truth.model):
+        model.blocks[1].weight.data = model.blocks[0].weight.data
+
+
+@mistake("model", "right")
+def the_model_is_in_bfloat16(script: Script) -> None:
+    script.model.bfloat16()
+    script.truth.model.load_state_dict(script.model.state_dict())
+
+
+@mistake("model", "right")
+def the_model_is_in_a_sequence(script: Script) -> None:
+    script.model, script.truth.model = (
+        nn.Sequential(script.model),
+        nn.Sequential(script.truth.model),
+    )
 
 
 # Arguments that are not there
@@ -258,7 +268,7 @@ def MASTER_ADDR_is_nowhere(script: Script) -> None:  # noqa: N802
     )
 
 
-@mistake("arguments", "error", ranks=(2,))
+@mistake("arguments", "either", ranks=(2,))
 def WORLD_SIZE_says_more_than_there_are(script: Script) -> None:  # noqa: N802
     environment(script, WORLD_SIZE="4")
 
