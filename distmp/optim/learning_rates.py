@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +17,11 @@ from distmp.optim.checks import build_schedule
 
 # Rows that the table grows by; one host-to-device copy for that many steps.
 CHUNK = 1024
+
+_SCHEDULE_CALL = (
+    "pass a function that builds a torch scheduler: lambda optimizer: "
+    "torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+)
 
 
 class LearningRates:
@@ -43,14 +50,21 @@ class LearningRates:
         *,
         on_device: bool,
     ) -> None:
-        self._groups: list[dict[str, Any]] = optimizer.param_groups
+        self._optimizer = optimizer
         self._base_rates: list[float] = []
+        if schedule is not None:
+            _check_factory(schedule)
         self._build_schedule = schedule
         self._device = device
         self._on_device = on_device
         # What each group was given last, and the version of it where it is a tensor.
         self._given: list[tuple[Any, int]] = []
-        self.add_groups(self._groups)
+        self.add_groups(optimizer.param_groups)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        # Looked up anew: a state that is loaded into the optimizer brings a new list.
+        return self._optimizer.param_groups
 
     def add_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Follow more groups: they get the rates that they would have had from the beginning.
@@ -73,6 +87,7 @@ class LearningRates:
             lr=0.0,
         )
         self._schedule = build_schedule(build, self._stand_in)
+        _check_schedule(self._schedule, self._stand_in)
         self._rows = [self._current_rates()]
         self._table = self._make_table(self._rows)
 
@@ -84,9 +99,12 @@ class LearningRates:
             at_most: An upper bound of it that the host knows; without `on_device` the very number.
 
         Raises:
-            ConfigError: If there is a schedule and somebody else has set a rate.
+            ConfigError: If a rate is no number of 0 or more, or there is a schedule and somebody
+                else has set a rate.
         """
         if self._build_schedule is None:
+            for index, group in enumerate(self._groups):
+                _check_rate(index, group["lr"])
             return _as_tensor(self._groups[0]["lr"], self._device)
         self._check_untouched()
         self._extend(at_most + 1)
@@ -94,21 +112,26 @@ class LearningRates:
         rates = self._table.index_select(0, applied.reshape(1))[0]
         for index, group in enumerate(self._groups):
             if self._on_device:
+                if not isinstance(group["lr"], Tensor):  # from a state that was loaded
+                    group["lr"] = torch.tensor(group["lr"], device=self._device)
                 group["lr"].copy_(rates[index])
             else:
                 group["lr"] = self._rows[at_most][index]
         self._given = [(group["lr"], _version(group["lr"])) for group in self._groups]
         return rates[0]
 
+    def planned(self, update: int) -> list[float]:
+        """Return the rates of the schedule for an update, as far as the host has computed them."""
+        return self._rows[update] if self._build_schedule and update < len(self._rows) else []
+
     def _check_untouched(self) -> None:
         """Refuse rates that somebody else has set since the last step: they would be lost."""
         for index, (rate, version) in enumerate(self._given):
             found = self._groups[index]["lr"]
-            if isinstance(found, Tensor):
-                untouched = found is rate and found._version == version
-            else:
-                untouched = found == rate
-            if untouched:
+            if found is rate and _version(found) == version:
+                continue
+            _check_rate(index, found)
+            if found is not rate and float(found) == float(rate):  # that of a state that was loaded
                 continue
             raise ConfigError(
                 f"optimizer.param_groups[{index}]['lr']",
@@ -151,6 +174,42 @@ class LearningRates:
 
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._stand_in.param_groups]
+
+
+def _check_rate(index: int, rate: Any) -> None:
+    """Refuse a rate that updates cannot have; the values of tensors are not looked at."""
+    if isinstance(rate, Tensor) and rate.numel() == 1:
+        return
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if not is_number or not 0 <= rate < math.inf:
+        raise ConfigError(
+            f"optimizer.param_groups[{index}]['lr']", rate, "use a finite number of 0 or more"
+        )
+
+
+def _check_factory(schedule: object) -> None:
+    name = getattr(schedule, "__name__", type(schedule).__name__)
+    if not callable(schedule):
+        raise ConfigError("schedule", name, f"is no function; {_SCHEDULE_CALL}")
+    try:
+        inspect.signature(schedule).bind("optimizer")
+    except TypeError as error:
+        raise ConfigError("schedule", name, f"{error}; {_SCHEDULE_CALL}") from error
+    except ValueError:  # a callable of C code does not tell its signature
+        return
+
+
+def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> None:
+    name = type(schedule).__name__
+    if not callable(getattr(schedule, "step", None)):
+        raise ConfigError("schedule", name, f"is what the function returned; {_SCHEDULE_CALL}")
+    if getattr(schedule, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            "schedule",
+            name,
+            "is built on another optimizer than the one the function is called with; "
+            f"{_SCHEDULE_CALL}",
+        )
 
 
 def _version(rate: Any) -> int:

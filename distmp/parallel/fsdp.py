@@ -36,6 +36,7 @@ from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
     broadcast_from_rank_zero,
     check_parameters,
+    check_trained,
     group_of,
     narrow_parameters,
     store_parameters_in_fp32,
@@ -95,6 +96,7 @@ class FullySharded(ShardedStrategy):
         self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
         self._follow(world)
+        self._known = [(name, parameter, parameter.dtype) for name, parameter in self._trainable]
         self.accumulation = choose(
             config.sharding.accumulate,
             Facts(
@@ -117,6 +119,15 @@ class FullySharded(ShardedStrategy):
         # Forward passes of this microbatch.
         self._forwards = 0
 
+    def check_model(self) -> None:
+        if self._unfinished:
+            return  # a failed step has left gathered parameters in the model
+        try:
+            check_trained(self.module, self._known)
+        except ConfigError:
+            self._reshard()  # so has a forward outside of the engine
+            check_trained(self.module, self._known)
+
     def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
         known = {name for name, _ in self._trainable}
         added = [entry for entry in trainable(self.module) if entry[0] not in known]
@@ -129,6 +140,7 @@ class FullySharded(ShardedStrategy):
                     "in float32",
                 )
         self._train(added)
+        self._known += [(name, parameter, parameter.dtype) for name, parameter in added]
         return [*added]
 
     def begin_step(self) -> None:

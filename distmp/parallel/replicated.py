@@ -19,6 +19,7 @@ from distmp.parallel.strategy import (
     Strategy,
     broadcast_from_rank_zero,
     check_parameters,
+    check_trained,
     store_parameters_in_fp32,
     trainable,
 )
@@ -73,6 +74,7 @@ class Replicated(Strategy):
         self._shapes: dict[str, torch.Size] = {}
         # Buffers before the microbatch, if it may be dropped.
         self._buffers: dict[str, Tensor] = {}
+        self._trained: list[tuple[str, nn.Parameter, torch.dtype]] = []
         self._parts = [self._lay_out(named, values)]
 
     def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
@@ -83,6 +85,7 @@ class Replicated(Strategy):
             values: Their FP32 values by name.
         """
         first = not self._shapes
+        self._trained += [(name, parameter, parameter.dtype) for name, parameter in named]
         self._shapes.update((name, parameter.shape) for name, parameter in named)
         if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
             for _, parameter in named:
@@ -99,6 +102,11 @@ class Replicated(Strategy):
         if self._policy.casts_parameters and not self._policy.has_masters:
             return _Part(buckets, PureParameters(buckets))
         return _Part(buckets, FlatParameters(buckets, values))
+
+    def check_model(self) -> None:
+        check_trained(self.model, self._trained)
+        for part in self._parts:
+            part.parameters.check_places()
 
     def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
         named = [entry for entry in trainable(self.model) if entry[0] not in self._shapes]

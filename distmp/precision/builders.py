@@ -25,10 +25,15 @@ CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 def autocast_context(
     policy: PrecisionPolicy, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which forward runs: autocast if the policy asks for it, or nothing."""
-    if not policy.autocast:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=policy.compute_dtype)
+    """Return the context in which forward runs: autocast if the policy asks for it, else none.
+
+    An autocast that the caller has switched on around it is none of the policy, so it is off here.
+    """
+    if policy.autocast:
+        return torch.autocast(device.type, dtype=policy.compute_dtype)
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> MixedPrecisionPolicy:
