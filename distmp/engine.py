@@ -381,7 +381,7 @@ class Engine:
             )
             outcome = self._take_step(microbatches, stop)
         for warning in found:
-            self._warn(warning)
+            self._warn(warning, stacklevel=4)
         return outcome
 
     @torch.no_grad()
@@ -414,13 +414,14 @@ class Engine:
         cause = self.explain(known) or _general_advice(known.numbers)
         self._warn(
             f"{SKIPS_WARNED} steps in a row were skipped, so nothing is trained: {cause}; call "
-            "engine.check(outcome) after each step to end training when that continues"
+            "engine.check(outcome) after each step to end training when that continues",
+            stacklevel=5,
         )
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, stacklevel: int) -> None:
         """Warn the caller of `step`, whatever is logged; on rank 0 alone."""
         if self.world.rank == 0:
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
     def _adopt_unfrozen(self) -> None:
         """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""
