@@ -53,7 +53,7 @@ from distmp.parallel.world import (
     world_of_process,
 )
 from distmp.precision import PolicyLike, resolve
-from distmp.precision.builders import autocast_context
+from distmp.precision.builders import autocast_context, autocast_off
 from distmp.precision.costs import costs
 from distmp.precision.switches import product_switches
 from distmp.replay import Replay, StepIngredients, generator_states, generators_as
@@ -81,6 +81,7 @@ from distmp.step_checks import (
     check_loss,
     check_loss_function,
     check_microbatches,
+    check_not_inference,
     check_outcome,
     check_stop,
     check_weight,
@@ -195,6 +196,7 @@ class Engine:
         first_step_checks: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
+        check_not_inference("building an engine")
         self.world = world_of_process(device)
         self.device = self.world.device
         check_model(model)
@@ -320,7 +322,7 @@ class Engine:
             )
         self._under_way = name
         try:
-            with lost_peers_explained(self.world):
+            with lost_peers_explained(self.world), autocast_off(self.device):
                 if self._failure is not None:
                     check_failed_everywhere(self.world, self._failures, self._failure)
                     self._failure = None

@@ -15,10 +15,10 @@ from distmp.optim import OptimizerFactory
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.strategy import (
     AccumulationSettings,
+    KnownParameters,
     Strategy,
     broadcast_from_rank_zero,
     check_parameters,
-    check_trained,
     store_parameters_in_fp32,
     trainable,
 )
@@ -71,8 +71,8 @@ class Replicated(Strategy):
         values = {name: parameter.data for name, parameter in named}
         prepare(module, policy, world.device.type)
         self._shapes: dict[str, torch.Size] = {}
-        self._trained: list[tuple[str, nn.Parameter, torch.dtype]] = []
         self._parts = [self._lay_out(named, values)]
+        self._known = KnownParameters(module)
 
     def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
         """Put parameters, in the type that the module holds them in, into buckets.
@@ -82,7 +82,6 @@ class Replicated(Strategy):
             values: Their FP32 values by name.
         """
         first = not self._shapes
-        self._trained += [(name, parameter, parameter.dtype) for name, parameter in named]
         self._shapes.update((name, parameter.shape) for name, parameter in named)
         if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
             for _, parameter in named:
@@ -101,7 +100,7 @@ class Replicated(Strategy):
         return _Part(buckets, FlatParameters(buckets, values))
 
     def check_model(self) -> None:
-        check_trained(self.model, self._trained)
+        self._known.check(self.model)
         for part in self._parts:
             part.parameters.check_places()
 
@@ -117,6 +116,7 @@ class Replicated(Strategy):
         for name, parameter in named:
             parameter.data = parameter.data.to(dtypes[name])
         self._parts.append(self._lay_out(named, values))
+        self._known = KnownParameters(self.model)
         return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
