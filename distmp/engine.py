@@ -37,14 +37,6 @@ from distmp.parallel import (
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.own_time import StepClock
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
-from distmp.parallel.same_on_ranks import (
-    Fingerprint,
-    check_same,
-    described_groups,
-    described_model,
-    hyperparameters,
-    raise_difference,
-)
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
 from distmp.parallel.world import (
@@ -57,6 +49,14 @@ from distmp.precision.builders import autocast_context, autocast_off
 from distmp.precision.costs import costs
 from distmp.precision.switches import product_switches
 from distmp.replay import Replay, StepIngredients, generator_states, generators_as
+from distmp.same_on_ranks import (
+    Fingerprint,
+    check_same,
+    described_groups,
+    described_model,
+    hyperparameters,
+    raise_difference,
+)
 from distmp.scaling import (
     LossScale,
     LossScaleConfig,
@@ -231,7 +231,8 @@ class Engine:
         if reproducible:
             make_deterministic(self.device)
         with lost_peers_explained(self.world):
-            check_same(self.world, settings.described() | described_model(model))
+            described = settings.described() | described_model(model)
+            check_same(self.world.group, self.device, described)
             self._strategy = build_strategy(
                 self.strategy,
                 model,
@@ -245,8 +246,6 @@ class Engine:
         self.clock = StepClock(self.device)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
-        if not parameters:
-            raise ConfigError("model", type(model).__name__, "has no parameter to train")
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
@@ -350,7 +349,7 @@ class Engine:
         verdict = decide(total[:MEASURED], scale, self.nominal_weight or 1.0, self.max_norm)
         differ = fingerprint.differs(total[MEASURED:])
         if not self._skips_on_device and differ:
-            raise_difference(self.world, self._described())
+            raise_difference(self.world.group, self._described())
         judgement = self.divergence.judge(verdict)
         verdict = verdict.skipping(judgement.skip | differ)
         activity.enter(UPDATE)
@@ -401,7 +400,7 @@ class Engine:
         known, self._previous = (outcome if self.host_waits else self._previous), outcome
         if known is not None and known.ranks_differ:
             with lost_peers_explained(self.world):
-                raise_difference(self.world, self._described())
+                raise_difference(self.world.group, self._described())
         self._warn_of_skips(known)
 
     def _warn_of_skips(self, known: StepOutcome | None) -> None:

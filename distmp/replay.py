@@ -104,6 +104,7 @@ class Replay:
         """Run every microbatch as the step did, but for the reduction of replicated gradients."""
         strategy, device = self._strategy, self._step.losses[0].device
         probes = []
+        strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
         with buffers_restored(strategy.model):
             for batch, states in microbatches:

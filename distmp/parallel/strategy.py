@@ -236,6 +236,10 @@ def check_model(model: object) -> None:
             "reduces gradients by itself; pass the model inside, model.module, and choose a "
             "strategy",
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "model", kind, "has no parameter to train; requires_grad is False for all"
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             problem = "has no shape yet; run a batch through the model first"

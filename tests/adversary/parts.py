@@ -105,6 +105,7 @@ class ScalerScript(PartScript):
     def __init__(self, case: Case, rank: int) -> None:
         super().__init__(case, rank)
         self.options = {"init_scale": 2.0**10}
+        self.device: Any = "cpu"
         self.lines = ["zero", "backward", "reduce", "step", "update"]
         self.build_optimizer: Callable[[Any], Any] = sgd
         self.code = {
@@ -123,7 +124,7 @@ class ScalerScript(PartScript):
 
     def build(self) -> None:
         self.optimizer = self.build_optimizer(self.model.parameters())
-        self.scaler = DistributedGradScaler("cpu", **self.options)
+        self.scaler = DistributedGradScaler(self.device, **self.options)
 
     def reduce(self) -> None:
         if self.world_size > 1:

@@ -46,7 +46,9 @@ in_place_of_the_list(
 )
 in_place_of_the_list("dicts in a list", lambda batches: [b._asdict() for b in batches], "error")
 in_place_of_the_list(
-    "a DataLoader", lambda batches: DataLoader(list(zip(*batches[0], strict=True)), batch_size=2), "error"
+    "a DataLoader",
+    lambda batches: DataLoader(list(zip(*batches[0], strict=True)), batch_size=2),
+    "error",
 )
 in_place_of_the_list(
     "a dataset", lambda batches: torch.utils.data.TensorDataset(*batches[0]), "error"

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from distmp.scaling import DistributedGradScaler
 from tests.adversary.mistakes import Ends, add
 from tests.adversary.parts import ScalerScript
 from tests.adversary.script import sgd
@@ -31,13 +30,18 @@ def lines(name: str, text: str, ends: Ends, truth: tuple[str, ...] | None = None
     scaler(name, change, ends)
 
 
+NO_SCALE = ["zero", "backward without scale", "reduce", "step", "update"]
 CLIPS = ("zero", "backward", "clip", "step")
 lines("correct", "zero, backward, reduce, step, update", "right")
-lines("no scale", "zero, backward without scale, reduce, step, update", "either")
+scaler(
+    "no scale",
+    lambda script: setattr(script, "lines", NO_SCALE),
+    "error",
+    known="on several ranks a step without scale() divides gradients by the scale all the same",
+)
 lines("no step", "zero, backward, reduce, update", "error")
 lines("no update", "zero, backward, reduce, step", "error")
-lines("no zero", "backward, reduce, step, update", "either")
-lines("no backward", "zero, step, update", "either")
+lines("no backward", "zero, step, update", "either", ("zero", "step"))
 lines("step twice", "zero, backward, reduce, step, step, update", "error")
 lines("update twice", "zero, backward, reduce, step, update, update", "error")
 lines("update first", "zero, backward, reduce, update, step", "error")
@@ -47,7 +51,7 @@ lines("unscale", "zero, backward, reduce, unscale, step, update", "right")
 lines("clip", "zero, backward, reduce, clip, step, update", "right", CLIPS)
 lines("clip twice", "zero, backward, reduce, clip, clip, step, update", "either", CLIPS)
 lines("clip after unscale", "zero, backward, reduce, unscale, clip, step, update", "error")
-lines("unscale after clip", "zero, backward, reduce, clip, unscale, step, update", "error")
+lines("unscale after clip", "zero, backward, reduce, clip, unscale, step, update", "either", CLIPS)
 lines(
     "clip as in torch",
     "zero, backward, reduce, unscale, clip as in torch, step, update",
@@ -103,7 +107,7 @@ for _name, _values in {
 
 def device(value: Any, ends: Ends = "error") -> None:
     def change(script: ScalerScript) -> None:
-        script.build = lambda: DistributedGradScaler(value)  # type: ignore[method-assign]
+        script.device = value
 
     scaler(f"device = {value!r}", change, ends)
 
@@ -122,7 +126,6 @@ def step_of(name: str, wrong: Any, ends: Ends = "error") -> None:
 step_of("the model", lambda script: script.model)
 step_of("None", lambda script: None)
 step_of("a list", lambda script: [script.optimizer])
-step_of("another optimizer", lambda script: sgd([nn.Parameter(torch.ones(2))]), "either")
 
 
 def scale_of(name: str, wrong: Any, ends: Ends = "error") -> None:
