@@ -1,5 +1,6 @@
 # make train   train the quickstart model on this machine (CONFIG=configs/x.yaml for another run)
 # make test    run every test that this machine can run
+# make nightly random training runs of the engine against a float64 oracle (CASES=5000)
 # make lint    formatting, lint and types
 # make bench   compare with other training loops, side by side
 # make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in 25 minutes
@@ -8,9 +9,10 @@ PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 WORKERS ?= 3
+CASES ?= 5000
 INSTALLED := $(VENV)/.installed
 
-.PHONY: train test lint format bench bench-gpu clean
+.PHONY: train test nightly lint format bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -18,6 +20,9 @@ train: $(INSTALLED)
 # Ranks wait for each other most of the time, so a few files of tests run side by side.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+nightly: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary --cases $(CASES)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
+
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
@@ -231,7 +233,8 @@ class RunConfig:
         self.profile.check(self.steps)
         # Looks up names and refuses options that the optimizer or schedule does not have.
         optimizer_factory(self.optim)
-        schedule_factory(self.schedule, self.steps)
+        schedule = schedule_factory(self.schedule, self.steps)
+        schedule(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
 
     @property
     def watched_seconds(self) -> float:

@@ -24,6 +24,7 @@ from distmp.optim.state import (
     check_state,
     create_state,
     named_state,
+    never_stepped,
     prepare_for_device_skip,
 )
 from distmp.optim.stepped import SteppedTensors
@@ -98,8 +99,11 @@ MEASURED = 6
 # Steps skipped in a row after which the engine warns, where nobody calls `check`.
 SKIPS_WARNED = 10
 
+# A state lists the parameters that no rank has ever used, under names that begin so.
+UNUSED = "unused/"
+
 # Beginnings of names that states of older versions lack: what a new run has is kept there.
-ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
+ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/", UNUSED)
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -348,19 +352,20 @@ class Engine:
         self.clock.begin()
         verdict = decide(total[:MEASURED], scale, self.nominal_weight or 1.0, self.max_norm)
         differ = fingerprint.differs(total[MEASURED:])
-        if not self._skips_on_device and differ:
-            raise_difference(self.world.group, self._described())
         judgement = self.divergence.judge(verdict)
         verdict = verdict.skipping(judgement.skip | differ)
         activity.enter(UPDATE)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
+        self._strategy.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
         self.divergence.remember(verdict)
         exhausted = exhausted & verdict.overflow
         outcome = self._outcome(verdict, judgement, differ, rate, scale, exhausted)
         if self.attribution:
-            ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
+            ingredients = StepIngredients(
+                tuple(microbatches), gathered.generators, gathered.losses, gathered.weights
+            )
             self._recent.append((outcome, ingredients))
         return outcome
 
@@ -376,9 +381,8 @@ class Engine:
                 probe=self.strategy not in SHARDED_STRATEGIES,
             )
             outcome = self._take_step(microbatches, stop)
-        if self.world.rank == 0:
-            for warning in found:
-                logger.warning(warning)
+        for warning in found:
+            self._warn(warning)
         return outcome
 
     @torch.no_grad()
@@ -398,24 +402,26 @@ class Engine:
             ConfigError: If ranks took it with different settings.
         """
         known, self._previous = (outcome if self.host_waits else self._previous), outcome
-        if known is not None and known.ranks_differ:
+        if known is None:
+            return
+        if known.ranks_differ:
             with lost_peers_explained(self.world):
                 raise_difference(self.world.group, self._described())
-        self._warn_of_skips(known)
+        if not self._is_checked and known.read("skipped_in_a_row") == SKIPS_WARNED:
+            self._warn_of_skips(known)
 
-    def _warn_of_skips(self, known: StepOutcome | None) -> None:
+    def _warn_of_skips(self, known: StepOutcome) -> None:
         """Warn of many skipped steps in a row, for loops that never call `check`."""
-        if self._is_checked or known is None or known.numbers.skipped_in_a_row != SKIPS_WARNED:
-            return
         cause = self.explain(known) or _general_advice(known.numbers)
+        self._warn(
+            f"{SKIPS_WARNED} steps in a row were skipped, so nothing is trained: {cause}; call "
+            "engine.check(outcome) after each step to end training when that continues"
+        )
+
+    def _warn(self, message: str) -> None:
+        """Warn the caller of `step`, whatever is logged; on rank 0 alone."""
         if self.world.rank == 0:
-            # Not logged: it has to be seen where nobody has set up logging.
-            warnings.warn(
-                f"{SKIPS_WARNED} steps in a row were skipped, so nothing is trained: {cause}; call "
-                "engine.check(outcome) after each step to end training when that continues",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warnings.warn(message, RuntimeWarning, stacklevel=4)
 
     def _adopt_unfrozen(self) -> None:
         """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""
@@ -488,18 +494,21 @@ class Engine:
             weight=numbers.weight,
             floor=self.loss_scale.floor,
             compute_dtype=self.policy.compute_dtype,
+            has_masters=self.policy.has_masters,
             exact=int(self._counts[0]) == numbers.applied_total,
         )
         replay = Replay(self._strategy, self._repeat_microbatch, ingredients, self.world.rank)
-        evidence = replay.evidence(facts.scale, facts.lowest)
+        evidence = replay.evidence(facts.scale, facts.lowest, facts.compute_dtype)
         everyone: list[Any] = [evidence]
         if self.world.group is not None:
             everyone = [None] * self.world.world_size
             dist.all_gather_object(everyone, evidence, group=self.world.group)
         return diagnose(everyone, facts)
 
-    def _repeat_microbatch(self, batch: Any, scale: Tensor) -> None:
-        self._backward(self._forward(batch)[0], scale)
+    def _repeat_microbatch(self, batch: Any, scale: Tensor) -> Tensor:
+        loss, _ = self._forward(batch)
+        self._backward(loss, scale)
+        return loss.detach().clone()
 
     def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> _Gathered:
         """Run forward and backward; return what this rank has to say about it."""
@@ -614,14 +623,15 @@ class Engine:
         return loss_sum, _scalar(weight, self.device)
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
-        """Return n0, or None if nothing is known from a first microbatch without any weight."""
+        """Return n0, or None if the first microbatches add up to no finite weight above 0."""
         weight = batch_weight.to(torch.float64, copy=True) * microbatches
         if self.reproducible:
             # The first microbatch of all stands on rank 0, however many ranks there are.
-            weight *= self.world.world_size * (self.world.rank == 0)
+            weight = weight * self.world.world_size if self.world.rank == 0 else weight.zero_()
         if self.world.group is not None:
             dist.all_reduce(weight, group=self.world.group)
-        return _power_of_two(weight.item()) if weight > 0 else None
+        total = weight.item()
+        return _power_of_two(total) if 0 < total < math.inf else None
 
     def _update(self, verdict: Verdict) -> None:
         """Step the optimizer, or leave everything as it is, as the verdict says."""
@@ -713,13 +723,15 @@ class Engine:
         }
         for name, value in self._strategy.untrained().items():
             state[f"model/{name}"] = value.detach()
-        for name, value in named_state(self.optimizer, self._names).items():
+        for name, value in self._optimizer_state().items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
         for name, value in self.loss_scale.state_dict().items():
             state[f"loss_scale/{name}"] = value
         for name, value in self.divergence.state_dict().items():
             state[f"divergence/{name}"] = value
+        for name in self._strategy.unused:
+            state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self._counts
         state["engine/nominal_weight"] = torch.tensor(
             self.nominal_weight or 0.0, dtype=torch.float64
@@ -740,8 +752,13 @@ class Engine:
     def held_until_update(self) -> set[str]:
         """Return the names in `state_dict` of what only an update of the optimizer changes."""
         weights = {f"model/{name}" for name, _ in self._strategy.optimizer_parameters()}
+        return weights | {f"optimizer/{name}" for name in self._optimizer_state()}
+
+    def _optimizer_state(self) -> dict[str, Tensor]:
+        """Return the optimizer's state by name; what it may hold of unused parameters is zero."""
+        unused = set(self._strategy.unused)
         state = named_state(self.optimizer, self._names)
-        return weights | {f"optimizer/{name}" for name in state}
+        return {name: v for name, v in state.items() if name.rpartition("/")[0] not in unused}
 
     def prepare_to_load(
         self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -757,14 +774,15 @@ class Engine:
         """
         self._adopt_unfrozen()
         prefix = "optimizer/"
+        optimizer_state = {
+            name.removeprefix(prefix): kind
+            for name, kind in stored.items()
+            if name.startswith(prefix)
+        }
         left_out = create_state(
             self.optimizer,
             self._names,
-            {
-                name.removeprefix(prefix): kind
-                for name, kind in stored.items()
-                if name.startswith(prefix)
-            },
+            optimizer_state,
             {
                 name: whole_shape(self._strategy.as_stored(name, tensor))
                 for name, tensor in self._strategy.optimizer_parameters()
@@ -772,6 +790,10 @@ class Engine:
         )
         if self._skips_on_device:
             prepare_for_device_skip(self.optimizer)
+        self._strategy.unused = [
+            *(name.removeprefix(UNUSED) for name in stored if name.startswith(UNUSED)),
+            *never_stepped(self.optimizer, self._names, optimizer_state),
+        ]
         if left_out and self.world.rank == 0:
             logger.warning(
                 "the state has been training %s, frozen or missing here: it stays so, and its "
@@ -803,7 +825,8 @@ class Engine:
         if missing := live.keys() - state.keys():
             raise CheckpointError(f"the state lacks {listed(sorted(missing))}")
         check_shapes(state, live)
-        absent = sorted(self.state_dict().keys() - live.keys())
+        lacking = self.state_dict().keys() - live.keys()
+        absent = sorted(name for name in lacking if not name.startswith(UNUSED))
         if absent and self.world.rank == 0:
             logger.warning("the state is of an older version: %s starts anew", listed(absent))
         with torch.no_grad():

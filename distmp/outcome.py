@@ -93,6 +93,10 @@ class StepOutcome:
         if self._ready is not None:
             self._ready.record(torch.cuda.current_stream(packed.device))
 
+    def read(self, name: str) -> float:
+        """Wait for the step and return one of its numbers, of the name in `StepNumbers`."""
+        return self._values[StepNumbers._fields.index(name)]
+
     @cached_property
     def numbers(self) -> StepNumbers:
         """Wait for the step and return its numbers; free when read one step later."""

@@ -11,8 +11,8 @@ scale that is too high from a range that is too wide.
 
 A skip leaves the weights alone, so the repetition is exact if it takes place before the next update
 is applied. Where the host runs ahead of a CUDA device, the outcome is read when the next step has
-been started; weights may have moved by one update then, which the report says. Loss values are
-always those of the step itself.
+been started; weights may have moved by one update then, which the report says. The losses of the
+step itself are kept, and compared with those of the repetition: what does not recur is told apart.
 
 What cannot be repeated: random numbers that a model draws from elsewhere than torch's default
 generators, and batches that were written to after the step.
@@ -26,15 +26,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
+from distmp.parallel.strategy import parameter_name
 from distmp.scaling.attribution import ParameterOverflow, RankEvidence
 from distmp.scaling.histogram import ExponentHistogram
 from distmp.scaling.probe import GradientSummary, Probe, count_non_finite
 
-# `backward(batch, scale)` runs forward and backward of one microbatch at a 0-dim loss scale.
-Backward = Callable[[Any, Tensor], object]
+# `backward(batch, scale)` runs forward and backward of one microbatch at a 0-dim loss scale, and
+# returns its loss.
+Backward = Callable[[Any, Tensor], Tensor]
 
 
 class StepIngredients(NamedTuple):
@@ -45,11 +48,13 @@ class StepIngredients(NamedTuple):
         generators: States of the random generators when each of them began, see
             `generator_states`.
         losses: Loss sums of the microbatches, 0-dim, on the device.
+        weights: What the loss function returned beside them, 0-dim.
     """
 
     microbatches: tuple[Any, ...]
     generators: list[dict[torch.device, Tensor]]
     losses: list[Tensor]
+    weights: list[Tensor]
 
 
 def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
@@ -78,19 +83,26 @@ class Replay:
         self._step = step
         self._rank = rank
 
-    def evidence(self, scale: float, lowest: float) -> RankEvidence:
+    def evidence(self, scale: float, lowest: float, compute_dtype: torch.dtype) -> RankEvidence:
         """Return what this rank sees at the step's scale and, if it is lower, at `lowest`."""
-        probes = self._run(scale)
+        probes, repeated_losses = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
+        weights = self._strategy.optimizer_parameters()
         return RankEvidence(
             losses=losses,
+            repeated_losses=[float(loss) for loss in repeated_losses],
+            loss_weights=[float(weight) for weight in self._step.weights],
             bad_inputs=[
                 count_non_finite(batch, but_negative_inf=loss - loss == 0)
                 for batch, loss in zip(self._step.microbatches, losses, strict=True)
             ],
             forward=[probe.forward for probe in probes],
-            bad_parameters=probes[0].bad_parameters,
+            bad_parameters=[
+                parameter_name(name) for probe in probes for name in probe.bad_parameters
+            ],
+            bad_weights=_non_finite(weights, torch.float32),
+            wide_weights=_non_finite(weights, compute_dtype),
             parameters=first_overflows(gradients, self._rank),
             largest=max(map(_largest_finite, gradients)),
             histogram=_histogram(probes),
@@ -98,22 +110,27 @@ class Replay:
         )
 
     def _largest_at(self, scale: float) -> float:
-        return max(_largest(probe.gradients()) for probe in self._run(scale))
+        probes, _ = self._run(scale)
+        return max(_largest(probe.gradients()) for probe in probes)
 
-    def _run(self, scale: float) -> list[Probe]:
-        """Run every microbatch as the step did, but for the reduction of replicated gradients."""
+    def _run(self, scale: float) -> tuple[list[Probe], list[Tensor]]:
+        """Run every microbatch as the step did, but for the reduction of replicated gradients.
+
+        Returns:
+            What was seen in each microbatch, and its loss.
+        """
         strategy, device = self._strategy, self._step.losses[0].device
-        probes = []
+        probes, losses = [], []
         strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
         with buffers_restored(strategy.model):
             for batch, states in microbatches:
                 strategy.begin_microbatch(last=False)
                 with generators_as(states), Probe(strategy.model, strategy.units()) as probe:
-                    self._backward(batch, torch.tensor(scale, device=device))
+                    losses.append(self._backward(batch, torch.tensor(scale, device=device)))
                 probes.append(probe)
         strategy.begin_step()
-        return probes
+        return probes, losses
 
 
 def first_overflows(
@@ -132,6 +149,21 @@ def first_overflows(
                 module = name.rpartition(".")[0]
                 found[name] = ParameterOverflow(name, module, rank, microbatch, *summary)
     return list(found.values())
+
+
+def _non_finite(weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> list[str]:
+    """Return the names of weights of which this rank's part is not finite in a type."""
+    return [name for name, weight in weights if count_non_finite(_local(weight).to(dtype))]
+
+
+def _local(weight: Tensor) -> Tensor:
+    if is_traceable_wrapper_subclass(weight):
+        # Only where there are such tensors: importing this takes half a second.
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()
+    return weight.detach()
 
 
 def _largest_finite(gradients: dict[str, GradientSummary]) -> float:

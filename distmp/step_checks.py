@@ -29,11 +29,13 @@ COMPARED = 2**16
 LEAST_GROWTH = 1.2
 
 ONE_LIST = "pass a list of microbatches: engine.step([batch]) or engine.step([batch, batch])"
+LOSS_CONTRACT = (
+    "return (loss_sum, weight): the loss summed over samples or tokens, and their number"
+)
 SEVERAL = "pass an iterable of microbatches: engine.evaluate([batch, batch])"
 LOSS_CALL = (
     "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
 )
-LOSS_CONTRACT = "the loss function returns (loss_sum, weight), the loss summed over weight samples"
 
 
 def check_microbatches(microbatches: Any) -> None:
@@ -120,7 +122,7 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
     """
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise ConfigError(
-            "loss", _kind(returned), f"is what the loss function returned; {LOSS_CONTRACT}"
+            "loss", _kind(returned), f"the loss function returned this; {LOSS_CONTRACT}"
         )
     loss, weight = returned
     if not isinstance(loss, Tensor):
@@ -142,9 +144,7 @@ def check_loss(returned: Any) -> tuple[Tensor, Tensor | float]:
         )
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.is_complex():
-            raise ConfigError(
-                "weight", _kind(weight), f"is not one number; {LOSS_CONTRACT}, as a number"
-            )
+            raise ConfigError("weight", _kind(weight), f"is not one number; {LOSS_CONTRACT}")
         return loss.reshape(()), weight.reshape(())
     if not isinstance(weight, int | float | np.number):
         raise ConfigError("weight", _kind(weight), f"is not a number; {LOSS_CONTRACT}")
@@ -158,7 +158,7 @@ def check_weight(weight: float) -> None:
     Raises:
         ConfigError: If it is below 0.
     """
-    if weight < 0:
+    if -math.inf < weight < 0:
         raise ConfigError(
             "weight", weight, "is below 0; return how many samples or tokens were summed"
         )

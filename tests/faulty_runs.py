@@ -67,7 +67,7 @@ class Affine(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             perhaps("validation")
-        else:
+        elif torch.is_grad_enabled():  # not what the first step tries out
             self.calls += 1
             if self.calls > 4:
                 perhaps("forward")

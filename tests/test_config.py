@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,49 @@ def test_what_cannot_run_is_refused_by_name(arguments: list[str], message: str) 
         load(arguments)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "values", "written"),
+    [
+        ("optim", "adamw", {"betas": [0.9, 0.95]}, "[0.9, 0.95]"),
+        ("optim", "adamw", {"eps": 1e-6}, "1e-06"),
+        ("optim", "sgd", {"momentum": 0.9}, "0.9"),
+        ("optim", "torch.optim:RMSprop", {"alpha": 0.5}, "0.5"),
+        ("schedule", "StepLR", {"step_size": 9}, "9"),
+        ("schedule", "OneCycleLR", {"max_lr": 1}, "1"),
+    ],
+)
+def test_an_option_of_the_optimizer_or_schedule_is_told_where_it_belongs(
+    section: str, name: str, values: dict[str, Any], written: str
+) -> None:
+    ((option, value),) = values.items()
+    meant = f"unknown setting; did you mean '{section}.options.{option}'?"
+    with pytest.raises(ConfigError) as caught:
+        from_mapping(RunConfig, {section: {"name": name, **values}})
+    assert str(caught.value).endswith(meant)
+    words = map(str, value if isinstance(value, list) else [value])
+    with pytest.raises(ConfigError) as caught:
+        load([f"--{section}.name", name, f"--{section}.{option.replace('_', '-')}", *words])
+    assert str(caught.value).endswith(
+        f"{meant} Write --{section}.options '{{{option}: {written}}}'"
+    )
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"optim": {"momentum": 0.9}},  # AdamW has none
+        {"optim": {"name": "nothing:here", "betas": 1}},
+        {"optim": {"params": 1}},
+        {"schedule": {"T_max": 9}},  # of another schedule
+        {"schedule": {"name": "StepLR", "optimizer": 9}},
+    ],
+)
+def test_what_is_no_option_is_not_called_one(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="unknown setting") as caught:
+        from_mapping(RunConfig, values)
+    assert "options." not in str(caught.value)
 
 
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:

@@ -763,7 +763,9 @@ def test_a_step_keeps_to_its_device(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """What is on the device "meta" has no value to be read, and does not mix with the host's."""
-    monkeypatch.setattr("distmp.engine.StepOutcome", dict)  # the one copy to the host
+    # The copies to the host: the outcome, and in the first two steps which parameters were used.
+    monkeypatch.setattr("distmp.engine.StepOutcome", dict)
+    monkeypatch.setattr("distmp.buckets.used.on_host", lambda values: [1] * values.numel())
     # torch has no kernel for it there.
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
     monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])

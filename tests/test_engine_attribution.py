@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.engine import Engine
@@ -344,6 +346,179 @@ def test_every_rank_gives_up_in_the_same_step_and_says_why(strategy: str) -> Non
     assert "use a bf16 policy" in message
 
 
+# What does not recur, and 16-bit parameters
+
+# Strategy and whether the optimizer is sharded.
+LAYOUTS = [("ddp", False), ("ddp", True), ("fsdp", False)]
+
+
+class Glitch(nn.Module):
+    """Computes what `change` makes of its input, in the forward pass with this number only."""
+
+    def __init__(self, at: int, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.at, self.change, self.passes = at, change, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += 1
+        return self.change(x) if self.passes - 1 == self.at else x
+
+
+class Steep(torch.autograd.Function):
+    """The identity, whose gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * math.nan
+
+
+def glitching(change: Callable[[Tensor], Tensor], rank: int, **options: Any) -> Engine:
+    """Return an engine whose model goes wrong once, in the second microbatch of this rank."""
+    model = nn.Sequential(make_model(), Glitch(1 if dist.get_rank() == rank else -1, change))
+    return make_engine(model=model, first_step_checks=False, **options)
+
+
+@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+@ranks(2)
+def test_a_loss_that_was_not_finite_once_is_not_blamed_on_the_loss_function(
+    strategy: str, shards: bool, policy: str
+) -> None:
+    options = {"policy": policy, "strategy": strategy, "shard_optimizer": shards}
+    engine = glitching(lambda x: x * math.inf, rank=1, **options)
+    report = explained(engine, step_batches(engine, clean))
+    assert (report.cause, report.ranks, report.microbatch) == ("not_repeated", (1,), 1)
+    assert report.diagnosis.startswith("an overflow that did not recur when the step was repeated")
+    assert re.search(
+        r"the loss was (inf|nan), and \d.* in the repetition on rank 1 of 2 only, microbatch 1",
+        report.diagnosis,
+    )
+    assert "loss function" not in str(report)
+    for suspect in ("changed in place", "non-deterministic", "memory or hardware"):
+        assert suspect in report.advice
+    assert ("FP32 master weights" in report.advice) == (policy != "fp32")
+    assert not engine.step(step_batches(engine, clean)).numbers.skipped
+
+
+@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
+@ranks(2)
+def test_gradients_that_were_not_finite_once(strategy: str, shards: bool) -> None:
+    options = {"policy": "bf16", "strategy": strategy, "shard_optimizer": shards}
+    engine = glitching(Steep.apply, rank=0, **options)
+    report = explained(engine, step_batches(engine, clean))
+    assert (report.cause, report.parameters) == ("not_repeated", ())
+    assert "did not recur" in report.diagnosis
+    assert "non-deterministic" in report.advice
+
+
+def test_a_batch_that_is_overwritten_after_the_step() -> None:
+    engine = make_engine()
+    batches = step_batches(engine, spoilt)
+    outcome = engine.step(batches)
+    for batch in batches:
+        batch.inputs.zero_()
+    report = engine.explain(outcome)
+    assert report is not None
+    assert report.cause == "not_repeated"
+    assert "changed in place" in report.advice
+
+
+@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@ranks(2)
+def test_a_nan_written_into_a_16_bit_parameter(policy: str, shards: bool) -> None:
+    engine = make_engine(policy=policy, strategy="ddp", shard_optimizer=shards)
+    weight = engine.module.head.weight
+    expected = weight.clone()
+    if engine.world.rank == 1:
+        with torch.no_grad():
+            weight[0, 0] = math.nan
+    report = explained(engine, step_batches(engine, clean))
+    # The step has copied it anew from its FP32 master weight.
+    assert torch.equal(weight, expected)
+    assert (report.cause, report.ranks, report.microbatch) == ("not_repeated", (1,), 0)
+    assert "copied from FP32 master weights after every step" in report.advice
+    numbers = engine.step(step_batches(engine, clean)).numbers
+    assert (numbers.skipped, numbers.applied_total) == (False, 1)
+
+
+class Overwriting(nn.Module):
+    """Writes NaN into a parameter of its own, on one rank, whenever it runs."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.classifier = make_model()
+        self.rank = rank
+        self.classifier.head.register_forward_pre_hook(self.spoil)
+
+    @torch.no_grad()
+    def spoil(self, head: nn.Module, args: Any) -> None:
+        if dist.get_rank() == self.rank:
+            head.weight[0, 0] = math.nan
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(x)
+
+
+@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
+@pytest.mark.parametrize("policy", ["bf16", "fp16"])
+@ranks(2)
+def test_a_16_bit_parameter_that_is_overwritten_again_and_again(
+    strategy: str, shards: bool, policy: str
+) -> None:
+    model = Overwriting(rank=1)
+    engine = make_engine(model=model, policy=policy, strategy=strategy, shard_optimizer=shards)
+    report = explained(engine, step_batches(engine, clean)[:1])
+    assert (report.cause, report.ranks) == ("bad_parameter", (1,))
+    assert report.module == "classifier.head"
+    assert report.diagnosis == (
+        "the FP32 master weight of 'classifier.head.weight' is finite, but the parameter holds inf "
+        "or NaN on rank 1 of 2 only"
+    )
+    assert "copied from its FP32 master weight after every step" in report.advice
+
+
+@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
+@ranks(2)
+def test_a_master_weight_beyond_the_range_of_float16(strategy: str, shards: bool) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.blocks[0].linear.weight[0, 0] = 1e6
+    engine = make_engine(model=model, policy="fp16", strategy=strategy, shard_optimizer=shards)
+    report = explained(engine, step_batches(engine, clean))
+    assert (report.cause, report.module) == ("bad_parameter", "blocks.0.linear")
+    assert "FP32 master weight is beyond the range of float16" in report.diagnosis
+    assert "use a bf16 policy" in report.advice
+
+
+@pytest.mark.parametrize(("strategy", "shards"), LAYOUTS)
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@ranks(2)
+def test_an_fp32_weight_that_is_not_finite_is_named_where_it_lies(
+    strategy: str, shards: bool, policy: str
+) -> None:
+    engine = make_engine(policy=policy, strategy=strategy, shard_optimizer=shards)
+    parts = {
+        name: tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in engine._strategy.optimizer_parameters()
+    }
+    name = [name for name, part in parts.items() if part.numel()][-1]
+    if engine.world.rank == 1:
+        with torch.no_grad():
+            parts[name].view(-1)[-1] = math.nan
+    engine._strategy.publish_parameters()
+    report = explained(engine, step_batches(engine, clean))
+    assert (report.cause, report.ranks) == ("bad_parameter", (1,))
+    assert "itself holds inf or NaN on rank 1 of 2 only" in report.diagnosis
+    if engine.world.rank == 1:
+        assert repr(name) in report.diagnosis
+    assert "earlier checkpoint" in report.advice
+
+
 # Giving up
 
 
@@ -514,6 +689,8 @@ def test_one_small_collective_and_at_most_one_read_in_a_clean_step(
     for _ in range(3):
         assert not engine.step(batches).numbers.skipped
     with pytest.MonkeyPatch.context() as monkeypatch:
+        # As on a device, where the outcome of the step before is looked at.
+        monkeypatch.setattr(Engine, "host_waits", False)
         reads = count_calls(monkeypatch, torch.Tensor, READS)
         collectives = count_calls(monkeypatch, dist, COLLECTIVES)
         with Operations() as operations:

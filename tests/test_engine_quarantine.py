@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.scaling import LossScaleConfig
 from tests.ranks import ranks
 from tests.training import (
+    INPUTS,
     Batch,
+    Classifier,
     assert_same_bits,
     fused_adamw,
     loss,
@@ -113,6 +117,54 @@ def test_clean_steps_are_those_of_the_ordinary_mode() -> None:
     for step in range(5):
         assert step_of(engine, step, set()) == step_of(reference, step, set())
     assert_same_bits(snapshot(engine), snapshot(reference))
+
+
+class Normalised(Classifier):
+    """Also counts in integers, and notes its inputs, which a bad microbatch spoils."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(INPUTS)
+        self.register_buffer("largest", torch.zeros(INPUTS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.largest = torch.maximum(self.largest, x.detach().amax(0))
+        return super().forward(self.norm(x))
+
+
+def normalised() -> Normalised:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Normalised()
+
+
+@ranks(2)
+def test_buffers_go_back_to_before_a_microbatch_that_is_dropped() -> None:
+    rank = dist.get_rank()
+    for options in (
+        {"strategy": "ddp"},
+        {"strategy": "ddp-torch"},
+        {"strategy": "ddp", "reproducible": True},
+        {"strategy": "ddp", "shard_optimizer": True},
+    ):
+        model, plain = normalised(), normalised()
+        engine = make_engine(model=model, on_nonfinite="drop_microbatch", policy="fp32", **options)
+        for step in range(4):
+            bad = {(0, step % 2), (1, step // 2)}
+            batches = microbatches(step, ((3, 5), (2, 4)), rank)
+            for index, batch in enumerate(batches):
+                if (rank, index) in bad:
+                    batch.inputs[0, 0] = [INF, float("nan")][step % 2]
+            assert engine.step(batches).numbers.dropped == 2
+            # As ever the buffers are those of rank 0.
+            for index, batch in enumerate(microbatches(step, ((3, 5), (2, 4)), 0)):
+                if (0, index) not in bad:
+                    plain(batch.inputs)
+            assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+        assert model.norm.num_batches_tracked == 4
+        assert math.isfinite(engine.evaluate(microbatches(9, ((3, 5), (2, 4)), rank)))
+    torch.use_deterministic_algorithms(False)
 
 
 def test_an_unknown_choice_is_refused() -> None:

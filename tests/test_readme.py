@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from benchmarks.figures import with_figures
@@ -21,13 +20,6 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def blocks(language: str, page: str = README) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
-
-
-def test_the_python_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    torch.manual_seed(0)
-    for block in blocks("python"):
-        exec(compile(block, "README.md", "exec"), {})
-    assert "applied_total=20" in capsys.readouterr().out
 
 
 def test_the_tree_exists() -> None:
@@ -59,7 +51,8 @@ def test_every_file_that_is_named_exists() -> None:
     for path in named:
         assert (ROOT / path).is_file(), path
     for page in PAGES:
-        for path in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for path in re.findall(r"\]\(([^)#:]+)\)", prose):
             assert (page.parent / path).exists(), path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import warnings
 from collections.abc import Callable
@@ -73,9 +72,9 @@ def test_tuples_and_lists_of_batches_are_taken() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda loss, n: loss, r"loss = 'Tensor of shape \(\) and float32': is what the loss fun"),
-        (lambda loss, n: {"loss": loss}, r"loss = 'dict': is what the loss function returned"),
-        (lambda loss, n: (loss, n, 1), r"loss = 'tuple of 3': is what the loss function returned"),
+        (lambda loss, n: loss, r"loss = 'Tensor of shape \(\) and float32': the loss function ret"),
+        (lambda loss, n: {"loss": loss}, r"loss = 'dict': the loss function returned this"),
+        (lambda loss, n: (loss, n, 1), r"loss = 'tuple of 3': the loss function returned this"),
         (lambda loss, n: (loss.item(), n), r"loss = 'float': .*return the tensor, not loss.item"),
         (lambda loss, n: (loss.detach(), n), "does not depend on any parameter"),
         (lambda loss, n: (loss.expand(3), n), r"shape \(3,\).*return the sum, loss.sum\(\)"),
@@ -200,15 +199,15 @@ def contrastive(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
     ],
 )
 def test_a_mean_is_told_from_a_sum(
-    loss: Any, samples: int, warned: bool, caplog: pytest.LogCaptureFixture
+    loss: Any, samples: int, warned: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     engine = make(loss)
     for _ in range(3):
         engine.step([pair(samples)])
-    assert caplog.text.count(MEAN) == warned
+    assert sum(MEAN in str(warning.message) for warning in recwarn) == warned
 
 
-def test_looking_for_a_mean_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_looking_for_a_mean_changes_nothing(recwarn: pytest.WarningsRecorder) -> None:
     """Buffers, random numbers and weights are those of an engine that does not look."""
 
     def trained(**options: Any) -> list[Tensor]:
@@ -221,34 +220,33 @@ def test_looking_for_a_mean_changes_nothing(caplog: pytest.LogCaptureFixture) ->
 
     for one, other in zip(trained(), trained(first_step_checks=False), strict=True):
         assert torch.equal(one, other)
-    assert not caplog.records
+    assert not recwarn
 
 
-def test_a_loss_that_refuses_equal_samples_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_that_refuses_equal_samples_is_left_alone(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     def loss(model: nn.Module, batch: Pair) -> Any:
         assert len(batch[0].unique(dim=0)) > 1, "my own business"
         return summed(model, batch)
 
     make(loss).step([pair()])
-    assert not caplog.records
+    assert not recwarn
 
 
 @ranks(2)
 def test_the_same_data_on_all_ranks_is_warned_of() -> None:
-    records: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("distmp").addHandler(handler)
-    torch.manual_seed(0)
-    make(strategy="ddp").step([pair()])
-    same = records.copy()
-    records.clear()
-    torch.manual_seed(dist.get_rank())
-    make(strategy="ddp").step([pair()])
-    assert not records
-    if dist.get_rank() == 0:
-        assert len(same) == 1
-        assert same[0].startswith("all 2 ranks were given the same first microbatch")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.manual_seed(0)
+        make(strategy="ddp").step([pair()])
+        texts = [str(entry.message) for entry in found]
+        found.clear()
+        torch.manual_seed(dist.get_rank())
+        make(strategy="ddp").step([pair()])
+        assert not found
+    assert len(texts) == (dist.get_rank() == 0)
+    assert all(text.startswith("all 2 ranks were given the same first") for text in texts)
 
 
 # Steps that are skipped
@@ -274,6 +272,20 @@ def test_ten_skipped_steps_in_a_row_are_warned_of_once() -> None:
     text = str(found[0].message)
     assert text.startswith("10 steps in a row were skipped, so nothing is trained: bad input: 12")
     assert "call engine.check(outcome)" in text
+
+
+@pytest.mark.parametrize("before", [3, 10, 12])
+def test_a_row_that_begins_later_is_warned_of_once(
+    before: int, recwarn: pytest.WarningsRecorder
+) -> None:
+    engine = make()
+    for _ in range(before):
+        engine.step([pair()])
+    for _ in range(40):
+        engine.step([spoiled()])
+    found = [str(warning.message) for warning in recwarn]
+    assert len(found) == 1
+    assert found[0].startswith("10 steps in a row were skipped")
 
 
 def test_steps_without_weight_are_warned_of() -> None:

@@ -14,6 +14,7 @@ from distmp.buckets.collectives import reduces_in_parts
 from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, plan_buckets
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import Exchange, Native, Reduction
+from distmp.buckets.used import UsedParameters
 from distmp.errors import ConfigError, TrainingError
 from distmp.same_on_ranks import check_same, described_parameters
 from distmp.scaling.norms import CHUNK, chunk_norms
@@ -28,8 +29,6 @@ class _Slot:
             share of one of them (1-dim).
         arrived: Whether its place holds a gradient of this step (of this microbatch where
             microbatches are kept apart).
-        seen_here: Whether this rank ever had a gradient of it.
-        seen: Whether any rank ever had one.
     """
 
     name: str
@@ -38,8 +37,6 @@ class _Slot:
     index: int
     target: Tensor
     arrived: bool = False
-    seen_here: bool = False
-    seen: bool = False
 
 
 class Fp32GradBuckets:
@@ -55,11 +52,11 @@ class Fp32GradBuckets:
     arrive in: that of the buckets at first (reverse registration), then the one that rank 0
     observed in the first step. A parameter without a gradient counts as zero, unless no rank ever
     had one: then the optimizer finds None, as in plain torch. As long as there is such a parameter,
-    every step exchanges a flag for it and the host waits for the answer.
+    every step exchanges a flag for it and the host waits for the answer (`UsedParameters`).
 
     A step is `begin_step`; for each microbatch `begin_microbatch`, forward, one backward and
     `end_microbatch`; then `finish`. Afterwards the `.grad` of every parameter (or of what `attach`
-    put in its place) is a view of a bucket.
+    put in its place) is a view of a bucket. If the optimizer skips the step, tell it by `end_step`.
 
     Args:
         named_parameters: Trainable parameters with their names, in order of registration. All ranks
@@ -144,6 +141,8 @@ class Fp32GradBuckets:
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
+        device = self.layouts[0].device if self.layouts else torch.device("cpu")
+        self._used = UsedParameters(self._slots, group, device)
         self._waiting_for: list[set[_Slot]] = []
         self._launched = 0
         self._accumulating = False
@@ -176,6 +175,16 @@ class Fp32GradBuckets:
         """Return the gradient of every parameter by name, as views of the finished buckets."""
         return {slot.name: self._total.views[slot.bucket][slot.index] for slot in self._slots}
 
+    @property
+    def unused(self) -> list[str]:
+        """Names of the parameters that no rank has ever used."""
+        return [slot.name for slot in self._used.unused]
+
+    @unused.setter
+    def unused(self, names: Iterable[str]) -> None:
+        found = set(names)
+        self._used.unused = [slot for slot in self._slots if slot.name in found]
+
     def attach(self, bucket: int, index: int, target: Tensor) -> None:
         """Give the gradient of a parameter to another tensor that the optimizer steps in its place.
 
@@ -200,6 +209,7 @@ class Fp32GradBuckets:
             )
         self.discard()
         self._stage = "begun"
+        self._used.begin_step()
         for slot in self._slots:
             slot.arrived = False
             slot.parameter.grad = None
@@ -253,6 +263,7 @@ class Fp32GradBuckets:
             kept: 0-dim bool, usually what `microbatch_is_finite` said; if False the microbatch is
                 left out, and so must be its loss and weight. None keeps it.
         """
+        self._used.end_microbatch(kept)
         if kept is not None:
             for buffer in self._leaf.buffers:
                 buffer.masked_fill_(~kept, 0.0)
@@ -283,9 +294,17 @@ class Fp32GradBuckets:
         if self._sums is not None:
             self._total = self._sums.total_after(self._leaf)
         self._agree_on_order()
-        self._agree_on_seen()
+        self._used.agree()
         for slot in self._slots:
             self._hand_over(slot)
+
+    def end_step(self, skipped: Tensor) -> None:
+        """Take note of whether the optimizer skipped the step; without a call it did not.
+
+        Args:
+            skipped: 0-dim, not 0 if it did; the same on all ranks.
+        """
+        self._used.end_step(skipped)
 
     @torch.no_grad()
     def discard(self) -> None:
@@ -335,7 +354,8 @@ class Fp32GradBuckets:
             place += gradient
         else:
             place.copy_(gradient)
-        slot.arrived = slot.seen_here = True
+        slot.arrived = True
+        self._used.note(slot)
         slot.parameter.grad = None
         if self._last_microbatch and self._reduction is not None:
             self._note_complete(slot)
@@ -390,20 +410,8 @@ class Fp32GradBuckets:
         self._order = agreed.tolist()
         self._observed = None
 
-    def _agree_on_seen(self) -> None:
-        unseen = [slot for slot in self._slots if not slot.seen]
-        if not unseen:
-            return
-        seen = [slot.seen_here for slot in unseen]
-        if self.group is not None:
-            flags = torch.tensor(seen, dtype=torch.uint8, device=self.layouts[0].device)
-            dist.all_reduce(flags, dist.ReduceOp.MAX, self.group)
-            seen = flags.tolist()
-        for slot, had_one in zip(unseen, seen, strict=True):
-            slot.seen = bool(had_one)
-
     def _hand_over(self, slot: _Slot) -> None:
-        steps = slot.seen and slot.parameter.requires_grad
+        steps = slot.parameter.requires_grad and not self._used.leaves_alone(slot)
         view = self._total.views[slot.bucket][slot.index]
         if not self.sharded:
             slot.parameter.grad = view if steps else None

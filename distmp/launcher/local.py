@@ -20,7 +20,7 @@ from distmp.launcher.messages import say
 from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import Machine, Plan, join_seconds, make_plan
-from distmp.launcher.rendezvous import Rendezvous, failures_named
+from distmp.launcher.rendezvous import Rendezvous, failures_named, taken_port_named
 from distmp.launcher.torchrun import binding, parse, read
 from distmp.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 
@@ -141,7 +141,8 @@ def run_ranks(
     variables = [f"{name}={os.environ[name]}" for name in names]
     say(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
     if plan.endpoint is None:
-        return _run(parsed)
+        with taken_port_named():
+            return _run(parsed)
     rendezvous = Rendezvous.open(plan.endpoint, say)
     with failures_named(rendezvous), rendezvous.watched(_give_up):
         code = _run(parsed)

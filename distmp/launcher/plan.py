@@ -170,11 +170,26 @@ def make_plan(given: Given, job: Job, machine: Machine, variables: Mapping[str, 
         raise ConfigError(
             "--nnodes", None, "Kubernetes does not tell how many pods the Job has; say it here"
         )
-    if nodes in (None, 1):
+    one = nodes in (None, 1)
+    if one and not _has_port(given.rdzv_endpoint):
         if given.nnodes is None and given.rdzv_endpoint is None:
             plan = _with(plan, Choice("--standalone", "one machine"))
         return plan
-    return _several(plan, given, machine.network, variables)
+    plan = _several(plan, given, machine.network, variables)
+    if one and plan.endpoint is not None and not plan.endpoint.is_host:
+        raise ConfigError(
+            "--rdzv-endpoint",
+            given.rdzv_endpoint,
+            f"the run has one machine, and this is not {plan.endpoint.head}; it has: "
+            f"{machine.network.described()}. Say --nnodes where several are meant, or leave "
+            "--rdzv-endpoint out",
+        )
+    return plan
+
+
+def _has_port(endpoint: str | None) -> bool:
+    """Whether an endpoint is a certain port: with port 0 torchrun takes any that is free."""
+    return endpoint is not None and not endpoint.strip().endswith(":0")
 
 
 def _threads(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import platform
+import re
 import socket
 import threading
 import time
@@ -190,13 +191,36 @@ def _host(endpoint: Endpoint) -> TCPStore:
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise LaunchError(f"port {endpoint.port} cannot be opened here: {error}") from None
-        raise LaunchError(
-            f"port {endpoint.port} of this machine, where the hosts of the run should meet, is "
-            f"taken{_holder(endpoint.port)}; end that, or choose another on all hosts "
-            "(--port PORT, or --rdzv-endpoint HOST:PORT if that is how they were told)"
+        raise _taken(
+            endpoint.port, "--port PORT, or --rdzv-endpoint HOST:PORT if that is how they were told"
         ) from None
     store.set(_RUN, endpoint.run_id)
     return store
+
+
+def _taken(port: int, options: str) -> LaunchError:
+    return LaunchError(
+        f"port {port} of this machine, where the hosts of the run should meet, is "
+        f"taken{_holder(port)}; end that, or choose another on all hosts ({options})"
+    )
+
+
+@contextlib.contextmanager
+def taken_port_named() -> Iterator[None]:
+    """Turn torchrun's error about a port that is taken into one message.
+
+    Raises:
+        LaunchError: In place of it.
+    """
+    import torch.distributed as dist
+
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        port = re.search(r"\bport: (\d+)", str(error))
+        if port is None or "EADDRINUSE" not in str(error):
+            raise
+        raise _taken(int(port[1]), "--rdzv-endpoint HOST:PORT, or --master-port PORT") from None
 
 
 def _holder(port: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest
 from distmp.imports import load_object
+from distmp.optim.checks import check_kind, cycles_momentum, refuse_kind
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 
 NamedParameters = Sequence[tuple[str, Tensor]]
@@ -28,6 +29,25 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 OWN_SETTINGS = ("lr", "weight_decay")
 NOT_WITH_FUSED = ("foreach", "differentiable")
 SHAPES = ("cosine", "linear", "constant")
+# Schedulers of torch that a name and options are not enough for.
+_NEEDS_FUNCTION = (
+    "needs a Python function; give it to distmp.Engine as `schedule` in a loop of your own, or "
+    "use CosineAnnealingLR, PolynomialLR or another that numbers are enough for"
+)
+_NEEDS_SCHEDULERS = (
+    "is made of other schedulers; give it to distmp.Engine as `schedule` in a loop of your own. "
+    "schedule.warmup_steps puts a warm-up before any schedule"
+)
+NOT_BY_NAME = {
+    "ReduceLROnPlateau": (
+        "follows a metric; only schedules that depend on the number of updates alone work, such "
+        "as CosineAnnealingLR"
+    ),
+    "LambdaLR": _NEEDS_FUNCTION,
+    "MultiplicativeLR": _NEEDS_FUNCTION,
+    "SequentialLR": _NEEDS_SCHEDULERS,
+    "ChainedScheduler": _NEEDS_SCHEDULERS,
+}
 
 
 def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
@@ -36,21 +56,16 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     Raises:
         ConfigError: For an unknown optimizer now, for options that it does not take when called.
     """
-    if ":" in config.name:
-        build = load_object("optim.name", config.name)
-    elif config.name in OPTIMIZERS:
-        build = OPTIMIZERS[config.name]
-    else:
-        raise ConfigError("optim.name", config.name, nearest(config.name, OPTIMIZERS))
-    if not callable(build):
-        raise ConfigError("optim.name", config.name, "name something callable")
+    build = _find_optimizer(config.name)
+    if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
+        refuse_kind(build, "optim.name", config.name)
     accepted = inspect.signature(build).parameters
     takes_anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name, value in config.options.items():
         if name in OWN_SETTINGS:
             raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
         if name not in accepted and not takes_anything:
-            choices = [choice for choice in accepted if choice not in ("params", *OWN_SETTINGS)]
+            choices = optimizer_options(config.name)
             raise ConfigError(f"optim.options.{name}", value, nearest(name, choices))
     options = {"lr": config.lr, **config.options}
     if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
@@ -66,9 +81,32 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
             raise ConfigError(
                 "optim.options", options, f"refused by {config.name}: {error}"
             ) from error
+        check_kind(optimizer, "optim.name", config.name)
         return optimizer
 
     return create
+
+
+def _find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
+    if ":" in name:
+        build = load_object("optim.name", name)
+    elif name in OPTIMIZERS:
+        build = OPTIMIZERS[name]
+    else:
+        raise ConfigError("optim.name", name, nearest(name, OPTIMIZERS))
+    if not callable(build):
+        raise ConfigError("optim.name", name, "name something callable")
+    return cast("Callable[..., torch.optim.Optimizer]", build)
+
+
+def optimizer_options(name: str) -> list[str]:
+    """Return what `optim.options` may hold for an optimizer.
+
+    Raises:
+        ConfigError: For an unknown optimizer.
+    """
+    accepted = inspect.signature(_find_optimizer(name)).parameters
+    return [option for option in accepted if option not in ("params", *OWN_SETTINGS)]
 
 
 def weight_decay_groups(
@@ -102,29 +140,66 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
                 f"{config.name!r} takes none; name a scheduler of torch.optim.lr_scheduler",
             )
         return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
-    known = {
-        name: value
-        for name, value in vars(lr_scheduler).items()
-        if inspect.isclass(value)
-        and issubclass(value, lr_scheduler.LRScheduler)
-        and value not in (lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau)
-        and not name.startswith("_")
-    }
+    if config.name in NOT_BY_NAME:
+        raise ConfigError("schedule.name", config.name, NOT_BY_NAME[config.name])
+    known = torch_schedules()
     if config.name not in known:
         raise ConfigError("schedule.name", config.name, nearest(config.name, [*SHAPES, *known]))
 
     def from_torch(
-        optimizer: torch.optim.Optimizer, config: ScheduleConfig, _: int
+        optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
     ) -> lr_scheduler.LRScheduler:
         try:
-            scheduler: lr_scheduler.LRScheduler = known[config.name](optimizer, **config.options)
+            scheduler = known[config.name](optimizer, **config.options)
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 "schedule.options", config.options, f"refused by {config.name}: {error}"
             ) from error
+        _check_from_torch(scheduler, config, steps)
         return scheduler
 
     return lambda optimizer: _with_warmup(optimizer, config, steps, from_torch)
+
+
+def schedule_options(name: str) -> list[str]:
+    """Return what `schedule.options` may hold for a scheduler of torch; nothing for others."""
+    build = torch_schedules().get(name)
+    parameters = () if build is None else inspect.signature(build).parameters
+    return [option for option in parameters if option != "optimizer"]
+
+
+def torch_schedules() -> dict[str, Callable[..., lr_scheduler.LRScheduler]]:
+    """Return torch's schedulers that a name and options are enough for."""
+    return {
+        name: value
+        for name, value in vars(lr_scheduler).items()
+        if inspect.isclass(value)
+        and issubclass(value, lr_scheduler.LRScheduler)
+        and value is not lr_scheduler.LRScheduler
+        and name not in NOT_BY_NAME
+        and not name.startswith("_")
+    }
+
+
+def _check_from_torch(
+    scheduler: lr_scheduler.LRScheduler, config: ScheduleConfig, steps: int
+) -> None:
+    if cycles_momentum(scheduler):
+        raise ConfigError(
+            "schedule.options.cycle_momentum",
+            True,
+            f"only learning rates follow a schedule, and {config.name} moves the momentum too; set "
+            "it to false",
+        )
+    # OneCycleLR has an end: a rate for the beginning and one after each of so many updates.
+    last = getattr(scheduler, "total_steps", None)
+    if last is not None and steps > last + 1:
+        raise ConfigError(
+            "schedule.options.total_steps",
+            last,
+            f"{config.name} ends before the run, which follows it for {steps} updates; set it to "
+            f"{steps}",
+        )
 
 
 def _with_warmup(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError
+from distmp.optim.checks import build_schedule
 
 # Rows that the table grows by; one host-to-device copy for that many steps.
 CHUNK = 1024
@@ -85,20 +86,8 @@ class LearningRates:
             ],
             lr=0.0,
         )
-        self._schedule = build(self._stand_in)
-        if isinstance(self._schedule, lr_scheduler.ReduceLROnPlateau):
-            raise ConfigError(
-                "schedule.name",
-                "ReduceLROnPlateau",
-                "follows a metric; only schedules that depend on the number of updates alone work",
-            )
+        self._schedule = build_schedule(build, self._stand_in)
         _check_schedule(self._schedule, self._stand_in)
-        if any(group["momentum"] for group in self._stand_in.param_groups):
-            raise ConfigError(
-                "schedule.options.cycle_momentum",
-                True,
-                "only learning rates follow a schedule; set it to false",
-            )
         self._rows = [self._current_rates()]
         self._table = self._make_table(self._rows)
 
@@ -160,8 +149,12 @@ class LearningRates:
                 self._step_schedule()
             except ValueError as error:  # OneCycleLR has an end
                 if len(self._rows) < rows:
-                    name = type(self._schedule).__name__
-                    raise ConfigError("schedule.name", name, f"update {rows}: {error}") from error
+                    raise ConfigError(
+                        "schedule",
+                        type(self._schedule).__name__,
+                        f"has no learning rate for update {rows} ({error}); build it for all "
+                        "updates of the run (OneCycleLR: total_steps)",
+                    ) from error
                 break
             self._rows.append(self._current_rates())
         self._table = self._make_table(self._rows)

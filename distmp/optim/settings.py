@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from distmp.errors import ConfigError
+
+
+def _is_optimizer_option(section: Mapping[str, Any], name: str) -> bool:
+    # Imported here: it needs these settings.
+    from distmp.optim.build import optimizer_options
+
+    return name in optimizer_options(str(section.get("name", OptimizerConfig.name)))
+
+
+def _is_schedule_option(section: Mapping[str, Any], name: str) -> bool:
+    from distmp.optim.build import schedule_options
+
+    return name in schedule_options(str(section.get("name", ScheduleConfig.name)))
 
 
 @dataclass(frozen=True)
@@ -21,7 +35,7 @@ class OptimizerConfig:
     """Weight decay of matrices; biases, norms and other vectors have none."""
     max_norm: float | None = 1.0
     """Clip the norm of the global gradient to this; null leaves it alone."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, metadata={"takes": _is_optimizer_option})
     """Further arguments of the optimizer, such as betas or momentum."""
 
     def __post_init__(self) -> None:
@@ -47,7 +61,7 @@ class ScheduleConfig:
     """Updates over which the learning rate rises linearly to its peak."""
     final: float = 0.1
     """Learning rate at the end of cosine and linear, as a share of the peak."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict, metadata={"takes": _is_schedule_option})
     """Arguments of a torch scheduler."""
 
     def __post_init__(self) -> None:

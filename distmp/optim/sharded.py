@@ -27,6 +27,8 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+# Words in the names of others that look at whole matrices or at norms of whole parameters.
+NOT_ELEMENTWISE = ("adafactor", "lamb", "lars", "muon", "shampoo", "soap")
 
 logger = logging.getLogger("distmp")
 
@@ -35,6 +37,7 @@ def build_on_shares(
     factory: OptimizerFactory,
     shares: Sequence[tuple[str, Tensor]],
     shapes: Mapping[str, torch.Size],
+    sharded_by: tuple[str, object] = ("shard_optimizer", True),
 ) -> torch.optim.Optimizer:
     """Build an optimizer whose parameters are shares, in groups chosen by whole parameters.
 
@@ -46,6 +49,7 @@ def build_on_shares(
         factory: Builds the optimizer on `[(name, tensor), ...]`.
         shares: This rank's part of each flattened parameter, 1-dim, possibly empty.
         shapes: Shape of each whole parameter.
+        sharded_by: The setting that shards them, and its value, for messages.
 
     Raises:
         ConfigError: For an optimizer that looks at more than one element at a time.
@@ -54,7 +58,7 @@ def build_on_shares(
         (name, share.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, share in shares
     ]
     optimizer = build_on(factory, stand_ins)
-    _check_elementwise(optimizer)
+    _check_elementwise(type(optimizer), *sharded_by)
     of_stand_in = {
         id(stand_in): share for (_, stand_in), (_, share) in zip(stand_ins, shares, strict=True)
     }
@@ -71,19 +75,22 @@ def build_on_shares(
     return optimizer
 
 
-def _check_elementwise(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, ELEMENTWISE):
+def _check_elementwise(kind: type[torch.optim.Optimizer], setting: str, value: object) -> None:
+    if issubclass(kind, ELEMENTWISE):
         return
-    name = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("torch.optim"):
+    name = kind.__name__
+    known = any(word in name.lower() for word in NOT_ELEMENTWISE)
+    if known or kind.__module__.startswith("torch.optim"):
         raise ConfigError(
-            "shard_optimizer",
-            True,
-            f"{name} looks at whole parameters, of which a rank has only a share; "
-            "set shard_optimizer to false, or use an element-wise optimizer such as AdamW",
+            setting,
+            value,
+            f"{name} looks at whole parameters, of which a rank has only a share; use strategy "
+            "ddp without shard_optimizer, or an element-wise optimizer such as AdamW",
         )
     logger.warning(
-        "shard_optimizer gives %s flat shares of parameters: right only if it treats every element "
-        "by itself",
+        "%s = %r gives %s flat shares of parameters: right only if it treats every element by "
+        "itself",
+        setting,
+        value,
         name,
     )

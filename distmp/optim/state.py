@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -181,3 +181,24 @@ def create_state(
                 shape, dtype=dtype, device=parameter.device if on_device else "cpu"
             )
     return list(left_out)
+
+
+def never_stepped(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], stored: Iterable[str]
+) -> list[str]:
+    """Return the parameters without a stored state, where others of their group have one.
+
+    Args:
+        optimizer: Whose groups are looked at.
+        names: Name of each parameter by its `id`.
+        stored: Names of the stored states, as by `named_state`.
+    """
+    stepped = {entry.rpartition("/")[0] for entry in stored}
+    groups = [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]
+    return [
+        name
+        for group in groups
+        if not stepped.isdisjoint(group)
+        for name in group
+        if name not in stepped
+    ]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.build import NamedParameters, OptimizerFactory
+from distmp.optim.checks import check_kind
 
 _EXAMPLE = "lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-3)"
 
@@ -24,8 +25,8 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
 
     Raises:
         ConfigError: If `factory` is an optimizer already, cannot be called so, returns something
-            else, or returns an optimizer that leaves out some of the tensors, has one twice, or
-            steps others.
+            else, or returns an optimizer of a kind that the engine cannot step, or one that leaves
+            out some of the tensors, has one twice, or steps others.
     """
     if isinstance(factory, torch.optim.Optimizer):
         raise ConfigError(
@@ -39,8 +40,9 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         raise ConfigError(
             "optimizer",
             type(optimizer).__name__,
-            f"is what the function returned; return a torch.optim.Optimizer: {_EXAMPLE}",
+            f"the function returned this; return a torch.optim.Optimizer: {_EXAMPLE}",
         )
+    check_kind(optimizer)
     _check_tensors(optimizer, parameters)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(

@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
 
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from distmp.errors import ConfigError, nearest
+from distmp.parallel.recomputation import checkpoint_activations, has_buffers
 from distmp.parallel.settings import ParallelConfig
 
 # They hold modules and are never called themselves.
@@ -68,12 +66,14 @@ def prepare_blocks(model: nn.Module, config: ParallelConfig, *, backend: str = "
     setting = "compile" if config.compile == "blocks" else "activation_checkpointing"
     if not blocks and "blocks" in (config.compile, config.activation_checkpointing):
         raise ConfigError(setting, "blocks", NO_BLOCKS)
-    if config.activation_checkpointing == "blocks":
+    recomputes = config.activation_checkpointing == "blocks"
+    if recomputes:
         for block in blocks.values():
-            checkpoint_activations(block)
+            checkpoint_activations(block, None if config.compile == "none" else backend)
     if config.compile == "blocks":
         for block in blocks.values():
-            block.compile(backend=backend)
+            if not (recomputes and has_buffers(block)):  # whose forward is compiled already
+                block.compile(backend=backend)
     elif config.compile == "model":
         logger.warning(COMPILED_WHOLE)
         model.compile(backend=backend)
@@ -87,22 +87,6 @@ NO_BLOCKS = (
     "the model has no list of modules and no _no_split_modules to tell its blocks from; name them "
     "in sharding.wrap"
 )
-
-
-def checkpoint_activations(block: nn.Module) -> None:
-    """Keep only the inputs of a block for backward, which computes the rest again.
-
-    Replaces `forward` of this one object, so that names and hooks stay as they are, and FSDP's
-    hooks, which gather parameters, stay outside.
-    """
-    forward = block.forward
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    block.forward = recomputed
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:

@@ -148,8 +148,8 @@ class CollectiveOrder:
 
 ADVICE = (
     "with a sharded strategy every rank has to run the same modules in the same order in every "
-    "microbatch; run all of them and multiply by zero what a rank does not need, or use "
-    "strategy = 'ddp'"
+    "microbatch and every evaluation; run all of them and multiply by zero what a rank does not "
+    "need, or use strategy = 'ddp'"
 )
 
 

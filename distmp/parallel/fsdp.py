@@ -32,9 +32,9 @@ from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
+from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
     KnownParameters,
-    Strategy,
     broadcast_from_rank_zero,
     check_parameters,
     group_of,
@@ -49,7 +49,7 @@ from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
 
 
-class FullySharded(Strategy):
+class FullySharded(ShardedStrategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
 
     With `hsdp` a shard group of `sharding.shard_size` ranks shares one copy of the model, and the
@@ -95,7 +95,7 @@ class FullySharded(Strategy):
         self._order = self._watch_collectives(world, policy, kept)
         self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
-        self._trainable = trainable(module)
+        self._follow(world)
         self._known = KnownParameters(module)
         self.accumulation = choose(
             config.sharding.accumulate,
@@ -119,9 +119,6 @@ class FullySharded(Strategy):
         # Forward passes of this microbatch.
         self._forwards = 0
 
-    def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        return list(self._trainable)
-
     def check_model(self) -> None:
         if self._unfinished:
             return  # a failed step has left gathered parameters in the model
@@ -142,7 +139,7 @@ class FullySharded(Strategy):
                     f"was unfrozen, but its shards are {dtype_name(parameter.dtype)}; hand it over "
                     "in float32",
                 )
-        self._trainable += added
+        self._train(added)
         if added:
             self._known = KnownParameters(self.module)
         return [*added]
@@ -150,8 +147,7 @@ class FullySharded(Strategy):
     def begin_step(self) -> None:
         if self._unfinished:
             self._discard()
-        for _, parameter in self._trainable:
-            parameter.grad = None
+        super().begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
         self._unfinished = True
@@ -163,7 +159,7 @@ class FullySharded(Strategy):
             self._root.set_requires_all_reduce(last)
 
     def finish_gradients(self) -> None:
-        # Nothing to wait for: FSDP waits at the end of each backward.
+        super().finish_gradients()
         if self._order is not None:
             self._order.end()
         self._unfinished = False
@@ -207,7 +203,7 @@ class FullySharded(Strategy):
             unit.set_gradient_divide_factor(1.0)
             # Otherwise the factor is applied by a reduction operator that gloo does not have.
             unit.set_force_sum_reduction_for_comms(True)
-        fsdp_internals.reduce_what_is_unused(self._root)
+        fsdp_internals.reduce_what_is_unused(self.module, self._note)
         self.module.register_forward_pre_hook(
             torch.compiler.disable(self._begin_forward), prepend=True
         )

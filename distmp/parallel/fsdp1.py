@@ -7,7 +7,7 @@ accumulated in FP32 shards.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,18 +20,18 @@ from distmp.buckets.collectives import all_gather
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import OptimizerFactory
 from distmp.optim.sharded import build_on_shares
+from distmp.parallel import fsdp_internals
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig
+from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
-    Strategy,
     broadcast_from_rank_zero,
     check_parameters,
     group_of,
     parameter_name,
     store_parameters_in_fp32,
-    trainable,
 )
 from distmp.parallel.world import World
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp1_policy
@@ -40,10 +40,8 @@ from distmp.precision.policy import PrecisionPolicy, dtype_name
 from distmp.scaling import GradientPart
 from distmp.slices import FlatSlice
 
-# What FSDP1 puts into the names of wrapped modules.
 
-
-class FullySharded1(Strategy):
+class FullySharded1(ShardedStrategy):
     """Every rank holds a piece of the flattened parameters of each block.
 
     The optimizer steps the pieces, 1-dimensional and empty where a parameter lies on other ranks,
@@ -82,7 +80,7 @@ class FullySharded1(Strategy):
         cast_inputs_and_outputs(module, policy)
         self._root = _wrap(module, policy, kept, world, config)
         self.module = self._root
-        self._trainable = trainable(self.module)
+        self._follow(world)
         self._places = self._find_places(world)
         # Whether a forward has begun that no backward has followed.
         self._open = False
@@ -92,9 +90,6 @@ class FullySharded1(Strategy):
     def model(self) -> nn.Module:
         return self._root.module
 
-    def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        return list(self._trainable)
-
     def begin_step(self) -> None:
         if self._open:
             raise TrainingError(
@@ -102,14 +97,13 @@ class FullySharded1(Strategy):
                 "again from a checkpoint, or use strategy = 'fsdp', which can"
             )
         self._order.abandon()
-        for _, parameter in self._trainable:
-            parameter.grad = None
+        super().begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
         """Nothing to announce: every microbatch is reduced."""
 
     def finish_gradients(self) -> None:
-        # Nothing to wait for: FSDP waits at the end of each backward.
+        super().finish_gradients()
         self._order.end()
 
     def gradients(self) -> list[GradientPart]:
@@ -139,7 +133,7 @@ class FullySharded1(Strategy):
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
-        return build_on_shares(factory, parameters, self._shapes)
+        return build_on_shares(factory, parameters, self._shapes, ("strategy", "fsdp1"))
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         start, size = self._places[name]
@@ -147,11 +141,13 @@ class FullySharded1(Strategy):
             tensor if tensor.shape != (size,) else FlatSlice.of(tensor, self._shapes[name], start)
         )
 
-    def hand_over_gradients(self) -> None:
-        # So that every rank makes optimizer state of every parameter.
-        for _, parameter in self._trainable:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+    def _watch_gradients(self, unit: Any, args: Any, output: Any) -> None:
+        """Have backward note what it has gradients of; FSDP1 itself knows flat ones only."""
+        if not torch.is_grad_enabled():
+            return
+        for parameter, view in fsdp_internals.views_of_last_forward(unit):
+            if view.requires_grad and self._used.awaits(self._names[id(parameter)]):
+                view.register_hook(_calling(self._note, parameter))
 
     def _find_places(self, world: World) -> dict[str, tuple[int, int]]:
         """Return which elements of each flattened parameter this rank holds: start and number."""
@@ -191,8 +187,16 @@ class FullySharded1(Strategy):
         self._root.register_comm_hook(None, reduce)
         for unit in units:
             unit.register_forward_pre_hook(torch.compiler.disable(enter))
+            unit.register_forward_hook(torch.compiler.disable(self._watch_gradients))
         self.module.register_forward_hook(torch.compiler.disable(leave))
         return order
+
+
+def _calling(note: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> Any:
+    def arrived(_: Tensor) -> None:
+        note(parameter)
+
+    return arrived
 
 
 def _wrap(

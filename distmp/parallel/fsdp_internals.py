@@ -1,16 +1,16 @@
-"""What FSDP2 keeps to itself: the one file in which distmp touches private attributes of torch.
+"""What FSDP keeps to itself: the one file in which distmp touches private attributes of torch.
 
 Needed for what has no public way (torch 2.13): gradients that wait for the last microbatch are to
-be added up in FP32, and nothing of an abandoned step may reach the next one. And for what older
-versions lack.
+be added up in FP32, nothing of an abandoned step may reach the next one, and which parameters had
+a gradient is to be known.
 tests/parallel/test_fsdp_internals.py says when torch has changed.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,30 +69,32 @@ def accumulate_in_fp32(model: nn.Module) -> None:
             setattr(group, _GRADIENT_TYPES, _leave_as_they_are)
 
 
-def reduce_what_is_unused(model: FSDPModule) -> None:
+def reduce_what_is_unused(model: nn.Module, used: Callable[[nn.Parameter], None]) -> None:
     """Count a parameter without a gradient on this rank as zero: another rank may have one.
 
-    Left to itself FSDP2 reduces what each rank has, and adds the gradients of different parameters.
+    Left to itself FSDP2 reduces what each rank has, which fails, or adds the gradients of different
+    parameters. `set_reduce_scatter_unused_params` of torch 2.13 makes zeros in the type of the
+    gathered parameter, which cannot be reduced together with FP32 gradients.
 
     Args:
-        model: The root.
+        model: Sharded.
+        used: Called behind each backward for each parameter, sharded, that has had a gradient on
+            this rank since the last reduction.
     """
-    if hasattr(model, "set_reduce_scatter_unused_params"):  # from torch 2.13 on
-        model.set_reduce_scatter_unused_params(True)
-        return
-    for group in _groups(cast("nn.Module", model)):
-        group.post_backward = functools.partial(_reduce_all, group)
+    for group in _groups(model):
+        group.post_backward = functools.partial(_post_backward, group, used)
 
 
-def _reduce_all(group: Any, *unused: Any) -> None:
+def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: Any) -> None:
     """Do what FSDP2 does behind a backward, with zeros for parameters without a gradient."""
-    if group.reduce_grads:
-        for parameter in group.fsdp_params:
-            gathered = getattr(parameter, "_unsharded_param", None)
-            if gathered is None or not gathered.requires_grad:
-                continue
-            if gathered.grad is None and parameter.unsharded_accumulated_grad is None:
-                gathered.grad = torch.zeros_like(gathered, dtype=torch.float32)
+    for parameter in group.fsdp_params:
+        gathered = getattr(parameter, "_unsharded_param", None)
+        if gathered is None or not gathered.requires_grad:
+            continue
+        if _has_gradient(parameter):
+            used(parameter.sharded_param)
+        elif group.reduce_grads:
+            gathered.grad = torch.zeros_like(gathered, dtype=torch.float32)
     type(group).post_backward(group, *unused)
 
 
@@ -117,6 +119,24 @@ def waiting_gradients(model: nn.Module) -> list[torch.Tensor]:
     return [gradient for gradient in waiting if gradient is not None]
 
 
+def views_of_last_forward(unit: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Give the parameters of an FSDP1 unit and what its last forward has used in their places.
+
+    These are views of the flat parameter of which autograd knows, so a hook on one of them is
+    called if, and only if, backward has a gradient of that parameter.
+
+    Args:
+        unit: A `FullyShardedDataParallel`, with `use_orig_params`.
+    """
+    handle: Any = unit._handle
+    if handle is None:  # without any parameter of its own
+        return
+    flat = handle.flat_param
+    for parameter, view in zip(flat._params, flat._tensors, strict=True):
+        if view is not None:
+            yield parameter, view
+
+
 def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for group in _groups(model):
         for parameter in group.fsdp_params:
@@ -137,6 +157,12 @@ def _groups(model: nn.Module) -> Iterator[Any]:
             if id(group) not in seen:
                 seen.add(id(group))
                 yield group
+
+
+def _has_gradient(parameter: Any) -> bool:
+    if parameter._unsharded_param.grad is not None:
+        return True
+    return _keeps_a_sum(parameter) and parameter.unsharded_accumulated_grad is not None
 
 
 def _keeps_a_sum(parameter: Any) -> bool:

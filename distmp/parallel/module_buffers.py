@@ -40,15 +40,10 @@ class ModuleBuffers:
         Args:
             skipped: 0-dim, not 0 if the step was skipped; the host does not wait for it.
         """
-        # All of them: torch writes running statistics without counting up a tensor's version.
-        current = dict(self._module.named_buffers())
-        for name, value in self._before.items():
-            if name in current:
-                buffer = current[name]
-                buffer.copy_(torch.where(skipped.bool(), value, buffer))
+        take_back(self._module, self._before, skipped.bool())
         self._before = {}
         if self._group is not None:
-            _broadcast(current.values(), self._group)
+            _broadcast(self._module.buffers(), self._group)
 
 
 @torch.no_grad()
@@ -73,6 +68,15 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         restore_buffers(module, values)
+
+
+@torch.no_grad()
+def take_back(module: nn.Module, values: dict[str, Tensor], undo: Tensor) -> None:
+    """Write `values` back where `undo`, 0-dim bool, is true; the host does not wait for it."""
+    # All of them: torch writes running statistics without counting up a tensor's version.
+    for name, buffer in module.named_buffers():
+        if name in values:
+            buffer.copy_(torch.where(undo, values[name], buffer))
 
 
 def _broadcast(all_buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:

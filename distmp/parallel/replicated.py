@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,6 +13,7 @@ from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.parallel.blocks import COMPILED_WHOLE
+from distmp.parallel.module_buffers import buffer_values, take_back
 from distmp.parallel.strategy import (
     AccumulationSettings,
     KnownParameters,
@@ -71,6 +72,8 @@ class Replicated(Strategy):
         values = {name: parameter.data for name, parameter in named}
         prepare(module, policy, world.device.type)
         self._shapes: dict[str, torch.Size] = {}
+        # Buffers before the microbatch, if it may be dropped.
+        self._buffers: dict[str, Tensor] = {}
         self._parts = [self._lay_out(named, values)]
         self._known = KnownParameters(module)
 
@@ -140,6 +143,8 @@ class Replicated(Strategy):
             part.buckets.begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
+        if self._settings.drop_non_finite:
+            self._buffers = buffer_values(self.model)
         for part in self._parts:
             part.buckets.begin_microbatch(last=last)
 
@@ -149,6 +154,9 @@ class Replicated(Strategy):
         kept = torch.stack(flags).all() if flags else None
         for part in self._parts:
             part.buckets.end_microbatch(kept)
+        if kept is not None:
+            take_back(self.model, self._buffers, ~kept)
+            self._buffers = {}
         return kept
 
     def finish_gradients(self) -> None:
@@ -178,6 +186,20 @@ class Replicated(Strategy):
     def publish_parameters(self) -> None:
         for part in self._parts:
             part.parameters.publish()
+
+    def end_step(self, skipped: Tensor) -> None:
+        for part in self._parts:
+            part.buckets.end_step(skipped)
+
+    @property
+    def unused(self) -> list[str]:
+        return [name for part in self._parts for name in part.buckets.unused]
+
+    @unused.setter
+    def unused(self, names: Iterable[str]) -> None:
+        found = set(names)
+        for part in self._parts:
+            part.buckets.unused = found
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         for part in self._parts:

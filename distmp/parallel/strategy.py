@@ -85,7 +85,7 @@ class Strategy(ABC):
 
     A step calls, in this order: `begin_step`; for every microbatch `begin_microbatch`, forward,
     backward and `end_microbatch`; `finish_gradients`; `hand_over_gradients`; the optimizer;
-    `publish_parameters`.
+    `publish_parameters`; `end_step`.
 
     Attributes:
         module: The prepared module; forward goes through it.
@@ -172,6 +172,19 @@ class Strategy(ABC):
     @abstractmethod
     def publish_parameters(self) -> None:
         """Make what the optimizer stepped visible to the next forward."""
+
+    @abstractmethod
+    def end_step(self, skipped: Tensor) -> None:
+        """Take note of whether the step, 0-dim and not 0, was skipped; the host does not wait."""
+
+    @property
+    @abstractmethod
+    def unused(self) -> list[str]:
+        """Names of parameters that no rank has ever used, see `UsedParameters`; may be set."""
+
+    @unused.setter
+    @abstractmethod
+    def unused(self, names: Iterable[str]) -> None: ...
 
     def units(self) -> list[tuple[str, nn.Module]]:
         """Return the modules, by name, on whose entry parameters become whole, the root first."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal
@@ -66,10 +66,15 @@ class RankEvidence:
     """What one rank saw; each list has an entry per microbatch.
 
     Attributes:
-        losses: Loss sums of the step itself, not of its repetition.
+        losses: Loss sums of the step itself.
+        repeated_losses: Loss sums of its repetition.
+        loss_weights: Weights of the step itself, as the loss function returned them.
         bad_inputs: Number of non-finite values in the floating-point tensors of the batch.
-        forward: Where forward first was not finite, if it was.
-        bad_parameters: Names of parameters that hold non-finite values themselves.
+        forward: Where forward first was not finite in the repetition, if it was.
+        bad_parameters: Names of the model's parameters that hold non-finite values.
+        bad_weights: Names of the FP32 weights with a non-finite value in this rank's part.
+        wide_weights: Names of those that are not finite once they are rounded to the compute dtype,
+            which include the former.
         parameters: Parameters with a non-finite gradient, in the order in which backward came to
             them; those nearest to the loss first.
         largest: Largest finite magnitude in any gradient.
@@ -79,9 +84,13 @@ class RankEvidence:
     """
 
     losses: Sequence[float]
+    repeated_losses: Sequence[float]
+    loss_weights: Sequence[float]
     bad_inputs: Sequence[int]
     forward: Sequence[ForwardOverflow | None]
     bad_parameters: Sequence[str]
+    bad_weights: Sequence[str]
+    wide_weights: Sequence[str]
     parameters: Sequence[ParameterOverflow]
     largest: float
     histogram: ExponentHistogram
@@ -97,6 +106,8 @@ class StepFacts:
         weight: The global weight of the step.
         floor: The value that overflows cannot push the scale below; None if they do not move it.
         compute_dtype: The type of activations and their gradients.
+        has_masters: Whether the model's parameters are copied from FP32 master weights after every
+            step.
         exact: Whether the step was repeated with the very weights that it had.
     """
 
@@ -104,6 +115,7 @@ class StepFacts:
     weight: float
     floor: float | None
     compute_dtype: torch.dtype
+    has_masters: bool
     exact: bool
 
     @property
@@ -124,14 +136,14 @@ class OverflowReport:
     Attributes:
         cause: One of
             `bad_input`: the batch holds non-finite values;
-            `bad_weight`: the weight that the loss function returned is not finite;
-            `bad_parameter`: a parameter of the model itself holds non-finite values;
-            `forward`: the loss is not finite;
+            `bad_weight`: the weight that the loss function returned is negative or not finite;
+            `bad_parameter`: a parameter of the model holds non-finite values;
+            `forward`: the loss is not finite, whenever it is computed;
             `scale_too_high`: gradients are finite at a lower scale;
             `range_too_wide`: no scale fits float16;
             `backward`: a finite loss has non-finite gradients, and there is no loss scale;
             `reduction`: each rank's gradients are finite, their sum or norm is not;
-            `not_repeated`: it did not happen again.
+            `not_repeated`: it did not recur when the step was repeated.
         diagnosis: The cause in words, with the place.
         advice: What to do.
         ranks: Ranks on which it was seen.
@@ -210,9 +222,10 @@ def diagnose(evidence: Sequence[RankEvidence], facts: StepFacts) -> OverflowRepo
     lost = None if fitting is None else _lost_share(evidence, facts.scale, fitting)
     finding = (
         _bad_input(evidence)
-        or _bad_weight(facts)
+        or _bad_weight(evidence, facts)
         or _bad_parameter(evidence)
         or _forward(evidence, facts)
+        or _other_loss(evidence, facts)
         or _backward(evidence, facts, fitting, lost)
         or _reduction(evidence, facts)
         or _not_repeated(facts)
@@ -264,14 +277,26 @@ def _bad_input(evidence: Sequence[RankEvidence]) -> _Finding | None:
     )
 
 
-def _bad_weight(facts: StepFacts) -> _Finding | None:
-    if math.isfinite(facts.weight):
+def _bad_weight(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | None:
+    if 0 <= facts.weight < math.inf:
         return None
+    bad = {
+        rank: next(index for index, weight in enumerate(seen.loss_weights) if not _counts(weight))
+        for rank, seen in enumerate(evidence)
+        if not all(map(_counts, seen.loss_weights))
+    }
     return _Finding(
         "bad_weight",
-        f"the weights that the loss function returned add up to {facts.weight:g}",
+        f"the weights that the loss function returned add up to {facts.weight:g}; a weight is "
+        "negative or not finite",
         "return the number of samples or tokens that the loss was summed over",
+        tuple(bad),
+        next(iter(bad.values()), None),
     )
+
+
+def _counts(weight: float) -> bool:
+    return 0 <= weight < math.inf
 
 
 def _bad_parameter(evidence: Sequence[RankEvidence]) -> _Finding | None:
@@ -279,21 +304,29 @@ def _bad_parameter(evidence: Sequence[RankEvidence]) -> _Finding | None:
     if not found:
         return None
     name = next(iter(found.values()))[0]
-    return _Finding(
-        "bad_parameter",
-        f"parameter {name!r} itself holds inf or NaN",
-        "continue from an earlier checkpoint; check what else writes to the weights",
-        tuple(found),
-        module=_module_of(name),
+    module = _module_of(name)
+    if holders := _ranks_with(name, [seen.bad_weights for seen in evidence]):
+        text = f"parameter {name!r} itself holds inf or NaN"
+        advice = "continue from an earlier checkpoint; check what else writes to the weights"
+        return _Finding("bad_parameter", text, advice, holders, module=module)
+    if holders := _ranks_with(name, [seen.wide_weights for seen in evidence]):
+        text = f"parameter {name!r} is inf: its FP32 master weight is beyond the range of float16"
+        advice = f"{_USE_BF16}, or keep that module in FP32 (keep_fp32)"
+        return _Finding("bad_parameter", text, advice, holders, module=module)
+    text = f"the FP32 master weight of {name!r} is finite, but the parameter holds inf or NaN"
+    advice = (
+        "it is copied from its FP32 master weight after every step; check what else writes to it, "
+        "and the memory of that machine"
     )
+    return _Finding("bad_parameter", text, advice, tuple(found), module=module)
+
+
+def _ranks_with(name: str, names: Sequence[Sequence[str]]) -> tuple[int, ...]:
+    return tuple(rank for rank, held in enumerate(names) if name in held)
 
 
 def _forward(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | None:
-    bad = {
-        rank: next(index for index, loss in enumerate(seen.losses) if not math.isfinite(loss))
-        for rank, seen in enumerate(evidence)
-        if not all(map(math.isfinite, seen.losses))
-    }
+    bad = _first_losses(evidence, lambda finite, finite_again: not (finite or finite_again))
     if not bad:
         return None
     rank, microbatch = next(iter(bad.items()))
@@ -301,7 +334,7 @@ def _forward(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | N
     text = "overflow in the forward pass: the loss itself is not finite"
     return _Finding(
         "forward",
-        text + _origin(origin, facts.exact),
+        text + _origin(origin),
         _forward_advice(origin, facts),
         tuple(bad),
         microbatch,
@@ -309,20 +342,54 @@ def _forward(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | N
     )
 
 
+def _first_losses(
+    evidence: Sequence[RankEvidence], wanted: Callable[[bool, bool], bool]
+) -> dict[int, int]:
+    """Return the first microbatch of each rank that has one whose loss is as wanted.
+
+    Args:
+        evidence: One entry per rank, in rank order.
+        wanted: Called with whether the loss of the step is finite, and that of its repetition.
+    """
+    found = {}
+    for rank, seen in enumerate(evidence):
+        finite = zip(
+            map(math.isfinite, seen.losses), map(math.isfinite, seen.repeated_losses), strict=True
+        )
+        matching = (index for index, pair in enumerate(finite) if wanted(*pair))
+        if (first := next(matching, None)) is not None:
+            found[rank] = first
+    return found
+
+
 def _forward_advice(origin: ForwardOverflow | None, facts: StepFacts) -> str:
-    if origin is None and facts.exact:
+    if origin is None:
         return "look for an overflow or a division by zero in the loss function"
     if facts.is_fp16:
         return f"no loss scale helps where activations leave the range of float16: {_USE_BF16}"
     return "lower optim.lr or optim.max_norm, or look for a division by zero there"
 
 
-def _origin(origin: ForwardOverflow | None, exact: bool) -> str:
+def _origin(origin: ForwardOverflow | None) -> str:
     """Return where forward first was not finite, for the end of a clause."""
     if origin is None:
-        return ", though what the modules return is" if exact else ""
+        return ", though what the modules return is"
     module = repr(origin.module) if origin.module else "the model"
     return f", first at the {origin.side} of {module}"
+
+
+def _other_loss(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | None:
+    """Conclude from a loss that was finite only in the step, or only in its repetition."""
+    found = _first_losses(evidence, operator.ne)
+    if not found:
+        return None
+    rank, microbatch = next(iter(found.items()))
+    loss = evidence[rank].losses[microbatch]
+    again = evidence[rank].repeated_losses[microbatch]
+    text = _did_not_recur(facts) if math.isfinite(again) else "the step and its repetition differ"
+    text += f": the loss was {loss:.4g}, and {again:.4g} in the repetition"
+    advice = f"look for {_suspects(facts)}"
+    return _Finding("not_repeated", text, advice, tuple(found), microbatch)
 
 
 def _backward(
@@ -397,13 +464,29 @@ def _reduction(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding |
 
 
 def _not_repeated(facts: StepFacts) -> _Finding:
-    moved = "" if facts.exact else ", with weights that one update has moved since"
-    text = f"an overflow that did not happen again when the step was repeated{moved}"
+    advice = f"if it recurs, look for {_suspects(facts)}"
     if facts.scale > facts.lowest:
-        advice = f"if it recurs, loss scale {_scale(facts.scale)} is at the edge of what fits"
-    else:
-        advice = "if it recurs, look for what differs from one run of the same batch to the next"
-    return _Finding("not_repeated", text, advice)
+        advice = f"loss scale {_scale(facts.scale)} may be at the edge of what fits; {advice}"
+    return _Finding("not_repeated", _did_not_recur(facts), advice)
+
+
+def _did_not_recur(facts: StepFacts) -> str:
+    moved = "" if facts.exact else ", with weights that one update has moved since"
+    return f"an overflow that did not recur when the step was repeated{moved}"
+
+
+def _suspects(facts: StepFacts) -> str:
+    """Return what makes a step and its repetition differ."""
+    copies = (
+        "a value written into a 16-bit parameter (gone by now: parameters are copied from FP32 "
+        "master weights after every step), "
+        if facts.has_masters
+        else ""
+    )
+    return (
+        f"a batch that is changed in place after the step, {copies}a race or a non-deterministic "
+        "operation, and faulty memory or hardware"
+    )
 
 
 def _fitting_scale(evidence: Sequence[RankEvidence], facts: StepFacts) -> float | None:

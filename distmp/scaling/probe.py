@@ -55,7 +55,8 @@ class Probe:
 
     Attributes:
         forward: The first module that returned something not finite; None if none did.
-        bad_parameters: Names of trainable parameters that hold non-finite values.
+        bad_parameters: Names of trainable parameters that hold non-finite values, when they become
+            whole or when the first module returns something not finite.
         exponents: Exponents of all gradients, as `count_exponents` returns them.
     """
 
@@ -109,10 +110,13 @@ class Probe:
             if sharded or not parameter.requires_grad or id(parameter) in self._watched:
                 continue
             self._watched.add(id(parameter))
-            name = f"{unit}.{local_name}" if unit else local_name
-            if count_non_finite(parameter.detach()):
-                self.bad_parameters.append(name)
+            name = _joined(unit, local_name)
+            self._check_finite(name, parameter)
             self._keep(parameter.register_hook(self._gradient_hook(name)))
+
+    def _check_finite(self, name: str, parameter: Tensor) -> None:
+        if name not in self.bad_parameters and count_non_finite(parameter.detach()):
+            self.bad_parameters.append(name)
 
     def _gradient_hook(self, name: str) -> Any:
         @torch.no_grad()
@@ -129,6 +133,10 @@ class Probe:
             if self.forward is None and count_non_finite(output):
                 spoilt = count_non_finite((args, kwargs), but_negative_inf=True)
                 self.forward = ForwardOverflow(name, "input" if spoilt else "output")
+                for local_name, parameter in module.named_parameters(recurse=False):
+                    # Something may have written to it since this forward began.
+                    if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter):
+                        self._check_finite(_joined(name, local_name), parameter)
 
         return note
 
@@ -146,6 +154,10 @@ def count_non_finite(value: Any, *, but_negative_inf: bool = False) -> int:
             bad = ~leaf.isfinite()
             total += int((bad & ~leaf.isneginf() if but_negative_inf else bad).sum())
     return total
+
+
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
 
 
 def _summary(gradient: Tensor) -> Tensor:

@@ -37,8 +37,8 @@ class Verdict(NamedTuple):
     """What all ranks agreed on; every field is a 0-dim tensor on the device.
 
     Attributes:
-        overflow: bool, whether a gradient or the weight of any rank was not finite, or nothing is
-            left because all that there was has been dropped.
+        overflow: bool, whether a gradient or the weight of any rank was not finite, the global
+            weight is negative, or nothing is left because all that there was has been dropped.
         dropped: FP64, how many microbatches of all ranks were left out as not finite.
         empty: bool, whether no rank had anything to learn from (N = 0).
         found_inf: FP32, 1 where the optimizer has to skip (overflow, empty, or for a reason that
@@ -122,11 +122,14 @@ def decide(
     """
     squares, non_finite, loss_sum, weight, stop, dropped = total.unbind()
     scaled_norm = squares.sqrt()
-    all_dropped = (weight <= 0) & (dropped > 0)
-    overflow = ~(scaled_norm.isfinite() & weight.isfinite()) | (non_finite > 0) | all_dropped
-    empty = (weight <= 0) & ~all_dropped
+    no_weight = weight == 0
+    all_dropped = no_weight & (dropped > 0)
+    bad_weight = ~weight.isfinite() | (weight < 0)
+    overflow = ~scaled_norm.isfinite() | (non_finite > 0) | bad_weight | all_dropped
+    empty = no_weight & ~all_dropped
     unscale = loss_scale.to(torch.float64) * weight / nominal_weight
-    grad_norm = scaled_norm / unscale
+    # Over a weight that is negative or infinite there is no mean whose gradient has a norm.
+    grad_norm = torch.where(bad_weight, torch.nan, scaled_norm / unscale)
     grad_scale = unscale
     if max_norm is not None:
         grad_scale = unscale / (max_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)

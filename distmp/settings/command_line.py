@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import re
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from distmp.annotations import members_of, wanted
 from distmp.errors import ConfigError
 from distmp.settings.convert import (
     annotation_of,
+    did_you_mean,
     from_mapping,
     join,
+    option_setting,
     setting_names,
     unknown_setting,
 )
@@ -85,9 +89,9 @@ def _override(cls: type[T], config: T, overrides: list[str], prog: str, descript
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
-        raise _rejected(cls, stop, messages.getvalue(), overrides) from None
+        raise _rejected(config, stop, messages.getvalue(), overrides) from None
     if unknown:
-        raise _not_an_option(cls, unknown[0], overrides)
+        raise _not_an_option(config, unknown[0], overrides)
     return parsed
 
 
@@ -151,13 +155,16 @@ def _setting_of(option: str) -> str:
     return option.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
-def _rejected(cls: type[Any], stop: SystemExit, text: str, overrides: list[str]) -> ConfigError:
+def _rejected(config: Any, stop: SystemExit, text: str, overrides: list[str]) -> ConfigError:
     """Turn tyro's exit, with what it printed, into one error."""
+    cls = type(config)
     cause: BaseException | None = stop
     while cause is not None:
         if isinstance(cause, ConfigError):
-            # Raised by a check of the settings' own; tyro wraps every ValueError.
-            return cause
+            # Raised by a check of the settings' own, perhaps for want of what has another name;
+            # tyro wraps every ValueError.
+            misnamed = [word for word in overrides if _is_unknown(cls, word)]
+            return _not_an_option(config, misnamed[0], overrides) if misnamed else cause
         cause = cause.__context__
     known = frozenset(setting_names(cls))
     for option in re.findall(r"--[\w.-]+", text):
@@ -182,16 +189,53 @@ def _values_of(setting: str, overrides: list[str]) -> Iterator[str]:
         yield word
 
 
-def _not_an_option(cls: type[Any], word: str, overrides: list[str]) -> ConfigError:
-    known = frozenset(setting_names(cls))
-    if word.startswith("--"):
-        setting = _setting_of(word)
-        value = " ".join(_values_of(setting, overrides))
-        if setting in known:
-            return ConfigError(setting, value, "is a section; override its settings one by one")
+def _is_unknown(cls: type[Any], word: str) -> bool:
+    """Whether a word is an option without a setting."""
+    if not word.startswith("--"):
+        return False
+    section, _, name = _setting_of(word).rpartition(".")
+    names = {join(section, name), join(section, name.removeprefix("no_"))}
+    return names.isdisjoint(setting_names(cls))
+
+
+def _not_an_option(config: Any, word: str, overrides: list[str]) -> ConfigError:
+    if not word.startswith("--"):
+        return ConfigError(
+            "command line",
+            word,
+            "belongs to no option; options are written --name value, switches --name or --no-name",
+        )
+    known = frozenset(setting_names(type(config)))
+    setting = _setting_of(word)
+    words = [*_values_of(setting, overrides)]
+    value = " ".join(words)
+    if setting in known:
+        return ConfigError(setting, value, "is a section; override its settings one by one")
+    option = _as_option(config, setting, overrides)
+    if option is None:
         return ConfigError(setting, value, unknown_setting(setting, known))
-    return ConfigError(
-        "command line",
-        word,
-        "belongs to no option; options are written --name value, switches --name or --no-name",
-    )
+    holder, _, name = option.rpartition(".")
+    written = words[0] if len(words) == 1 else f"[{', '.join(words)}]" if words else "VALUE"
+    meant = f"{holder} is one option." if option == setting else did_you_mean(option)
+    return ConfigError(setting, value, f"{meant} Write --{holder} '{{{name}: {written}}}'")
+
+
+def _as_option(config: Any, setting: str, overrides: list[str]) -> str | None:
+    """Return the name of an unknown setting as a member of a dictionary, if it is one."""
+    section = setting.rpartition(".")[0]
+    if section not in {*setting_names(type(config))}:
+        return None
+    annotation = annotation_of(type(config), section)
+    if any(get_origin(member) is dict for member in members_of(annotation)):
+        return setting
+    holder = reduce(getattr, section.split("."), config)
+    if not dataclasses.is_dataclass(holder):
+        return None
+    given = {_setting_of(word) for word in overrides if word.startswith("--")}
+    values = {
+        name: " ".join(_values_of(full, overrides))
+        if (full := join(section, name)) in given
+        else value
+        for name, value in vars(holder).items()
+    }
+    return option_setting(type(holder), values, setting)

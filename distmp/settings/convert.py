@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 from collections.abc import Iterator, Mapping
@@ -35,6 +36,10 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], where: str = "") -> T:
 
     Settings that are absent keep their defaults. Conversion is strict: a whole number is taken
     for a float, a list for a tuple, an empty section for one of defaults, and nothing else.
+
+    A dictionary of options may say in the metadata of its field what it takes, so that an option
+    that stands beside it is told where it belongs: `takes(section, name)` is called with the values
+    of the section.
 
     Args:
         cls: Dataclass whose fields are int, float, str, bool, None, Literal, tuple, dict, Any,
@@ -87,9 +92,36 @@ def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> An
     for name, value in values.items():
         setting = join(where, str(name))
         if name not in fields:
-            raise ConfigError(setting, value, unknown_setting(setting, known))
+            option = option_setting(cls, values, setting)
+            problem = unknown_setting(setting, known) if option is None else did_you_mean(option)
+            raise ConfigError(setting, value, problem)
         arguments[name] = _convert(fields[name], value, setting, known)
     return cls(**arguments)
+
+
+def option_setting(cls: type[Any], values: Mapping[Any, Any], setting: str) -> str | None:
+    """Return the name of an unknown setting as an option of its section, if it is one.
+
+    Args:
+        cls: The section's dataclass.
+        values: Values of the section, as far as they are set.
+        setting: Dotted name, such as `optim.betas`.
+    """
+    section, _, name = setting.rpartition(".")
+    for field in dataclasses.fields(cls):
+        takes = field.metadata.get("takes")
+        if takes is None:
+            continue
+        # Whatever else is wrong with the section has an error of its own.
+        with contextlib.suppress(ConfigError, TypeError, ValueError):
+            if takes(values, name):
+                return join(join(section, field.name), name)
+    return None
+
+
+def did_you_mean(setting: str) -> str:
+    """Say that there is no such setting, and that another one was meant."""
+    return f"unknown setting; did you mean {setting!r}?"
 
 
 def unknown_setting(setting: str, known: frozenset[str]) -> str:
@@ -99,16 +131,14 @@ def unknown_setting(setting: str, known: frozenset[str]) -> str:
         return f"unknown name; write {name!r} as a line below the section {section!r}"
     same_name = [full for full in known if full.rpartition(".")[2] == name]
     if same_name:
-        return (
-            f"unknown setting; did you mean {min(same_name, key=lambda full: (len(full), full))!r}?"
-        )
+        return did_you_mean(min(same_name, key=lambda full: (len(full), full)))
     if section in known and not any(full.startswith(f"{section}.") for full in known):
-        return f"unknown setting; did you mean {section!r}?"
+        return did_you_mean(section)
     siblings = [full for full in known if full.rpartition(".")[0] == section]
     for candidates in (siblings, sorted(known)):
         full_names = {full.rpartition(".")[2]: full for full in candidates}
         if close := difflib.get_close_matches(name, full_names, n=1):
-            return f"unknown setting; did you mean {full_names[close[0]]!r}?"
+            return did_you_mean(full_names[close[0]])
     return f"unknown setting; {nearest(name, siblings or known)}"
 
 

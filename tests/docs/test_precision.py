@@ -84,8 +84,6 @@ def test_bytes_per_parameter(name: str) -> None:
 
 
 def test_examples() -> None:
-    for block in blocks("python"):
-        exec(compile(block, "precision.md", "exec"), {})
     for block in blocks("yaml"):
         from_mapping(RunConfig, yaml.safe_load(block))
     for text in re.findall(r'--precision.policy "(.*?)"|`policy: (.*?)`', PAGE):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -22,8 +23,13 @@ from distmp.launcher.local import LaunchOptions, default_ranks, launch, run_rank
 
 LAUNCHER = """
 import sys
+from distmp.errors import DistmpError
 from distmp.launcher.local import run_ranks
-sys.exit(run_ranks(sys.argv[1:-2], "tests.launcher.worker", sys.argv[-2:]))
+try:
+    code = run_ranks(sys.argv[1:-2], "tests.launcher.worker", sys.argv[-2:])
+except DistmpError as error:
+    sys.exit(f"distmp launch: {error}")
+sys.exit(code)
 """
 # A launch takes seconds (torch is imported), a stop one second of the worker's own; the machine may
 # be busy. torchrun by itself kills ranks after 30 seconds.
@@ -128,6 +134,38 @@ def test_exception_of_a_rank_is_shown_once(tmp_path: Path) -> None:
     assert output.count("RuntimeError: the worker's own error") == 1
     assert output.count("Traceback") == 1
     assert "rank 1 failed with exit code 1" in last_line(output)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("", 0)) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("head", "options"),
+    [
+        ("127.0.0.1", []),
+        ("localhost", ["--nnodes", "1:1"]),
+        (socket.gethostname(), ["--nnodes", "1"]),
+        (socket.gethostname(), ["--nnodes", "1:2"]),
+        ("localhost", ["--rdzv-backend", "c10d"]),
+        ("127.0.0.1", ["--rdzv-backend", "static"]),
+    ],
+)
+def test_a_busy_port_is_one_message(
+    head: str, options: list[str], listener: socket.socket, tmp_path: Path
+) -> None:
+    port = listener.getsockname()[1]
+    arguments = ["--nproc-per-node", "2", "--rdzv-endpoint", f"{head}:{port}", *options]
+    with launched("succeed", tmp_path, *arguments) as run:
+        code, output = run.finish()
+    assert code == 1
+    assert "Traceback" not in output
+    assert f"port {port} of this machine, where the hosts of the run should meet" in output
+    assert f"is taken by process {os.getpid()} " in output
+    assert "choose another" in output
+    assert not list(tmp_path.glob("*.rank"))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +299,7 @@ def commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--standalone"], "--nproc-per-node=3 --standalone"),
         (["--nnodes", "1"], "--nproc-per-node=3 --nnodes 1"),
         (["--master-port", "1234"], "--nproc-per-node=3 --master-port 1234"),
-        (["--rdzv-endpoint=host:1"], "--nproc-per-node=3 --rdzv-endpoint=host:1"),
+        (["--rdzv-endpoint=localhost:0"], "--nproc-per-node=3 --rdzv-endpoint=localhost:0"),
         (["--max-restarts", "1"], "--nproc-per-node=3 --standalone --max-restarts 1"),
     ],
 )

@@ -213,6 +213,34 @@ def test_by_hand_on_each_machine() -> None:
         plan(LOCAL, replace(given, port=3))
 
 
+@pytest.mark.parametrize("nnodes", [None, (1, 1)])
+@pytest.mark.parametrize("backend", [None, "c10d"])
+@pytest.mark.parametrize("head", ["127.0.0.1", "localhost", "10.0.0.2", "n2"])
+def test_an_endpoint_of_one_machine_is_opened_as_that_of_several(
+    nnodes: tuple[int, int] | None, backend: str | None, head: str
+) -> None:
+    given = Given(nnodes=nnodes, rdzv_endpoint=f"{head}:4321", rdzv_backend=backend)
+    endpoint = plan(LOCAL, given).endpoint
+    assert endpoint is not None
+    assert (endpoint.port, endpoint.is_host, endpoint.fewest_nodes) == (4321, True, 1)
+
+
+def test_port_0_of_one_machine_is_any_free_port() -> None:
+    given = Given(words=("--rdzv-endpoint=localhost:0",), rdzv_endpoint="localhost:0")
+    planned = plan(LOCAL, given)
+    assert planned.endpoint is None
+    assert planned.torchrun() == ["--nproc-per-node=4", "--rdzv-endpoint=localhost:0"]
+
+
+@pytest.mark.parametrize("nnodes", [None, (1, 1)])
+def test_one_machine_that_is_told_to_meet_another(nnodes: tuple[int, int] | None) -> None:
+    given = Given(nnodes=nnodes, rdzv_endpoint="n1:4321")
+    with pytest.raises(ConfigError, match="one machine, and this is not n1") as error:
+        plan(LOCAL, given)
+    assert "--nnodes" in str(error.value)
+    assert "eth1 (10.0.0.2)" in str(error.value)
+
+
 def test_ipv6() -> None:
     interfaces = {"lo": ("::1",), "eth0": ("fd00::1:2",)}
     given = Given(nnodes=(2, 2), rdzv_endpoint="[fd00:0::1:2]:5000")

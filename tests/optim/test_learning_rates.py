@@ -102,25 +102,6 @@ def test_a_schedule_with_an_end_can_be_used_up_to_it() -> None:
         plain.step()
         if applied < 10:
             reference.step()
-    with pytest.raises(ConfigError, match=r"schedule\.name = 'OneCycleLR': update 12: .*10"):
-        rates.set(count(11), 11)
-
-
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10),
-        lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0),
-    ],
-)
-def test_a_schedule_of_the_momentum_is_refused(schedule: Any) -> None:
-    with pytest.raises(ConfigError, match=r"cycle_momentum = True: only learning rates .* false"):
-        LearningRates(make_optimizer(1.0), schedule, CPU, on_device=True)
-
-
-def test_a_schedule_that_follows_a_metric_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"schedule\.name = 'ReduceLROnPlateau'"):
-        LearningRates(make_optimizer(1.0), lr_scheduler.ReduceLROnPlateau, CPU, on_device=True)
 
 
 # Rates that the user sets

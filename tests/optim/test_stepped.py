@@ -57,7 +57,7 @@ def twice(parameters: Any) -> torch.optim.Optimizer:
         ),
         (lambda p: SGD(p[:1], lr=0.1), r"optimizer = 'SGD': does not step bias; put every"),
         (twice, r"optimizer = 'SGD': would step weight, bias more than once"),
-        (lambda p: None, r"optimizer = 'NoneType': is what the function returned; return a torch"),
+        (lambda p: None, r"optimizer = 'NoneType': the function returned this; return a torch"),
         (lambda: None, r"optimizer = '<lambda>': is called with one argument, \[\(name, tensor\)"),
         (
             lambda p: SGD([tensor for tensor in p if tensor.dim() > 1], lr=0.1),

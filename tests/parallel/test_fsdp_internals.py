@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from distmp.errors import SetupError
 from distmp.parallel import fsdp_internals
@@ -59,10 +59,22 @@ def test_another_torch_is_refused_by_name() -> None:
 def test_this_torch_has_the_public_methods() -> None:
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_requires_all_reduce"):
         assert hasattr(FSDPModule, name)
-    # From 2.13 on; distmp goes without them before.
-    later = ("reset_iter_state", "set_reduce_scatter_unused_params")
+    # From 2.13 on; distmp goes without it before.
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    assert all(hasattr(FSDPModule, name) for name in later) or version < (2, 13)
+    assert hasattr(FSDPModule, "reset_iter_state") or version < (2, 13)
+
+
+@ranks(2)
+def test_fsdp1_tells_what_stands_in_the_place_of_parameters() -> None:
+    engine = make_engine(**sharded("fsdp1"))
+    units = [part for part in engine.module.modules() if isinstance(part, FullyShardedDataParallel)]
+    batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
+    total, _ = engine._loss(engine.module, batch)
+    views = [entry for unit in units for entry in fsdp_internals.views_of_last_forward(unit)]
+    expected = {id(parameter) for parameter in engine.module.parameters()}
+    assert {id(parameter) for parameter, _ in views} == expected
+    assert all(view.requires_grad and not view.is_leaf for _, view in views)
+    total.backward()
 
 
 def test_the_readme_names_the_versions_that_were_tested() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
@@ -24,6 +25,7 @@ def facts(**changes: Any) -> StepFacts:
         "weight": 8.0,
         "floor": 1.0,
         "compute_dtype": torch.float16,
+        "has_masters": True,
         "exact": True,
     }
     return StepFacts(**{**values, **changes})
@@ -33,9 +35,13 @@ def seen(*values: float, **changes: Any) -> RankEvidence:
     """What a rank saw in two microbatches whose finite gradients are `values`."""
     evidence: dict[str, Any] = {
         "losses": [1.0, 2.0],
+        "repeated_losses": [1.0, 2.0],
         "bad_inputs": [0, 0],
         "forward": [None, None],
         "bad_parameters": [],
+        "bad_weights": [],
+        "loss_weights": [4.0, 4.0],
+        "wide_weights": [],
         "parameters": [],
         "largest": max(values, default=0.0),
         "histogram": ExponentHistogram(count_exponents(torch.tensor(values))),
@@ -116,7 +122,10 @@ def test_range_too_wide_when_most_gradients_would_be_zero(small: int, cause: str
 def test_overflow_in_the_forward_pass(
     origin: ForwardOverflow | None, place: str, module: str | None
 ) -> None:
-    bad = seen(losses=[1.0, math.inf], forward=[None, origin], parameters=[overflow()])
+    losses = [1.0, math.inf]
+    bad = seen(
+        losses=losses, repeated_losses=losses, forward=[None, origin], parameters=[overflow()]
+    )
     report = diagnose([bad, seen(), bad], facts())
     assert report.cause == "forward"
     assert report.diagnosis == (
@@ -129,10 +138,49 @@ def test_overflow_in_the_forward_pass(
     assert ("use a bf16 policy" in report.advice) == (origin is not None)
 
 
-def test_a_repetition_that_is_not_exact_does_not_blame_the_loss_function() -> None:
-    report = diagnose([seen(losses=[math.nan, 1.0])], facts(exact=False))
-    assert report.diagnosis.endswith("the loss itself is not finite, microbatch 0")
+SUSPECTS = ("changed in place", "a race or a non-deterministic operation", "memory or hardware")
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_finite_when_repeated_does_not_blame_the_loss_function(
+    loss: float, exact: bool
+) -> None:
+    spoilt = seen(losses=[1.0, loss], repeated_losses=[1.0, 2.25])
+    report = diagnose([seen(), spoilt], facts(exact=exact))
+    moved = "" if exact else ", with weights that one update has moved since"
+    assert report.diagnosis == (
+        f"an overflow that did not recur when the step was repeated{moved}: the loss was {loss:g}, "
+        "and 2.25 in the repetition on rank 1 of 2 only, microbatch 1"
+    )
+    assert (report.cause, report.ranks, report.microbatch) == ("not_repeated", (1,), 1)
+    assert all(suspect in report.advice for suspect in SUSPECTS)
     assert "loss function" not in report.advice
+
+
+def test_a_loss_that_is_not_finite_only_when_repeated() -> None:
+    odd = seen(repeated_losses=[math.nan, 2.0], parameters=[overflow()])
+    report = diagnose([odd], facts())
+    assert (report.cause, report.microbatch) == ("not_repeated", 0)
+    assert report.diagnosis == (
+        "the step and its repetition differ: the loss was 1, and nan in the repetition, "
+        "microbatch 0"
+    )
+    assert all(suspect in report.advice for suspect in SUSPECTS)
+
+
+def test_a_loss_that_recurs_on_one_rank_comes_before_one_that_does_not() -> None:
+    bad = [1.0, math.nan]
+    report = diagnose([seen(losses=bad), seen(losses=bad, repeated_losses=bad)], facts())
+    assert (report.cause, report.ranks) == ("forward", (1,))
+
+
+@pytest.mark.parametrize("has_masters", [True, False])
+def test_what_was_written_into_a_copy_of_a_master_weight_is_gone(has_masters: bool) -> None:
+    for spoilt in (seen(1.0), seen(losses=[math.nan, 1.0])):
+        report = diagnose([spoilt], facts(has_masters=has_masters))
+        assert report.cause == "not_repeated"
+        assert ("copied from FP32 master weights after every step" in report.advice) == has_masters
 
 
 def test_bad_input_comes_before_what_follows_from_it() -> None:
@@ -148,12 +196,48 @@ def test_bad_input_comes_before_what_follows_from_it() -> None:
     assert "7 inf or NaN among the floating-point values of the batch" in report.diagnosis
 
 
-def test_bad_weight_and_bad_parameter() -> None:
-    spoilt = seen(parameters=[overflow()])
-    assert diagnose([spoilt], facts(weight=math.nan)).cause == "bad_weight"
-    report = diagnose([seen(bad_parameters=["head.weight"])] * 2, facts())
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
+def test_bad_weight(weight: float) -> None:
+    evidence = [seen(), seen(parameters=[overflow()], loss_weights=[4.0, weight])]
+    report = diagnose(evidence, facts(weight=weight))
+    assert (report.cause, report.ranks, report.microbatch) == ("bad_weight", (1,), 1)
+    assert f"add up to {weight:g}" in report.diagnosis
+
+
+@pytest.mark.parametrize(
+    ("held", "diagnosis", "advice", "holders"),
+    [
+        (
+            {"bad_weights": ["head.weight"], "wide_weights": ["head.weight"]},
+            "parameter 'head.weight' itself holds inf or NaN on rank 2 of 3 only",
+            "earlier checkpoint",
+            (2,),
+        ),
+        (
+            {"wide_weights": ["head.weight"]},
+            "parameter 'head.weight' is inf: its FP32 master weight is beyond the range of float16 "
+            "on rank 2 of 3 only",
+            "use a bf16 policy",
+            (2,),
+        ),
+        (
+            {"bad_weights": ["another"]},
+            "the FP32 master weight of 'head.weight' is finite, but the parameter holds inf or NaN "
+            "on ranks 0, 2 of 3",
+            "copied from its FP32 master weight after every step",
+            (0, 2),
+        ),
+    ],
+)
+def test_bad_parameter(
+    held: dict[str, Any], diagnosis: str, advice: str, holders: tuple[int, ...]
+) -> None:
+    spoilt = seen(bad_parameters=["head.weight"], repeated_losses=[math.nan, math.nan])
+    evidence = [spoilt, seen(), dataclasses.replace(spoilt, **held)]
+    report = diagnose(evidence, facts())
     assert (report.cause, report.module) == ("bad_parameter", "head")
-    assert report.diagnosis == "parameter 'head.weight' itself holds inf or NaN on all 2 ranks"
+    assert (report.diagnosis, report.ranks) == (diagnosis, holders)
+    assert advice in report.advice
 
 
 def test_backward_without_a_loss_scale() -> None:

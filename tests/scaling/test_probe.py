@@ -74,6 +74,20 @@ def test_parameters_that_are_not_finite_themselves() -> None:
     assert probe.bad_parameters == ["bias"]
 
 
+def test_parameters_that_are_overwritten_during_forward() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    @torch.no_grad()
+    def spoil(module: nn.Module, args: object) -> None:
+        module.weight[0, 0] = math.inf
+
+    model[1].register_forward_pre_hook(spoil)
+    with Probe(model, units(model)) as probe:
+        model(torch.ones(1, 2))
+    assert probe.bad_parameters == ["1.weight"]
+    assert probe.forward == ForwardOverflow("1", "output")
+
+
 class Between(nn.Module):
     """Overflows between its two parts."""
 

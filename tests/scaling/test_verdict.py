@@ -116,11 +116,11 @@ def test_one_element_that_is_not_finite(value: float, place: int, max_norm: floa
     assert not found.grad_norm.isfinite()
 
 
-@pytest.mark.parametrize("weight", [math.nan, math.inf])
-def test_a_weight_that_is_not_finite(weight: float) -> None:
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
+def test_a_weight_that_is_not_finite_or_negative(weight: float) -> None:
     found = verdict(random_gradients(1), weight=weight)
-    assert found.overflow
-    assert found.found_inf == 1
+    # Not empty, or the loss scale would stay.
+    assert (found.empty, found.overflow, found.found_inf) == (False, True, 1)
 
 
 def test_nothing_to_learn_from() -> None:

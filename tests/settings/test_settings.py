@@ -55,7 +55,10 @@ class Data:
     """Columns to read."""
     size: tuple[int, int] = (1, 2)
     """Height and width."""
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={"takes": lambda data, name: name == "shuffle" and data.get("path") != "memory"},
+    )
     """Arguments of the dataset."""
 
 
@@ -248,6 +251,8 @@ def test_conversion_of_every_kind() -> None:
         ({"optim": {"beta": 1}}, "optim.beta", "did you mean 'optim.betas'?"),
         ({"optim": {"warmup": 1}}, "optim.warmup", "did you mean 'optim.schedule.warmup_steps'?"),
         ({"optm": {"lr": 1}}, "optm", "did you mean 'optim'?"),
+        ({"data": {"shuffle": 1}}, "data.shuffle", "did you mean 'data.options.shuffle'?"),
+        ({"data": {"path": "memory", "shuffle": 1}}, "data.shuffle", "did you mean 'optim.sched"),
         ({"optim.lr": 1}, "optim.lr", "write 'lr' as a line below the section 'optim'"),
         ({"xyzzy": 1}, "xyzzy", "choose one of data, loss_scale, optim, steps"),
         ({3: 1}, "3", "unknown setting"),
@@ -473,7 +478,19 @@ def test_an_override_says_what_the_file_says(run: Run) -> None:
         (["--data.options", "3"], "data.options = '3': must be a section"),
         (
             ["--data.options.a", "3"],
-            "data.options.a = '3': unknown setting; did you mean 'data.opt",
+            "data.options.a = '3': data.options is one option. Write --data.options '{a: 3}'",
+        ),
+        (
+            ["--data.shuffle", "3", "4", "--steps", "20"],
+            "data.shuffle = '3 4': unknown setting; did you mean 'data.options.shuffle'? Write "
+            "--data.options '{shuffle: [3, 4]}'",
+        ),
+        (["--data.shuffle"], "data.shuffle = '': unknown setting; did you mean 'data.options.sh"),
+        # The check of the section fails for want of it.
+        (["--steps", "1", "--data.shuffle=3"], "data.shuffle = '3': unknown setting; did you mean"),
+        (
+            ["--data.path", "memory", "--data.shuffle", "3"],
+            "data.shuffle = '3': unknown setting; did you mean 'optim.schedule'?",
         ),
         (["--optim", "3"], "optim = '3': is a section"),
         (["--optim.fused", "true", "true"], "command line = 'true': belongs to no option"),

@@ -1,0 +1,168 @@
+"""Optimizers and schedules that cannot work in a step of the engine, refused by their names.
+
+The engine computes the loss once per step, sums gradients in dense FP32 tensors, and lets learning
+rates follow the number of applied updates. What needs something else is refused when it is built.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from distmp.errors import ConfigError
+
+# What torch's DTensor cannot do for them (torch 2.13): a test tells when it can.
+NOT_ON_DTENSORS = ("Adafactor", "Rprop")
+
+_EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
+
+
+def check_kind(
+    optimizer: torch.optim.Optimizer, setting: str = "optimizer", value: object = None
+) -> None:
+    """Check that an optimizer is of a kind that the engine can step.
+
+    Args:
+        optimizer: Built on what it is to step.
+        setting: Where the user has chosen it.
+        value: What stands there; None for the name of its class.
+
+    Raises:
+        ConfigError: Naming the optimizer, what it needs, and what to use instead.
+    """
+    kind = type(optimizer)
+    value = value or kind.__name__
+    refuse_kind(kind, setting, value)
+    if kind.__name__ in NOT_ON_DTENSORS and any(
+        is_traceable_wrapper_subclass(tensor)
+        for group in optimizer.param_groups
+        for tensor in group["params"]
+    ):
+        raise ConfigError(
+            setting,
+            value,
+            "needs operations that torch does not have for sharded parameters (DTensor); use the "
+            "strategy ddp, or an optimizer such as AdamW",
+        )
+
+
+def refuse_kind(kind: type[torch.optim.Optimizer], setting: str, value: object) -> None:
+    """Refuse an optimizer that the engine cannot step, whatever it is built on.
+
+    Args:
+        kind: Its class.
+        setting: Where the user has chosen it.
+        value: What stands there.
+
+    Raises:
+        ConfigError: If `kind` is such an optimizer.
+    """
+    if _needs_closure(kind):
+        raise ConfigError(
+            setting,
+            value,
+            "needs a closure that computes the loss again and again within one step, and the "
+            "engine computes it once; use an optimizer that steps without a closure, such as AdamW",
+        )
+    names = {base.__name__ for base in kind.__mro__}
+    if "SparseAdam" in names:
+        raise ConfigError(
+            setting,
+            value,
+            "takes sparse gradients only, and the engine sums gradients in dense FP32 tensors; use "
+            "Adam or AdamW",
+        )
+    if "ZeroRedundancyOptimizer" in names:
+        raise ConfigError(
+            setting,
+            value,
+            "keeps its state to itself, so that checkpoints would lose it; use the optimizer "
+            "inside it by itself, with shard_optimizer=True",
+        )
+
+
+def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
+    parameters = [*inspect.signature(kind.step).parameters.values()][1:]
+    return any(
+        parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in parameters
+    )
+
+
+def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    """Build a schedule on an optimizer and check that the engine can follow it.
+
+    Args:
+        build: Called with `optimizer`.
+        optimizer: An SGD whose momentum is 0.
+
+    Raises:
+        ConfigError: If `build` is a scheduler already, or does not return one; if the scheduler
+            follows a metric, moves the momentum, or is built on another optimizer.
+    """
+    if isinstance(build, lr_scheduler.LRScheduler):
+        raise ConfigError(
+            "schedule",
+            type(build).__name__,
+            f"is built already, on another optimizer; pass a function that builds it: {_EXAMPLE}",
+        )
+    try:
+        schedule: lr_scheduler.LRScheduler = build(optimizer)
+    except TypeError as error:
+        raise ConfigError(
+            "schedule",
+            getattr(build, "__name__", type(build).__name__),
+            f"cannot be called with an optimizer ({error}); pass a function that builds a "
+            f"scheduler on it: {_EXAMPLE}. A function of the number of updates goes into LambdaLR",
+        ) from error
+    if not callable(getattr(schedule, "step", None)):
+        raise ConfigError(
+            "schedule",
+            type(schedule).__name__,
+            f"is what the function returned; return a scheduler of torch: {_EXAMPLE}",
+        )
+    for part in _parts(schedule):
+        _check_part(part, optimizer)
+    return schedule
+
+
+def cycles_momentum(schedule: lr_scheduler.LRScheduler) -> bool:
+    """Whether a scheduler moves the momentum beside the learning rate."""
+    return bool(getattr(schedule, "cycle_momentum", False))
+
+
+def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRScheduler]:
+    yield schedule
+    for part in getattr(schedule, "_schedulers", ()):
+        yield from _parts(part)
+
+
+def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer) -> None:
+    name = type(part).__name__
+    if isinstance(part, lr_scheduler.ReduceLROnPlateau):
+        raise ConfigError(
+            "schedule",
+            name,
+            "follows a metric, and a schedule of the engine the number of updates alone; build the "
+            "engine without `schedule`, and step it on engine.optimizer yourself",
+        )
+    if cycles_momentum(part):
+        raise ConfigError(
+            "schedule",
+            name,
+            "moves the momentum too, and only learning rates follow a schedule; build it with "
+            "cycle_momentum=False",
+        )
+    if getattr(part, "optimizer", optimizer) is not optimizer:
+        raise ConfigError(
+            "schedule",
+            name,
+            "is built on another optimizer than the one that the function is called with, whose "
+            f"learning rate would stay; use that: {_EXAMPLE}",
+        )

@@ -1,0 +1,67 @@
+"""What the strategies that shard parameters themselves have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from distmp.buckets.used import UsedParameters
+from distmp.parallel.strategy import Strategy, trainable
+from distmp.parallel.world import World
+
+
+class ShardedStrategy(Strategy):
+    """The optimizer steps shards of the module's own parameters, with the gradients FSDP left.
+
+    FSDP gives zeros where nobody had a gradient, if its group was reduced at all. `UsedParameters`
+    tells which of them the optimizer is to step.
+    """
+
+    def _follow(self, world: World) -> None:
+        """Begin to train the parameters that require gradients now."""
+        self._trainable: list[tuple[str, nn.Parameter]] = []
+        self._used = UsedParameters[str]([], world.group, world.device)
+        self._names: dict[int, str] = {}
+        self._train(trainable(self.module))
+
+    def _train(self, named: list[tuple[str, nn.Parameter]]) -> None:
+        self._trainable += named
+        self._used.add(name for name, _ in named)
+        self._names.update((id(parameter), name) for name, parameter in named)
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        """Take note that backward had a gradient of a parameter on this rank."""
+        name = self._names.get(id(parameter))
+        if name is not None:
+            self._used.note(name)
+
+    def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
+        return list(self._trainable)
+
+    def begin_step(self) -> None:
+        self._used.begin_step()
+        for _, parameter in self._trainable:
+            parameter.grad = None
+
+    def finish_gradients(self) -> None:
+        # Nothing to wait for: FSDP waits at the end of each backward.
+        self._used.agree()
+        for name, parameter in self._trainable:
+            if self._used.leaves_alone(name):
+                parameter.grad = None
+            elif parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def end_step(self, skipped: Tensor) -> None:
+        self._used.end_step(skipped)
+
+    @property
+    def unused(self) -> list[str]:
+        return self._used.unused
+
+    @unused.setter
+    def unused(self, names: Iterable[str]) -> None:
+        found = set(names)
+        self._used.unused = [name for name, _ in self._trainable if name in found]

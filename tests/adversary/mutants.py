@@ -1,0 +1,274 @@
+"""Bugs put in on purpose, which the cases have to find: `python -m tests.adversary.mutants`.
+
+Each is a change of one line. It is made in a temporary copy of the package, a share of the cases is
+run against it until one fails, and `mutants.md` keeps which case that was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("mutants.md")
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A change of the source.
+
+    Attributes:
+        bug: What is wrong then.
+        file: Which file, from the root of the repository.
+        old: The text that is replaced; it occurs exactly once.
+        new: What stands there instead.
+    """
+
+    bug: str
+    file: str
+    old: str
+    new: str
+
+    def apply(self, root: Path) -> None:
+        path = root / self.file
+        source = path.read_text()
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.file}: {source.count(self.old)} times {self.old!r}")
+        path.write_text(source.replace(self.old, self.new))
+
+
+MUTANTS = [
+    Mutant(
+        "the squared norm is not divided by the replicas",
+        "distmp/scaling/verdict.py",
+        "norms.square().sum() / part.replicas",
+        "norms.square().sum()",
+    ),
+    Mutant(
+        "norm and overflow of other ranks are ignored",
+        "distmp/scaling/verdict.py",
+        "dist.all_reduce(measured, group=group)",
+        "dist.all_reduce(measured[2:], group=group)",
+    ),
+    Mutant(
+        "a weight that is not finite is no overflow",
+        "distmp/scaling/verdict.py",
+        "overflow = ~(scaled_norm.isfinite() & weight.isfinite())",
+        "overflow = ~scaled_norm.isfinite()",
+    ),
+    Mutant(
+        "clipping compares the scaled norm",
+        "distmp/scaling/verdict.py",
+        "(max_norm / (grad_norm + CLIP_EPSILON))",
+        "(max_norm / (scaled_norm + CLIP_EPSILON))",
+    ),
+    Mutant(
+        "the scale grows one step early",
+        "distmp/scaling/loss_scale.py",
+        "grow = clean >= rules.growth_interval",
+        "grow = clean + 1 >= rules.growth_interval",
+    ),
+    Mutant(
+        "hysteresis is ignored",
+        "distmp/scaling/loss_scale.py",
+        "back_off = in_a_row >= rules.hysteresis",
+        "back_off = in_a_row >= 1",
+    ),
+    Mutant(
+        "an overflow does not begin a new count of clean steps",
+        "distmp/scaling/loss_scale.py",
+        "clean = torch.where(overflow | grow, 0, clean)",
+        "clean = torch.where(grow, 0, clean)",
+    ),
+    Mutant(
+        "a skipped step keeps its batch statistics",
+        "distmp/parallel/module_buffers.py",
+        "buffer.copy_(torch.where(skipped.bool(), value, buffer))",
+        "pass",
+    ),
+    Mutant(
+        "every rank keeps its own batch statistics",
+        "distmp/parallel/module_buffers.py",
+        "_broadcast(current.values(), self._group)",
+        "pass",
+    ),
+    Mutant(
+        "ranks start with their own buffers",
+        "distmp/parallel/strategy.py",
+        "for tensor in (*module.parameters(), *module.buffers()):",
+        "for tensor in module.parameters():",
+    ),
+    Mutant(
+        "the place of an absent gradient keeps the one of the step before",
+        "distmp/buckets/gradients.py",
+        "self._leaf.views[bucket][slot.index].zero_()",
+        "pass",
+    ),
+    Mutant(
+        "what was frozen during training goes on with its last gradient",
+        "distmp/buckets/gradients.py",
+        "steps = slot.seen and slot.parameter.requires_grad",
+        "steps = slot.seen",
+    ),
+    Mutant(
+        "an optimizer that is not fused steps although the step is skipped",
+        "distmp/engine.py",
+        "elif verdict.found_inf.item() == 0:",
+        "else:",
+    ),
+    Mutant(
+        "a fused optimizer is not told of the skip",
+        "distmp/engine.py",
+        "self.optimizer.found_inf = verdict.found_inf ",
+        "self.optimizer.found_inf = torch.zeros_like(verdict.found_inf) ",
+    ),
+    Mutant(
+        "skipped steps consume the schedule",
+        "distmp/engine.py",
+        "rate = self._learning_rates.set(self._counts[0], self._most_applied)",
+        "rate = self._learning_rates.set(self._counts[:2].sum(), self._most_applied)",
+    ),
+    Mutant(
+        "only the first microbatch has a weight",
+        "distmp/engine.py",
+        "pack(*gathered.weights, device=self.device).sum(),",
+        "pack(*gathered.weights, device=self.device)[0] * len(gathered.weights),",
+    ),
+    Mutant(
+        "a dropped microbatch keeps its weight",
+        "distmp/engine.py",
+        "weight = torch.where(kept, weight, 0)",
+        "pass",
+    ),
+    Mutant(
+        "evaluation leaves the model in evaluation mode",
+        "distmp/engine.py",
+        "part.training = True",
+        "pass",
+    ),
+    Mutant(
+        "fsdp takes the mean over ranks",
+        "distmp/parallel/fsdp.py",
+        "unit.set_gradient_divide_factor(1.0)",
+        "unit.set_gradient_divide_factor(float(world.world_size))",
+    ),
+    Mutant(
+        "16-bit parameters are not made from their masters",
+        "distmp/buckets/parameters.py",
+        "flat.own.copy_(flat.stepped)",
+        "pass",
+    ),
+    Mutant(
+        "groups of unfrozen parameters are not followed by the schedule",
+        "distmp/engine.py",
+        "self._learning_rates.add_groups(addition.param_groups)",
+        "pass",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a mutant fared.
+
+    Attributes:
+        mutant: Which one.
+        kinds: Kinds of the complaints of the first case that failed; empty if none did.
+        replay: That case as JSON.
+        seconds: How long it took.
+    """
+
+    mutant: Mutant
+    kinds: str
+    replay: str
+    seconds: float
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.adversary.mutants")
+    parser.add_argument("--cases", type=int, default=300, help="how many cases to try at most")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="mutants whose bug has this text in it")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if options.only in mutant.bug]
+    results = []
+    for mutant in chosen:
+        results.append(_try(mutant, options.cases, options.seed))
+        print(_row(results[-1]), flush=True)
+    found = sum(bool(result.kinds) for result in results)
+    print(f"{found} of {len(results)} found")
+    if len(results) == len(MUTANTS):
+        TABLE.write_text(_table(results, options))
+    return int(found < len(results))
+
+
+def _try(mutant: Mutant, cases: int, seed: int) -> Result:
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
+        root = Path(directory)
+        for name in ("distmp", "tests"):
+            ignored = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, root / name, ignore=ignored)
+        mutant.apply(root)
+        command = [sys.executable, "-m", "tests.adversary", "--seed", str(seed)]
+        command += ["--cases", str(cases), "--batch", "30", "--shrink", "0", "--failures", "1"]
+        # The working directory comes first in the path of modules.
+        environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+        run = subprocess.run(
+            command, cwd=root, env=environment, capture_output=True, text=True, check=False
+        )
+    kinds = re.search(r"^FAILED \((.*)\)$", run.stdout, re.MULTILINE)
+    replay = re.search(r"--replay '(.*)'$", run.stdout, re.MULTILINE)
+    if run.returncode not in (0, 1) or (run.returncode == 1 and kinds is None):
+        raise RuntimeError(f"{mutant.bug}: {run.stdout}\n{run.stderr}")
+    return Result(
+        mutant,
+        kinds[1] if kinds else "",
+        replay[1] if replay else "",
+        time.monotonic() - begun,
+    )
+
+
+def _table(results: list[Result], options: argparse.Namespace) -> str:
+    found = sum(bool(result.kinds) for result in results)
+    return "\n".join(
+        [
+            "# Bugs put in on purpose",
+            "",
+            f"{found} of {len(results)} were found by `python -m tests.adversary.mutants` "
+            f"(at most {options.cases} cases, seed {options.seed}).",
+            "",
+            "| bug | file | found by | complaints |",
+            "|---|---|---|---|",
+            *map(_row, results),
+            "",
+        ]
+    )
+
+
+def _row(result: Result) -> str:
+    mutant = result.mutant
+    return f"| {mutant.bug} | `{mutant.file}` | {_case(result.replay)} | {result.kinds or 'none'} |"
+
+
+def _case(replay: str) -> str:
+    """Say in a few words which case it was."""
+    if not replay:
+        return "not found"
+    from tests.adversary.cases import loads
+
+    case = loads(replay)
+    ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
+    return f"{case.strategy}, {case.policy}, {ranks}, {case.optimizer.name}, seed {case.seed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

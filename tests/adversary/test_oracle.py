@@ -1,0 +1,131 @@
+"""The engine against the oracle, and the oracle's own parts against torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.adversary.__main__ import describe, draw
+from tests.adversary.cases import Case, OptimizerSpec, ScaleSpec, dumps, generate, reproducible_on
+from tests.adversary.known import known
+from tests.adversary.oracle import Adam, AdamW, LossScale, Sgd, schedule_factor
+from tests.adversary.run import final_bits, run_cases
+from tests.adversary.shrink import kinds
+from tests.ranks import run_ranks
+
+CASES = int(os.environ.get("ADVERSARY_CASES", "300"))
+SEED = int(os.environ.get("ADVERSARY_SEED", "0"))
+# The processes of one test run so many, so that several tests can run side by side.
+PER_TEST = 50
+BATCHES = [
+    pytest.param(cases[first : first + PER_TEST], id=f"{size}-ranks-from-{first}")
+    for size, cases in draw(SEED, CASES).items()
+    for first in range(0, len(cases), PER_TEST)
+]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cases", BATCHES)
+def test_engine_agrees_with_oracle(cases: list[Case]) -> None:
+    cases = [case for case in cases if not known(case)]
+    failures = [
+        (case, complaints)
+        for case, complaints in zip(cases, run_cases(cases), strict=True)
+        if complaints
+    ]
+    if failures:
+        # Of each kind one, made smaller.
+        distinct = {tuple(sorted(kinds(found))): (case, found) for case, found in failures}
+        reports = [describe(*failure, seconds=30.0) for failure in list(distinct.values())[:3]]
+        total = f"{len(failures)} of {len(cases)} cases failed, ADVERSARY_SEED={SEED}"
+        pytest.fail("\n\n".join([*reports, total]), pytrace=False)
+
+
+@pytest.mark.timeout(300)
+def test_reproducible_bits_do_not_depend_on_the_split() -> None:
+    cases = [replace(generate(SEED, index, 4), reproducible=True) for index in range(30)]
+    cases = [reproducible_on(case, 4) for case in cases if not (case.sharded or known(case))]
+    bits = {
+        size: run_ranks(
+            final_bits, size, [dumps(reproducible_on(case, size)) for case in cases], timeout=200
+        )[0]
+        for size in (1, 2, 4)
+    }
+    assert len(cases) > 4
+    for case, one, two, four in zip(cases, bits[1], bits[2], bits[4], strict=True):
+        assert one == two == four, dumps(case)
+
+
+# The oracle's own parts
+
+
+OPTIMIZERS = [
+    (Sgd, OptimizerSpec("sgd"), torch.optim.SGD, {}),
+    (Sgd, OptimizerSpec("sgd", momentum=0.9), torch.optim.SGD, {"momentum": 0.9}),
+    (
+        Sgd,
+        OptimizerSpec("sgd", momentum=0.5, nesterov=True),
+        torch.optim.SGD,
+        {"momentum": 0.5, "nesterov": True},
+    ),
+    (Adam, OptimizerSpec("adam", eps=0.1), torch.optim.Adam, {"betas": (0.9, 0.99), "eps": 0.1}),
+    (
+        AdamW,
+        OptimizerSpec("adamw", betas=(0.8, 0.95)),
+        torch.optim.AdamW,
+        {"betas": (0.8, 0.95), "eps": 1e-2},
+    ),
+]
+
+
+@pytest.mark.parametrize(("ours", "spec", "theirs", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_optimizers_are_those_of_torch(
+    ours: type, spec: OptimizerSpec, theirs: type, options: dict[str, object], decay: float
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(5, dtype=torch.float64)
+    reference = torch.nn.Parameter(weight.clone())
+    optimizer = theirs([reference], lr=0.1, weight_decay=decay, **options)
+    update = ours(spec).update
+    for _ in range(4):
+        gradient = torch.randn(5, dtype=torch.float64)
+        update("weight", weight, gradient, 0.1, decay)
+        reference.grad = gradient
+        optimizer.step()
+        torch.testing.assert_close(weight, reference.detach(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "build"),
+    [
+        ("step", 2.0, lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)),
+        ("exponential", 0.8, lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.8)),
+    ],
+)
+def test_schedules_are_those_of_torch(
+    name: str, number: float, build: Callable[[torch.optim.Optimizer], object]
+) -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
+    schedule = build(optimizer)
+    for applied in range(7):
+        rate = 0.5 * schedule_factor(name, number, applied)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        optimizer.step()
+        schedule.step()  # type: ignore[attr-defined]
+
+
+def test_the_scale_grows_and_backs_off_by_its_rules() -> None:
+    scale = LossScale(
+        ScaleSpec(init=8.0, growth_interval=2, hysteresis=2, min_scale=2.0, max_scale=16.0)
+    )
+    seen = []
+    for overflow in [0, 0, 0, 0, 1, 0, 0, 1, 1, 1, 1, 1]:
+        scale.update(overflow=bool(overflow), empty=False)
+        scale.update(overflow=False, empty=True)  # changes nothing
+        seen.append(scale.value)
+    assert seen == [8, 16, 16, 16, 16, 16, 16, 16, 8, 4, 2, 2]

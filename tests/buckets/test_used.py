@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distmp.buckets import used as module
+from distmp.buckets.used import UsedParameters
+from tests.ranks import ranks
+
+CPU = torch.device("cpu")
+APPLIED, SKIPPED = torch.zeros(()), torch.ones(())
+
+
+def step(
+    used: UsedParameters[str], *microbatches: tuple[str, bool | None], skipped: torch.Tensor
+) -> str:
+    """Take a step with microbatches (what they use, whether kept); return what is left alone."""
+    used.begin_step()
+    for letters, kept in microbatches:
+        for letter in letters:
+            used.note(letter)
+        used.end_microbatch(None if kept is None else torch.tensor(kept))
+    used.agree()
+    used.end_step(skipped)
+    return "".join(letter for letter in "abcd" if used.leaves_alone(letter))
+
+
+def test_from_the_first_gradient_on_a_parameter_is_stepped() -> None:
+    used = UsedParameters("abcd", None, CPU)
+    assert step(used, ("a", None), ("ab", None), skipped=APPLIED) == "cd"
+    assert step(used, ("", None), skipped=APPLIED) == "cd"
+    assert step(used, ("c", None), skipped=APPLIED) == "d"
+    assert used.unused == ["d"]
+
+
+def test_what_was_dropped_or_skipped_does_not_count() -> None:
+    used = UsedParameters("abcd", None, CPU)
+    assert step(used, ("a", True), ("ab", False), skipped=APPLIED) == "bcd"
+    assert step(used, ("bc", None), skipped=SKIPPED) == "d"
+    assert step(used, ("c", None), skipped=APPLIED) == "bd"
+    assert used.unused == ["b", "d"]
+
+
+def test_an_unfinished_step_does_not_count() -> None:
+    used = UsedParameters("ab", None, CPU)
+    used.begin_step()
+    used.note("a")
+    assert step(used, ("b", None), skipped=APPLIED) == "a"
+
+
+def test_more_parameters_and_other_training() -> None:
+    used = UsedParameters("ab", None, CPU)
+    assert step(used, ("ab", None), skipped=APPLIED) == ""
+    used.add("c")
+    assert step(used, ("ab", None), skipped=APPLIED) == "c"
+    assert (used.awaits("a"), used.awaits("c")) == (False, True)
+    used.unused = ["a", "b"]
+    assert step(used, ("b", None), skipped=APPLIED) == "a"
+
+
+@ranks(2)
+def test_ranks_agree_and_exchange_nothing_once_everything_is_used() -> None:
+    rank = dist.get_rank()
+    used = UsedParameters("abcd", dist.group.WORLD, CPU)
+    mine = ("a", True), ("bc", False)
+    theirs = ("d", False), ("c", True)
+    assert step(used, *(theirs if rank else mine), skipped=APPLIED) == "bd"
+    assert step(used, ("bd" if rank else "", None), skipped=APPLIED) == ""
+    reads: list[Any] = []
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(module, "on_host", lambda values: reads.append(values) or values.tolist())
+    assert step(used, ("", None), skipped=APPLIED) == ""
+    if rank == 0:  # alone: nobody else takes part in anything
+        assert step(used, ("", None), skipped=APPLIED) == ""
+    assert reads == [APPLIED]  # whether the step before was skipped
+    monkeypatch.undo()

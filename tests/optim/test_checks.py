@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.optim import lr_scheduler
+
+from distmp.config import load
+from distmp.errors import ConfigError
+from distmp.optim import LearningRates
+from distmp.optim.build import optimizer_factory, schedule_factory
+from distmp.optim.checks import NOT_ON_DTENSORS, build_schedule
+from distmp.optim.settings import OptimizerConfig
+from distmp.optim.stepped import build_on
+from tests.ranks import ranks
+from tests.training import make_engine, make_model
+
+# Optimizers
+
+
+class Closure(torch.optim.SGD):
+    """Steps with a closure."""
+
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class Generous(torch.optim.SGD):
+    """Takes whatever it is given."""
+
+    def step(self, closure: Any = None, *rest: Any, **options: Any) -> None:  # type: ignore[override]
+        super().step(closure)
+
+
+# What it says of each kind.
+REFUSED: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "needs a closure",
+    Closure: "needs a closure",
+    torch.optim.SparseAdam: "takes sparse gradients only",
+}
+
+
+def on_tensors(kind: Any) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda named: kind([tensor for _, tensor in named], lr=0.1)
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": "bf16"}, {"shard_optimizer": True}], ids=str)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_an_optimizer_that_cannot_step_is_named_when_the_engine_is_built(
+    kind: type, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[kind]) as caught:
+        make_engine(optimizer=on_tensors(kind), **options)
+    assert (caught.value.setting, caught.value.value) == ("optimizer", kind.__name__)
+    assert "AdamW" in str(caught.value)
+
+
+def test_an_optimizer_of_any_signature_that_needs_nothing_is_taken() -> None:
+    make_engine(optimizer=on_tensors(Generous))
+
+
+@ranks(2)
+def test_an_optimizer_that_hides_its_state_is_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # torch warns about itself
+
+    def build(named: Any) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer([tensor for _, tensor in named], torch.optim.AdamW)
+
+    with pytest.raises(ConfigError, match=r"'ZeroRedundancyOptimizer'.*shard_optimizer=True"):
+        make_engine(optimizer=build)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("LBFGS", "needs a closure"), ("SparseAdam", "takes sparse gradients only")],
+)
+def test_a_configuration_of_them_is_refused_before_anything_starts(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        load(["--optim.name", f"torch.optim:{name}"])
+    assert (caught.value.setting, caught.value.value) == ("optim.name", f"torch.optim:{name}")
+
+
+@pytest.mark.parametrize("name", NOT_ON_DTENSORS)
+@ranks(2)
+def test_optimizers_that_cannot_step_shards_are_named(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    with pytest.raises(ConfigError, match=rf"^optimizer = '{name}'.*sharded parameters"):
+        make_engine(strategy="fsdp", optimizer=on_tensors(kind))
+    make_engine(strategy="ddp", optimizer=on_tensors(kind))
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.ones(4, 6)
+    parameter = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)]))
+    create = optimizer_factory(OptimizerConfig(f"torch.optim:{name}", weight_decay=0.0))
+    with pytest.raises(ConfigError, match=r"^optim\.name = 'torch\.optim:"):
+        build_on(create, [("weight", parameter)])
+    # torch says so itself, but later.
+    optimizer = kind([parameter], lr=0.1)
+    parameter.grad = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+
+
+@ranks(2)
+def test_the_strategy_that_shards_is_named() -> None:
+    with pytest.raises(ConfigError, match="Adafactor looks at whole parameters") as caught:
+        make_engine(strategy="fsdp1", optimizer=on_tensors(torch.optim.Adafactor))
+    assert (caught.value.setting, caught.value.value) == ("strategy", "fsdp1")
+
+
+# Schedules
+
+
+def optimizer_of_rates(*rates: float) -> torch.optim.Optimizer:
+    groups = [{"params": [torch.zeros(1, requires_grad=True)], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups, lr=1.0)
+
+
+def one_cycle(optimizer: torch.optim.Optimizer, **options: Any) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10, **options)
+
+
+def chained(*builders: Any) -> Any:
+    return lambda optimizer: lr_scheduler.ChainedScheduler(
+        [build(optimizer) for build in builders], optimizer
+    )
+
+
+def in_turn(*builders: Any) -> Any:
+    return lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer,
+        [build(optimizer) for build in builders],
+        [3 * i + 3 for i in range(len(builders) - 1)],
+    )
+
+
+def halving(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def rising(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LinearLR(optimizer, 0.1, total_iters=4)
+
+
+def by_function(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LambdaLR(optimizer, lambda update: 1 / (1 + update))
+
+
+ELSEWHERE = optimizer_of_rates(1.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "value", "message"),
+    [
+        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau", "follows a metric"),
+        (one_cycle, "OneCycleLR", "build it with cycle_momentum=False"),
+        (chained(rising, one_cycle), "OneCycleLR", "build it with cycle_momentum=False"),
+        (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0), "CyclicLR", "cycle_mom"),
+        (lambda optimizer: halving(ELSEWHERE), "ExponentialLR", "is built on another optimizer"),
+        (halving(ELSEWHERE), "ExponentialLR", "is built already"),
+        (lambda optimizer: None, "NoneType", "is what the function returned"),
+        (lambda update: min(1.0, update / 100), "<lambda>", "goes into LambdaLR"),
+        (lambda: None, "<lambda>", "cannot be called with an optimizer"),
+        (lr_scheduler.StepLR, "StepLR", "step_size"),
+    ],
+)
+def test_a_schedule_that_cannot_work_is_named(schedule: Any, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        make_engine(schedule=schedule)
+    assert (caught.value.setting, caught.value.value) == ("schedule", value)
+    assert "schedule.options" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        in_turn(rising, halving),
+        in_turn(rising, by_function, halving),
+        chained(rising, halving),
+        in_turn(rising, lambda optimizer: one_cycle(optimizer, cycle_momentum=False)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*epoch parameter")
+def test_schedules_made_of_others_are_torchs_own(schedule: Any) -> None:
+    optimizer, reference = optimizer_of_rates(0.8, 0.1), optimizer_of_rates(0.8, 0.1)
+    rates = LearningRates(optimizer, schedule, torch.device("cpu"), on_device=False)
+    torchs = schedule(reference)
+    for applied in range(9):
+        rates.set(torch.tensor(applied), applied)
+        found, expected = (
+            [group["lr"] for group in one.param_groups] for one in (optimizer, reference)
+        )
+        assert found == pytest.approx(expected, rel=1e-12)
+        reference.step()
+        torchs.step()
+
+
+def test_anything_that_steps_is_taken_for_a_schedule() -> None:
+    class Own:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.group = optimizer.param_groups[0]
+
+        def step(self) -> None:
+            self.group["lr"] *= 0.5
+
+    optimizer = optimizer_of_rates(0.8)
+    build_schedule(Own, optimizer).step()
+    assert optimizer.param_groups[0]["lr"] == 0.4
+
+
+def test_the_end_of_a_schedule_in_a_loop_of_ones_own() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return one_cycle(optimizer, cycle_momentum=False)
+
+    rates = LearningRates(optimizer_of_rates(1.0), schedule, torch.device("cpu"), on_device=False)
+    rates.set(torch.tensor(10), 10)
+    with pytest.raises(
+        ConfigError, match=r"^schedule = 'OneCycleLR': has no .* update 12 .*total_"
+    ):
+        rates.set(torch.tensor(11), 11)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "OneCycleLR",
+            "{max_lr: 0.1, total_steps: 1000}",
+            "schedule.options.cycle_momentum = True: only learning rates follow a schedule, and "
+            "OneCycleLR moves the momentum too; set it to false",
+        ),
+        (
+            "CyclicLR",
+            "{base_lr: 0.1, max_lr: 0.2}",
+            "schedule.options.cycle_momentum = True",
+        ),
+        (
+            "OneCycleLR",
+            "{max_lr: 0.1, total_steps: 800, cycle_momentum: false}",
+            "schedule.options.total_steps = 800: OneCycleLR ends before the run, which follows it "
+            "for 1000 updates; set it to 1000",
+        ),
+        ("ReduceLROnPlateau", "{}", "schedule.name = 'ReduceLROnPlateau': follows a metric"),
+        ("LambdaLR", "{}", "schedule.name = 'LambdaLR': needs a Python function"),
+        ("SequentialLR", "{}", "schedule.name = 'SequentialLR': is made of other schedulers"),
+        ("StepLR", "{}", "schedule.options = {}: refused by StepLR"),
+    ],
+)
+def test_a_configuration_of_a_schedule_that_cannot_work_names_its_setting(
+    name: str, options: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(["--schedule.name", name, "--schedule.options", options])
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+def test_one_cycle_is_taken_where_it_lasts_for_the_run(warmup_steps: int) -> None:
+    def attempt(total_steps: int) -> LearningRates:
+        config = load(
+            [
+                *("--steps", "20", "--schedule.warmup-steps", str(warmup_steps)),
+                *("--schedule.name", "OneCycleLR", "--schedule.options"),
+                f"{{max_lr: 0.1, total_steps: {total_steps}, cycle_momentum: false}}",
+            ]
+        )
+        return LearningRates(
+            optimizer_of_rates(0.5),
+            schedule_factory(config.schedule, config.steps),
+            torch.device("cpu"),
+            on_device=False,
+        )
+
+    enough = 20 - warmup_steps - 1
+    attempt(enough).set(torch.tensor(19), 19)
+    with pytest.raises(ConfigError, match=r"schedule\.options\.total_steps"):
+        attempt(enough - 1)
+
+
+def test_no_other_optimizer_of_torch_is_refused() -> None:
+    kinds = {
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)
+    }
+    taken = kinds - {torch.optim.Optimizer, *REFUSED}
+    assert torch.optim.Adafactor in taken
+    for kind in taken:
+        model = make_model()
+        if kind.__name__ == "Muon":  # for matrices
+            for parameter in model.parameters():
+                parameter.requires_grad_(parameter.dim() == 2)
+        make_engine(model=model, optimizer=on_tensors(kind))
