@@ -38,14 +38,6 @@ from distmp.parallel import (
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.own_time import StepClock
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
-from distmp.parallel.same_on_ranks import (
-    Fingerprint,
-    check_same,
-    described_groups,
-    described_model,
-    hyperparameters,
-    raise_difference,
-)
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
 from distmp.parallel.world import (
@@ -54,10 +46,18 @@ from distmp.parallel.world import (
     world_of_process,
 )
 from distmp.precision import PolicyLike, resolve
-from distmp.precision.builders import autocast_context
+from distmp.precision.builders import autocast_context, autocast_off
 from distmp.precision.costs import costs
 from distmp.precision.switches import product_switches
 from distmp.replay import Replay, StepIngredients, generator_states, generators_as
+from distmp.same_on_ranks import (
+    Fingerprint,
+    check_same,
+    described_groups,
+    described_model,
+    hyperparameters,
+    raise_difference,
+)
 from distmp.scaling import (
     LossScale,
     LossScaleConfig,
@@ -82,6 +82,7 @@ from distmp.step_checks import (
     check_loss,
     check_loss_function,
     check_microbatches,
+    check_not_inference,
     check_outcome,
     check_stop,
     check_weight,
@@ -199,6 +200,7 @@ class Engine:
         first_step_checks: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
+        check_not_inference("building an engine")
         self.world = world_of_process(device)
         self.device = self.world.device
         check_model(model)
@@ -233,7 +235,8 @@ class Engine:
         if reproducible:
             make_deterministic(self.device)
         with lost_peers_explained(self.world):
-            check_same(self.world, settings.described() | described_model(model))
+            described = settings.described() | described_model(model)
+            check_same(self.world.group, self.device, described)
             self._strategy = build_strategy(
                 self.strategy,
                 model,
@@ -247,8 +250,6 @@ class Engine:
         self.clock = StepClock(self.device)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
-        if not parameters:
-            raise ConfigError("model", type(model).__name__, "has no parameter to train")
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
@@ -324,7 +325,7 @@ class Engine:
             )
         self._under_way = name
         try:
-            with lost_peers_explained(self.world):
+            with lost_peers_explained(self.world), autocast_off(self.device):
                 if self._failure is not None:
                     check_failed_everywhere(self.world, self._failures, self._failure)
                     self._failure = None
@@ -405,7 +406,7 @@ class Engine:
             return
         if known.ranks_differ:
             with lost_peers_explained(self.world):
-                raise_difference(self.world, self._described())
+                raise_difference(self.world.group, self._described())
         if not self._is_checked and known.read("skipped_in_a_row") == SKIPS_WARNED:
             self._warn_of_skips(known)
 

@@ -121,6 +121,7 @@ class Replay:
         """
         strategy, device = self._strategy, self._step.losses[0].device
         probes, losses = [], []
+        strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
         with buffers_restored(strategy.model):
             for batch, states in microbatches:

@@ -221,19 +221,27 @@ def backward_errors_explained() -> Iterator[None]:
         ) from error
 
 
+def check_not_inference(doing: str) -> None:
+    """Refuse to make tensors that autograd could not use later.
+
+    Raises:
+        ConfigError: Inside of `torch.inference_mode`.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "torch.inference_mode()", True, f"{doing} needs gradients; do it outside of it"
+        )
+
+
 def check_gradients_enabled() -> None:
     """Refuse a step where autograd records nothing.
 
     Raises:
         ConfigError: Inside of `torch.no_grad` or `torch.inference_mode`.
     """
-    if torch.is_inference_mode_enabled():
-        mode = "torch.inference_mode()"
-    elif not torch.is_grad_enabled():
-        mode = "torch.no_grad()"
-    else:
-        return
-    raise ConfigError(mode, True, "a step needs gradients; call engine.step outside of it")
+    check_not_inference("a step")
+    if not torch.is_grad_enabled():
+        raise ConfigError("torch.no_grad()", True, "a step needs gradients; do it outside of it")
 
 
 def check_stop(stop: object) -> None:

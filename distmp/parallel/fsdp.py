@@ -34,9 +34,9 @@ from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
+    KnownParameters,
     broadcast_from_rank_zero,
     check_parameters,
-    check_trained,
     group_of,
     narrow_parameters,
     store_parameters_in_fp32,
@@ -96,7 +96,7 @@ class FullySharded(ShardedStrategy):
         self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
         self._follow(world)
-        self._known = [(name, parameter, parameter.dtype) for name, parameter in self._trainable]
+        self._known = KnownParameters(module)
         self.accumulation = choose(
             config.sharding.accumulate,
             Facts(
@@ -123,10 +123,10 @@ class FullySharded(ShardedStrategy):
         if self._unfinished:
             return  # a failed step has left gathered parameters in the model
         try:
-            check_trained(self.module, self._known)
+            self._known.check(self.module)
         except ConfigError:
-            self._reshard()  # so has a forward outside of the engine
-            check_trained(self.module, self._known)
+            self._reshard()  # a forward outside of the engine has left gathered parameters
+            self._known.check(self.module)
 
     def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
         known = {name for name, _ in self._trainable}
@@ -140,7 +140,8 @@ class FullySharded(ShardedStrategy):
                     "in float32",
                 )
         self._train(added)
-        self._known += [(name, parameter, parameter.dtype) for name, parameter in added]
+        if added:
+            self._known = KnownParameters(self.module)
         return [*added]
 
     def begin_step(self) -> None:

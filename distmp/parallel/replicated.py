@@ -16,10 +16,10 @@ from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.module_buffers import buffer_values, take_back
 from distmp.parallel.strategy import (
     AccumulationSettings,
+    KnownParameters,
     Strategy,
     broadcast_from_rank_zero,
     check_parameters,
-    check_trained,
     store_parameters_in_fp32,
     trainable,
 )
@@ -74,8 +74,8 @@ class Replicated(Strategy):
         self._shapes: dict[str, torch.Size] = {}
         # Buffers before the microbatch, if it may be dropped.
         self._buffers: dict[str, Tensor] = {}
-        self._trained: list[tuple[str, nn.Parameter, torch.dtype]] = []
         self._parts = [self._lay_out(named, values)]
+        self._known = KnownParameters(module)
 
     def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
         """Put parameters, in the type that the module holds them in, into buckets.
@@ -85,7 +85,6 @@ class Replicated(Strategy):
             values: Their FP32 values by name.
         """
         first = not self._shapes
-        self._trained += [(name, parameter, parameter.dtype) for name, parameter in named]
         self._shapes.update((name, parameter.shape) for name, parameter in named)
         if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
             for _, parameter in named:
@@ -104,7 +103,7 @@ class Replicated(Strategy):
         return _Part(buckets, FlatParameters(buckets, values))
 
     def check_model(self) -> None:
-        check_trained(self.model, self._trained)
+        self._known.check(self.model)
         for part in self._parts:
             part.parameters.check_places()
 
@@ -120,6 +119,7 @@ class Replicated(Strategy):
         for name, parameter in named:
             parameter.data = parameter.data.to(dtypes[name])
         self._parts.append(self._lay_out(named, values))
+        self._known = KnownParameters(self.model)
         return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:

@@ -19,7 +19,7 @@ from distmp.precision.policy import PrecisionPolicy, dtype_name, dtype_word
 from distmp.scaling import GradientPart
 
 STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1")
-REBUILD = "and the engine would train the one it was built with; change a model before that"
+REBUILD = "unlike when the engine was built; change a model before that, or build another engine"
 ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
@@ -249,6 +249,10 @@ def check_model(model: object) -> None:
             "reduces gradients by itself; pass the model inside, model.module, and choose a "
             "strategy",
         )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "model", kind, "has no parameter to train; requires_grad is False for all"
+        )
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             problem = "has no shape yet; run a batch through the model first"
@@ -281,29 +285,43 @@ def group_of(world: World, strategy: str) -> dist.ProcessGroup:
     return world.group
 
 
-def check_trained(
-    model: nn.Module, trained: Iterable[tuple[str, nn.Parameter, torch.dtype]]
-) -> None:
-    """Refuse a model whose parameters are no longer the objects that are trained.
+class KnownParameters:
+    """Watches that a model keeps the parameters that are trained, and that none are added.
 
     Args:
-        model: The model.
-        trained: Name, parameter and dtype of each, as they were when the engine was built.
-
-    Raises:
-        ConfigError: Naming the first parameter that was replaced, removed or converted.
+        model: It.
     """
-    found = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
-    for name, parameter, dtype in trained:
-        if name not in found:
-            problem = "is no longer in the model"
-        elif found[name] is not parameter:
-            problem = "is another tensor now"
-        elif parameter.dtype != dtype:
-            problem = f"was converted from {dtype_name(dtype)} to {dtype_name(parameter.dtype)}"
-        else:
-            continue
-        raise ConfigError("model", name, f"{problem}, {REBUILD}")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {parameter_name(name) for name, _ in model.named_parameters()}
+        self._trained = {
+            name: (parameter, parameter.dtype, parameter.device.type)
+            for name, parameter in trainable(model)
+        }
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model with other parameters.
+
+        Raises:
+            ConfigError: Naming the first one that was replaced, removed, converted, moved or added.
+        """
+        found = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
+        for name, (known, dtype, device) in self._trained.items():
+            parameter = found.get(name)
+            if parameter is None:
+                problem = "is no longer in the model"
+            elif parameter is not known:
+                problem = "is another tensor now"
+            elif parameter.dtype != dtype:
+                problem = f"was {dtype_name(dtype)} and is {dtype_name(parameter.dtype)} now"
+            elif parameter.device.type != device:
+                problem = f"was on {device} and is on {parameter.device.type} now"
+            else:
+                continue
+            raise ConfigError("model", name, f"{problem}, {REBUILD}")
+        for name, parameter in found.items():
+            if parameter.requires_grad and name not in self._names:
+                raise ConfigError("model", name, f"is new, {REBUILD}")
 
 
 @torch.no_grad()

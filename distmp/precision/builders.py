@@ -25,12 +25,17 @@ CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 def autocast_context(
     policy: PrecisionPolicy, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which forward runs: autocast if the policy asks for it, else none.
+    """Return the context in which forward runs: autocast if the policy asks for it, or nothing."""
+    if not policy.autocast:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=policy.compute_dtype)
 
-    An autocast that the caller has switched on around it is none of the policy, so it is off here.
+
+def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without the autocast that a caller may have switched on around it.
+
+    The policy says what is cast, and under autocast backward would cast as well.
     """
-    if policy.autocast:
-        return torch.autocast(device.type, dtype=policy.compute_dtype)
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

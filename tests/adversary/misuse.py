@@ -20,12 +20,13 @@ import pkgutil
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.adversary import mistakes
 from tests.adversary.mistakes import MISTAKES, Mistake
+from tests.adversary.parts import BucketsScript, CallScript, ScalerScript
 from tests.adversary.script import EXTRAS, OPTIMIZERS, POLICIES, STRATEGIES, Case, Script
 from tests.adversary.trial import Ending, run_trial
 from tests.ranks import run_ranks
@@ -33,6 +34,22 @@ from tests.ranks import run_ranks
 for _module in pkgutil.iter_modules(mistakes.__path__):
     importlib.import_module(f"{mistakes.__name__}.{_module.name}")
 
+SCRIPTS: dict[str, Callable[[Case, int], Any]] = {
+    "engine": Script,
+    "scaler": ScalerScript,
+    "buckets": BucketsScript,
+    "call": CallScript,
+}
+# What torch's scaler says, and ours in its words.
+TORCH_SAYS = (
+    "No inf checks were recorded",
+    "has already been called",
+    "is being called after step()",
+    "outputs must be",
+    "The source state dict is empty",
+    "stands in place of unscale_()",
+    "gradients changed after the ranks had decided",
+)
 # Of the cases, how many are correct use throughout, and how many have two mistakes.
 CONTROLS, PAIRS = 0.05, 0.3
 # Imported before ranks are forked; most of the time of a case would be this.
@@ -83,7 +100,8 @@ def generate(count: int, seed: int) -> Iterator[Case]:
 
 def _fit(one: Mistake, other: Mistake) -> bool:
     return (
-        one.part != other.part
+        one.kind == other.kind == "engine"
+        and one.part != other.part
         and not other.known
         and bool(set(one.ranks) & set(other.ranks))
         and bool(_common(one.strategies, other.strategies, STRATEGIES))
@@ -104,6 +122,8 @@ def _settle(made: Sequence[Mistake], chance: random.Random) -> Case:
         strategies = _common(strategies, one.strategies, STRATEGIES)
         policies = _common(policies, one.policies, POLICIES)
     world_size = chance.choice(ranks)
+    if any(one.kind != "engine" for one in made):
+        return Case(tuple(one.name for one in made), world_size, seed=chance.randrange(10**6))
     strategy = "auto" if world_size == 1 else chance.choice(strategies)
     if strategy == "fsdp1":  # does not step 16-bit weights
         policies = [name for name in policies if name != "bf16-pure"]
@@ -129,7 +149,8 @@ def _extra_fits(case: Case) -> bool:
 
 
 def perform(case: Case, rank: int) -> Any:
-    script = Script(case, rank)
+    kinds = {MISTAKES[name].kind for name in case.mistakes} or {"engine"}
+    script = SCRIPTS[kinds.pop()](case, rank)
     for name in case.mistakes:
         MISTAKES[name].change(script)
     return script.run()
@@ -146,6 +167,8 @@ def try_out(case: Case) -> Verdict:
 def judge(case: Case, endings: Sequence[Ending]) -> str:
     """Return what is wrong with how a case has ended; nothing if it may end so."""
     made = [MISTAKES[name] for name in case.mistakes]
+    if all(one.kind == "scaler" for one in made) and made:
+        endings = [_as_torch(ending) for ending in endings]
     for kind, problem in (
         ("hung", "a rank hangs"),
         ("died", "a rank has died"),
@@ -170,6 +193,14 @@ def judge(case: Case, endings: Sequence[Ending]) -> str:
         return "ranks have different weights, buffers or numbers"
     problems = [problem for found in well for problem in found.problems]
     return "" if any(one.ends == "warning" for one in made) else "; ".join(problems)
+
+
+def _as_torch(ending: Ending) -> Ending:
+    """Take the errors of torch's scaler, which ours has to raise as well, for messages."""
+    last = ending.text.strip().splitlines()[-1] if ending.text else ""
+    if ending.kind == "bare" and any(phrase in last for phrase in TORCH_SAYS):
+        return replace(ending, kind="message")
+    return ending
 
 
 def try_all(cases: Sequence[Case]) -> list[Verdict]:

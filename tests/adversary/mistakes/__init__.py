@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+DIFFERENT_CALLS = "ranks that make different calls wait for each other, or gloo ends the process"
+
 Ends = Literal["error", "warning", "right", "either"]
 
 
@@ -23,6 +25,7 @@ class Mistake:
         strategies: Where it can be made; empty for all.
         policies: Likewise.
         known: Why it ends otherwise as yet.
+        kind: Which script it is made in: "engine", "scaler", "buckets" or "call".
     """
 
     name: str
@@ -33,6 +36,7 @@ class Mistake:
     strategies: tuple[str, ...] = ()
     policies: tuple[str, ...] = ()
     known: str = ""
+    kind: str = "engine"
 
 
 MISTAKES: dict[str, Mistake] = {}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp.engine import Engine
-from tests.adversary.mistakes import mistake
+from tests.adversary.mistakes import DIFFERENT_CALLS, mistake
 from tests.adversary.mistakes.optimizers import CASTING, later
 from tests.adversary.script import SHARDED, STRATEGIES, Script, sgd, summed
 from tests.adversary.trial import UserError
@@ -56,7 +56,7 @@ def one_rank_checks_a_good_step(script: Script) -> None:
         script.on("after 1", lambda: script.engine.check(script.outcomes[-1]))
 
 
-@mistake("explain", "error", ranks=(2,))
+@mistake("explain", "error", ranks=(2,), known=DIFFERENT_CALLS)
 def one_rank_explains_an_overflow(script: Script) -> None:
     script.options |= {"on_nonfinite": "skip_step", "attribution": True}
     script.batches[1][0].inputs[0, 0] = float("inf")
@@ -203,7 +203,7 @@ def backward_outside_of_the_engine(script: Script) -> None:
     script.on("after 0", act)
 
 
-@mistake("later", "error", ranks=(2,), strategies=SHARDED)
+@mistake("later", "error", ranks=(2,), strategies=SHARDED, known=DIFFERENT_CALLS)
 def one_rank_runs_backward_outside_of_the_engine(script: Script) -> None:
     if script.rank == 1:
         backward_outside_of_the_engine(script)
@@ -215,7 +215,7 @@ def one_rank_runs_a_whole_model_outside_of_the_engine(script: Script) -> None:
         backward_outside_of_the_engine(script)
 
 
-@mistake("later", "error", ranks=(2,), strategies=SHARDED)
+@mistake("later", "error", ranks=(2,), strategies=SHARDED, known=DIFFERENT_CALLS)
 def one_rank_runs_the_model(script: Script) -> None:
     def act() -> None:
         with torch.no_grad():
@@ -360,7 +360,7 @@ def add_module(script: Script) -> None:
     inner(script).blocks.append(nn.Linear(8, 8))
 
 
-later("a module is added", add_module, "either", part="model")
+later("a module is added", add_module, "error", part="model")
 
 
 def remove_module(script: Script) -> None:
@@ -413,7 +413,15 @@ def load_on_one_rank(script: Script) -> None:
         load_state(script)
 
 
-later("the model loads a state on one rank", load_on_one_rank, "error", part="model", ranks=(2,))
+later(
+    "the model loads a state on one rank",
+    load_on_one_rank,
+    "error",
+    part="model",
+    ranks=(2,),
+    # A state of FSDP1 is gathered, by all ranks.
+    strategies=("ddp", "ddp-torch", "fsdp", "hsdp"),
+)
 
 
 @torch.no_grad()
@@ -436,13 +444,19 @@ def halve_data(model: nn.Module) -> None:
         parameter.data.mul_(0.5)
 
 
-later(
-    "the data of weights is written to",
-    lambda script: halve_data(script.model),
-    "either",
-    lambda script: halve_data(script.truth.model),
-    part="model",
-)
+for _policies, _known in (
+    (("fp32", "bf16-autocast", "fp16-autocast"), ""),
+    (CASTING, "a write through .data leaves no trace"),
+):
+    later(
+        f"the data of weights is written to under {_policies[0]}",
+        lambda script: halve_data(script.model),
+        "either",
+        lambda script: halve_data(script.truth.model),
+        part="model",
+        policies=_policies,
+        known=_known,
+    )
 
 
 @torch.no_grad()
@@ -478,10 +492,15 @@ def a_sharded_parameter_is_frozen_later(script: Script) -> None:
     a_parameter_is_frozen_later(script)
 
 
-@mistake("model", "error", ranks=(2,))
+@mistake("model", "error", ranks=(2,), strategies=WHOLE)
 def a_parameter_is_frozen_on_one_rank(script: Script) -> None:
     if script.rank == 1:
         script.on("before 1", lambda: freeze(inner(script)))
+
+
+@mistake("model", "error", ranks=(2,), strategies=SHARDED, known=DIFFERENT_CALLS)
+def a_sharded_parameter_is_frozen_on_one_rank(script: Script) -> None:
+    a_parameter_is_frozen_on_one_rank(script)
 
 
 @mistake("model", "either")
@@ -500,7 +519,7 @@ def a_parameter_is_unfrozen_later(script: Script) -> None:
     script.truth.on("before 2", add_to_truth)
 
 
-@mistake("model", "error", ranks=(2,))
+@mistake("model", "error", ranks=(2,), known=DIFFERENT_CALLS)
 def a_parameter_is_unfrozen_on_one_rank(script: Script) -> None:
     freeze(script.model)
     if script.rank == 1:

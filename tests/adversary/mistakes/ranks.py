@@ -118,7 +118,11 @@ model_on_rank_1("another dtype", lambda model: model.bfloat16())
 model_on_rank_1("a buffer", lambda model: model.register_buffer("table", torch.ones(3)))
 model_on_rank_1("an unused parameter", lambda m: setattr(m, "more", nn.Parameter(torch.ones(2))))
 model_on_rank_1("another name", lambda model: setattr(model, "tail", nn.Linear(8, 8)))
-model_on_rank_1("another norm", lambda model: setattr(model, "norm", nn.BatchNorm1d(8)))
+model_on_rank_1("another norm", lambda model: setattr(model, "norm", nn.GroupNorm(2, 8)))
+model_on_rank_1(
+    "a statistic less",
+    lambda model: setattr(model, "norm", nn.BatchNorm1d(8, track_running_stats=False)),
+)
 model_on_rank_1(
     "its modules in another order",
     lambda model: setattr(model, "norm", model._modules.pop("norm")),

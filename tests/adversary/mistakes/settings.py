@@ -223,6 +223,36 @@ def the_model_is_in_a_sequence(script: Script) -> None:
     )
 
 
+# Functions that are called alone
+
+
+def call(name: str, function: Any, ends: Any = "error") -> None:
+    def change(script: Any) -> None:
+        script.call = function
+
+    add(f"calls {name}", change, "call", ends, kind="call", ranks=(1,))
+
+
+CPU = torch.device("cpu")
+for _policy in (None, 3, "", "auto", "bf17", "bf16,", {}, {"a": 1}, ["bf16"], torch.bfloat16, True):
+    call(f"policy({_policy!r})", lambda wanted=_policy: distmp.policy(wanted))
+for _policy in (None, 3, "", "bf17", {}, ["bf16"], torch.bfloat16):
+    call(f"resolve({_policy!r})", lambda wanted=_policy: distmp.resolve(wanted, CPU))
+for _device in ("cpu", None, 0, "gpu", ["cpu"]):
+    call(
+        f"resolve on {_device!r}",
+        lambda device=_device: distmp.resolve("bf16", device),
+        "either",
+    )
+call("PrecisionPolicy without a name", lambda: distmp.PrecisionPolicy(None))
+call("PrecisionPolicy with text", lambda: distmp.PrecisionPolicy("mine", compute_dtype="bf16"))
+call("PrecisionPolicy with int8", lambda: distmp.PrecisionPolicy("mine", param_dtype=torch.int8))
+call("PrecisionPolicy with a list", lambda: distmp.PrecisionPolicy("mine", keep_fp32=["norm"]))
+call("PrecisionPolicy with a scale", lambda: distmp.PrecisionPolicy("mine", loss_scale=-1))
+call("PrecisionPolicy with a word", lambda: distmp.PrecisionPolicy("mine", loss_scale="static"))
+call("PrecisionPolicy with truth as text", lambda: distmp.PrecisionPolicy("mine", autocast="yes"))
+
+
 # Arguments that are not there
 
 

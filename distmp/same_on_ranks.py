@@ -6,7 +6,7 @@ Ranks compare small checksums; only where those differ do they tell each other t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, TrainingError, listed
-from distmp.parallel.world import World
 from distmp.precision.policy import dtype_name
 
 ADVICE = "differs between ranks; use the same on every rank"
@@ -26,15 +25,23 @@ FINGERPRINT_BITS = 18
 def described_model(model: nn.Module) -> dict[str, str]:
     """Return parameters and buffers in words, in order, for a comparison between ranks."""
     parameters = {
-        f"model.parameters[{index}]": f"{name} {_in_words(parameter)}"
-        f"{'' if parameter.requires_grad else ', frozen'}"
-        for index, (name, parameter) in enumerate(model.named_parameters())
+        f"model.{entry}": value
+        for entry, value in described_parameters(model.named_parameters()).items()
     }
     buffers = {
         f"model.buffers[{index}]": f"{name} {_in_words(buffer)}"
         for index, (name, buffer) in enumerate(model.named_buffers())
     }
     return parameters | buffers
+
+
+def described_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return parameters in words, in order, for a comparison between ranks."""
+    return {
+        f"parameters[{index}]": f"{name} {_in_words(parameter)}"
+        f"{'' if parameter.requires_grad else ', frozen'}"
+        for index, (name, parameter) in enumerate(named)
+    }
 
 
 def described_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -49,36 +56,40 @@ def described_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return described
 
 
-def check_same(world: World, described: Mapping[str, str]) -> None:
+def check_same(
+    group: dist.ProcessGroup | None, device: torch.device, described: Mapping[str, str]
+) -> None:
     """Compare a description between ranks, in one collective if it is the same; all call it.
 
     Args:
-        world: The ranks.
+        group: The ranks; None for a single process.
+        device: Where this rank communicates.
         described: Names to values in words, what matters most first.
 
     Raises:
         ConfigError: On every rank, with the first entry that differs and its values by rank.
     """
-    if world.group is None or world.world_size == 1:
+    if group is None or dist.get_world_size(group) == 1:
         return
     checksum = zlib.crc32(repr(list(described.items())).encode())
-    extremes = torch.tensor([checksum, -checksum], device=world.device)
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, world.group)
+    extremes = torch.tensor([checksum, -checksum], device=device)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     largest, negated_smallest = extremes.tolist()
     if largest != -negated_smallest:
-        raise_difference(world, described)
+        raise_difference(group, described)
 
 
-def raise_difference(world: World, described: Mapping[str, str]) -> None:
+def raise_difference(group: dist.ProcessGroup | None, described: Mapping[str, str]) -> None:
     """Raise what differs between ranks; all call it.
 
     Raises:
         ConfigError: On every rank, with the first entry that differs and its values by rank.
         TrainingError: If nothing in the descriptions differs.
     """
-    assert world.group is not None
-    everyone: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyone, dict(described), group=world.group)
+    everyone: list[Any] = [dict(described)]
+    if group is not None:
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, dict(described), group=group)
     for name in dict.fromkeys(name for one in everyone for name in one):
         values = [one.get(name, "nothing") for one in everyone]
         if len(set(values)) > 1:
