@@ -85,7 +85,6 @@ from distmp.step_checks import (
     check_not_inference,
     check_outcome,
     check_stop,
-    check_weight,
 )
 
 logger = logging.getLogger("distmp")
@@ -381,7 +380,7 @@ class Engine:
                 probe=self.strategy not in SHARDED_STRATEGIES,
             )
             outcome = self._take_step(microbatches, stop)
-        for warning in found:
+        for warning in (*found, *checks.narrow_loss()):
             self._warn(warning, stacklevel=4)
         return outcome
 
@@ -620,7 +619,7 @@ class Engine:
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))
         if self._first_step is not None:
-            check_weight(float(weight))
+            self._first_step.look_at(loss_sum, weight)
         return loss_sum, _scalar(weight, self.device)
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:

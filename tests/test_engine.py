@@ -778,8 +778,10 @@ def test_a_step_keeps_to_its_device(
     # The copies to the host: the outcome, and in the first two steps which parameters were used.
     monkeypatch.setattr("distmp.engine.StepOutcome", Unread)
     monkeypatch.setattr("distmp.parallel.world.DEVICE_TYPES", ("meta",))
+    monkeypatch.setattr(nn.Parameter, "is_meta", False, raising=False)
     monkeypatch.setattr("distmp.buckets.used.on_host", lambda values: [1] * values.numel())
-    # torch has no kernel for it there.
+    # torch has neither autocast nor a kernel for it there.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
     monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     stepped: list[Any] = []
