@@ -180,20 +180,24 @@ def _different_order(
 ) -> str | None:
     """Return which optimizers ranks use, if some have one like another rank's and use another."""
     first = min(decisions)
+    ranks_by_order: dict[tuple[Identity, ...], list[int]] = {}
+    is_other_order = False
     for rank, decision in decisions.items():
+        ranks_by_order.setdefault(decision.new, []).append(rank)
         for ours, theirs in zip(decisions[first].new, decision.new, strict=False):
             has_ours = ours.digest in optimizers.get(rank, ())
             has_theirs = theirs.digest in optimizers.get(first, ())
-            if ours.digest != theirs.digest and has_ours and has_theirs:
-                calls = {
-                    rank: f"calls {decision.doing}, {_listed([i.text for i in decision.new])}"
-                    for rank, decision in decisions.items()
-                }
-                return (
-                    "ranks use their optimizers in a different order, counted from 0 by first use: "
-                    f"{_by_rank(calls)}; {ADVICE}"
-                )
-    return None
+            is_other_order |= ours.digest != theirs.digest and has_ours and has_theirs
+    if not is_other_order:
+        return None
+    orders = [
+        f"{_listed([identity.text for identity in order])} on {ranks_in_words(ranks)}"
+        for order, ranks in ranks_by_order.items()
+    ]
+    return (
+        "ranks use their optimizers in a different order: "
+        f"{decisions[first].doing} is {', but another one, '.join(orders)}; {ADVICE}"
+    )
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

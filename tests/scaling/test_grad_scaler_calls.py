@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distmp import DistributedGradScaler, TrainingError
-from distmp.scaling.agreement import HostCopy
-from tests.ranks import ranks, run_ranks
+from tests.ranks import run_ranks
 
 ADVICE = "; make the same calls of the scaler in the same order on every rank"
 
@@ -193,14 +192,72 @@ CASES: Cases = [
 ]
 
 
-def named(case: Any) -> str:
-    return case.__name__ if callable(case) else ""
+def play(cases: list[tuple[list[Calls], list[Calls]]], options: dict[str, Any]) -> list[Any]:
+    """Do what is meant for this rank in each case; return the errors and the weights."""
+    return [differ(first, second, options) for first, second in cases]
+
+
+def outcomes(
+    cases: list[tuple[list[Calls], list[Calls]]], **options: Any
+) -> list[tuple[list[str | None], list[Any]]]:
+    """Return the errors and the weights of both ranks for each case."""
+    by_rank = run_ranks(play, 2, cases, options)
+    return [([e for e, _ in seen], [w for _, w in seen]) for seen in zip(*by_rank, strict=True)]
 
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_all_ranks_raise_what_each_has_called(fused: bool) -> None:
-    for first, second, calls in CASES:
-        seen = run_ranks(differ, 2, first, second, {"fused": fused})
-        message = f"ranks call the scaler differently: {calls}{ADVICE}"
-        assert [error for error, _ in seen] == [message, message]
-        assert seen[0][1] == seen[1][1]
+    seen = outcomes([(first, second) for first, second, _ in CASES], fused=fused)
+    for (_, _, calls), (errors, weights) in zip(CASES, seen, strict=True):
+        assert errors == [f"ranks call the scaler differently: {calls}{ADVICE}"] * 2
+        assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_order_from_the_first_step_on(fused: bool) -> None:
+    ((errors, weights),) = outcomes([([Work.step_both], [Work.step_reversed])], fused=fused)
+    optimizer = "SGD with 1 parameter, the first of shape (2,)"
+    message = (
+        "ranks use their optimizers in a different order: step(optimizer 0) in iteration 1 is "
+        f"{optimizer} on rank 0, but another one, {optimizer} on rank 1{ADVICE}"
+    )
+    assert errors == [message] * 2
+    assert weights == [[[1.0, 1.0], [2.0, 2.0]]] * 2
+
+
+def test_a_step_that_one_rank_leaves_out_after_a_common_decision() -> None:
+    """Nobody can know before the next decision; the error says that weights differ."""
+    one, other = [Work.clip_both, Work.clip_both], [Work.clip_both_and_step_first, Work.clip_both]
+    # Not in the first iteration, in which rank 1 has an overflow.
+    ((errors, _),) = outcomes([([Work.clip_both, *one], [Work.clip_both, *other])])
+    assert errors == [
+        "ranks call the scaler differently: "
+        "rank 0 called step(optimizers 0 and 1) and update() in iteration 2, "
+        f"rank 1 called step(optimizer 0) and update() in iteration 2{ADVICE}, "
+        "and continue from a checkpoint, for weights differ between ranks"
+    ] * 2
+
+
+HARMLESS: list[tuple[list[Calls], list[Calls]]] = [
+    ([Work.clip_both] * 2, [Work.clip_both_and_step_reversed] * 2),
+    ([Work.step_first] * 2, [Work.unscale_and_step_first] * 2),
+]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_differences_that_change_nothing_are_allowed(fused: bool) -> None:
+    for errors, weights in outcomes(HARMLESS, fused=fused):
+        assert errors == [None, None]
+        assert weights[0] == weights[1]
+        assert weights[0] != [[1.0, 1.0], [2.0, 2.0]]
+
+
+def test_unscaling_on_one_rank_is_refused_where_it_rounds_otherwise() -> None:
+    case = ([Work.step_first], [Work.unscale_and_step_first])
+    ((errors, weights),) = outcomes([case], fused=True, growth_factor=1.1)
+    calls = (
+        "rank 0 calls step(optimizer 0) in iteration 1, "
+        "rank 1 calls step(optimizer 0) after unscale_(optimizer 0) in iteration 1"
+    )
+    assert errors == [f"ranks call the scaler differently: {calls}{ADVICE}"] * 2
+    assert weights[0] == weights[1]
