@@ -6,7 +6,8 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+import traceback
+from collections.abc import Iterator, Sequence
 from types import FrameType
 
 # Code that is not the user's: the standard library, distmp itself, installed packages.
@@ -34,11 +35,21 @@ def user_line(thread_id: int) -> str:
         "FILE:LINE in FUNCTION (`source`)"; the innermost line of all where no code is the user's,
         and "" for a thread that has ended.
     """
-    innermost = sys._current_frames().get(thread_id)
-    if innermost is None:
+    frames = outwards(sys._current_frames().get(thread_id))
+    return _innermost_user_line([(frame, frame.f_lineno) for frame in frames])
+
+
+def user_line_of_error(error: BaseException) -> str:
+    """Return the innermost line of the user's code that an error was raised in, as `user_line`."""
+    return _innermost_user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
+
+
+def _innermost_user_line(places: Sequence[tuple[FrameType, int]]) -> str:
+    """Describe the first place of the user's code among some, the innermost first."""
+    if not places:
         return ""
-    frame = next((found for found in outwards(innermost) if _is_user_code(found)), innermost)
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    frame, line = next((place for place in places if _is_user_code(place[0])), places[0])
+    file = frame.f_code.co_filename
     source = linecache.getline(file, line).strip()
     place = f"{file}:{line} in {frame.f_code.co_name}"
     return f"{place} (`{source}`)" if source else place

@@ -29,7 +29,7 @@ class Decision(NamedTuple):
         iteration: Counted from 1, by calls of `update`.
         doing: The call in words, with the iteration.
         before: The calls since the decision before, in words.
-        stepped: Iteration and number of the optimizers stepped since the decision before.
+        changes: Those of these calls that change weights.
         new: The optimizers decided on for the first time, in the order of their numbers.
         digest: Of this decision and all before, without the identities of optimizers.
     """
@@ -37,7 +37,7 @@ class Decision(NamedTuple):
     iteration: int
     doing: str
     before: str
-    stepped: tuple[tuple[int, int], ...]
+    changes: tuple[str, ...]
     new: tuple[Identity, ...]
     digest: int
 
@@ -50,10 +50,9 @@ class Decision(NamedTuple):
     @classmethod
     def from_json(cls, values: Any) -> Decision:
         """Return a decision that has been JSON in between, in which tuples are lists."""
-        iteration, doing, before, stepped, new, digest = values
-        steps = tuple((step[0], step[1]) for step in stepped)
+        iteration, doing, before, changes, new, digest = values
         identities = tuple(Identity(*identity) for identity in new)
-        return cls(iteration, doing, before, steps, identities, digest)
+        return cls(iteration, doing, before, tuple(changes), identities, digest)
 
 
 class CallLog:
@@ -72,19 +71,24 @@ class CallLog:
         )
         self._numbered = 0
         self._before: list[str] = []
-        self._stepped_before: list[tuple[int, int]] = []
-        # In this iteration; a set, because after a common decision their order is of no matter.
+        self._changes: list[str] = []
+        # In this iteration; sets, because after a common decision their order is of no matter.
+        self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self._digest = 0
 
     def __reduce__(self) -> tuple[type[CallLog], tuple[()]]:
         return CallLog, ()
 
+    def unscales(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer that was decided on is unscaled, where that rounds otherwise."""
+        if optimizer in self._numbers:
+            self._unscaled.add(self._numbers[optimizer])
+
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the step of an optimizer that was decided on."""
-        number = self._numbers.get(optimizer)
-        if number is not None:
-            self._stepped.add(number)
+        if optimizer in self._numbers:
+            self._stepped.add(self._numbers[optimizer])
 
     def updates(self, *, sets_scale: bool) -> None:
         """Note an update, which ends the iteration."""
@@ -121,12 +125,11 @@ class CallLog:
         if changed:
             doing += f" after unscale_({changed})"
         doing += f" in iteration {self.iteration}"
-        if self._stepped:
-            self._close_iteration("")
-        before, stepped = ", ".join(self._before), tuple(self._stepped_before)
-        self._before, self._stepped_before = [], []
+        self._close_iteration("")
+        before, changes = ", ".join(self._before), tuple(self._changes)
+        self._before, self._changes = [], []
         self._digest = zlib.crc32(f"{before}|{doing}|".encode(), self._digest)
-        return Decision(self.iteration, doing, before, stepped, new, self._digest)
+        return Decision(self.iteration, doing, before, changes, new, self._digest)
 
     def _number(self, members: Iterable[torch.optim.Optimizer]) -> tuple[Identity, ...]:
         new = [optimizer for optimizer in members if optimizer not in self._numbers]
@@ -136,10 +139,13 @@ class CallLog:
         return tuple(identify(optimizer) for optimizer in new)
 
     def _close_iteration(self, ending: str) -> None:
-        steps = [f"step({optimizers})" for optimizers in _optimizers(self._stepped)]
-        done = " and ".join([*steps, ending] if ending else steps)
-        self._before.append(f"{done} in iteration {self.iteration}")
-        self._stepped_before += [(self.iteration, number) for number in sorted(self._stepped)]
+        unscaled = [f"unscale_({optimizers})" for optimizers in _optimizers(self._unscaled)]
+        changes = [*unscaled, *(f"step({optimizers})" for optimizers in _optimizers(self._stepped))]
+        self._changes += [f"{change} in iteration {self.iteration}" for change in changes]
+        if changes or ending:
+            done = _listed([*changes, ending] if ending else changes)
+            self._before.append(f"{done} in iteration {self.iteration}")
+        self._unscaled.clear()
         self._stepped.clear()
 
 
@@ -170,7 +176,7 @@ def _different_calls(decisions: Mapping[int, Decision]) -> str:
         message = f"ranks have called the scaler differently before iteration {iteration}; {ADVICE}"
     else:
         message = f"ranks call the scaler differently: {_by_rank(calls)}; {ADVICE}"
-    if len({decision.stepped for decision in decisions.values()}) > 1:
+    if len({decision.changes for decision in decisions.values()}) > 1:
         message += ", and continue from a checkpoint, for weights differ between ranks"
     return message
 

@@ -190,6 +190,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         known = self._inspected.get(id(optimizer))
         if known is not None:
             known.check_unchanged()
+            if known.found_inf is not None and self._rounds_otherwise_unscaled(optimizer):
+                self._calls.unscales(optimizer)
         super().unscale_(optimizer)
         if not self._enabled:
             return
@@ -227,12 +229,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 if starts_momentum and found_inf.item():
                     state["stage"] = OptState.STEPPED
                     return None
-                if _skips_on_device(optimizer) and id(optimizer) in self._clips:
-                    # torch's scaler multiplies it by the scale, and removes it afterwards.
-                    inverse = self._clips[id(optimizer)].reciprocal()
-                    optimizer.grad_scale = inverse  # type: ignore[attr-defined]
-                elif state["stage"] is OptState.READY and not _skips_on_device(optimizer):
-                    self._unscale(optimizer)
+                if state["stage"] is OptState.READY:
+                    if not _skips_on_device(optimizer):
+                        self._unscale(optimizer)
+                    elif id(optimizer) in self._clips:
+                        # torch's scaler multiplies it by the scale, and removes it afterwards.
+                        inverse = self._clips[id(optimizer)].reciprocal()
+                        optimizer.grad_scale = inverse  # type: ignore[attr-defined]
         return super().step(optimizer, *args, **kwargs)
 
     @_outside_inference_mode
@@ -419,7 +422,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
             method,
             named,
             _distinct([*named, *(member.optimizer for member in waiting)]),
-            unscaled=[m.optimizer for m in waiting if self._is_rounded_by_unscaling(m)],
+            unscaled=[
+                member.optimizer
+                for member in waiting
+                if member.gradients is None and self._rounds_otherwise_unscaled(member.optimizer)
+            ],
             max_norm=max_norm,
         )
         total = sum_over_ranks(waiting, square, scale, self._ranks, decision.fingerprint)
@@ -453,14 +460,18 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 differ = True
         return differ
 
-    def _is_rounded_by_unscaling(self, member: Inspected) -> bool:
-        """Whether a step is another one in the last bits because `unscale_` was called before."""
-        if member.gradients is not None or not _skips_on_device(member.optimizer):
+    def _rounds_otherwise_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `unscale_` before a step changes the last bits of the step.
+
+        A fused optimizer divides by the scale; `unscale_` multiplies by its inverse.
+        """
+        if not _skips_on_device(optimizer):
             return False
         rules = self._rules
         numbers = (rules.growth_factor, rules.backoff_factor, rules.min_scale, rules.max_scale)
         scales = (self._init_scale, self._new_scale or 1.0)
-        return any(math.frexp(number)[0] != 0.5 for number in (*numbers, *scales))
+        inexact = any(math.frexp(number)[0] != 0.5 for number in (*numbers, *scales))
+        return inexact or id(optimizer) in self._clips
 
     @torch.no_grad()
     def _clip_at_once(self, optimizers: Sequence[torch.optim.Optimizer], max_norm: float) -> Tensor:

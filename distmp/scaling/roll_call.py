@@ -27,7 +27,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
-from distmp.frames import user_line
+from distmp.frames import user_line, user_line_of_error
 
 # How long a decision may take before the ranks that have not come are named in a warning.
 PATIENCE_SECONDS = 60.0
@@ -50,7 +50,7 @@ class Presence:
     Attributes:
         begun: How many decisions it has begun, by name of the group.
         last_call: The latest call of a scaler there, in words, or "".
-        line: The line of the user's code that it executes.
+        line: The line of the user's code that it executes, or in which it ended, or "".
         ended: How its process ended, or "".
     """
 
@@ -61,7 +61,8 @@ class Presence:
 
     def __str__(self) -> str:
         last = f"; the last call of its scaler was {self.last_call}" if self.last_call else ""
-        return f"{self.ended or f'is at {self.line}'}{last}"
+        line = f" at {self.line}" if self.line else ""
+        return f"{self.ended or 'is'}{line}{last}"
 
 
 @dataclass
@@ -144,6 +145,7 @@ class RollCall:
 
     def absent(self, waiting: Waiting) -> dict[int, Presence | None]:
         """Return the ranks that have not come to a decision; None for a rank without an answer."""
+        waiting.has_warned = True
         found = self._ask([rank for rank in waiting.ranks if rank != self._rank])
         return {
             rank: presence
@@ -210,17 +212,11 @@ class RollCall:
     def _answer(self) -> None:
         while self._store.check([_question(self._answered + 1)]):
             self._answered += 1
-            self._store.set(
-                f"answer/{self._answered}/{self._rank}", json.dumps(asdict(self._presence()))
-            )
+            presence = self._presence(user_line(self._caller))
+            self._store.set(f"answer/{self._answered}/{self._rank}", json.dumps(asdict(presence)))
 
-    def _presence(self, ended: str = "") -> Presence:
-        return Presence(
-            begun=dict(self._begun),
-            last_call=self.last_call,
-            line="" if ended else user_line(self._caller),
-            ended=ended,
-        )
+    def _presence(self, line: str, ended: str = "") -> Presence:
+        return Presence(dict(self._begun), self.last_call, line, ended)
 
     def _warn(self) -> None:
         waiting = self._waiting
@@ -229,7 +225,6 @@ class RollCall:
         seconds = time.monotonic() - waiting.since
         if seconds < PATIENCE_SECONDS or waiting.is_over():
             return
-        waiting.has_warned = True
         absent = self.absent(waiting)
         present = [rank for rank in waiting.ranks if rank not in absent]
         # Of the ranks that wait one is enough to say so.
@@ -249,9 +244,12 @@ class RollCall:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if not self._exists() or not (error or _store_outlives_ranks()):
             return
-        how = f"has ended with {type(error).__name__}: {error}" if error else "has ended"
+        presence = self._presence("", "has ended")
+        if error is not None:
+            how = f"has ended with {type(error).__name__} ({error})"
+            presence = self._presence(user_line_of_error(error), how)
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"ended/{self._rank}", json.dumps(asdict(self._presence(how))))
+            self._store.set(f"ended/{self._rank}", json.dumps(asdict(presence)))
 
 
 def in_words(absent: Mapping[int, Presence | None]) -> str:

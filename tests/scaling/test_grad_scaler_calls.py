@@ -230,12 +230,16 @@ def test_a_step_that_one_rank_leaves_out_after_a_common_decision() -> None:
     one, other = [Work.clip_both, Work.clip_both], [Work.clip_both_and_step_first, Work.clip_both]
     # Not in the first iteration, in which rank 1 has an overflow.
     ((errors, _),) = outcomes([([Work.clip_both, *one], [Work.clip_both, *other])])
-    assert errors == [
-        "ranks call the scaler differently: "
-        "rank 0 called step(optimizers 0 and 1) and update() in iteration 2, "
-        f"rank 1 called step(optimizer 0) and update() in iteration 2{ADVICE}, "
-        "and continue from a checkpoint, for weights differ between ranks"
-    ] * 2
+    assert (
+        errors
+        == [
+            "ranks call the scaler differently: "
+            "rank 0 called step(optimizers 0 and 1) and update() in iteration 2, "
+            f"rank 1 called step(optimizer 0) and update() in iteration 2{ADVICE}, "
+            "and continue from a checkpoint, for weights differ between ranks"
+        ]
+        * 2
+    )
 
 
 HARMLESS: list[tuple[list[Calls], list[Calls]]] = [

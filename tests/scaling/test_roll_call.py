@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import signal
 import threading
 import time
 from datetime import timedelta
@@ -16,11 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from distmp import DistributedGradScaler, TrainingError
 from distmp.scaling import roll_call
-from tests.ranks import ranks, run_ranks
+from tests.ranks import ranks
 
 HERE = re.escape(__file__)
 
@@ -104,7 +102,7 @@ def test_warning_comes_earlier(tmp_path: Path) -> None:
             " in iteration 1$",
             messages[0],
         )
-    assert work.parameter.tolist() == [-2.0**-15] * 2
+    assert work.parameter.tolist() == [-(2.0**-15)] * 2
 
 
 def release(directory: Path, records: list[logging.LogRecord] | None) -> None:
