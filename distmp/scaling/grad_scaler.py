@@ -342,7 +342,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
     # The decision
 
     def _note(self, method: str) -> None:
-        """Note a call, for other ranks that ask; with a new process group calls count anew."""
+        """Note a call, for other ranks that ask; with a new process group calls count anew.
+
+        Raises:
+            ConfigError: If there are other ranks, but no process group.
+        """
+        if self._enabled or method == "clip_grad_norm_":
+            self._ranks.check_group()
         current = roll_call.current()
         if current is not self._roll:
             self._roll, self._calls, self._unsettled = current, CallLog(), []

@@ -56,10 +56,32 @@ class RankGroup:
             ConfigError: Without a process group, if the environment says that there are several
                 processes.
         """
-        if dist.is_available() and dist.is_initialized():
+        if self._exists():
             return dist.get_world_size(self._group)
-        _check_alone()
+        self.check_group()
         return 1
+
+    def check_group(self) -> None:
+        """Refuse to be alone where a launcher has started several processes.
+
+        Raises:
+            ConfigError: As `world_size`.
+        """
+        named = os.environ.get("WORLD_SIZE", "1").strip()
+        if named in ("", "1") or self._exists():
+            return
+        raise ConfigError(
+            "WORLD_SIZE",
+            named,
+            "the environment names several processes but there is no process group, so each rank "
+            "would scale and skip on its own; call torch.distributed.init_process_group() in every "
+            "process before the first step (torchrun sets what it needs), or set WORLD_SIZE=1 for "
+            "a process of its own",
+        )
+
+    @staticmethod
+    def _exists() -> bool:
+        return dist.is_available() and dist.is_initialized()
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sum over the ranks, in one all-reduce, or in none where this process is alone.
@@ -99,20 +121,6 @@ class RankGroup:
         if roll is None or decision is None:
             return {dist.get_rank(): value}
         return roll.exchange(decision, name, value)
-
-
-def _check_alone() -> None:
-    """Refuse to be alone where a launcher has started several processes."""
-    named = os.environ.get("WORLD_SIZE", "1")
-    if named.strip() not in ("", "1"):
-        raise ConfigError(
-            "WORLD_SIZE",
-            named,
-            "the environment names several processes but there is no process group, so each rank "
-            "would scale and skip on its own; call torch.distributed.init_process_group() in every "
-            "process before the first step (torchrun sets what it needs), or set WORLD_SIZE=1 for "
-            "a process of its own",
-        )
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:

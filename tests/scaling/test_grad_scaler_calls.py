@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from distmp import DistributedGradScaler, TrainingError
-from tests.ranks import run_ranks
+from distmp.scaling import roll_call
+from distmp.scaling.agreement import HostCopy
+from tests.ranks import ranks, run_ranks
 
 ADVICE = "; make the same calls of the scaler in the same order on every rank"
 
@@ -265,3 +272,106 @@ def test_unscaling_on_one_rank_is_refused_where_it_rounds_otherwise() -> None:
     )
     assert errors == [f"ranks call the scaler differently: {calls}{ADVICE}"] * 2
     assert weights[0] == weights[1]
+
+
+class LateCopy(HostCopy):
+    """Numbers that arrive only when the host waits for them, as those of a busy CUDA device."""
+
+    is_here = False  # type: ignore[assignment]
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__(values)
+        self.on_device = True
+
+
+def differ_on_a_device(first: list[Calls], second: list[Calls]) -> Any:
+    with (
+        mock.patch("distmp.scaling.agreement.HostCopy", LateCopy),
+        mock.patch("distmp.scaling.grad_scaler.HostCopy", LateCopy),
+    ):
+        work, weights, message, iteration = Work(fused=True), [], None, 0
+        try:
+            for calls in first if dist.get_rank() == 0 else second:
+                work.backward()
+                calls(work)
+                iteration += 1
+                weights.append(work.weights())
+        except TrainingError as error:
+            message = str(error)
+        return message, iteration, weights, work.weights()
+
+
+def test_on_a_device_all_ranks_skip_at_once_and_raise_at_the_next_update() -> None:
+    """The host does not wait for the device, so it knows of the difference an update later."""
+    first = [Work.step_first, Work.clip_first, Work.step_first, Work.step_first]
+    second = [Work.step_first, Work.step_first, Work.step_first, Work.step_first]
+    seen = run_ranks(differ_on_a_device, 2, first, second)
+    assert seen[0] == seen[1]
+    message, iteration, after, finally_ = seen[0]
+    calls = (
+        "rank 0 calls clip_grad_norm_(optimizer 0, 1.0) in iteration 2, "
+        "rank 1 calls step(optimizer 0) in iteration 2"
+    )
+    assert message == f"ranks call the scaler differently: {calls}{ADVICE}"
+    assert iteration == 2
+    assert after[0] != [[1.0, 1.0], [2.0, 2.0]]
+    assert after[0] == after[1] == finally_
+
+
+@ranks(2)
+def test_clipping_with_a_disabled_scaler_is_compared_as_well() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([3.0, 4.0])
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = DistributedGradScaler("cpu", enabled=False)
+    assert scaler.clip_grad_norm_(optimizer, 10.0).item() == 5.0
+    with pytest.raises(TrainingError, match=r"rank 1 calls clip_grad_norm_\(optimizer 0, 2.0\) in"):
+        scaler.clip_grad_norm_(optimizer, 1.0 + dist.get_rank())
+    assert parameter.grad.tolist() == [3.0, 4.0]
+
+
+@ranks(2)
+def test_copies_continue_on_several_ranks() -> None:
+    work = Work()
+    for copied in (lambda scaler: scaler, copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))):
+        work.scaler = copied(work.scaler)
+        work.backward()
+        work.step_first()
+    assert work.weights()[0] == pytest.approx([0.7] * 2)
+
+
+@ranks(2)
+def test_a_new_process_group_begins_anew(tmp_path: Path) -> None:
+    """A rank that has been restarted joins others that keep their scaler."""
+    work = Work()
+    work.backward()
+    work.step_first()
+    if dist.get_rank() == 1:
+        work.scaler = Work().scaler
+    dist.destroy_process_group()
+    size = int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(str(tmp_path / "store"), size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=size)
+    work.backward()
+    work.step_first()
+    assert work.weights()[0] == pytest.approx([0.8] * 2)
+
+
+@ranks(2)
+def test_a_steady_step_costs_one_reduction_and_no_key_of_the_store() -> None:
+    work = Work()
+    roll = roll_call.current()
+    assert roll is not None
+    work.backward()
+    work.clip_both()
+    with (
+        mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
+        mock.patch.object(roll, "_store", wraps=roll._store) as store,
+        mock.patch.object(roll_call, "store_of_its_own") as connect,
+    ):
+        for _ in range(10):
+            work.backward()
+            work.clip_both()
+    assert reduce.call_count == 10
+    assert {call[0] for call in store.method_calls} <= {"check"}
+    connect.assert_not_called()

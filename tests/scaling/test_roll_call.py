@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -9,7 +10,6 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from distmp import DistributedGradScaler, TrainingError
 from distmp.scaling import roll_call
 from tests.ranks import ranks
+from tests.torchrun import python, run
 
 HERE = re.escape(__file__)
 
@@ -113,12 +114,117 @@ def release(directory: Path, records: list[logging.LogRecord] | None) -> None:
         (directory / "warned").touch()
 
 
-def killed(directory: str) -> Any:
-    join(Path(directory), timeout_seconds=60)
+SCRIPT = """
+import logging, os, sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from distmp import DistributedGradScaler
+from distmp.scaling import roll_call
+
+logging.basicConfig()
+roll_call.PATIENCE_SECONDS = 1
+dist.init_process_group("gloo", timeout=timedelta(seconds=int(sys.argv[2])))
+model = DistributedDataParallel(torch.nn.Linear(50, 50))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+scaler = DistributedGradScaler("cpu", init_scale=4.0)
+
+
+def train(leaves_out):
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 50)).sum()).backward()
+        if step == 2 and dist.get_rank() == 1:
+            if leaves_out == "everything":
+                return
+            if leaves_out == "step":
+                continue
+            if leaves_out == "error":
+                optimizer.unknown()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+train(sys.argv[1])
+"""
+
+
+def trained(leaves_out: str, timeout_seconds: int, directory: Path) -> str:
+    """Run the script with torchrun on two ranks; return what it prints."""
+    script = directory / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = [*torchrun, str(script), leaves_out, str(timeout_seconds)]
+    return run(command, directory, timeout=100).stderr
+
+
+def test_training_that_ends_in_order_prints_nothing(tmp_path: Path) -> None:
+    output = trained("nothing", 60, tmp_path)
+    assert "Error" not in output
+    assert "WARNING" not in output
+    assert "store" not in output.lower()
+
+
+def test_rank_that_has_ended_is_named(tmp_path: Path) -> None:
+    output = trained("everything", 60, tmp_path)
+    assert (
+        "TrainingError: step() in iteration 3 waited in vain: rank 1 has ended; the last call of "
+        "its scaler was update() in iteration 2; make the same calls"
+    ) in output
+
+
+def test_rank_that_leaves_out_a_step_meets_no_reduction_of_gradients(tmp_path: Path) -> None:
+    """It is in its next backward, where it waits for the ranks that wait in `step`."""
+    output = trained("step", 12, tmp_path)
+    line = (
+        rf"rank 1 is at {re.escape(str(tmp_path))}/train.py:\d+ in train \(`scaler.scale\(.*"
+        r"\.backward\(\)`\); the last call of its scaler was update\(\) in iteration 2"
+    )
+    warning = rf"WARNING:distmp:rank 0 has waited for \d+ s in step\(\) in iteration 3: {line}\n"
+    assert re.search(warning, output), output
+    assert "gloo::EnforceNotMet" not in output
+
+
+@ranks(2, initialize=False)
+def test_store_that_rank_0_keeps(tmp_path: Path) -> None:
+    rank, port = int(os.environ["RANK"]), tmp_path / "port"
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, 2, True, wait_for_workers=False)
+        (tmp_path / "new").write_text(str(store.port))
+        (tmp_path / "new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", int(port.read_text()), 2, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    del store
     work = Work()
     work.step()
-    if dist.get_rank() == 2:
-        if (pid := os.fork()) == 0:
-            time.sleep(60)
-        Path(directory, "pid").write_text(str(pid))
-    return None
+    clip = functools.partial(work.scaler.clip_grad_norm_, work.optimizer, 1.0)
+    call = clip if rank == 1 else work.step
+    with pytest.raises(TrainingError, match=r"rank 1 calls clip_grad_norm_\(optimizer 0, 1.0\) in"):
+        call()
+
+
+@ranks(2)
+def test_thread_ends_with_the_process_group() -> None:
+    assert "roll call" not in {thread.name for thread in threading.enumerate()}
+    work = Work()
+    work.step()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "roll call"]
+    assert thread.daemon
+    dist.barrier()
+    dist.destroy_process_group()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_one_process_has_no_thread() -> None:
+    scaler, parameter = DistributedGradScaler("cpu"), nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD([parameter]))
+    assert "roll call" not in {thread.name for thread in threading.enumerate()}
