@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
     AutocastKwargs,
     DDPCommunicationHookType,
@@ -35,9 +37,11 @@ from distmp.precision.accelerate import (
     check_replicated,
     fsdp_plugin,
     mixed_precision,
+    policy_of,
     prepare_to_shard,
 )
 from distmp.precision.builders import autocast_context, ddp_comm_hook, prepare
+from distmp.precision.policy import SIXTEEN_BIT, dtype_name
 from distmp.precision.switches import product_switches
 from distmp.scaling import (
     DistributedGradScaler,
@@ -50,51 +54,74 @@ logger = logging.getLogger("distmp")
 
 # What reaches gradients or the loss without passing through a policy or a scaler.
 _OTHER_ENGINES = ("deepspeed", "megatron_lm")
+# The variable in which `accelerate launch` hands its `--mixed_precision` to the ranks.
+_LAUNCHED = "ACCELERATE_MIXED_PRECISION"
+_SIGNATURE = inspect.signature(accelerate.Accelerator)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     """`accelerate.Accelerator` that computes as a policy says, on all ranks alike.
 
-    In place of `mixed_precision` it takes a policy and does what it says, with FSDP too. With a
-    float16 policy `scaler` is a `distmp.DistributedGradScaler`: all ranks apply or skip a
+    A script that imports it in place of accelerate's changes in nothing else. `mixed_precision`,
+    whether it is given, comes from `accelerate launch` or stands in the environment, means a
+    policy: "no" is `fp32`, "bf16" is `bf16-autocast`, "fp16" is `fp16-autocast`. With `policy` any
+    other one can be named, and holds with FSDP too.
+
+    With a float16 policy `scaler` is a `distmp.DistributedGradScaler`: all ranks apply or skip a
     step together, `step_was_skipped` is right for fused optimizers as well, so that schedulers
     rest, and float16 works on the CPU, where accelerate silently computes in float32.
 
     Optimizers that belong to one model may be registered, to be skipped together:
     `accelerator.scaler.register(...)`. The scale moves when the next backward begins, once for all
-    of them, and that is when a scale that can sink no further raises.
+    of them, and that is when a scale that cannot be lowered further raises.
 
-    Products use TF32 or not as the policy says, in the whole process, until `end_training`.
+    With `policy`, products use TF32 or not as it says, in the whole process, until `end_training`.
+    With `mixed_precision` they do as the process has it, as with accelerate.
 
     Args:
+        *positional: Those of `accelerate.Accelerator`, or one: a policy.
         policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
-            or "auto" for what the device supports.
+            or "auto" for what the device supports. None follows `mixed_precision`.
         loss_scale: Rules of the loss scale, for float16 policies.
         max_consecutive_skips: Raise when so many steps in a row were skipped; None never does.
-        **arguments: Those of `accelerate.Accelerator`, but for `mixed_precision`.
+        **arguments: Those of `accelerate.Accelerator`.
 
     Attributes:
         policy: The policy in force.
-        policy_reason: Why, in words.
+        policy_reason: Where it comes from, in words.
 
     Raises:
-        ConfigError: For what accelerate cannot do as the policy says.
+        ConfigError: For both `policy` and `mixed_precision`, and for what accelerate cannot do as
+            the policy says.
+
+    Example:
+        >>> accelerator = Accelerator(mixed_precision="bf16")
+        >>> accelerator.policy.name
+        'bf16-autocast'
     """
 
     def __init__(
         self,
-        policy: PolicyLike = "auto",
-        *,
+        *positional: Any,
+        policy: PolicyLike | None = None,
         loss_scale: LossScaleConfig | None = None,
         max_consecutive_skips: int | None = 50,
         **arguments: Any,
     ) -> None:
-        _refuse_other_precision(arguments)
+        if positional and isinstance(positional[0], (str, Mapping, PrecisionPolicy)):
+            policy, positional = _only(positional, policy), ()
+        arguments = dict(_SIGNATURE.bind_partial(*positional, **arguments).arguments)
+        _refuse_other_precision(arguments, policy)
         shards = arguments.get("fsdp_plugin") is not None or _is_set("ACCELERATE_USE_FSDP")
         if not torch.accelerator.is_available():
             arguments["cpu"] = True  # unless told so, accelerate leaves CPU ranks to themselves
         on_cpu = bool(arguments.get("cpu")) or _is_set("ACCELERATE_USE_CPU")
-        self.policy, self.policy_reason = _resolve(policy, on_cpu=on_cpu, shards=shards)
+        device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
+        self.policy, self.policy_reason = (
+            _followed(arguments.get("mixed_precision"), device)
+            if policy is None
+            else _resolve(policy, device, shards=shards)
+        )
         rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
         arguments["mixed_precision"] = mixed_precision(self.policy)
         arguments["kwargs_handlers"] = [
@@ -110,8 +137,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
         else:
             check_replicated(self.policy)
-        _say_who_wins(arguments["mixed_precision"], self.policy)
+        if policy is not None:
+            _say_who_wins(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
+        self.state.distmp_policy = self.policy  # for another Accelerator of this process
         unused = unused_rules(self.policy.loss_scale, loss_scale)
         if unused and self.is_main_process:
             logger.warning("precision %s: %s", self.policy.name, unused)
@@ -123,8 +152,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self.scaler = _Scaler(
                 self.device.type, rules, max_consecutive_skips=max_consecutive_skips
             )
+        self._follows = policy is None
         self._switches = ExitStack()
-        self._switches.enter_context(product_switches(self.policy))
+        if not self._follows:
+            self._switches.enter_context(product_switches(self.policy))
 
     @property
     def _shards(self) -> bool:
@@ -146,7 +177,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     ) -> nn.Module:
         """Prepare a model: what it holds, takes, computes and returns is what the policy says."""
         if not getattr(model, "_is_accelerate_prepared", False):
-            check_parameters(model, self.policy)
+            self._check_model(model)
             (prepare_to_shard if self._shards else prepare)(model, self.policy, self.device.type)
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, DistributedDataParallel):
@@ -171,9 +202,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         super().end_training()
         self._switches.close()
 
+    def _check_model(self, model: nn.Module) -> None:
+        check_parameters(model, self.policy)
+        narrow = [
+            f"{name!r} is {dtype_name(parameter.dtype)}"
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.dtype in SIXTEEN_BIT
+        ]
+        if narrow and self._follows and self.is_main_process:
+            logger.warning(
+                "mixed_precision trains FP32 weights: %d parameters in 16 bits become float32 (%s);"
+                " policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are",
+                len(narrow),
+                narrow[0],
+            )
+
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
         """Do what accelerate does with DDP and FSDP1 only: prepare the model, and autocast."""
-        check_parameters(module, self.policy)
+        self._check_model(module)
         prepare_to_shard(module, self.policy, self.device.type)
         if self.policy.autocast:
             module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
@@ -254,8 +300,19 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
         return self._found_inf is not None and bool(self._found_inf.item())
 
 
-def _resolve(wanted: PolicyLike, *, on_cpu: bool, shards: bool) -> Resolution:
-    device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
+def _only(positional: tuple[Any, ...], keyword: PolicyLike | None) -> PolicyLike:
+    if len(positional) > 1 or keyword is not None:
+        raise ConfigError(
+            "policy",
+            positional[0],
+            "stands where accelerate has device_placement, so it is the only positional argument; "
+            "write policy=..., and the others with their names",
+        )
+    given: PolicyLike = positional[0]
+    return given
+
+
+def _resolve(wanted: PolicyLike, device: torch.device, *, shards: bool) -> Resolution:
     found = resolve(wanted, device)
     if wanted == "auto" and found.policy.has_masters and not shards:
         instead = policy(f"{found.policy.name}-autocast")
@@ -263,15 +320,33 @@ def _resolve(wanted: PolicyLike, *, on_cpu: bool, shards: bool) -> Resolution:
     return found
 
 
-def _refuse_other_precision(arguments: Mapping[str, Any]) -> None:
+def _followed(given: Any, device: torch.device) -> Resolution:
+    """Return the policy that `mixed_precision` means, read from where accelerate reads it."""
+    if given is not None:
+        setting, word = "mixed_precision", str(given)
+    elif AcceleratorState._shared_state:  # this is not the first Accelerator of the process
+        first = AcceleratorState()
+        if hasattr(first, "distmp_policy"):
+            return Resolution(first.distmp_policy, "that of the first Accelerator")
+        setting, word = "mixed_precision of the first Accelerator", first.mixed_precision
+    else:
+        setting, word = _LAUNCHED, os.environ.get(_LAUNCHED, "no").lower()
+    found = resolve(policy_of(word, setting), device)
+    return Resolution(found.policy, found.reason.replace("given", f"{setting} = {word!r}", 1))
+
+
+def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | None) -> None:
     """Refuse what would overrule the policy or the scaler."""
-    if arguments.get("mixed_precision") is not None:
+    if arguments.get("mixed_precision") is not None and policy is not None:
         raise ConfigError(
-            "mixed_precision", arguments["mixed_precision"], "the policy says it; leave it out"
+            "mixed_precision",
+            str(arguments["mixed_precision"]),
+            f"policy = {policy!r} is given as well; give one of the two",
         )
     for engine in _OTHER_ENGINES:
         name = f"ACCELERATE_USE_{engine.upper()}"
-        if arguments.get(f"{engine}_plugin") is not None or _is_set(name):
+        plugins = (arguments.get(f"{engine}_plugin"), arguments.get(f"{engine}_plugins"))
+        if any(plugin is not None for plugin in plugins) or _is_set(name):
             raise ConfigError(
                 f"{engine}_plugin",
                 "in use",
@@ -324,7 +399,7 @@ def _grad_scaler_kwargs(rules: LossScaleConfig) -> GradScalerKwargs:
 
 
 def _say_who_wins(ours: str, policy: PrecisionPolicy) -> None:
-    launched = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    launched = os.environ.get(_LAUNCHED, "no")
     if launched not in ("no", ours):
         logger.warning(
             "accelerate was launched with mixed_precision %s; the policy %s wins",

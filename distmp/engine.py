@@ -6,23 +6,28 @@ import logging
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from distmp.engine_settings import EngineSettings, check_max_norm
 from distmp.errors import CheckpointError, ConfigError, TrainingError, listed
 from distmp.faults.activity import UPDATE, VALIDATION, VERDICT, activity
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import (
+    check_shapes,
+    check_state,
     create_state,
     named_state,
     never_stepped,
     prepare_for_device_skip,
 )
+from distmp.optim.stepped import SteppedTensors
 from distmp.outcome import StepNumbers, StepOutcome
 from distmp.parallel import (
     AccumulationSettings,
@@ -34,12 +39,25 @@ from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.own_time import StepClock
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.parallel.world import lost_peers_explained, world_of_process
+from distmp.parallel.strategy import check_model
+from distmp.parallel.world import (
+    check_failed_everywhere,
+    lost_peers_explained,
+    world_of_process,
+)
 from distmp.precision import PolicyLike, resolve
-from distmp.precision.builders import autocast_context
+from distmp.precision.builders import autocast_context, autocast_off
 from distmp.precision.costs import costs
 from distmp.precision.switches import product_switches
 from distmp.replay import Replay, StepIngredients, generator_states, generators_as
+from distmp.same_on_ranks import (
+    Fingerprint,
+    check_same,
+    described_groups,
+    described_model,
+    hyperparameters,
+    raise_difference,
+)
 from distmp.scaling import (
     LossScale,
     LossScaleConfig,
@@ -57,9 +75,16 @@ from distmp.scaling.divergence import DivergenceConfig, DivergenceGuard, Judgeme
 from distmp.slices import whole_shape
 from distmp.step_checks import (
     FirstStep,
+    backward_errors_explained,
     batch_errors_explained,
+    check_evaluated,
+    check_gradients_enabled,
     check_loss,
+    check_loss_function,
     check_microbatches,
+    check_not_inference,
+    check_outcome,
+    check_stop,
     check_weight,
 )
 
@@ -67,6 +92,9 @@ logger = logging.getLogger("distmp")
 
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
+
+# Numbers that `distmp.scaling.measure` returns; behind them are those of the fingerprint.
+MEASURED = 6
 
 # Steps skipped in a row after which the engine warns, where nobody calls `check`.
 SKIPS_WARNED = 10
@@ -172,47 +200,63 @@ class Engine:
         first_step_checks: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
+        check_not_inference("building an engine")
         self.world = world_of_process(device)
         self.device = self.world.device
+        check_model(model)
+        check_loss_function(loss)
         self.policy, self.policy_reason = resolve(policy, self.device)
+        self.strategy = resolve_strategy(strategy, self.world)
+        settings = EngineSettings(
+            policy=self.policy,
+            strategy=self.strategy,
+            parallel=ParallelConfig() if parallel is None else parallel,
+            accumulation=AccumulationSettings(shard_optimizer, reproducible, on_nonfinite),
+            max_norm=max_norm,
+            loss_scale=loss_scale,
+            max_consecutive_skips=max_consecutive_skips,
+            attribution=attribution,
+            divergence=divergence,
+            nominal_weight=nominal_weight,
+            first_step_checks=first_step_checks,
+        )
         if self.world.rank == 0:
             for cost in costs(self.policy):
                 logger.warning("precision %s loses some: %s", self.policy.name, cost)
             if unused := unused_rules(self.policy.loss_scale, loss_scale):
                 logger.warning("precision %s: %s", self.policy.name, unused)
         self.max_norm = max_norm
-        if nominal_weight is not None and not nominal_weight > 0:
-            raise ConfigError("nominal_weight", nominal_weight, "use a number above 0, or None")
         self.nominal_weight = None if nominal_weight is None else _power_of_two(nominal_weight)
         self.max_consecutive_skips = max_consecutive_skips
         self.attribution = attribution
         self._recent: deque[tuple[StepOutcome, StepIngredients]] = deque(maxlen=STEPS_KEPT)
         self._loss = loss
-        self.strategy = resolve_strategy(strategy, self.world)
         self.reproducible = reproducible
         if reproducible:
             make_deterministic(self.device)
-        self._strategy = build_strategy(
-            self.strategy,
-            model,
-            self.policy,
-            self.world,
-            AccumulationSettings(shard_optimizer, reproducible, on_nonfinite),
-            parallel,
-        )
+        with lost_peers_explained(self.world):
+            described = settings.described() | described_model(model)
+            check_same(self.world.group, self.device, described)
+            self._strategy = build_strategy(
+                self.strategy,
+                model,
+                self.policy,
+                self.world,
+                settings.accumulation,
+                settings.parallel,
+            )
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
         self.clock = StepClock(self.device)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         parameters = self._strategy.optimizer_parameters()
-        if not parameters:
-            raise ConfigError("model", type(model).__name__, "has no parameter to train")
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
         # Offloaded parameters are stepped on the host, which then has to wait for the verdict.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
         self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
+        self._stepped = SteppedTensors(self.optimizer, parameters)
         self._learning_rates = LearningRates(
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
@@ -227,7 +271,13 @@ class Engine:
         # Whether the caller looks after steps that are skipped.
         self._is_checked = False
         self._previous: StepOutcome | None = None
-        self._steps = 0
+        # The call that is under way, how many have failed, and why the last one has, if it has.
+        self._under_way = ""
+        self._calls = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
+        self._strategy.model.register_load_state_dict_post_hook(_counter(self._calls))
+        self._has_gradients = False
+        self._failures = 0
+        self._failure: BaseException | None = None
 
     def step(self, microbatches: Sequence[Any], *, stop: bool = False) -> StepOutcome:
         """Train on the microbatches of this rank; every rank has to call it.
@@ -245,19 +295,50 @@ class Engine:
                 return a loss sum and a weight for one.
             TrainingError: If another rank has ended.
         """
-        check_microbatches(microbatches)
-        if self.reproducible:
-            check_power_of_two(len(microbatches))
-        with lost_peers_explained(self.world):
+        with self._call("step"):
+            check_gradients_enabled()
+            check_microbatches(microbatches)
+            check_stop(stop)
+            check_max_norm(self.max_norm)
+            if self.reproducible:
+                check_power_of_two(len(microbatches))
             if self._first_step is not None:
                 outcome = self._check_and_take_first_step(self._first_step, microbatches, stop)
                 self._first_step = None
             else:
                 outcome = self._take_step(microbatches, stop)
-            self._warn_of_skips(outcome)
+        self._look_back(outcome)
         return outcome
 
+    @contextmanager
+    def _call(self, name: str) -> Iterator[None]:
+        """Make a call that all ranks make together, unless ranks have come apart.
+
+        Raises:
+            TrainingError: Inside of another call; after a call that failed on this rank alone; and
+                if another rank has ended.
+        """
+        if self._under_way:
+            raise TrainingError(
+                f"engine.{name}() was called inside of engine.{self._under_way}(), as by the loss "
+                "function; call it after that has returned"
+            )
+        self._under_way = name
+        try:
+            with lost_peers_explained(self.world), autocast_off(self.device):
+                if self._failure is not None:
+                    check_failed_everywhere(self.world, self._failures, self._failure)
+                    self._failure = None
+                yield
+        except BaseException as error:
+            self._failure = error
+            self._failures += 1
+            raise
+        finally:
+            self._under_way = ""
+
     def _take_step(self, microbatches: Sequence[Any], stop: bool) -> StepOutcome:
+        self._calls["engine.step"] += 1
         activity.enter("beginning of the step")
         self._adopt_unfrozen()
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
@@ -266,20 +347,25 @@ class Engine:
         gathered = self._accumulate(microbatches, scale)
         activity.enter(VERDICT)
         self.clock.end()
-        total = self._measure(gathered, stop=stop)
+        fingerprint = Fingerprint(self._numbers_of_rank(), self.world.world_size)
+        total = self._measure(gathered, fingerprint, stop=stop)
         self.clock.begin()
-        verdict = decide(total, scale, self.nominal_weight or 1.0, self.max_norm)
+        verdict = decide(total[:MEASURED], scale, self.nominal_weight or 1.0, self.max_norm)
+        differ = fingerprint.differs(total[MEASURED:])
         judgement = self.divergence.judge(verdict)
-        verdict = verdict.skipping(judgement.skip)
+        verdict = verdict.skipping(judgement.skip | differ)
         activity.enter(UPDATE)
         self._update(verdict)
         self._buffers.end_step(verdict.found_inf)
         self._strategy.end_step(verdict.found_inf)
         exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
         self.divergence.remember(verdict)
-        outcome = self._outcome(verdict, judgement, rate, scale, exhausted & verdict.overflow)
+        exhausted = exhausted & verdict.overflow
+        outcome = self._outcome(verdict, judgement, differ, rate, scale, exhausted)
         if self.attribution:
-            ingredients = StepIngredients(tuple(microbatches), gathered.generators, gathered.losses)
+            ingredients = StepIngredients(
+                tuple(microbatches), gathered.generators, gathered.losses, gathered.weights
+            )
             self._recent.append((outcome, ingredients))
         return outcome
 
@@ -296,7 +382,7 @@ class Engine:
             )
             outcome = self._take_step(microbatches, stop)
         for warning in found:
-            self._warn(warning)
+            self._warn(warning, stacklevel=4)
         return outcome
 
     @torch.no_grad()
@@ -309,31 +395,39 @@ class Engine:
         ):
             return self._forward(batch)
 
-    def _warn_of_skips(self, outcome: StepOutcome) -> None:
-        """Warn of many skipped steps in a row, for loops that never call `check`."""
-        # On a device the step before is read, which has ended by now.
+    def _look_back(self, outcome: StepOutcome) -> None:
+        """Look at the last step that has ended: on a device at the one before.
+
+        Raises:
+            ConfigError: If ranks took it with different settings.
+        """
         known, self._previous = (outcome if self.host_waits else self._previous), outcome
-        steps = self._steps if self.host_waits else self._steps - 1
-        self._steps += 1
-        # One look at so many steps finds a row of them once, and costs the others nothing.
-        if self._is_checked or known is None or steps % SKIPS_WARNED != SKIPS_WARNED - 1:
+        if known is None:
             return
-        if not SKIPS_WARNED <= known.read("skipped_in_a_row") < 2 * SKIPS_WARNED:
-            return
+        if known.ranks_differ:
+            with lost_peers_explained(self.world):
+                raise_difference(self.world.group, self._described())
+        if not self._is_checked and known.read("skipped_in_a_row") == SKIPS_WARNED:
+            self._warn_of_skips(known)
+
+    def _warn_of_skips(self, known: StepOutcome) -> None:
+        """Warn of many skipped steps in a row, for loops that never call `check`."""
         cause = self.explain(known) or _general_advice(known.numbers)
         self._warn(
-            f"{known.numbers.skipped_in_a_row} steps in a row were skipped, so nothing is trained: "
-            f"{cause}; call "
-            "engine.check(outcome) after each step to end training when that continues"
+            f"{SKIPS_WARNED} steps in a row were skipped, so nothing is trained: {cause}; call "
+            "engine.check(outcome) after each step to end training when that continues",
+            stacklevel=5,
         )
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, stacklevel: int) -> None:
         """Warn the caller of `step`, whatever is logged; on rank 0 alone."""
         if self.world.rank == 0:
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
     def _adopt_unfrozen(self) -> None:
         """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""
+        self._stepped.check(self.optimizer)
+        self._strategy.check_model()
         parameters = self._strategy.adopt_unfrozen()
         if not parameters:
             return
@@ -344,6 +438,7 @@ class Engine:
         for group in addition.param_groups:
             self.optimizer.add_param_group(group)
         self.optimizer.state.update(addition.state)
+        self._stepped.add(parameters)
 
     def explain(self, outcome: StepOutcome) -> OverflowReport | None:
         """Find out why a step overflowed, by repeating it; every rank has to call it.
@@ -360,10 +455,12 @@ class Engine:
             The same report on every rank, kept in `outcome.overflow_report` as well. None for a
             step without overflow, for an older one, and where `attribution` is off.
         """
+        check_outcome(outcome)
         if outcome.overflow_report is None and outcome.numbers.overflow:
             for recent, ingredients in self._recent:
                 if recent is outcome:
-                    outcome.overflow_report = self._repeat(outcome.numbers, ingredients)
+                    with self._call("explain"):
+                        outcome.overflow_report = self._repeat(outcome.numbers, ingredients)
         return outcome.overflow_report
 
     def check(self, outcome: StepOutcome) -> None:
@@ -373,6 +470,7 @@ class Engine:
             TrainingError: On all ranks alike, with what `explain` has found: if the loss scale can
                 sink no further, or after `max_consecutive_skips`.
         """
+        check_outcome(outcome)
         self._is_checked = True
         numbers = outcome.numbers
         stuck = numbers.skipped_in_a_row >= self.max_consecutive_skips
@@ -437,10 +535,30 @@ class Engine:
             gathered.add(loss, weight, strategy.end_microbatch())
         activity.enter("reduction of the gradients")
         strategy.finish_gradients()
+        if not self._has_gradients:
+            self._check_gradients()
         return gathered
 
-    def _measure(self, gathered: _Gathered, *, stop: bool) -> Tensor:
-        """Return what all ranks together have measured, see `distmp.scaling.measure`."""
+    def _check_gradients(self) -> None:
+        """Refuse a loss that depends on nothing that is trained.
+
+        Raises:
+            ConfigError: If no trained parameter has ever had a gradient, on any rank.
+        """
+        trained = [tensor for _, tensor in self._strategy.optimizer_parameters()]
+        self._has_gradients = any(
+            tensor.grad is not None for tensor in (*trained, *self.module.parameters())
+        )
+        if not self._has_gradients:
+            raise ConfigError(
+                "loss",
+                getattr(self._loss, "__name__", type(self._loss).__name__),
+                f"gives none of the {len(trained)} trained parameters a gradient; run the module "
+                "that it is called with, not another one, and return what depends on its output",
+            )
+
+    def _measure(self, gathered: _Gathered, fingerprint: Fingerprint, *, stop: bool) -> Tensor:
+        """Return what all ranks together have measured, and the sums of their fingerprints."""
         dropped = sum(gathered.dropped) if gathered.dropped else 0.0
         if self.reproducible:
             return ordered_total(
@@ -449,6 +567,7 @@ class Engine:
                 gathered.weights,
                 stop=stop,
                 dropped=dropped,
+                more=fingerprint.terms,
                 group=self.world.group,
                 device=self.device,
             )
@@ -460,10 +579,34 @@ class Engine:
             dropped=dropped,
             device=self.device,
         )
+        if fingerprint.terms:
+            measured = torch.cat([measured, pack(*fingerprint.terms, device=self.device)])
         return agree(measured, self.world.group)
 
+    def _numbers_of_rank(self) -> object:
+        """Return what this rank takes the step with, as far as the host knows it."""
+        return (
+            self._calls,
+            self.max_norm,
+            self.nominal_weight,
+            hyperparameters(self.optimizer),
+            self._learning_rates.planned(self._most_applied),
+            [parameter.requires_grad for parameter in self._strategy.model.parameters()],
+        )
+
+    def _described(self) -> dict[str, str]:
+        """Return the same in words, for a comparison between ranks."""
+        return {
+            "max_norm": repr(self.max_norm),
+            "nominal_weight": repr(self.nominal_weight),
+            **described_groups(self.optimizer),
+            "schedule": repr(self._learning_rates.planned(self._most_applied)),
+            **described_model(self._strategy.model),
+            **{f"calls of {name}": str(count) for name, count in self._calls.items()},
+        }
+
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        with product_switches(self.policy):
+        with product_switches(self.policy), backward_errors_explained():
             (loss.float() * (scale / (self.nominal_weight or 1.0))).backward()
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -499,7 +642,7 @@ class Engine:
             self.optimizer.grad_scale = verdict.grad_scale  # type: ignore[attr-defined]
             self.optimizer.found_inf = verdict.found_inf  # type: ignore[attr-defined]
             self._strategy.hand_over_gradients()
-            self.optimizer.step()
+            self._stepped.step()
         elif verdict.found_inf.item() == 0:
             self._most_applied += 1
             for part in self._strategy.gradients():
@@ -507,13 +650,14 @@ class Engine:
                     divisor = verdict.grad_scale.to(part.tensors[0].device)
                     torch._foreach_div_(part.tensors, divisor)
             self._strategy.hand_over_gradients()
-            self.optimizer.step()
+            self._stepped.step()
         self._strategy.publish_parameters()
 
     def _outcome(
         self,
         verdict: Verdict,
         judgement: Judgement,
+        differ: Tensor,
         rate: Tensor,
         scale: Tensor,
         exhausted: Tensor,
@@ -539,7 +683,8 @@ class Engine:
                 "skipped_total": self._counts[1],
                 "skipped_in_a_row": self._counts[2],
                 "scale_exhausted": exhausted,
-            }
+            },
+            differ,
         )
 
     @property
@@ -554,18 +699,17 @@ class Engine:
         With a sharded strategy every rank needs the same number of microbatches; one with a weight
         of 0 fills up.
         """
-        total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        training = [part for part in self.module.modules() if part.training]
-        self.module.eval()
-        for batch in activity.each(VALIDATION, microbatches):
-            loss_sum, weight = self._forward(batch)
-            total += torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])
-        for part in training:  # not all of them, if some were frozen in evaluation mode
-            part.training = True
-        if self.world.group is not None:
-            dist.all_reduce(total, group=self.world.group)
-        loss, weight = total.tolist()
-        return float(loss / weight) if weight else float("nan")
+        with self._call("evaluate"):
+            check_evaluated(microbatches)
+            total = torch.zeros(2, dtype=torch.float64, device=self.device)
+            with _evaluation_mode(self.module):
+                for batch in activity.each(VALIDATION, microbatches):
+                    loss_sum, weight = self._forward(batch)
+                    total += torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])
+            if self.world.group is not None:
+                dist.all_reduce(total, group=self.world.group)
+            loss, weight = total.tolist()
+            return float(loss / weight) if weight else float("nan")
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that training continues from, as flat names and live tensors.
@@ -594,6 +738,17 @@ class Engine:
             self.nominal_weight or 0.0, dtype=torch.float64
         )
         return state
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled: hooks and process groups stay with the original.
+
+        Raises:
+            TrainingError: Always.
+        """
+        raise TrainingError(
+            "an engine cannot be copied or pickled; build another one on a model of its own, and "
+            "hand over engine.state_dict()"
+        )
 
     def held_until_update(self) -> set[str]:
         """Return the names in `state_dict` of what only an update of the optimizer changes."""
@@ -663,11 +818,14 @@ class Engine:
         Raises:
             CheckpointError: If the state lacks something that this engine trains.
         """
+        check_state(state)
+        self._calls["engine.load_state_dict"] += 1
         live = self.prepare_to_load(
             {name: (whole_shape(value), value.dtype) for name, value in state.items()}
         )
         if missing := live.keys() - state.keys():
             raise CheckpointError(f"the state lacks {listed(sorted(missing))}")
+        check_shapes(state, live)
         lacking = self.state_dict().keys() - live.keys()
         absent = sorted(name for name in lacking if not name.startswith(UNUSED))
         if absent and self.world.rank == 0:
@@ -714,6 +872,26 @@ class _Gathered(NamedTuple):
             self.dropped.append(~kept)
         self.loss_sums.append(loss)
         self.weights.append(weight)
+
+
+def _counter(calls: dict[str, int]) -> Callable[[nn.Module, object], None]:
+    """Return a hook that counts states loaded into a model; it does not hold the engine."""
+
+    def count(module: nn.Module, keys: object) -> None:
+        calls["model.load_state_dict"] += 1
+
+    return count
+
+
+@contextmanager
+def _evaluation_mode(module: nn.Module) -> Iterator[None]:
+    training = [part for part in module.modules() if part.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part in training:  # not all of them, if some were frozen in evaluation mode
+            part.training = True
 
 
 def _general_advice(numbers: StepNumbers) -> str:

@@ -121,8 +121,8 @@ def listed(names: Sequence[str], at_most: int = 5) -> str:
     return ", ".join(names[:at_most]) + more
 
 
-def nearest(name: str, choices: Iterable[str]) -> str:
+def nearest(name: object, choices: Iterable[str]) -> str:
     """Return "; did you mean 'x'?" for the choice closest to `name`, or the list of choices."""
     choices = sorted(choices)
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(choices)}"

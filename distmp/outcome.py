@@ -71,6 +71,7 @@ class StepOutcome:
 
     Args:
         numbers: A 0-dim tensor for each field of `StepNumbers`, all on one device.
+        ranks_differ: Whether ranks took the step with different settings, 0-dim bool; None: no.
 
     Attributes:
         overflow_report: Why the step overflowed, once `Engine.explain` has found out.
@@ -83,8 +84,10 @@ class StepOutcome:
 
     overflow_report: OverflowReport | None = None
 
-    def __init__(self, numbers: Mapping[str, Tensor]) -> None:
-        packed = torch.stack([numbers[name].to(torch.float64) for name in StepNumbers._fields])
+    def __init__(self, numbers: Mapping[str, Tensor], ranks_differ: Tensor | None = None) -> None:
+        values = [numbers[name] for name in StepNumbers._fields]
+        values.append(torch.zeros_like(values[0]) if ranks_differ is None else ranks_differ)
+        packed = torch.stack([value.to(torch.float64) for value in values])
         self._packed = packed.to("cpu", non_blocking=True)
         self._ready = torch.cuda.Event() if packed.is_cuda else None
         if self._ready is not None:
@@ -92,21 +95,27 @@ class StepOutcome:
 
     def read(self, name: str) -> float:
         """Wait for the step and return one of its numbers, of the name in `StepNumbers`."""
-        self._wait()
-        return float(self._packed.numpy()[StepNumbers._fields.index(name)])
+        return self._values[StepNumbers._fields.index(name)]
 
     @cached_property
     def numbers(self) -> StepNumbers:
         """Wait for the step and return its numbers; free when read one step later."""
-        self._wait()
         kinds = get_type_hints(StepNumbers)
+        *values, _ = self._values
         return StepNumbers(
             **{
                 name: kinds[name](value)
-                for name, value in zip(StepNumbers._fields, self._packed.tolist(), strict=True)
+                for name, value in zip(StepNumbers._fields, values, strict=True)
             }
         )
 
-    def _wait(self) -> None:
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether ranks took the step with different settings; it was skipped then."""
+        return bool(self._values[-1])
+
+    @cached_property
+    def _values(self) -> list[float]:
         if self._ready is not None:
             self._ready.synchronize()
+        return self._packed.tolist()

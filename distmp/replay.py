@@ -48,11 +48,13 @@ class StepIngredients(NamedTuple):
         generators: States of the random generators when each of them began, see
             `generator_states`.
         losses: Loss sums of the microbatches, 0-dim, on the device.
+        weights: What the loss function returned beside them, 0-dim.
     """
 
     microbatches: tuple[Any, ...]
     generators: list[dict[torch.device, Tensor]]
     losses: list[Tensor]
+    weights: list[Tensor]
 
 
 def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
@@ -90,6 +92,7 @@ class Replay:
         return RankEvidence(
             losses=losses,
             repeated_losses=[float(loss) for loss in repeated_losses],
+            loss_weights=[float(weight) for weight in self._step.weights],
             bad_inputs=[
                 count_non_finite(batch, but_negative_inf=loss - loss == 0)
                 for batch, loss in zip(self._step.microbatches, losses, strict=True)
@@ -118,6 +121,7 @@ class Replay:
         """
         strategy, device = self._strategy, self._step.losses[0].device
         probes, losses = [], []
+        strategy.begin_step()
         microbatches = zip(self._step.microbatches, self._step.generators, strict=True)
         with buffers_restored(strategy.model):
             for batch, states in microbatches:

@@ -6,9 +6,10 @@ comparisons on the host is checked in the first step alone (`FirstStep`).
 
 from __future__ import annotations
 
+import inspect
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from distmp.errors import ConfigError, listed
+from distmp.outcome import StepOutcome
 from distmp.parallel.world import World
 
 # Elements of a batch that are compared between ranks.
@@ -30,6 +32,10 @@ ONE_LIST = "pass a list of microbatches: engine.step([batch]) or engine.step([ba
 LOSS_CONTRACT = (
     "return (loss_sum, weight): the loss summed over samples or tokens, and their number"
 )
+SEVERAL = "pass an iterable of microbatches: engine.evaluate([batch, batch])"
+LOSS_CALL = (
+    "pass a function loss(module, batch) that runs module(...) and returns (loss_sum, weight)"
+)
 
 
 def check_microbatches(microbatches: Any) -> None:
@@ -38,8 +44,7 @@ def check_microbatches(microbatches: Any) -> None:
     Raises:
         ConfigError: Naming what came in its place.
     """
-    if isinstance(microbatches, Tensor | np.ndarray | Mapping) or hasattr(microbatches, "_fields"):
-        raise ConfigError("microbatches", _kind(microbatches), f"is one batch; {ONE_LIST}")
+    _refuse_one_batch(microbatches, ONE_LIST)
     if not isinstance(microbatches, Sequence) or isinstance(microbatches, str | bytes):
         raise ConfigError(
             "microbatches",
@@ -50,13 +55,62 @@ def check_microbatches(microbatches: Any) -> None:
         raise ConfigError(
             "microbatches", [], "is empty; a step needs at least one microbatch on every rank"
         )
+
+
+def check_evaluated(microbatches: Any) -> None:
+    """Refuse one batch, or something else, where an iterable of microbatches is expected.
+
+    Raises:
+        ConfigError: Naming what came in its place.
+    """
+    _refuse_one_batch(microbatches, SEVERAL)
+    if not isinstance(microbatches, Iterable) or isinstance(microbatches, str | bytes):
+        raise ConfigError("microbatches", _kind(microbatches), f"holds no batches; {SEVERAL}")
+
+
+def _refuse_one_batch(microbatches: Any, instead: str) -> None:
+    if isinstance(microbatches, Tensor | np.ndarray | Mapping) or hasattr(microbatches, "_fields"):
+        raise ConfigError("microbatches", _kind(microbatches), f"is one batch; {instead}")
+    if not isinstance(microbatches, list | tuple):
+        return
     tensors = [part for part in microbatches[:2] if isinstance(part, Tensor)]
     alike = len({(part.dtype, part.dim()) for part in tensors}) <= 1
     if len(tensors) == 2 and (isinstance(microbatches, tuple) or not alike):
         raise ConfigError(
             "microbatches",
             f"({', '.join(map(_kind, microbatches))})",
-            f"looks like one batch, such as (inputs, targets); {ONE_LIST}",
+            f"looks like one batch, such as (inputs, targets); {instead}",
+        )
+
+
+def check_loss_function(loss: object) -> None:
+    """Refuse what cannot be called as `loss(module, batch)`.
+
+    Raises:
+        ConfigError: Naming what came in its place.
+    """
+    name = getattr(loss, "__name__", type(loss).__name__)
+    if not callable(loss) or isinstance(loss, type):
+        raise ConfigError("loss", name, f"is no function; {LOSS_CALL}")
+    if isinstance(loss, nn.modules.loss._Loss):
+        raise ConfigError("loss", name, f"is a criterion, which runs no model; {LOSS_CALL}")
+    try:
+        inspect.signature(loss).bind("module", "batch")
+    except TypeError as error:
+        raise ConfigError("loss", name, f"{error}; {LOSS_CALL}") from error
+    except ValueError:  # a callable of C code does not tell its signature
+        return
+
+
+def check_outcome(outcome: object) -> None:
+    """Refuse what is no outcome of a step.
+
+    Raises:
+        ConfigError: Naming what came in its place.
+    """
+    if not isinstance(outcome, StepOutcome):
+        raise ConfigError(
+            "outcome", _kind(outcome), "is not what engine.step returns; pass that, a StepOutcome"
         )
 
 
@@ -104,7 +158,7 @@ def check_weight(weight: float) -> None:
     Raises:
         ConfigError: If it is below 0.
     """
-    if weight < 0:
+    if -math.inf < weight < 0:
         raise ConfigError(
             "weight", weight, "is below 0; return how many samples or tokens were summed"
         )
@@ -145,6 +199,59 @@ def batch_errors_explained(batch: Any, model: nn.Module) -> Iterator[None]:
             f"is one microbatch, and the loss function unpacks it ({error}); if it is a part of a "
             f"batch, {ONE_LIST}",
         ) from error
+
+
+@contextmanager
+def backward_errors_explained() -> Iterator[None]:
+    """Say why the graph of a loss cannot be gone through.
+
+    Raises:
+        ConfigError: In place of a RuntimeError for a graph that another backward has freed.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "backward through the graph a second time" not in str(error):
+            raise
+        raise ConfigError(
+            "loss",
+            "Tensor of a graph that is freed",
+            "backward went through it before; the loss function must not call backward, and "
+            "computes everything anew for each microbatch (detach a state that it carries over)",
+        ) from error
+
+
+def check_not_inference(doing: str) -> None:
+    """Refuse to make tensors that autograd could not use later.
+
+    Raises:
+        ConfigError: Inside of `torch.inference_mode`.
+    """
+    if torch.is_inference_mode_enabled():
+        raise ConfigError(
+            "torch.inference_mode()", True, f"{doing} needs gradients; do it outside of it"
+        )
+
+
+def check_gradients_enabled() -> None:
+    """Refuse a step where autograd records nothing.
+
+    Raises:
+        ConfigError: Inside of `torch.no_grad` or `torch.inference_mode`.
+    """
+    check_not_inference("a step")
+    if not torch.is_grad_enabled():
+        raise ConfigError("torch.no_grad()", True, "a step needs gradients; do it outside of it")
+
+
+def check_stop(stop: object) -> None:
+    """Refuse a request that is neither made nor not made.
+
+    Raises:
+        ConfigError: Naming what came in its place.
+    """
+    if not isinstance(stop, bool | int | np.bool_):
+        raise ConfigError("stop", stop, "must be True or False")
 
 
 class FirstStep:

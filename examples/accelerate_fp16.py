@@ -1,4 +1,4 @@
-"""An accelerate script in float16 with distmp's policy and scaler: the marked lines are new.
+"""An accelerate script in float16 with distmp's policy and scaler: the marked line is new.
 
     accelerate launch --multi-gpu --num-processes 2 examples/accelerate_fp16.py --bad-batch-at 5
 
@@ -23,7 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
-    accelerator = Accelerator("fp16-autocast")  # in place of: Accelerator(mixed_precision="fp16")
+    accelerator = Accelerator(mixed_precision="fp16")
     inputs = torch.randn(160, 8)
     data = DataLoader(TensorDataset(inputs, inputs.mean(1, keepdim=True)), batch_size=8)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))

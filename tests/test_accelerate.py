@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable
@@ -20,10 +21,13 @@ from accelerate.utils import (
     DistributedType,
     FullyShardedDataParallelPlugin,
     GradScalerKwargs,
+    PrecisionType,
 )
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.utils.data import DataLoader, TensorDataset
 
+import distmp.accelerate
 from distmp.accelerate import Accelerator
 from distmp.errors import ConfigError
 from distmp.precision import policy
@@ -151,6 +155,30 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@pytest.mark.parametrize("version", [1, 2])
+@ranks(2)
+def test_fsdp_computes_as_mixed_precision_says(version: int) -> None:
+    """FP32 weights under autocast, reduced in FP32, where accelerate has 16 bits in each place."""
+    _let_accelerate_shard_on_cpu()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+        accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    assert accelerator.policy == policy("bf16-autocast")
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert plugin.mixed_precision_policy.param_dtype is None
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
+    module = make_model()
+    seen: list[torch.dtype] = []
+    module[0].register_forward_hook(_recorder(seen))
+    if version == 2:
+        model, _ = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+    else:
+        model = accelerator.prepare(module)
+    assert model(batch(0, accelerator.process_index)).dtype == torch.float32
+    assert seen == [torch.float32, torch.bfloat16]
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 def _let_accelerate_shard_on_cpu() -> None:
     """accelerate does so on GPUs only; what it then does is the same."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
@@ -215,8 +243,11 @@ def test_what_would_overrule_the_policy_is_refused() -> None:
         ("bf16", {}, "precision.policy", "use a policy with autocast"),
         ("bf16-pure", {}, "precision.policy", "sums microbatches in float32"),
         ("bf16-autocast,output=bf16", {}, "precision.policy.output", "in float32"),
-        ("bf16-autocast", {"mixed_precision": "fp16"}, "mixed_precision", "leave it out"),
+        ("bf16-autocast", {"mixed_precision": "fp16"}, "mixed_precision", "policy = 'bf16-auto"),
+        ("fp32", {"mixed_precision": "no"}, "mixed_precision", "give one of the two"),
+        ("fp32", {"policy": "fp32"}, "policy", "only positional argument"),
         ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "neither policy nor"),
+        ("fp32", {"deepspeed_plugins": {"a": object()}}, "deepspeed_plugin", "neither policy nor"),
         ("fp32", {"megatron_lm_plugin": object()}, "megatron_lm_plugin", "neither policy nor"),
         ("fp32", {"kwargs_handlers": [AutocastKwargs()]}, "kwargs_handlers", "leave it out"),
         ("fp32", {"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers", "LossScaleConfig"),
@@ -233,10 +264,141 @@ def test_what_would_overrule_the_policy_is_refused() -> None:
 @ranks(1)
 def test_auto_takes_what_accelerate_can_do() -> None:
     os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
-    accelerator = Accelerator()
+    accelerator = Accelerator("auto")
     assert not accelerator.policy.casts_parameters
     assert accelerator.policy_reason
     assert accelerator.mixed_precision in ("no", "bf16")
+
+
+# mixed_precision in place of a policy: only the import changes
+
+
+@ranks(1)
+def test_what_accelerate_is_told_is_a_policy() -> None:
+    cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str | None, str, str], ...] = (
+        ((), {}, None, "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
+        ((), {"mixed_precision": None}, None, "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
+        ((), {"mixed_precision": "no"}, None, "fp32", "mixed_precision = 'no'"),
+        ((), {"mixed_precision": "bf16"}, None, "bf16-autocast", "mixed_precision = 'bf16'"),
+        ((), {"mixed_precision": "fp16"}, None, "fp16-autocast", "mixed_precision = 'fp16'"),
+        ((), {"mixed_precision": PrecisionType.BF16}, None, "bf16-autocast", "= 'bf16'"),
+        ((True, False, "bf16"), {}, None, "bf16-autocast", "mixed_precision = 'bf16'"),
+        ((True, False, PrecisionType.FP16, 2), {}, None, "fp16-autocast", "= 'fp16'"),
+        ((True,), {"mixed_precision": "fp16"}, None, "fp16-autocast", "= 'fp16'"),
+        # What `accelerate launch --mixed_precision` sets; a script's own argument wins.
+        ((), {}, "bf16", "bf16-autocast", "ACCELERATE_MIXED_PRECISION = 'bf16'"),
+        ((), {}, "no", "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
+        ((), {"mixed_precision": "no"}, "bf16", "fp32", "mixed_precision = 'no'"),
+        ((), {"policy": "fp32"}, "bf16", "fp32", "configured"),
+        (("fp16-autocast",), {}, "bf16", "fp16-autocast", "configured"),
+    )
+    for positional, keywords, launched, name, reason in cases:
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        if launched is not None:
+            os.environ["ACCELERATE_MIXED_PRECISION"] = launched
+        accelerator = Accelerator(*positional, **keywords)
+        assert accelerator.policy == policy(name)
+        assert reason in accelerator.policy_reason
+        word = {"fp32": "no", "bf16-autocast": "bf16", "fp16-autocast": "fp16"}[name]
+        assert accelerator.mixed_precision == word
+        assert (accelerator.scaler is not None) == (word == "fp16")
+        assert accelerator.gradient_accumulation_steps == (2 if len(positional) == 4 else 1)
+        assert accelerator.device_placement
+        AcceleratorState._reset_state()
+
+
+@ranks(1)
+def test_another_accelerator_of_the_process_has_the_policy_of_the_first() -> None:
+    first = Accelerator("bf16-autocast,keep_fp32=norm")
+    assert Accelerator().policy == first.policy
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    assert Accelerator().policy == policy("bf16-autocast")
+
+
+@ranks(1)
+def test_words_that_are_no_policy_are_refused() -> None:
+    for word, message in (("fp8", "no 8-bit types"), ("bf61", "did you mean 'bf16'")):
+        os.environ["ACCELERATE_MIXED_PRECISION"] = word
+        for arguments, setting in (
+            ({}, "ACCELERATE_MIXED_PRECISION"),
+            ({"mixed_precision": word}, "mixed_precision"),
+        ):
+            with pytest.raises(ConfigError, match=message) as caught:
+                Accelerator(**arguments)  # type: ignore[arg-type]
+            assert (caught.value.setting, caught.value.value) == (setting, word)
+
+
+@ranks(1)
+def test_switches_of_the_process_follow_a_policy_only() -> None:
+    torch.set_float32_matmul_precision("high")
+    for arguments, expected in (({}, "high"), ({"policy": "fp32"}, "highest")):
+        accelerator = Accelerator(**arguments)  # type: ignore[arg-type]
+        assert torch.get_float32_matmul_precision() == expected
+        accelerator.end_training()
+        assert torch.get_float32_matmul_precision() == "high"
+        AcceleratorState._reset_state(reset_partial_state=True)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it left
+
+
+@ranks(1)
+def test_weights_in_16_bits_become_fp32_with_a_warning() -> None:
+    with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+        accelerator = Accelerator()
+        model = accelerator.prepare_model(make_model().bfloat16())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    (call,) = warning.call_args_list
+    assert "6 parameters in 16 bits become float32 ('0.weight' is bfloat16)" in (
+        call.args[0] % call.args[1:]
+    )
+
+
+def train(package: Any, *positional: Any, **keywords: Any) -> tuple[list[float], list[Tensor]]:
+    """Run a script for accelerate, with the Accelerator of one package or the other."""
+    torch.manual_seed(0)
+    accelerator = package.Accelerator(
+        *positional, cpu=True, gradient_accumulation_steps=2, **keywords
+    )
+    inputs = torch.randn(96, 8)
+    data = DataLoader(TensorDataset(inputs, inputs.mean(1, keepdim=True)), batch_size=4)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+    losses = []
+    for inputs, targets in data:
+        with accelerator.accumulate(model):
+            output = model(inputs)
+            assert output.dtype == torch.float32
+            loss = nn.functional.mse_loss(output, targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return losses, weights
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_only_the_import_changes(world_size: int) -> None:
+    losses = {}
+    for word in ("no", "bf16"):
+        for launched in (False, True):
+            os.environ["ACCELERATE_MIXED_PRECISION"] = word if launched else "no"
+            keywords = {} if launched else {"mixed_precision": word}
+            ours, our_weights = train(distmp.accelerate, **keywords)
+            theirs, their_weights = train(accelerate, **keywords)
+            assert ours == theirs
+            assert all(map(torch.equal, our_weights, their_weights))
+            assert len(ours) == 24 // world_size
+            losses[word, launched] = ours
+    assert losses["no", False] == losses["no", True]
+    assert losses["bf16", False] == losses["bf16", True] != losses["no", True]
 
 
 def test_the_example_skips_on_both_ranks(tmp_path: Path) -> None:

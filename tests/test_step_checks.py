@@ -285,7 +285,7 @@ def test_a_row_that_begins_later_is_warned_of_once(
         engine.step([spoiled()])
     found = [str(warning.message) for warning in recwarn]
     assert len(found) == 1
-    assert found[0].startswith(f"{10 + -before % 10} steps in a row were skipped")
+    assert found[0].startswith("10 steps in a row were skipped")
 
 
 def test_steps_without_weight_are_warned_of() -> None:

@@ -240,7 +240,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "sharding one process": (
         lambda tmp: [*TINY, f"--data.path={corpus(tmp / 'corpus')}", "--strategy=fsdp"],
-        "strategy = 'fsdp': needs a process group",
+        "strategy = 'fsdp': is for several ranks, and this process is alone",
     ),
 }
 

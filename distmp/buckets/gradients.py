@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.buckets.collectives import reduces_in_parts
-from distmp.buckets.layout import ALIGNMENT, plan_buckets
+from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, plan_buckets
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import Exchange, Native, Reduction
 from distmp.buckets.used import UsedParameters
 from distmp.errors import ConfigError, TrainingError
+from distmp.same_on_ranks import check_same, described_parameters
 from distmp.scaling.norms import CHUNK, chunk_norms
 
 
@@ -78,7 +79,8 @@ class Fp32GradBuckets:
         buffers: After `finish`: the flat FP32 buckets, shape (size of the layout,).
 
     Raises:
-        ConfigError: If `reproducible` does not fit the number of ranks or the reduce dtype.
+        ConfigError: If an argument cannot work or differs between ranks, or `reproducible` does not
+            fit the number of ranks or the reduce dtype.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -105,6 +107,19 @@ class Fp32GradBuckets:
         drop_non_finite: bool = False,
         overlap: bool = True,
     ) -> None:
+        options: dict[str, object] = {
+            "shard": shard,
+            "reproducible": reproducible,
+            "drop_non_finite": drop_non_finite,
+            "overlap": overlap,
+        }
+        _check_options(options, bucket_bytes, reduce_dtype)
+        _check_group(group)
+        named_parameters = check_parameters(named_parameters)
+        described = {name: repr(value) for name, value in options.items()}
+        described |= {"bucket_bytes": repr(bucket_bytes), "reduce_dtype": repr(reduce_dtype)}
+        device = named_parameters[0][1].device
+        check_same(group, device, described | described_parameters(named_parameters))
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
@@ -132,6 +147,8 @@ class Fp32GradBuckets:
         self._launched = 0
         self._accumulating = False
         self._last_microbatch = False
+        # Of a step: "begun", "last" microbatch announced, "ended" but for `finish`; "" in between.
+        self._stage = ""
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -180,8 +197,18 @@ class Fp32GradBuckets:
         self._by_bucket[bucket][index].target = target
 
     def begin_step(self) -> None:
-        """Start from zero; what an unfinished step has left is discarded."""
+        """Start from zero; what an unfinished step has left is discarded.
+
+        Raises:
+            TrainingError: If only `finish` was left out of the step before.
+        """
+        if self._stage == "ended":
+            raise TrainingError(
+                "finish() was not called after the last microbatch, so the gradients would be "
+                "lost; call it before the optimizer's step, or discard() to leave the step out"
+            )
         self.discard()
+        self._stage = "begun"
         self._used.begin_step()
         for slot in self._slots:
             slot.arrived = False
@@ -189,7 +216,18 @@ class Fp32GradBuckets:
             slot.target.grad = None
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Announce a backward; buckets are reduced during the one announced as `last`."""
+        """Announce a backward; buckets are reduced during the one announced as `last`.
+
+        Raises:
+            TrainingError: Without `begin_step` before, or after one that was announced as `last`.
+        """
+        if self._stage != "begun":
+            reason = "after one with last=True" if self._last_microbatch else "without begin_step()"
+            raise TrainingError(
+                f"begin_microbatch() was called {reason}; a step is begin_step(), "
+                "begin_microbatch() for each microbatch, the last one with last=True, and finish()"
+            )
+        self._stage = "last" if last else "begun"
         self._accumulating = True
         self._last_microbatch = last
         self._launched = 0
@@ -229,6 +267,8 @@ class Fp32GradBuckets:
         if kept is not None:
             for buffer in self._leaf.buffers:
                 buffer.masked_fill_(~kept, 0.0)
+        if self._stage == "last":
+            self._stage = "ended"
         if self._sums is not None and not self._last_microbatch:
             for bucket in range(len(self.layouts)):
                 self._fill_absent(bucket)
@@ -236,7 +276,17 @@ class Fp32GradBuckets:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Launch what no gradient has arrived for, and wait for every reduction."""
+        """Launch what no gradient has arrived for, and wait for every reduction.
+
+        Raises:
+            TrainingError: If no microbatch was announced as `last`.
+        """
+        if self._stage not in ("last", "ended"):
+            raise TrainingError(
+                "finish() was called without a microbatch that begin_microbatch(last=True) has "
+                "announced; announce the last one of a step so"
+            )
+        self._stage = ""
         self._launch_up_to(len(self.layouts))
         if self._reduction is not None:
             self._reduction.finish()
@@ -268,6 +318,7 @@ class Fp32GradBuckets:
                 self._reduction.launch(self._leaf.buffers[bucket])
             self._reduction.finish()
         self._last_microbatch = self._accumulating = False
+        self._stage = ""
         if self._sums is not None:
             self._sums.clear()
 
@@ -386,6 +437,32 @@ def _hook(
             alive._arrived(alive._by_bucket[bucket][index])
 
     return arrived
+
+
+def _check_options(switches: dict[str, object], bucket_bytes: object, reduce_dtype: object) -> None:
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(name, value, "must be True or False")
+    is_count = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
+    if bucket_bytes is not None and not (is_count and bucket_bytes > 0):  # type: ignore[operator]
+        raise ConfigError("bucket_bytes", bucket_bytes, "use a whole number above 0, or None")
+    if reduce_dtype not in SUMMED_DTYPES:
+        raise ConfigError(
+            "reduce_dtype", reduce_dtype, "use torch.float32, torch.bfloat16 or torch.float16"
+        )
+
+
+def _check_group(group: object) -> None:
+    several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    if group is None and several:
+        raise ConfigError(
+            "group",
+            None,
+            f"reduces nothing, and there are {dist.get_world_size()} ranks; use "
+            "torch.distributed.group.WORLD, or a group of this rank alone",
+        )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ConfigError("group", group, "is no process group; use torch.distributed.group.WORLD")
 
 
 def _check_reproducible(world_size: int, reduce_dtype: torch.dtype) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from distmp.errors import ConfigError
+
 # Every parameter starts on a 64-byte boundary, so that vectorised kernels need no special case.
 ALIGNMENT = 16
+SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
 # Gloo is as fast with these, and what is under way takes memory of the size of a bucket or two.
 CPU_BUCKET_BYTES = 6 * 1024 * 1024
@@ -60,6 +64,44 @@ class BucketLayout:
             flat.as_strided(parameter.shape, _dense_strides(parameter), offset)
             for offset, parameter in zip(self.offsets, self.parameters, strict=True)
         ]
+
+
+def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Parameter]]:
+    """Return named parameters as a list.
+
+    Raises:
+        ConfigError: For what is no name and parameter, and for a parameter without a gradient that
+            could be summed in FP32.
+    """
+    expected = "use model.named_parameters(), those that are trained"
+    if isinstance(named_parameters, nn.Module) or not isinstance(named_parameters, Iterable):
+        kind = type(named_parameters).__name__
+        raise ConfigError(
+            "named_parameters", kind, f"is no list of names and parameters; {expected}"
+        )
+    found: dict[str, nn.Parameter] = {}
+    entries = list(named_parameters)
+    for entry in entries:
+        if not (isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)):
+            kind = type(entry).__name__
+            raise ConfigError("named_parameters", kind, f"is no pair (name, parameter); {expected}")
+        name, parameter = entry
+        if not isinstance(parameter, nn.Parameter):
+            problem = f"is a {type(parameter).__name__}, not a parameter; {expected}"
+        elif not parameter.requires_grad:
+            problem = f"has no gradient; {expected}"
+        elif parameter.dtype not in SUMMED_DTYPES:
+            problem = f"is {parameter.dtype}; use parameters in float32, bfloat16 or float16"
+        elif parameter.is_meta:
+            problem = "is on the meta device, without data; make it on a real one"
+        elif found.setdefault(name, parameter) is not parameter:
+            problem = "is the name of two parameters; give each its own"
+        else:
+            continue
+        raise ConfigError("named_parameters", name, problem)
+    if not entries:
+        raise ConfigError("named_parameters", [], f"is empty; {expected}")
+    return entries
 
 
 def plan_buckets(

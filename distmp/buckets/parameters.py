@@ -10,6 +10,48 @@ from torch import Tensor, nn
 from distmp.buckets.collectives import all_gather
 from distmp.buckets.gradients import Fp32GradBuckets
 from distmp.buckets.layout import BucketLayout
+from distmp.errors import ConfigError
+
+
+class _Place(NamedTuple):
+    """Where a parameter was put.
+
+    Attributes:
+        version: What torch counted of writes to it; None where writes to it are not lost.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    address: int
+    version: int | None
+
+    @classmethod
+    def of(cls, name: str, parameter: nn.Parameter, *, has_master: bool) -> _Place:
+        """Return the place that a parameter has now."""
+        version = parameter._version if has_master else None
+        return cls(name, parameter, parameter.data_ptr(), version)
+
+    def check(self) -> None:
+        """Refuse a parameter that has left its place, or was written to in vain.
+
+        Raises:
+            ConfigError: Naming it.
+        """
+        if self.parameter.data_ptr() != self.address:
+            raise ConfigError(
+                "model",
+                self.name,
+                "was given other memory (by model.to(), .data = or another engine), which the "
+                "optimizer does not step; change a model before the engine is built",
+            )
+        if self.version not in (None, self.parameter._version):
+            raise ConfigError(
+                "model",
+                self.name,
+                "was written to (as by model.load_state_dict), but its value comes from the FP32 "
+                "master weight of the optimizer; write to a model before the engine is built, or "
+                "use engine.load_state_dict",
+            )
 
 
 class _Flat(NamedTuple):
@@ -48,12 +90,18 @@ class FlatParameters:
         self.named: dict[str, Tensor] = {}
         self.shares: dict[str, slice] = {}
         self._flat: list[_Flat] = []
+        self._places: list[_Place] = []
         for index, layout in enumerate(buckets.layouts):
             if buckets.sharded or layout.parameters[0].dtype != torch.float32:
                 self._lay_out(index, layout, values)
             else:
                 self.named.update(zip(layout.names, layout.parameters, strict=True))
         self.publish()
+
+    def check_places(self) -> None:
+        """Refuse parameters that are not where they were put, see `_Place.check`."""
+        for place in self._places:
+            place.check()
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -93,6 +141,9 @@ class FlatParameters:
                 master.copy_(value)
             views[index].copy_(value)
             layout.parameters[index].data = views[index]
+            self._places.append(
+                _Place.of(name, layout.parameters[index], has_master=dtype != torch.float32)
+            )
             # An optimizer wants a leaf of its own; it shares the memory of the flat buffer.
             self.named[name] = master.detach().requires_grad_()
             self._buckets.attach(bucket, index, self.named[name])
@@ -117,12 +168,19 @@ class PureParameters:
         self.named: dict[str, Tensor] = {}
         self.shares: dict[str, slice] = {}
         self._rounded: list[tuple[nn.Parameter, Tensor]] = []
+        self._places: list[_Place] = []
         for layout in buckets.layouts:
             for name, parameter in zip(layout.names, layout.parameters, strict=True):
                 self.named[name] = parameter
                 if parameter.dtype != torch.float32:
                     self.named[name] = parameter.detach().requires_grad_()
                     self._rounded.append((parameter, self.named[name]))
+                    self._places.append(_Place.of(name, parameter, has_master=False))
+
+    def check_places(self) -> None:
+        """Refuse parameters that are not where they were put, see `_Place.check`."""
+        for place in self._places:
+            place.check()
 
     def round_gradients(self) -> None:
         """Give the optimizer what the buckets hold, in the type of its weights."""

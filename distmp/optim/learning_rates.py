@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,14 +44,19 @@ class LearningRates:
         *,
         on_device: bool,
     ) -> None:
-        self._groups: list[dict[str, Any]] = optimizer.param_groups
+        self._optimizer = optimizer
         self._base_rates: list[float] = []
         self._build_schedule = schedule
         self._device = device
         self._on_device = on_device
         # What each group was given last, and the version of it where it is a tensor.
         self._given: list[tuple[Any, int]] = []
-        self.add_groups(self._groups)
+        self.add_groups(optimizer.param_groups)
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        # Looked up anew: a state that is loaded into the optimizer brings a new list.
+        return self._optimizer.param_groups
 
     def add_groups(self, groups: Sequence[dict[str, Any]]) -> None:
         """Follow more groups: they get the rates that they would have had from the beginning.
@@ -84,9 +90,12 @@ class LearningRates:
             at_most: An upper bound of it that the host knows; without `on_device` the very number.
 
         Raises:
-            ConfigError: If there is a schedule and somebody else has set a rate.
+            ConfigError: If a rate is no number of 0 or more, or there is a schedule and somebody
+                else has set a rate.
         """
         if self._build_schedule is None:
+            for index, group in enumerate(self._groups):
+                _check_rate(index, group["lr"])
             return _as_tensor(self._groups[0]["lr"], self._device)
         self._check_untouched()
         self._extend(at_most + 1)
@@ -94,21 +103,26 @@ class LearningRates:
         rates = self._table.index_select(0, applied.reshape(1))[0]
         for index, group in enumerate(self._groups):
             if self._on_device:
+                if not isinstance(group["lr"], Tensor):  # from a state that was loaded
+                    group["lr"] = torch.tensor(group["lr"], device=self._device)
                 group["lr"].copy_(rates[index])
             else:
                 group["lr"] = self._rows[at_most][index]
         self._given = [(group["lr"], _version(group["lr"])) for group in self._groups]
         return rates[0]
 
+    def planned(self, update: int) -> list[float]:
+        """Return the rates of the schedule for an update, as far as the host has computed them."""
+        return self._rows[update] if self._build_schedule and update < len(self._rows) else []
+
     def _check_untouched(self) -> None:
         """Refuse rates that somebody else has set since the last step: they would be lost."""
         for index, (rate, version) in enumerate(self._given):
             found = self._groups[index]["lr"]
-            if isinstance(found, Tensor):
-                untouched = found is rate and found._version == version
-            else:
-                untouched = found == rate
-            if untouched:
+            if found is rate and _version(found) == version:
+                continue
+            _check_rate(index, found)
+            if found is not rate and float(found) == float(rate):  # that of a state that was loaded
                 continue
             raise ConfigError(
                 f"optimizer.param_groups[{index}]['lr']",
@@ -151,6 +165,17 @@ class LearningRates:
 
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._stand_in.param_groups]
+
+
+def _check_rate(index: int, rate: Any) -> None:
+    """Refuse a rate that updates cannot have; the values of tensors are not looked at."""
+    if isinstance(rate, Tensor) and rate.numel() == 1:
+        return
+    is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
+    if not is_number or not 0 <= rate < math.inf:
+        raise ConfigError(
+            f"optimizer.param_groups[{index}]['lr']", rate, "use a finite number of 0 or more"
+        )
 
 
 def _version(rate: Any) -> int:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
+from distmp.slices import FlatSlice, whole_shape
 
 # The optimizers whose fused kernels DTensor can call (torch 2.13).
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
@@ -91,6 +92,45 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
                 )
             state[f"{names[id(parameter)]}/{key}"] = value
     return state
+
+
+def check_state(state: object) -> None:
+    """Refuse what is no state of an engine.
+
+    Raises:
+        CheckpointError: Naming what came in its place.
+    """
+    expected = "pass what engine.state_dict() returns, a mapping of names to tensors"
+    if not isinstance(state, Mapping):
+        raise CheckpointError(f"a {type(state).__name__} cannot be loaded; {expected}")
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise CheckpointError(f"{name!r} of the state is a {type(value).__name__}; {expected}")
+
+
+def check_shapes(state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+    """Refuse a state whose tensors do not fit those that it is copied into.
+
+    Raises:
+        CheckpointError: Naming the first one that does not.
+    """
+    for name, tensor in live.items():
+        found = state[name]
+        if whole_shape(found) != whole_shape(tensor):
+            raise CheckpointError(
+                f"{name!r} has the shape {tuple(whole_shape(found))} in the state and "
+                f"{tuple(whole_shape(tensor))} in this engine; load the state of the same model"
+            )
+        if type(found) is not type(tensor) and _is_part(tensor) != _is_part(found):
+            raise CheckpointError(
+                f"{name!r} is a {type(found).__name__} in the state and sharded as a "
+                f"{type(tensor).__name__} in this engine; load it with distmp.checkpoint, which "
+                "shards it anew"
+            )
+
+
+def _is_part(tensor: Tensor) -> bool:
+    return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, FlatSlice)
 
 
 def create_state(

@@ -7,8 +7,9 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from distmp.errors import ConfigError, listed
+from distmp.errors import ConfigError, TrainingError, listed
 from distmp.optim.build import NamedParameters, OptimizerFactory
 from distmp.optim.checks import check_kind
 
@@ -43,7 +44,75 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         )
     check_kind(optimizer)
     _check_tensors(optimizer, parameters)
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            "optimizer", "differentiable=True", "keeps graphs of updates; leave the argument out"
+        )
     return optimizer
+
+
+class SteppedTensors:
+    """Watches that an optimizer goes on to step what it was built on, and only when it is told to.
+
+    Args:
+        optimizer: It.
+        parameters: What it steps, with names.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
+        self.optimizer = optimizer
+        self._parameters: list[tuple[str, Tensor]] = []
+        self._is_stepping = False
+        self.add(parameters)
+        optimizer.register_step_pre_hook(self._refuse_step)
+
+    def add(self, parameters: NamedParameters) -> None:
+        """Take note of tensors that were given to the optimizer in addition."""
+        self._parameters += parameters
+        self._groups = self.optimizer.param_groups
+        self._stepped = self._found()
+        # Which kernel a group was built for; a loaded state brings its own.
+        self._fused = [group.get("fused") for group in self._groups]
+
+    def step(self) -> None:
+        """Step the optimizer."""
+        self._is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._is_stepping = False
+
+    def check(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse another optimizer, or one with other tensors in its groups.
+
+        Raises:
+            ConfigError: Naming what is missing, foreign or there twice.
+        """
+        if optimizer is not self.optimizer:
+            raise ConfigError(
+                "engine.optimizer",
+                type(optimizer).__name__,
+                "was put in the place of the optimizer that the engine has built; build a new "
+                "engine, or change the rates in engine.optimizer.param_groups",
+            )
+        if self._found() != self._stepped:
+            _check_tensors(optimizer, self._parameters)
+        if optimizer.param_groups is not self._groups:  # by optimizer.load_state_dict
+            for group, fused in zip(optimizer.param_groups, self._fused, strict=True):
+                if "fused" in group:
+                    group["fused"] = fused
+            self._groups = optimizer.param_groups
+
+    def _found(self) -> list[int]:
+        groups = self.optimizer.param_groups
+        return [id(tensor) for group in groups for tensor in group["params"]]
+
+    def _refuse_step(self, *_: object) -> None:
+        if not self._is_stepping:
+            raise TrainingError(
+                "engine.optimizer.step() was called outside of engine.step(), which steps the "
+                "optimizer by itself, with gradients of all ranks; leave the call out"
+            )
 
 
 def _call(factory: OptimizerFactory, parameters: NamedParameters) -> Any:

@@ -34,6 +34,7 @@ from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
+    KnownParameters,
     broadcast_from_rank_zero,
     check_parameters,
     group_of,
@@ -95,6 +96,7 @@ class FullySharded(ShardedStrategy):
         self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
         self._follow(world)
+        self._known = KnownParameters(module)
         self.accumulation = choose(
             config.sharding.accumulate,
             Facts(
@@ -117,6 +119,15 @@ class FullySharded(ShardedStrategy):
         # Forward passes of this microbatch.
         self._forwards = 0
 
+    def check_model(self) -> None:
+        if self._unfinished:
+            return  # a failed step has left gathered parameters in the model
+        try:
+            self._known.check(self.module)
+        except ConfigError:
+            self._reshard()  # a forward outside of the engine has left gathered parameters
+            self._known.check(self.module)
+
     def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
         known = {name for name, _ in self._trainable}
         added = [entry for entry in trainable(self.module) if entry[0] not in known]
@@ -129,6 +140,8 @@ class FullySharded(ShardedStrategy):
                     "in float32",
                 )
         self._train(added)
+        if added:
+            self._known = KnownParameters(self.module)
         return [*added]
 
     def begin_step(self) -> None:

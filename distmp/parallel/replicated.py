@@ -16,6 +16,7 @@ from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.module_buffers import buffer_values, take_back
 from distmp.parallel.strategy import (
     AccumulationSettings,
+    KnownParameters,
     Strategy,
     broadcast_from_rank_zero,
     check_parameters,
@@ -74,6 +75,7 @@ class Replicated(Strategy):
         # Buffers before the microbatch, if it may be dropped.
         self._buffers: dict[str, Tensor] = {}
         self._parts = [self._lay_out(named, values)]
+        self._known = KnownParameters(module)
 
     def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
         """Put parameters, in the type that the module holds them in, into buckets.
@@ -100,6 +102,11 @@ class Replicated(Strategy):
             return _Part(buckets, PureParameters(buckets))
         return _Part(buckets, FlatParameters(buckets, values))
 
+    def check_model(self) -> None:
+        self._known.check(self.model)
+        for part in self._parts:
+            part.parameters.check_places()
+
     def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
         named = [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
         if not named:
@@ -112,6 +119,7 @@ class Replicated(Strategy):
         for name, parameter in named:
             parameter.data = parameter.data.to(dtypes[name])
         self._parts.append(self._lay_out(named, values))
+        self._known = KnownParameters(self.model)
         return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:

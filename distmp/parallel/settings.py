@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from distmp.annotations import check_types
 from distmp.errors import ConfigError, nearest
 
 Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
@@ -46,6 +47,7 @@ class ShardingConfig:
     """fsdp and hsdp: keep shards, gradients and optimizer state in the memory of the host."""
 
     def __post_init__(self) -> None:
+        check_types(self, "sharding")
         if self.accumulate not in get_args(Accumulation):
             known = nearest(str(self.accumulate), get_args(Accumulation))
             raise ConfigError("sharding.accumulate", self.accumulate, known)
@@ -105,6 +107,9 @@ class ParallelConfig:
     microbatches: int | None = None
 
     def __post_init__(self) -> None:
+        check_types(self)
+        if self.microbatches is not None and self.microbatches < 1:
+            raise ConfigError("microbatches", self.microbatches, "use 1 or more, or None")
         choices = {"activation_checkpointing": ActivationCheckpointing, "compile": Compilation}
         for setting, literal in choices.items():
             value = getattr(self, setting)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from distmp.errors import ConfigError, nearest
 from distmp.optim import OptimizerFactory
@@ -18,6 +19,7 @@ from distmp.precision.policy import PrecisionPolicy, dtype_name, dtype_word
 from distmp.scaling import GradientPart
 
 STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1")
+REBUILD = "unlike when the engine was built; change a model before that, or build another engine"
 ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
@@ -41,6 +43,9 @@ class AccumulationSettings:
     on_nonfinite: str = "skip_step"
 
     def __post_init__(self) -> None:
+        for name in ("shard_optimizer", "reproducible"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "must be True or False")
         if self.on_nonfinite not in ON_NONFINITE:
             raise ConfigError(
                 "precision.on_nonfinite",
@@ -106,6 +111,14 @@ class Strategy(ABC):
             What the optimizer is to step from now on in addition, see `optimizer_parameters`.
         """
         return []
+
+    def check_model(self) -> None:  # noqa: B027 - not all can tell
+        """Refuse a model whose parameters are no longer those that are trained.
+
+        Raises:
+            ConfigError: Naming the first parameter that was replaced, removed, converted, moved, or
+                written to where its value comes from elsewhere.
+        """
 
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
@@ -218,6 +231,47 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
             )
 
 
+def check_model(model: object) -> None:
+    """Refuse what is no model, or one that is wrapped or sharded already.
+
+    Raises:
+        ConfigError: Naming what came in its place.
+    """
+    kind = type(model).__name__
+    if not isinstance(model, nn.Module):
+        if isinstance(model, type):
+            raise ConfigError("model", model.__name__, f"is a class; pass {model.__name__}(...)")
+        raise ConfigError("model", kind, "is no torch.nn.Module; pass the model itself")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise ConfigError(
+            "model",
+            kind,
+            "reduces gradients by itself; pass the model inside, model.module, and choose a "
+            "strategy",
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "model", kind, "has no parameter to train; requires_grad is False for all"
+        )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            problem = "has no shape yet; run a batch through the model first"
+        elif tensor.is_meta:
+            problem = "is on the meta device, without data; use model.to_empty() and initialize it"
+        elif tensor.is_inference():
+            problem = "was made in inference mode; build the model outside of it"
+        elif is_sharded(tensor):
+            problem = "is sharded already; build the model anew for another engine"
+        else:
+            continue
+        raise ConfigError("model", name, problem)
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether a tensor is a DTensor, without an import of that class."""
+    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
+
+
 def group_of(world: World, strategy: str) -> dist.ProcessGroup:
     """Return the ranks' process group.
 
@@ -229,6 +283,45 @@ def group_of(world: World, strategy: str) -> dist.ProcessGroup:
             "strategy", strategy, "needs a process group; start the run with torchrun"
         )
     return world.group
+
+
+class KnownParameters:
+    """Watches that a model keeps the parameters that are trained, and that none are added.
+
+    Args:
+        model: It.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._names = {parameter_name(name) for name, _ in model.named_parameters()}
+        self._trained = {
+            name: (parameter, parameter.dtype, parameter.device.type)
+            for name, parameter in trainable(model)
+        }
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model with other parameters.
+
+        Raises:
+            ConfigError: Naming the first one that was replaced, removed, converted, moved or added.
+        """
+        found = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
+        for name, (known, dtype, device) in self._trained.items():
+            parameter = found.get(name)
+            if parameter is None:
+                problem = "is no longer in the model"
+            elif parameter is not known:
+                problem = "is another tensor now"
+            elif parameter.dtype != dtype:
+                problem = f"was {dtype_name(dtype)} and is {dtype_name(parameter.dtype)} now"
+            elif parameter.device.type != device:
+                problem = f"was on {device} and is on {parameter.device.type} now"
+            else:
+                continue
+            raise ConfigError("model", name, f"{problem}, {REBUILD}")
+        for name, parameter in found.items():
+            if parameter.requires_grad and name not in self._names:
+                raise ConfigError("model", name, f"is new, {REBUILD}")
 
 
 @torch.no_grad()

@@ -20,6 +20,11 @@ from distmp.launcher.environment import RankEnvironment
 
 T = TypeVar("T")
 
+DEVICE_TYPES = ("cpu", "cuda")
+
+# How much later than this rank another one may fail in the same call.
+FAILURE_SECONDS = 5.0
+
 
 @dataclass(frozen=True)
 class World:
@@ -47,12 +52,35 @@ class World:
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        device = torch.device(device)
+        device = usable_device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         if not (dist.is_available() and dist.is_initialized()):
             return cls(0, 1, device, None)
         return cls(dist.get_rank(), dist.get_world_size(), device, dist.group.WORLD)
+
+
+def usable_device(device: torch.device | str) -> torch.device:
+    """Return a device that tensors can be made on.
+
+    Raises:
+        ConfigError: For what names no device, or one that is not here.
+    """
+    try:
+        if isinstance(device, bool | int):  # torch takes it for the number of a GPU
+            raise TypeError
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError("device", device, "is no device; use 'cpu', 'cuda' or None") from error
+    if found.type not in DEVICE_TYPES:
+        raise ConfigError("device", str(device), "is not supported; use 'cpu', 'cuda' or None")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", str(device), "there is no GPU here; use 'cpu' or None")
+    if found.index is not None and found.type == "cuda":
+        count = torch.cuda.device_count()
+        if found.index >= count:
+            raise ConfigError("device", str(device), f"there are {count} GPUs here, from 0 on")
+    return found
 
 
 def local_device(local_rank: int) -> torch.device:
@@ -121,10 +149,10 @@ def world_of_process(device: torch.device | str | None = None) -> World:
 
 def _device_of_rank(device: torch.device | str | None, local_rank: int) -> torch.device:
     """Return the device that was asked for, with the GPU of this rank where that is left open."""
-    if device is not None and torch.device(device).type != "cuda":
-        return torch.device(device)
-    if device is not None and torch.device(device).index is not None:
-        return torch.device(device)
+    if device is not None:
+        found = usable_device(device)
+        if found.type != "cuda" or found.index is not None:
+            return found
     if torch.cuda.is_available() and torch.cuda.current_device() != 0:
         return torch.device("cuda", torch.cuda.current_device())  # the script has chosen it
     return local_device(local_rank)
@@ -231,6 +259,34 @@ def lost_peers_explained(world: World) -> Iterator[None]:
         raise TrainingError(
             f"rank {world.rank} of {world.world_size} stops because another rank has ended; the "
             "output of that rank has the cause"
+        ) from error
+
+
+def check_failed_everywhere(world: World, failures: int, problem: BaseException) -> None:
+    """Wait until a call that has failed on this rank is known to have failed on every rank.
+
+    A rank that goes on alone would meet the others' collectives with different ones of its own.
+
+    Args:
+        world: The ranks.
+        failures: How many calls have failed on this rank, this one included.
+        problem: Why it has failed.
+
+    Raises:
+        TrainingError: If another rank does not say so soon.
+    """
+    if world.group is None or world.world_size == 1:
+        return
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"distmp/failure {failures}/{rank}" for rank in range(world.world_size)]
+    try:
+        store.set(keys[world.rank], "failed")
+        store.wait(keys, timedelta(seconds=FAILURE_SECONDS))
+    except RuntimeError as error:  # torch's errors of a store are such
+        raise TrainingError(
+            f"the last call of the engine failed on rank {world.rank} of {world.world_size} "
+            f"({type(problem).__name__}: {problem}) and not on every other rank; ranks that still "
+            "wait in it cannot be joined again, so end this rank and start again from a checkpoint"
         ) from error
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, nearest
 from distmp.precision.builders import (
     cast_inputs_and_outputs,
     ddp_comm_hook,
@@ -20,12 +20,37 @@ from distmp.precision.builders import (
     fsdp2_policy,
 )
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32
-from distmp.precision.policy import DTYPE_WORDS, PrecisionPolicy, dtype_name
+from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype_name
 
 if TYPE_CHECKING:
     from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin
 
 ACCELERATE_WORDS = {dtype: word for word, dtype in DTYPE_WORDS.items()} | {torch.float32: "no"}
+
+
+# What its words mean to somebody who changes nothing but the import.
+POLICIES = {"no": "fp32", "bf16": "bf16-autocast", "fp16": "fp16-autocast"}
+
+
+def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
+    """Return the policy of accelerate's word for precision: FP32 weights in any case.
+
+    Args:
+        word: "no", "bf16" or "fp16".
+        setting: Where it stands, for the message.
+
+    Raises:
+        ConfigError: For "fp8", for which accelerate needs other libraries, and for other words.
+    """
+    if word == "fp8":
+        raise ConfigError(
+            setting,
+            word,
+            "policies have no 8-bit types; use bf16, or accelerate's own Accelerator",
+        )
+    if word not in POLICIES:
+        raise ConfigError(setting, word, nearest(word, POLICIES))
+    return PRESETS[POLICIES[word]]
 
 
 def mixed_precision(policy: PrecisionPolicy) -> str:

@@ -31,6 +31,16 @@ def autocast_context(
     return torch.autocast(device.type, dtype=policy.compute_dtype)
 
 
+def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Return a context without the autocast that a caller may have switched on around it.
+
+    The policy says what is cast, and under autocast backward would cast as well.
+    """
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> MixedPrecisionPolicy:
     """Return the policy for `fully_shard`: what is gathered and what is reduced in which type.
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from distmp.errors import ConfigError
 from distmp.precision.notation import PolicyLike, policy
 from distmp.precision.policy import PrecisionPolicy
 
@@ -26,7 +27,7 @@ class Resolution(NamedTuple):
     reason: str
 
 
-def resolve(wanted: PolicyLike, device: torch.device) -> Resolution:
+def resolve(wanted: PolicyLike, device: torch.device | str) -> Resolution:
     """Turn "auto" into the policy that `device` computes natively; anything else is kept.
 
     A policy that was asked for runs everywhere with the types that it says. Where the device only
@@ -41,19 +42,29 @@ def resolve(wanted: PolicyLike, device: torch.device) -> Resolution:
         The policy, and the reason in words.
 
     Raises:
-        ConfigError: If there is no such policy.
+        ConfigError: If there is no such policy or device.
 
     Example:
         >>> resolve("fp32", torch.device("cpu")).policy.name
         'fp32'
     """
-    if wanted == "auto":
+    device = _as_device(device)
+    if isinstance(wanted, str) and wanted == "auto":
         return _resolve_cuda(device) if device.type == "cuda" else _resolve_cpu(device)
     given = isinstance(wanted, PrecisionPolicy)
     chosen = wanted if isinstance(wanted, PrecisionPolicy) else policy(wanted)
     reason = "given" if given else "configured"
     limit = _cuda_limit(chosen, device) if device.type == "cuda" else _cpu_limit(chosen, device)
     return Resolution(chosen, f"{reason}; {limit}" if limit else reason)
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        if isinstance(device, torch.device | str):
+            return torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError("device", device, "is no device; use 'cpu' or 'cuda'") from error
+    raise ConfigError("device", device, "is no device; use 'cpu' or 'cuda'")
 
 
 def native_dtypes(device: torch.device) -> list[torch.dtype]:

@@ -68,6 +68,7 @@ class RankEvidence:
     Attributes:
         losses: Loss sums of the step itself.
         repeated_losses: Loss sums of its repetition.
+        loss_weights: Weights of the step itself, as the loss function returned them.
         bad_inputs: Number of non-finite values in the floating-point tensors of the batch.
         forward: Where forward first was not finite in the repetition, if it was.
         bad_parameters: Names of the model's parameters that hold non-finite values.
@@ -84,6 +85,7 @@ class RankEvidence:
 
     losses: Sequence[float]
     repeated_losses: Sequence[float]
+    loss_weights: Sequence[float]
     bad_inputs: Sequence[int]
     forward: Sequence[ForwardOverflow | None]
     bad_parameters: Sequence[str]
@@ -220,7 +222,7 @@ def diagnose(evidence: Sequence[RankEvidence], facts: StepFacts) -> OverflowRepo
     lost = None if fitting is None else _lost_share(evidence, facts.scale, fitting)
     finding = (
         _bad_input(evidence)
-        or _bad_weight(facts)
+        or _bad_weight(evidence, facts)
         or _bad_parameter(evidence)
         or _forward(evidence, facts)
         or _other_loss(evidence, facts)
@@ -275,14 +277,26 @@ def _bad_input(evidence: Sequence[RankEvidence]) -> _Finding | None:
     )
 
 
-def _bad_weight(facts: StepFacts) -> _Finding | None:
+def _bad_weight(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | None:
     if 0 <= facts.weight < math.inf:
         return None
+    bad = {
+        rank: next(index for index, weight in enumerate(seen.loss_weights) if not _counts(weight))
+        for rank, seen in enumerate(evidence)
+        if not all(map(_counts, seen.loss_weights))
+    }
     return _Finding(
         "bad_weight",
-        f"the weights that the loss function returned add up to {facts.weight:g}",
+        f"the weights that the loss function returned add up to {facts.weight:g}; a weight is "
+        "negative or not finite",
         "return the number of samples or tokens that the loss was summed over",
+        tuple(bad),
+        next(iter(bad.values()), None),
     )
+
+
+def _counts(weight: float) -> bool:
+    return 0 <= weight < math.inf
 
 
 def _bad_parameter(evidence: Sequence[RankEvidence]) -> _Finding | None:

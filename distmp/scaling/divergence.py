@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from distmp.annotations import check_types
 from distmp.errors import ConfigError
 from distmp.scaling.verdict import Verdict
 
@@ -69,6 +70,7 @@ class DivergenceConfig:
     """Steps of data behind the spike that a rollback passes over as well."""
 
     def __post_init__(self) -> None:
+        check_types(self, "divergence")
         for name in ("on_spike", "on_nonfinite_loss"):
             if getattr(self, name) not in ("ignore", "warn", "skip", "rollback"):
                 self._refuse(name, "use ignore, warn, skip or rollback")

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from distmp.annotations import check_types
 from distmp.errors import ConfigError
 
 logger = logging.getLogger("distmp")
@@ -50,6 +51,7 @@ class LossScaleConfig:
     """The scale never grows above this."""
 
     def __post_init__(self) -> None:
+        check_types(self, "precision.loss_scale")
         for name in ("init", "min_scale", "max_scale"):
             if not SMALLEST_SCALE <= getattr(self, name) <= LARGEST_SCALE:
                 self._refuse(name, "use a number from 2^-126 to 2^126")

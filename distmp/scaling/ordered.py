@@ -27,6 +27,7 @@ def ordered_total(
     *,
     stop: bool,
     dropped: Tensor | float,
+    more: Sequence[float] = (),
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
@@ -38,6 +39,7 @@ def ordered_total(
         weights: Weight of each microbatch of this rank, 0-dim.
         stop: This rank asks to stop.
         dropped: How many microbatches of this rank were left out as not finite.
+        more: Further numbers whose sums over ranks are exact, appended to the result.
         group: The ranks, in whose order the microbatches stand; None for a single process.
         device: Where the reduction runs.
     """
@@ -53,16 +55,17 @@ def ordered_total(
     ]
     for place, piece in zip(places, pieces, strict=True):
         place[rank].copy_(piece)
-    counts = pack(float(stop), dropped, device=device)
+    counts = pack(float(stop), dropped, *more, device=device)
     vector = torch.cat([counts, *(place.view(-1) for place in places)])
     if group is not None:
         dist.all_reduce(vector, group=group)
-    stops, all_dropped = vector[:2].unbind()
+    counts, ordered = vector[: len(counts)], vector[len(counts) :]
     loss, weight, *squares = (
-        pairwise_sum(part) for part in vector[2:].split([place.numel() for place in places])
+        pairwise_sum(part) for part in ordered.split([place.numel() for place in places])
     )
     square = pairwise_sum(torch.stack(squares))
-    return torch.stack([square, (~square.isfinite()).double(), loss, weight, stops, all_dropped])
+    measured = torch.stack([square, (~square.isfinite()).double(), loss, weight])
+    return torch.cat([measured, counts])
 
 
 def chunk_squares(flat: Tensor) -> Tensor:

@@ -128,7 +128,8 @@ def decide(
     overflow = ~scaled_norm.isfinite() | (non_finite > 0) | bad_weight | all_dropped
     empty = no_weight & ~all_dropped
     unscale = loss_scale.to(torch.float64) * weight / nominal_weight
-    grad_norm = scaled_norm / unscale
+    # Over a weight that is negative or infinite there is no mean whose gradient has a norm.
+    grad_norm = torch.where(bad_weight, torch.nan, scaled_norm / unscale)
     grad_scale = unscale
     if max_norm is not None:
         grad_scale = unscale / (max_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)

@@ -10,17 +10,16 @@ from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
+from distmp.annotations import members_of, wanted
 from distmp.errors import ConfigError
 from distmp.settings.convert import (
     annotation_of,
     did_you_mean,
     from_mapping,
     join,
-    members_of,
     option_setting,
     setting_names,
     unknown_setting,
-    wanted,
 )
 from distmp.settings.yaml_files import dictionary_as_line, dictionary_from_line, read_yaml
 

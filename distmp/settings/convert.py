@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import types
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin
-from typing import get_type_hints as _type_hints
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast, get_args, get_origin
 
+from distmp.annotations import accepts, field_annotations, hint, members_of, wanted
 from distmp.errors import ConfigError, nearest
 
 T = TypeVar("T")
@@ -60,15 +59,9 @@ def join(section: str, name: str) -> str:
     return f"{section}.{name}" if section else name
 
 
-def _fields(cls: type[Any]) -> dict[str, Any]:
-    """Return field name to resolved annotation, for the fields that can be set."""
-    hints = _type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
-
-
 def setting_names(cls: type[Any], where: str = "") -> Iterator[str]:
     """Give the dotted names of all settings and sections of `cls`."""
-    for name, annotation in _fields(cls).items():
+    for name, annotation in field_annotations(cls).items():
         full = join(where, name)
         yield full
         for member in members_of(annotation):
@@ -86,22 +79,15 @@ def leaf_names(cls: type[Any]) -> list[str]:
 def annotation_of(cls: type[Any], setting: str) -> Any:
     """Return the annotation of the setting with this dotted name below `cls`."""
     name, _, rest = setting.partition(".")
-    annotation = _fields(cls)[name]
+    annotation = field_annotations(cls)[name]
     if not rest:
         return annotation
     section = next(item for item in members_of(annotation) if dataclasses.is_dataclass(item))
     return annotation_of(cast("type[Any]", section), rest)
 
 
-def members_of(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone."""
-    if get_origin(annotation) in (Union, types.UnionType):
-        return get_args(annotation)
-    return (annotation,)
-
-
 def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> Any:
-    fields = _fields(cls)
+    fields = field_annotations(cls)
     arguments = {}
     for name, value in values.items():
         setting = join(where, str(name))
@@ -161,37 +147,12 @@ def _convert(annotation: Any, value: Any, setting: str, known: frozenset[str]) -
     for member in members_of(annotation):
         if dataclasses.is_dataclass(member) and isinstance(value, Mapping):
             return _build(cast("type[Any]", member), value, setting, known)
-        if _accepts(member, value):
+        if accepts(member, value):
             return _coerce(member, value, setting, known)
     # A section whose lines are all commented out.
     if value is None and dataclasses.is_dataclass(annotation):
         return _build(cast("type[Any]", annotation), {}, setting, known)
-    raise ConfigError(setting, value, f"must be {wanted(annotation)}{_hint(annotation, value)}")
-
-
-def _accepts(annotation: Any, value: Any) -> bool:
-    origin = get_origin(annotation)
-    if annotation is Any:
-        return True
-    if origin is Literal:
-        # True == 1, so equality alone would take one for the other.
-        return any(value == item and type(value) is type(item) for item in get_args(annotation))
-    if origin is tuple:
-        return isinstance(value, (list, tuple)) and _right_length(annotation, value)
-    if origin is dict:
-        return isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    if annotation is float:
-        return type(value) is float or (type(value) is int and abs(value) < 2**1023)
-    if annotation in (int, str, bool, type(None)):
-        return type(value) is annotation
-    if dataclasses.is_dataclass(annotation):
-        return False
-    raise TypeError(f"a setting cannot have the type {annotation!r}")
-
-
-def _right_length(annotation: Any, value: Sequence[Any]) -> bool:
-    items = get_args(annotation)
-    return items[-1] is Ellipsis or len(items) == len(value)
+    raise ConfigError(setting, value, f"must be {wanted(annotation)}{hint(annotation, value)}")
 
 
 def _coerce(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:
@@ -209,39 +170,3 @@ def _coerce(annotation: Any, value: Any, setting: str, known: frozenset[str]) ->
             key: _convert(items[1], item, join(setting, key), known) for key, item in value.items()
         }
     return value
-
-
-_WORDS = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    type(None): "null",
-}
-
-
-def wanted(annotation: Any) -> str:
-    """Say in words which values an annotation stands for."""
-    members = members_of(annotation)
-    if len(members) > 1:
-        return " or ".join(wanted(member) for member in members)
-    if get_origin(annotation) is Literal:
-        choices = [repr(item) for item in get_args(annotation)]
-        return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
-    if get_origin(annotation) is tuple:
-        items = get_args(annotation)
-        number = "" if items[-1] is Ellipsis else f" of length {len(items)}"
-        return f"a list{number}, each item {wanted(items[0])}"
-    return _WORDS.get(annotation, "a section of 'name: value' lines")
-
-
-def _hint(annotation: Any, value: Any) -> str:
-    """Say how to write what was probably meant."""
-    members = members_of(annotation)
-    if int in members and isinstance(value, float) and value.is_integer():
-        return f"; write {int(value)}"
-    if str in members and isinstance(value, (bool, int, float)):
-        return "; put it in quotes"
-    if isinstance(value, str) and any(member in (bool, int, float) for member in members):
-        return ", not text"
-    return ""

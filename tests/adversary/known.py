@@ -20,9 +20,6 @@ def _empty_shard(case: Case) -> bool:
 
 # Cases that may touch what is known to be wrong, by what it is. To be emptied.
 KNOWN: dict[str, Callable[[Case], bool]] = {
-    "9: infinite weights": lambda case: any(
-        fault.place == "weight" for step in case.steps for _, _, fault in step.faults
-    ),
     "A: fsdp with a rank that has no elements": lambda case: (
         case.strategy in ("fsdp", "hsdp") and _empty_shard(case)
     ),

@@ -114,6 +114,7 @@ def test_a_step_starts_from_zero_whatever_was_left() -> None:
         lambda: model.zero_grad(set_to_none=False),
         lambda: (model(batch).sum() * float("nan")).backward(),
     ):
+        buckets.begin_step()
         buckets.begin_microbatch(last=False)
         spoil()
         found = accumulate(buckets, [lambda: model(batch).sum()])

@@ -40,6 +40,7 @@ def seen(*values: float, **changes: Any) -> RankEvidence:
         "forward": [None, None],
         "bad_parameters": [],
         "bad_weights": [],
+        "loss_weights": [4.0, 4.0],
         "wide_weights": [],
         "parameters": [],
         "largest": max(values, default=0.0),
@@ -197,7 +198,10 @@ def test_bad_input_comes_before_what_follows_from_it() -> None:
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
 def test_bad_weight(weight: float) -> None:
-    assert diagnose([seen(parameters=[overflow()])], facts(weight=weight)).cause == "bad_weight"
+    evidence = [seen(), seen(parameters=[overflow()], loss_weights=[4.0, weight])]
+    report = diagnose(evidence, facts(weight=weight))
+    assert (report.cause, report.ranks, report.microbatch) == ("bad_weight", (1,), 1)
+    assert f"add up to {weight:g}" in report.diagnosis
 
 
 @pytest.mark.parametrize(
