@@ -81,6 +81,7 @@ class FullySharded(ShardedStrategy):
         group_of(world, name)
         _check_offload(config.sharding, world)
         check_parameters(module, policy)
+        _check_shapes(module, name)
         _check_accumulator(policy)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
@@ -373,6 +374,17 @@ def _shard(
 
 def _all_parts(modules: Sequence[nn.Module]) -> set[int]:
     return {id(part) for module in modules for part in module.modules()}
+
+
+def _check_shapes(module: nn.Module, strategy: str) -> None:
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(
+                "strategy",
+                strategy,
+                f"shards parameters by rows, and {name!r} is a single number of shape (); give it "
+                "the shape (1,), or use 'ddp'",
+            )
 
 
 def _check_accumulator(policy: PrecisionPolicy) -> None:

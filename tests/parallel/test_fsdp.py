@@ -278,3 +278,11 @@ def test_offloaded_shards_are_stepped_on_the_host() -> None:
     for parameter in engine.module.parameters():
         assert parameter.to_local().device.type == "cpu"
     assert error(weights(engine), plain_training(4, ONE_RANK, max_norm=1.3)[0]) < 1e-4
+
+
+@ranks(1)
+def test_a_parameter_without_rows_is_named() -> None:
+    model = nn.Module()
+    model.temperature = nn.Parameter(torch.ones(()))
+    with pytest.raises(ConfigError, match=r"'temperature' is a single number .* shape \(1,\)"):
+        FullySharded(model, policy("fp32"), World.current("cpu"))
