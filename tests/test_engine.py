@@ -133,7 +133,7 @@ def test_nominal_weight_is_that_of_the_first_step_with_any_weight() -> None:
 
 
 def test_a_nominal_weight_of_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"nominal_weight = 0: use a number above 0"):
+    with pytest.raises(ConfigError, match=r"nominal_weight = 0: use a finite number above 0"):
         make_engine(nominal_weight=0)
 
 
@@ -769,6 +769,7 @@ def test_a_step_keeps_to_its_device(
     # torch has no kernel for it there.
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
     monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    monkeypatch.setattr("distmp.parallel.world.usable_device", torch.device)
     stepped: list[Any] = []
     engine = make_engine(
         device="meta",
