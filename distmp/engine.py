@@ -85,7 +85,6 @@ from distmp.step_checks import (
     check_not_inference,
     check_outcome,
     check_stop,
-    check_weight,
 )
 
 logger = logging.getLogger("distmp")
@@ -103,7 +102,7 @@ SKIPS_WARNED = 10
 UNUSED = "unused/"
 
 # Beginnings of names that states of older versions lack: what a new run has is kept there.
-ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/", UNUSED)
+ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -381,8 +380,8 @@ class Engine:
                 probe=self.strategy not in SHARDED_STRATEGIES,
             )
             outcome = self._take_step(microbatches, stop)
-        for warning in found:
-            self._warn(warning)
+        for warning in (*found, *checks.narrow_loss()):
+            self._warn(warning, stacklevel=4)
         return outcome
 
     @torch.no_grad()
@@ -415,13 +414,14 @@ class Engine:
         cause = self.explain(known) or _general_advice(known.numbers)
         self._warn(
             f"{SKIPS_WARNED} steps in a row were skipped, so nothing is trained: {cause}; call "
-            "engine.check(outcome) after each step to end training when that continues"
+            "engine.check(outcome) after each step to end training when that continues",
+            stacklevel=5,
         )
 
-    def _warn(self, message: str) -> None:
+    def _warn(self, message: str, stacklevel: int) -> None:
         """Warn the caller of `step`, whatever is logged; on rank 0 alone."""
         if self.world.rank == 0:
-            warnings.warn(message, RuntimeWarning, stacklevel=4)
+            warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
     def _adopt_unfrozen(self) -> None:
         """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""
@@ -619,7 +619,7 @@ class Engine:
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))
         if self._first_step is not None:
-            check_weight(float(weight))
+            self._first_step.look_at(loss_sum, weight)
         return loss_sum, _scalar(weight, self.device)
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
@@ -723,7 +723,7 @@ class Engine:
         }
         for name, value in self._strategy.untrained().items():
             state[f"model/{name}"] = value.detach()
-        for name, value in self._optimizer_state().items():
+        for name, value in named_state(self.optimizer, self._names).items():
             parameter = name.rpartition("/")[0]
             state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
         for name, value in self.loss_scale.state_dict().items():
@@ -752,13 +752,15 @@ class Engine:
     def held_until_update(self) -> set[str]:
         """Return the names in `state_dict` of what only an update of the optimizer changes."""
         weights = {f"model/{name}" for name, _ in self._strategy.optimizer_parameters()}
-        return weights | {f"optimizer/{name}" for name in self._optimizer_state()}
-
-    def _optimizer_state(self) -> dict[str, Tensor]:
-        """Return the optimizer's state by name; what it may hold of unused parameters is zero."""
-        unused = set(self._strategy.unused)
         state = named_state(self.optimizer, self._names)
-        return {name: v for name, v in state.items() if name.rpartition("/")[0] not in unused}
+        return weights | {f"optimizer/{name}" for name in state}
+
+    def _names_of_unused(self) -> tuple[str, ...]:
+        """Return beginnings of names in `state_dict` of what another run need not have.
+
+        Some optimizers create the state of a parameter before its first gradient.
+        """
+        return (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
 
     def prepare_to_load(
         self, stored: Mapping[str, tuple[torch.Size, torch.dtype]]
@@ -769,8 +771,8 @@ class Engine:
             stored: Shape and dtype of every stored tensor, by its name in `state_dict`.
 
         Returns:
-            The live tensors to fill, for `load_state_dict`: all of `state_dict`, but for what
-            states of older versions lack.
+            The live tensors to fill, for `load_state_dict`: all of `state_dict`, except what states
+            of older versions lack and state of parameters that nobody has used.
         """
         self._adopt_unfrozen()
         prefix = "optimizer/"
@@ -802,10 +804,11 @@ class Engine:
                 listed(left_out),
             )
         live = self.state_dict()
+        may_lack = (*ADDED_LATER, *self._names_of_unused())
         return {
             name: tensor
             for name, tensor in live.items()
-            if name in stored or not name.startswith(ADDED_LATER)
+            if name in stored or not name.startswith(may_lack)
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -826,7 +829,7 @@ class Engine:
             raise CheckpointError(f"the state lacks {listed(sorted(missing))}")
         check_shapes(state, live)
         lacking = self.state_dict().keys() - live.keys()
-        absent = sorted(name for name in lacking if not name.startswith(UNUSED))
+        absent = sorted(name for name in lacking if not name.startswith(self._names_of_unused()))
         if absent and self.world.rank == 0:
             logger.warning("the state is of an older version: %s starts anew", listed(absent))
         with torch.no_grad():

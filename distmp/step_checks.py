@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from distmp.errors import ConfigError, listed
 from distmp.outcome import StepOutcome
 from distmp.parallel.world import World
+from distmp.precision.policy import dtype_name, dtype_word
 
 # Elements of a batch that are compared between ranks.
 COMPARED = 2**16
@@ -265,6 +266,22 @@ class FirstStep:
     def __init__(self, world: World, model: nn.Module) -> None:
         self._world = world
         self._model = model
+        self._narrow: torch.dtype | None = None
+
+    def look_at(self, loss: Tensor, weight: Tensor | float) -> None:
+        """Refuse a negative weight, and take note of the dtype that the loss is computed in."""
+        check_weight(float(weight))
+        self._narrow = self._narrow or _narrow_dtype(loss)
+
+    def narrow_loss(self) -> list[str]:
+        """Return a warning if a loss was computed in 16 bits, whatever it was cast to later."""
+        if self._narrow is None:
+            return []
+        return [
+            f"the loss is computed in {dtype_name(self._narrow)}, too coarse for a sum over many "
+            "samples; compute it outside of the model from FP32 logits (logits.float()), or use "
+            f"the policy {dtype_word(self._narrow)}-autocast"
+        ]
 
     @contextmanager
     def watch_ids(self) -> Iterator[None]:
@@ -312,6 +329,21 @@ class FirstStep:
                 "(reduction='sum', or loss * weight)"
             )
         return found
+
+
+def _narrow_dtype(loss: Tensor) -> torch.dtype | None:
+    """Return the 16-bit dtype of a loss, or of the number that it was widened and scaled from."""
+    if loss.dtype.itemsize < 4:
+        return loss.dtype
+    node = loss.grad_fn
+    while node is not None:
+        (made, *others) = node._input_metadata
+        if others or len(made.shape):
+            return None
+        if made.dtype.itemsize < 4:
+            return made.dtype
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None
 
 
 def _is_mean(batch: Any, size: int, run: Callable[[Any], tuple[Tensor, Tensor]]) -> bool:

@@ -751,6 +751,18 @@ def test_the_host_reads_nothing_in_a_fused_step(policy: str) -> None:
     assert not outcome.numbers.skipped
 
 
+class Unread(dict[str, Tensor]):
+    """An outcome that stays on its device."""
+
+    ranks_differ = False
+
+    def __init__(self, numbers: dict[str, Tensor], ranks_differ: Tensor) -> None:
+        super().__init__(numbers, differ=ranks_differ)
+
+    def read(self, name: str) -> float:
+        return 0.0
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -764,9 +776,12 @@ def test_a_step_keeps_to_its_device(
 ) -> None:
     """What is on the device "meta" has no value to be read, and does not mix with the host's."""
     # The copies to the host: the outcome, and in the first two steps which parameters were used.
-    monkeypatch.setattr("distmp.engine.StepOutcome", dict)
+    monkeypatch.setattr("distmp.engine.StepOutcome", Unread)
+    monkeypatch.setattr("distmp.parallel.world.DEVICE_TYPES", ("meta",))
+    monkeypatch.setattr(nn.Parameter, "is_meta", False, raising=False)
     monkeypatch.setattr("distmp.buckets.used.on_host", lambda values: [1] * values.numel())
-    # torch has no kernel for it there.
+    # torch has neither autocast nor a kernel for it there.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
     monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     monkeypatch.setattr("distmp.parallel.world.usable_device", torch.device)
@@ -779,7 +794,6 @@ def test_a_step_keeps_to_its_device(
         first_step_checks=False,
         **options,
     )
-    engine._is_checked = True  # as `check` does, which reads outcomes
     for step in range(3):
         batches = [
             Batch(batch.inputs.to("meta"), batch.labels.to("meta"))

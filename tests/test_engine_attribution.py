@@ -435,7 +435,8 @@ def test_a_nan_written_into_a_16_bit_parameter(policy: str, shards: bool) -> Non
     weight = engine.module.head.weight
     expected = weight.clone()
     if engine.world.rank == 1:
-        weight.data[0, 0] = math.nan  # as a fault of the memory does, without a trace
+        # As a fault of memory would: torch does not see it, and the engine cannot refuse it.
+        weight.data[0, 0] = math.nan
     report = explained(engine, step_batches(engine, clean))
     # The step has copied it anew from its FP32 master weight.
     assert torch.equal(weight, expected)
@@ -454,9 +455,10 @@ class Overwriting(nn.Module):
         self.rank = rank
         self.classifier.head.register_forward_pre_hook(self.spoil)
 
+    @torch.no_grad()
     def spoil(self, head: nn.Module, args: Any) -> None:
         if dist.get_rank() == self.rank:
-            head.weight.data[0, 0] = math.nan
+            head.weight.data[0, 0] = math.nan  # which torch does not count as a write
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(x)

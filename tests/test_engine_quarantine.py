@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from distmp.engine import Engine
 from distmp.errors import ConfigError
+from distmp.parallel import ParallelConfig
 from distmp.scaling import LossScaleConfig
 from tests.ranks import ranks
+from tests.recording import HostReads
 from tests.training import (
     INPUTS,
     Batch,
@@ -165,6 +167,19 @@ def test_buffers_go_back_to_before_a_microbatch_that_is_dropped() -> None:
         assert model.norm.num_batches_tracked == 4
         assert math.isfinite(engine.evaluate(microbatches(9, ((3, 5), (2, 4)), rank)))
     torch.use_deterministic_algorithms(False)
+
+
+def test_the_host_waits_for_no_buffer() -> None:
+    parallel = ParallelConfig(activation_checkpointing="blocks")
+    engine = quarantine(model=normalised(), policy="fp32", parallel=parallel)
+    for step in range(2):
+        step_of(engine, step, set())
+    batches = microbatches(2, SIZES[:1])
+    batches[0].inputs[0, 0] = INF
+    with HostReads() as reads:
+        outcome = engine.step(batches)
+    assert reads.found == []
+    assert outcome.numbers.dropped == 1
 
 
 def test_an_unknown_choice_is_refused() -> None:

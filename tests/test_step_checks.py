@@ -249,6 +249,33 @@ def test_the_same_data_on_all_ranks_is_warned_of() -> None:
     assert all(text.startswith("all 2 ranks were given the same first") for text in texts)
 
 
+class WithLoss(nn.Linear):
+    """Returns its own loss, in the type that it computes in."""
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
+        return F.cross_entropy(super().forward(inputs), targets, reduction="sum")
+
+
+@pytest.mark.parametrize(
+    ("policy", "warned"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("bf16-autocast", None), ("fp32", None)],
+)
+def test_a_loss_that_is_computed_in_16_bits_is_warned_of(
+    policy: str, warned: str | None, recwarn: pytest.WarningsRecorder
+) -> None:
+    def own(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
+        return 1.0 * model(*batch).float(), len(batch[0])
+
+    engine = make(own, WithLoss(3, 2), policy=policy)
+    for _ in range(2):
+        engine.step([pair()])
+    outside = make(policy=policy)
+    outside.step([pair()])
+    found = [str(warning.message) for warning in recwarn]
+    assert len(found) == (warned is not None)
+    assert all(text.startswith(f"the loss is computed in {warned}, too coarse") for text in found)
+
+
 # Steps that are skipped
 
 

@@ -16,17 +16,16 @@ class UsedParameters(Generic[Key]):
     """Follows which parameters have ever had a gradient, on any rank.
 
     A parameter that no rank has ever used is left alone, as in plain torch: the optimizer finds
-    None, keeps no state of it and does not decay it. From its first gradient on, a step in which
-    nobody uses it counts as a zero gradient, so momentum and decay go on. Whether a rank that uses
-    it exists in one step is not asked: that would make the host wait in every step.
+    None, keeps no state for it and does not decay it. From its first gradient on, a step in which
+    no rank uses it counts as a zero gradient, so momentum and decay continue. To leave it alone in
+    such a step too, the host would have to ask all ranks, and wait, in every step.
 
-    A microbatch that is dropped and a step that is skipped leave no trace, so they do not count as
-    use either.
+    A dropped microbatch and a skipped step leave no trace, so they do not count as use.
 
-    A step is `begin_step`; `note` for what has a gradient and `end_microbatch`, for each
-    microbatch; `agree`; and `end_step` once it is known whether the step was skipped. As long as
-    there is an unused parameter, `agree` exchanges a flag for each of them and the host waits for
-    the answer. Afterwards everything here is free.
+    In each step call `begin_step`; for each microbatch `note` for each gradient, then
+    `end_microbatch`; then `agree`; and `end_step` when it is known whether the step was skipped. As
+    long as there are unused parameters, `agree` exchanges a flag for each of them, and the host
+    waits for the answer. Once all are used, nothing is exchanged.
 
     Args:
         parameters: What stands for parameters that nobody has used yet, as their names do; on all

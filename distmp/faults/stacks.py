@@ -12,9 +12,10 @@ import textwrap
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
+
+from distmp.frames import outwards
 
 # Calls that are shown; the outermost ones are the same in every run.
 CALLS = 12
@@ -33,7 +34,7 @@ def main_thread() -> FrameType | None:
 
 def _joined(frame: FrameType | None) -> threading.Thread | None:
     """Return the thread whose end a thread waits for, if it does."""
-    for inner in _outwards(frame):
+    for inner in outwards(frame):
         if inner.f_code is threading.Thread.join.__code__:
             return inner.f_locals["self"]
         if inner.f_code.co_filename != threading.__file__:
@@ -57,7 +58,7 @@ def collective(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     name = ""
-    for inner in _outwards(frame):
+    for inner in outwards(frame):
         file = inner.f_code.co_filename
         if file.endswith("torch/distributed/distributed_c10d.py"):
             name = inner.f_code.co_name
@@ -70,12 +71,6 @@ def collective(frame: FrameType | None) -> str:
             waits = ".wait(" in line and "/torch/utils/data/" not in file
             return f"work.wait ({_place(inner)})" if waits and "threading" not in file else ""
     return name
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _place(frame: FrameType) -> str:

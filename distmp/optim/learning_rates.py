@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -17,11 +16,6 @@ from distmp.optim.checks import build_schedule
 
 # Rows that the table grows by; one host-to-device copy for that many steps.
 CHUNK = 1024
-
-_SCHEDULE_CALL = (
-    "pass a function that builds a torch scheduler: lambda optimizer: "
-    "torch.optim.lr_scheduler.StepLR(optimizer, 100)"
-)
 
 
 class LearningRates:
@@ -52,8 +46,6 @@ class LearningRates:
     ) -> None:
         self._optimizer = optimizer
         self._base_rates: list[float] = []
-        if schedule is not None:
-            _check_factory(schedule)
         self._build_schedule = schedule
         self._device = device
         self._on_device = on_device
@@ -87,7 +79,6 @@ class LearningRates:
             lr=0.0,
         )
         self._schedule = build_schedule(build, self._stand_in)
-        _check_schedule(self._schedule, self._stand_in)
         self._rows = [self._current_rates()]
         self._table = self._make_table(self._rows)
 
@@ -184,31 +175,6 @@ def _check_rate(index: int, rate: Any) -> None:
     if not is_number or not 0 <= rate < math.inf:
         raise ConfigError(
             f"optimizer.param_groups[{index}]['lr']", rate, "use a finite number of 0 or more"
-        )
-
-
-def _check_factory(schedule: object) -> None:
-    name = getattr(schedule, "__name__", type(schedule).__name__)
-    if not callable(schedule):
-        raise ConfigError("schedule", name, f"is no function; {_SCHEDULE_CALL}")
-    try:
-        inspect.signature(schedule).bind("optimizer")
-    except TypeError as error:
-        raise ConfigError("schedule", name, f"{error}; {_SCHEDULE_CALL}") from error
-    except ValueError:  # a callable of C code does not tell its signature
-        return
-
-
-def _check_schedule(schedule: object, optimizer: torch.optim.Optimizer) -> None:
-    name = type(schedule).__name__
-    if not callable(getattr(schedule, "step", None)):
-        raise ConfigError("schedule", name, f"is what the function returned; {_SCHEDULE_CALL}")
-    if getattr(schedule, "optimizer", optimizer) is not optimizer:
-        raise ConfigError(
-            "schedule",
-            name,
-            "is built on another optimizer than the one the function is called with; "
-            f"{_SCHEDULE_CALL}",
         )
 
 

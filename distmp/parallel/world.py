@@ -20,6 +20,8 @@ from distmp.launcher.environment import RankEnvironment
 
 T = TypeVar("T")
 
+DEVICE_TYPES = ("cpu", "cuda")
+
 # How much later than this rank another one may fail in the same call.
 FAILURE_SECONDS = 5.0
 
@@ -70,15 +72,14 @@ def usable_device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigError("device", device, "is no device; use 'cpu', 'cuda' or None") from error
-    if found.type == "meta":
-        raise ConfigError("device", str(device), "holds no data; use 'cpu', 'cuda' or None")
-    try:
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            "device", str(device), f"cannot be used here ({reason}); use 'cpu' or None"
-        ) from error
+    if found.type not in DEVICE_TYPES:
+        raise ConfigError("device", str(device), "is not supported; use 'cpu', 'cuda' or None")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", str(device), "there is no GPU here; use 'cpu' or None")
+    if found.index is not None and found.type == "cuda":
+        count = torch.cuda.device_count()
+        if found.index >= count:
+            raise ConfigError("device", str(device), f"there are {count} GPUs here, from 0 on")
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,17 @@ SCALE_TOLERANCE = 1e-11
 class Total(NamedTuple):
     """What the ranks concluded from one reduction; 0-dim tensors on the scale's device."""
 
-    found_inf: Tensor  # FP32, 0 or 1
+    found_inf: Tensor  # FP32, 0 or 1; also 1 where ranks disagree or call differently
+    overflow: Tensor  # bool, whether a gradient of any rank is not finite
     disagree: Tensor  # bool, whether the scale is not the same everywhere
+    differ: Tensor  # bool, whether ranks call the scaler differently
     empty: Tensor  # bool, whether no rank had a gradient
     square_sum: Tensor  # FP64, of the scaled gradients that were measured
+
+    def in_spite_of_difference(self) -> Total:
+        """Return the conclusion for calls that differ only in a way that is right."""
+        found_inf = (self.overflow | self.disagree).to(torch.float32)
+        return self._replace(found_inf=found_inf, differ=torch.zeros_like(self.differ))
 
 
 class Inspected:
@@ -62,42 +69,75 @@ class Inspected:
             )
 
 
+class HostCopy:
+    """Numbers on their way from the device to the host, which does not wait for them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.on_device = values.is_cuda
+        self._values = values.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if values.is_cuda else None
+        if self._arrived is not None:
+            self._arrived.record(torch.cuda.current_stream(values.device))
+
+    @property
+    def is_here(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._arrived is None or self._arrived.query()
+
+    def read(self) -> Any:
+        """Wait for the numbers and return them, as `Tensor.tolist` does."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values.tolist()
+
+
 class Report:
     """What the host wants to know of an iteration, copied without waiting for the device."""
 
     def __init__(
         self, *, partial: Tensor, exhausted: Tensor, disagree: Tensor, consecutive_skips: Tensor
     ) -> None:
-        packed = torch.stack([partial, exhausted, disagree, consecutive_skips])
-        self.on_device = packed.is_cuda
-        self._packed = packed.to("cpu", non_blocking=True)
-        self._ready = torch.cuda.Event() if packed.is_cuda else None
-        if self._ready is not None:
-            self._ready.record(torch.cuda.current_stream(packed.device))
+        self._copy = HostCopy(torch.stack([partial, exhausted, disagree, consecutive_skips]))
+        self.on_device = self._copy.on_device
 
     def read(self) -> tuple[bool, bool, bool, int]:
         """Wait for the iteration and return its numbers, in the order of the arguments."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        partial, exhausted, disagree, consecutive_skips = self._packed.tolist()
+        partial, exhausted, disagree, consecutive_skips = self._copy.read()
         return bool(partial), bool(exhausted), bool(disagree), consecutive_skips
 
 
 def sum_over_ranks(
-    members: Sequence[Inspected], square: Tensor, scale: Tensor, ranks: RankGroup
+    members: Sequence[Inspected], square: Tensor, scale: Tensor, ranks: RankGroup, fingerprint: int
 ) -> Total:
-    """Reduce flags, squared norm and scale in one vector; draw the same conclusion everywhere."""
+    """Reduce flags, squared norm, scale and calls in one vector; conclude the same everywhere.
+
+    Args:
+        members: What is decided on.
+        square: 0-dim FP64, the share of this rank in the squared norm.
+        scale: 0-dim FP32, the loss scale of this rank.
+        ranks: The ranks that decide.
+        fingerprint: What this rank has called the scaler with, as a number.
+    """
     wide = scale.to(torch.float64)
     flags = torch.stack([torch.zeros_like(scale), *(m.found_inf_here for m in members)])
     some = torch.full_like(wide, any(_has_gradients(member.optimizer) for member in members))
-    count, gradients, squares, scales, scales_squared = ranks.sum_(
-        torch.stack([flags.amax().to(torch.float64), some, square, wide, wide.square()])
-    ).unbind()
-    spread = scales_squared * ranks.world_size - scales.square()
+    calls = torch.full_like(wide, fingerprint)
+    values = [flags.amax().to(torch.float64), some, square, wide, wide.square()]
+    sums = ranks.sum_(torch.stack([*values, calls, calls.square()]))
+    count, gradients, squares, scales, scales_squared, all_calls, all_calls_squared = sums.unbind()
+    world_size = ranks.world_size
+    spread = scales_squared * world_size - scales.square()
     disagree = spread > SCALE_TOLERANCE * scales.square()
+    # Sums of integers are exact: they are those of equal numbers only if all numbers are equal.
+    differ = (all_calls != world_size * fingerprint) | (
+        all_calls_squared != world_size * fingerprint**2
+    )
+    overflow = count > 0
     return Total(
-        found_inf=((count > 0) | disagree).to(torch.float32),
+        found_inf=(overflow | disagree | differ).to(torch.float32),
+        overflow=overflow,
         disagree=disagree,
+        differ=differ,
         empty=gradients == 0,
         square_sum=squares,
     )

@@ -2,16 +2,18 @@
 
 torch's scaler checks what one rank holds, optimizer by optimizer. Here the first `step` of an
 iteration sums one small vector over all ranks, and every rank reads the same flag and, for
-clipping, the same norm from it. That the scale is the same everywhere is checked on the way.
+clipping, the same norm from it. That the scale and the calls are the same everywhere is checked on
+the way.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +21,9 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from distmp.errors import CheckpointError, ConfigError, TrainingError
-from distmp.scaling.agreement import Inspected, Report, Total, sum_over_ranks
+from distmp.scaling import roll_call
+from distmp.scaling.agreement import HostCopy, Inspected, Report, Total, sum_over_ranks
+from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import (
     local_gradients,
     non_finite_names,
@@ -28,6 +32,7 @@ from distmp.scaling.local_gradients import (
 )
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
 from distmp.scaling.rank_group import RankGroup, current_device
+from distmp.scaling.roll_call import RollCall, Waiting
 from distmp.scaling.verdict import CLIP_EPSILON
 
 if TYPE_CHECKING:
@@ -38,6 +43,21 @@ logger = logging.getLogger("distmp")
 STATE_VERSION = 1
 # Parameters named in an error.
 NAMED_AT_MOST = 5
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _outside_inference_mode(method: Method) -> Method:
+    """Make a method leave inference mode: what it makes is used later, also with autograd."""
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_inference_mode_enabled():
+            return method(*args, **kwargs)
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
 
 
 class DistributedGradScaler(torch.amp.GradScaler):
@@ -51,12 +71,18 @@ class DistributedGradScaler(torch.amp.GradScaler):
     the arguments.
 
     Gradients have to be reduced before they are stepped with, as DDP and FSDP do in backward.
-    Ranks that disagree on the scale all skip, and raise at `update`.
+    Ranks that disagree on the scale all skip, and raise at `update`. Ranks that call the scaler
+    differently all raise in the first decision that differs, before a weight has changed, and say
+    what each of them has called. A rank that does not come to a decision is named, with its line of
+    code, in a warning after a minute and in the error of a reduction that fails.
 
     The first `step` of an iteration decides for its optimizer, for every optimizer that was
     unscaled before and, if one of these is registered, for all registered ones, which therefore
-    need all their gradients by then. One all-reduce of five numbers per decision. Without a fused
-    optimizer `step` waits for the device once; with one it never does.
+    need all their gradients by then. One all-reduce of seven numbers per decision. Without a fused
+    optimizer `step` waits for the device once; with one it does so only at its first use, where
+    ranks make sure that they mean the same optimizer.
+
+    Methods may be called in inference mode; they work as outside of it.
 
     Args:
         device: Device type of the scale.
@@ -136,6 +162,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._skips: Tensor | None = None
         self._latest_found_inf: Tensor | None = None
         self._unread: Report | None = None
+        self._calls = CallLog()
+        self._unsettled: list[_Unsettled] = []
+        # What was set with `update(new_scale)` last.
+        self._new_scale: float | None = None
+        # Other ranks may ask from now on where this one is.
+        self._roll: RollCall | None = roll_call.current()
         self._begin_iteration()
         self.register(*optimizers)
 
@@ -148,11 +180,18 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     # One iteration
 
+    @_outside_inference_mode
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the optimizer's gradients by the scale; ranks agree later, in `step`."""
+        self._note("unscale_")
+        self._unscale(optimizer)
+
+    def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         known = self._inspected.get(id(optimizer))
         if known is not None:
             known.check_unchanged()
+            if known.found_inf is not None and self._rounds_otherwise_unscaled(optimizer):
+                self._calls.unscales(optimizer)
         super().unscale_(optimizer)
         if not self._enabled:
             return
@@ -164,27 +203,42 @@ class DistributedGradScaler(torch.amp.GradScaler):
             known.gradients = None
             state["found_inf_per_device"] = known.found_inf_per_device()
 
+    @_outside_inference_mode
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step the optimizer, or leave everything as it is, as all ranks have decided.
 
         Raises:
             RuntimeError: As torch's scaler does; and if gradients of a registered optimizer changed
                 after the ranks had decided on them.
+            TrainingError: On all ranks alike, if they call the scaler differently; on CUDA, where
+                the host does not wait, at the second `update` at the latest. If a rank did not
+                come, on the others.
+            ConfigError: If the environment names several processes, but there is no process group.
         """
+        self._note("step")
         if self._enabled and "closure" not in kwargs:
             self._check_scale_growth_tracker("step")
             state = self._per_optimizer_states[id(optimizer)]
             if state["stage"] is not OptState.STEPPED:
                 found_inf = self._decide_for(optimizer)
-                if _starts_momentum(optimizer) and found_inf.item():
+                starts_momentum = _starts_momentum(optimizer)
+                if starts_momentum or not _skips_on_device(optimizer):
+                    # The host waits for the flag now, so it can read on what ranks differ.
+                    self._settle(self._calls.iteration)
+                self._calls.steps(optimizer)
+                if starts_momentum and found_inf.item():
                     state["stage"] = OptState.STEPPED
                     return None
-                if _skips_on_device(optimizer) and id(optimizer) in self._clips:
-                    # torch's scaler multiplies it by the scale, and removes it afterwards.
-                    inverse = self._clips[id(optimizer)].reciprocal()
-                    optimizer.grad_scale = inverse  # type: ignore[attr-defined]
+                if state["stage"] is OptState.READY:
+                    if not _skips_on_device(optimizer):
+                        self._unscale(optimizer)
+                    elif id(optimizer) in self._clips:
+                        # torch's scaler multiplies it by the scale, and removes it afterwards.
+                        inverse = self._clips[id(optimizer)].reciprocal()
+                        optimizer.grad_scale = inverse  # type: ignore[attr-defined]
         return super().step(optimizer, *args, **kwargs)
 
+    @_outside_inference_mode
     def clip_grad_norm_(
         self,
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
@@ -208,17 +262,20 @@ class DistributedGradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: For an optimizer that was unscaled or stepped in this iteration.
             ValueError: If a gradient is a DTensor with the placement Partial.
+            TrainingError: As `step` does.
+            ConfigError: As `step` does.
         """
+        self._note("clip_grad_norm_")
         members = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         if not self._enabled:
-            return _clip_at_once(members, max_norm, self._ranks)
+            return self._clip_at_once(members, max_norm)
         scale, _ = self._check_scale_growth_tracker("clip_grad_norm_")
         if any(
             self._per_optimizer_states[id(member)]["stage"] is not OptState.READY
             for member in members
         ):
             raise RuntimeError("clip_grad_norm_() stands in place of unscale_(), before step().")
-        total = self._decide(members, measured=members)
+        total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
         coefficient = _clip_coefficient(norm, max_norm).to(torch.float32)
         for member in members:
@@ -226,6 +283,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._clips[id(member)] = torch.where(found_inf > 0, 1.0, coefficient)
         return norm
 
+    @_outside_inference_mode
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update the scale, the same way on every rank.
 
@@ -235,15 +293,20 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
         Raises:
             TrainingError: On all ranks alike: for an overflow at `min_scale`, for
-                `max_consecutive_skips` in a row, or if ranks disagree on the scale. On CUDA, where
-                the host does not wait, one `update` later.
+                `max_consecutive_skips` in a row, or if ranks disagree on the scale or call the
+                scaler differently. On CUDA, where the host does not wait, one `update` later.
             ConfigError: For a `new_scale` of 0, infinity or NaN.
         """
+        self._note("update")
         if not self._enabled:
             return
         self._check_scale_growth_tracker("update")
-        if any(inspected.found_inf is None for inspected in self._inspected.values()):
-            self._decide([])
+        self._settle(self._calls.iteration - 1)
+        undecided = any(inspected.found_inf is None for inspected in self._inspected.values())
+        # Without a step it is an error below, but first of all one if the other ranks do step.
+        nothing_decided = not self._totals and new_scale is None
+        if undecided or (nothing_decided and self._ranks.world_size > 1):
+            self._decide("update", [])
         if new_scale is not None:
             self._set_scale(new_scale)
         elif not self._totals:
@@ -251,6 +314,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         report = self._follow(moves=new_scale is None) if self._totals else None
         optimizers = [inspected.optimizer for inspected in self._inspected.values()]
         self._per_optimizer_states.clear()
+        self._calls.updates(sets_scale=new_scale is not None)
         self._begin_iteration()
         if report is not None:
             self._read(report, optimizers)
@@ -277,6 +341,20 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     # The decision
 
+    def _note(self, method: str) -> None:
+        """Note a call, for other ranks that ask; with a new process group calls count anew.
+
+        Raises:
+            ConfigError: If there are other ranks, but no process group.
+        """
+        if self._enabled or method == "clip_grad_norm_":
+            self._ranks.check_group()
+        current = roll_call.current()
+        if current is not self._roll:
+            self._roll, self._calls, self._unsettled = current, CallLog(), []
+        if current is not None:
+            current.note(method, self._calls.iteration)
+
     def _begin_iteration(self) -> None:
         self._inspected: dict[int, Inspected] = {}
         self._totals: list[Total] = []
@@ -289,20 +367,23 @@ class DistributedGradScaler(torch.amp.GradScaler):
             known.check_unchanged()
         else:
             if known is None and not _skips_on_device(optimizer):
-                self.unscale_(optimizer)
-            self._decide([optimizer])
+                self._unscale(optimizer)
+            self._decide("step", [optimizer])
         return self._inspected[id(optimizer)].agreed()
 
     def _decide(
         self,
+        method: str,
         optimizers: Sequence[torch.optim.Optimizer],
-        measured: Sequence[torch.optim.Optimizer] = (),
+        *,
+        max_norm: float | None = None,
     ) -> Total:
         """Check what was not checked yet, and agree on all of it in one reduction.
 
         Args:
+            method: What was called.
             optimizers: What has to be decided; those that belong to them join.
-            measured: Whose common norm is wanted as well.
+            max_norm: To what their common norm, which is wanted as well, will be clipped.
         """
         scale, _ = self._check_scale_growth_tracker("step")
         undecided = [i.optimizer for i in self._inspected.values() if i.found_inf is None]
@@ -310,7 +391,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if len(_distinct([*members, *self._registered])) < len(members) + len(self._registered):
             members = _distinct([*members, *self._registered])
         square = torch.zeros((), dtype=torch.float64, device=scale.device)
-        for member in measured:
+        for member in optimizers if max_norm is not None else ():
             gradients = local_gradients(member)
             part = square_sum(gradients, self._ranks.world_size, scale.device)
             square = square + part
@@ -322,10 +403,97 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 flag = unscale(gradients, None, scale.device)
                 self._inspected[id(member)] = Inspected(member, flag, gradients)
         waiting = [i for i in self._inspected.values() if i.found_inf is None]
-        total = sum_over_ranks(waiting, square, scale, self._ranks)
+        total = self._agree(method, optimizers, waiting, square, scale, max_norm)
         if waiting:
             self._conclude(waiting, total)
         return total
+
+    def _agree(
+        self,
+        method: str,
+        named: Sequence[torch.optim.Optimizer],
+        waiting: Sequence[Inspected],
+        square: Tensor,
+        scale: Tensor,
+        max_norm: float | None,
+    ) -> Total:
+        """Reduce what this rank has found, and see whether ranks call the scaler alike.
+
+        Raises:
+            TrainingError: If they do not and the host does not have to wait to know it.
+        """
+        if self._ranks.world_size == 1:
+            return sum_over_ranks(waiting, square, scale, self._ranks, 0)
+        decision = self._calls.decide(
+            method,
+            named,
+            _distinct([*named, *(member.optimizer for member in waiting)]),
+            unscaled=[
+                member.optimizer
+                for member in waiting
+                if member.gradients is None and self._rounds_otherwise_unscaled(member.optimizer)
+            ],
+            max_norm=max_norm,
+        )
+        total = sum_over_ranks(waiting, square, scale, self._ranks, decision.fingerprint)
+        self._unsettled.append(_Unsettled(decision, self._ranks.latest, HostCopy(total.differ)))
+        if self._settle(self._calls.iteration if decision.new else 0):
+            return total.in_spite_of_difference()
+        return total
+
+    def _settle(self, iteration: int) -> bool:
+        """Look at decisions on which ranks might differ.
+
+        Args:
+            iteration: Wait for those up to this one; look at later ones if they are over.
+
+        Returns:
+            Whether ranks differ in a way that is right.
+
+        Raises:
+            TrainingError: On all ranks alike, if they call the scaler differently.
+        """
+        differ = False
+        while self._unsettled:
+            decision, place, copied = self._unsettled[0]
+            if decision.iteration > iteration and not copied.is_here:
+                break
+            del self._unsettled[0]
+            if copied.read():
+                problem = difference(decision, functools.partial(self._ranks.exchange, place))
+                if problem is not None:
+                    raise TrainingError(problem)
+                differ = True
+        return differ
+
+    def _rounds_otherwise_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether `unscale_` before a step changes the last bits of the step.
+
+        A fused optimizer divides by the scale; `unscale_` multiplies by its inverse.
+        """
+        if not _skips_on_device(optimizer):
+            return False
+        rules = self._rules
+        numbers = (rules.growth_factor, rules.backoff_factor, rules.min_scale, rules.max_scale)
+        scales = (self._init_scale, self._new_scale or 1.0)
+        inexact = any(math.frexp(number)[0] != 0.5 for number in (*numbers, *scales))
+        return inexact or id(optimizer) in self._clips
+
+    @torch.no_grad()
+    def _clip_at_once(self, optimizers: Sequence[torch.optim.Optimizer], max_norm: float) -> Tensor:
+        """Clip gradients that were never scaled."""
+        self._settle(self._calls.iteration - 1)
+        gradients = [gradient for member in optimizers for gradient in local_gradients(member)]
+        device = gradients[0].tensor.device if gradients else torch.device("cpu")
+        square = square_sum(gradients, self._ranks.world_size, device)
+        scale = torch.ones((), device=device)
+        total = self._agree("clip_grad_norm_", optimizers, [], square, scale, max_norm)
+        self._calls.iteration += 1
+        norm = total.square_sum.sqrt()
+        coefficient = torch.where(norm.isfinite(), _clip_coefficient(norm, max_norm), 1.0)
+        for gradient in gradients:
+            gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
+        return norm
 
     def _conclude(self, members: Sequence[Inspected], total: Total) -> None:
         for member in members:
@@ -368,6 +536,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(current_device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
+    @_outside_inference_mode
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if self._loss_scale is not None:
             return
@@ -437,6 +606,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             value = new_scale if isinstance(new_scale, float) else new_scale.detach().item()
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError("new_scale", value, "use a positive finite number")
+            self._new_scale = value
         super().update(new_scale)
         assert self._scale is not None
         self._scale.clamp_(self._rules.min_scale, self._rules.max_scale)
@@ -547,6 +717,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
             "_skips": None,
             "_latest_found_inf": None,
             "_unread": None,
+            "_unsettled": [],
+            "_roll": None,
             "_ranks": RankGroup(None),
             "_registered": [],
         }
@@ -558,6 +730,20 @@ class _Counts(NamedTuple):
     overflows_in_a_row: int
     consecutive_skips: int
     total_skips: int
+
+
+class _Unsettled(NamedTuple):
+    """A decision of which the host does not know yet whether ranks called for it alike.
+
+    Attributes:
+        decision: As this rank calls for it.
+        place: The reduction, for a question to the other ranks.
+        differ: Whether ranks differ, on the way to the host.
+    """
+
+    decision: Decision
+    place: Waiting | None
+    differ: HostCopy
 
 
 def _distinct(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -584,20 +770,6 @@ def _starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
 
 def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
-
-
-@torch.no_grad()
-def _clip_at_once(
-    optimizers: Iterable[torch.optim.Optimizer], max_norm: float, ranks: RankGroup
-) -> Tensor:
-    """Clip gradients that were never scaled."""
-    gradients = [gradient for optimizer in optimizers for gradient in local_gradients(optimizer)]
-    device = gradients[0].tensor.device if gradients else torch.device("cpu")
-    norm = ranks.sum_(square_sum(gradients, ranks.world_size, device)).sqrt()
-    coefficient = torch.where(norm.isfinite(), _clip_coefficient(norm, max_norm), 1.0)
-    for gradient in gradients:
-        gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
-    return norm
 
 
 def _cure(optimizers: Iterable[torch.optim.Optimizer]) -> str:

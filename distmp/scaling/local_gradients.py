@@ -29,19 +29,23 @@ class LocalGradient(NamedTuple):
     shards: int
 
 
+@torch.no_grad()
 def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
     """Return the local gradients that the optimizer would step with.
 
-    A sparse FP16 gradient is coalesced in place, in FP32: values of one index may overflow only
-    when they are added.
+    A sparse gradient is coalesced in place: the norm is that of the sums of values of one index,
+    and these may overflow where the values do not. A gradient that was made in inference mode is
+    replaced by a copy that can be written to outside of it.
     """
     found = []
     for parameter in parameters(optimizer):
         gradient = parameter.grad
         if gradient is None:
             continue
-        if gradient.is_sparse and gradient.dtype is torch.float16:
-            gradient = parameter.grad = gradient.float().coalesce().to(torch.float16)
+        if gradient.is_inference() and not torch.is_inference_mode_enabled():
+            gradient = parameter.grad = gradient.clone()
+        if gradient.is_sparse and not gradient.is_coalesced():
+            gradient = parameter.grad = _coalesce(gradient)
         local = _local(gradient)
         if local.tensor.numel() > 0:
             found.append(local)
@@ -52,6 +56,13 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of all groups."""
     for group in optimizer.param_groups:
         yield from group["params"]
+
+
+def _coalesce(gradient: Tensor) -> Tensor:
+    """Add the values of each index, in FP32 where they have 16 bits."""
+    if gradient.dtype.itemsize < 4:
+        return gradient.float().coalesce().to(gradient.dtype)
+    return gradient.coalesce()
 
 
 def _local(gradient: Tensor) -> LocalGradient:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import weakref
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
+from distmp.scaling import roll_call
+from distmp.scaling.calls import ADVICE
+from distmp.scaling.roll_call import RollCall, Waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -21,12 +27,16 @@ class RankGroup:
         ranks: A process group; a device mesh of any number of dimensions, for all of its ranks; or
             None for all ranks of the default group, or this process alone if there is none.
 
+    Attributes:
+        latest: The latest sum over several ranks, where they can be asked about it.
+
     Raises:
         ConfigError: On a rank that is not in the group or mesh.
     """
 
     def __init__(self, ranks: dist.ProcessGroup | DeviceMesh | int | None) -> None:
         self._group: dist.ProcessGroup | None = None
+        self.latest: Waiting | None = None
         if ranks is None:
             return
         if isinstance(ranks, int):  # what `new_group` returns to ranks that are not in it
@@ -40,25 +50,77 @@ class RankGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, as torch.distributed has it now."""
-        return dist.get_world_size(self._group) if self._exists() else 1
+        """Number of ranks, as torch.distributed has it now.
 
-    def sum_(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in one all-reduce, or in none where this process is alone."""
-        if self.world_size == 1:
-            return values
-        types = _device_types(self._group)
-        if values.device.type in types:
-            dist.all_reduce(values, group=self._group)
-            return values
-        # Flags of gradients on the host, reduced by a backend that reaches only devices.
-        moved = values.to(types[0])
-        dist.all_reduce(moved, group=self._group)
-        return moved.to(values.device)
+        Raises:
+            ConfigError: Without a process group, if the environment says that there are several
+                processes.
+        """
+        if self._exists():
+            return dist.get_world_size(self._group)
+        self.check_group()
+        return 1
+
+    def check_group(self) -> None:
+        """Refuse to be alone where a launcher has started several processes.
+
+        Raises:
+            ConfigError: As `world_size`.
+        """
+        named = os.environ.get("WORLD_SIZE", "1").strip()
+        if named in ("", "1") or self._exists():
+            return
+        raise ConfigError(
+            "WORLD_SIZE",
+            named,
+            "the environment names several processes but there is no process group, so each rank "
+            "would scale and skip on its own; call torch.distributed.init_process_group() in every "
+            "process before the first step (torchrun sets what it needs), or set WORLD_SIZE=1 for "
+            "a process of its own",
+        )
 
     @staticmethod
     def _exists() -> bool:
         return dist.is_available() and dist.is_initialized()
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Sum over the ranks, in one all-reduce, or in none where this process is alone.
+
+        Raises:
+            TrainingError: If the reduction fails because a rank did not come. It says where that
+                rank is.
+        """
+        if self.world_size == 1:
+            return values
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        roll = roll_call.current()
+        if roll is None:
+            return _all_reduce(values, group)
+        self.latest = roll.begin(group)
+        try:
+            total = _all_reduce(values, group)
+        except RuntimeError as error:
+            _raise_absent(roll, self.latest, error)
+            raise
+        if total.is_cuda:
+            self.latest.is_over = _end_of_work(total.device)
+        else:
+            roll.end()
+        return total
+
+    def exchange(self, decision: Waiting | None, name: str, value: Any) -> dict[int, Any]:
+        """Return what every rank says about a decision, by rank, as JSON returns it.
+
+        Args:
+            decision: What `latest` was after the reduction.
+            name: What it is about.
+            value: What this rank says.
+        """
+        roll = roll_call.current()
+        if roll is None or decision is None:
+            return {dist.get_rank(): value}
+        return roll.exchange(decision, name, value)
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -77,9 +139,68 @@ def _not_a_member(ranks: object) -> ConfigError:
     return ConfigError("group", ranks, f"does not hold this rank, {dist.get_rank()}")
 
 
-def _device_types(group: dist.ProcessGroup | None) -> list[str]:
-    """Return the device types that a group's backends carry, as in "cpu:gloo,cuda:nccl"."""
-    return [entry.partition(":")[0] for entry in dist.get_backend_config(group).split(",")]
+def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+    backends = _backends(group)
+    device_type = values.device.type
+    if device_type not in backends:
+        # Flags of gradients on the host, reduced by a backend that reaches only devices.
+        device_type = next(iter(backends))
+    carried = values if device_type == values.device.type else values.to(device_type)
+    if backends[device_type] == "gloo":
+        dist.all_reduce(carried, group=_channel(group, device_type), async_op=True).wait()
+    else:
+        dist.all_reduce(carried, group=group)
+    return carried.to(values.device)
+
+
+def _backends(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the backend of each device type; torch says "cpu:gloo,cuda:nccl"."""
+    entries = dist.get_backend_config(group).split(",")
+    return {device: backend for device, _, backend in (entry.partition(":") for entry in entries)}
+
+
+def _channel(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """Return connections between the ranks of a group that carry nothing but decisions.
+
+    Gloo matches what ranks send by order alone, and ends the process where sizes differ. A rank
+    that leaves out a decision would meet the others' decision with its next reduction of gradients.
+    """
+    if group not in _channels:
+        name = group.group_name
+        _channels_made[name] += 1
+        store = roll_call.store_of_its_own(f"decisions {name} {_channels_made[name]}")
+        if store is None:
+            return group
+        timeout = group._get_backend(torch.device(device_type)).options._timeout
+        _channels[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    return _channels[group]
+
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+# How many by name of the group: one that stands in the place of a destroyed one may have its store.
+_channels_made: Counter[str] = Counter()
+
+
+def _end_of_work(device: torch.device) -> Any:
+    """Return a function that tells, without waiting, whether a device has come here."""
+    event = torch.cuda.Event()
+    event.record(torch.cuda.current_stream(device))
+    return event.query
+
+
+def _raise_absent(roll: RollCall, decision: Waiting, error: RuntimeError) -> None:
+    """Raise which ranks have not come to a decision, if that is why its reduction failed."""
+    try:
+        absent = roll.absent(decision)
+    except RuntimeError:
+        raise TrainingError(
+            f"{roll.last_call} lost the other ranks, and the store of the process group as well: "
+            "rank 0, with which the store ends unless torchrun keeps it, has ended or is cut off"
+        ) from error
+    if absent:
+        raise TrainingError(
+            f"{roll.last_call} waited in vain: {roll_call.in_words(absent)}; {ADVICE}"
+        ) from error
 
 
 def current_device(device_type: str) -> torch.device:

@@ -126,6 +126,11 @@ def stateless_sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.02, weight_decay=0.5)
 
 
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    """Creates all of its state at once, and not as zeros."""
+    return torch.optim.Adagrad(parameters, lr=0.02, weight_decay=0.5, initial_accumulator_value=0.1)
+
+
 def samples(step: int, rank: int) -> list[Sample]:
     return [Sample(step, rank, index) for index in range(2)]
 
@@ -235,7 +240,7 @@ def test_a_microbatch_that_is_dropped_uses_nothing() -> None:
 # Saved and loaded
 
 
-@pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd, sgd, stateless_sgd])
+@pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd, sgd, stateless_sgd, adagrad])
 @pytest.mark.parametrize("saved_after", [1, 3])
 @ranks(2, timeout=300)
 def test_the_rule_goes_on_with_a_state_of_any_strategy(optimizer: Any, saved_after: int) -> None:
@@ -253,7 +258,12 @@ def test_the_rule_goes_on_with_a_state_of_any_strategy(optimizer: Any, saved_aft
             engine.step(samples(step, dist.get_rank()))
         load(engine, saved)
         for one in (resumed, engine):
-            assert_same_bits(snapshot(one), saved)
+            loaded = snapshot(one)
+            # Some optimizers have a state of what nobody has used yet, others have none.
+            known = {name: value for name, value in saved.items() if name in loaded}
+            assert_same_bits({name: loaded[name] for name in known}, known)
+            for name in loaded.keys() ^ saved.keys():
+                assert f"unused/{name.split('/')[1]}" in saved
             for step in range(saved_after, STEPS):
                 one.step(samples(step, dist.get_rank()))
             assert_close(weights(one), expected, (options, ways[index - 1]))
@@ -262,7 +272,7 @@ def test_the_rule_goes_on_with_a_state_of_any_strategy(optimizer: Any, saved_aft
 def load(engine: Engine, saved: dict[str, Tensor]) -> None:
     """Load a whole state, as a checkpoint does it: into the shards that the engine has."""
     live = engine.prepare_to_load({name: (t.shape, t.dtype) for name, t in saved.items()})
-    assert live.keys() == saved.keys()
+    assert live.keys() <= saved.keys()
     with torch.no_grad():
         for name, tensor in live.items():
             fill(tensor, saved[name])

@@ -6,8 +6,10 @@ import contextlib
 import copy
 import logging
 import math
+import os
 import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -332,6 +334,53 @@ def test_sparse_gradients(dtype: torch.dtype) -> None:
     assert results == [(False, [-1.0, 0.0, -sum_of_two]), (True, [0.0, 0.0, 0.0])]
 
 
+def uncoalesced(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
+    """Return a sparse gradient whose indices stand for several values, and it as a dense one."""
+    rows = torch.tensor([[0, 2, 2, 1, 2, 0]])
+    values = torch.tensor([[4.0, 3], [1, -2], [9, 5], [7, 0.5], [-3, 8], [2, 6]])
+    scaled = (values * scale).to(dtype)
+    sparse = torch.sparse_coo_tensor(rows, scaled, (4, 2), check_invariants=True)
+    return sparse, torch.zeros(4, 2).index_add_(0, rows[0], values)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["clip", "clip disabled", "unscale"])
+def test_uncoalesced_sparse_gradients_as_dense_ones(dtype: torch.dtype, way: str) -> None:
+    scale = 1.0 if "disabled" in way else 4.0
+    sparse, gradient = uncoalesced(dtype, scale)
+    dense = nn.Parameter(torch.zeros(4, 2))
+    dense.grad = gradient.clone()
+    parameter = nn.Parameter(torch.zeros(4, 2, dtype=dtype))
+    parameter.grad = sparse
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=4.0, enabled="disabled" not in way)
+    scaler.scale(torch.ones(()))
+    if way == "unscale":
+        scaler.unscale_(optimizer)
+    else:
+        norm = scaler.clip_grad_norm_(optimizer, 2.0)
+        expected = nn.utils.clip_grad_norm_([dense], 2.0)
+        assert math.isclose(norm.item(), expected.item(), rel_tol=1e-5)
+    scaler.step(optimizer)
+    tolerance = {torch.float16: 1e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-6)
+    assert parameter.grad.is_sparse
+    for found in (parameter.grad.to_dense(), -parameter.detach()):
+        torch.testing.assert_close(found.float(), dense.grad, rtol=tolerance, atol=tolerance)
+
+
+def test_sum_of_finite_sparse_values_that_overflows_is_skipped() -> None:
+    parameter = nn.Parameter(torch.zeros(2, 1))
+    values = torch.tensor([[3e38], [3e38]])
+    index = torch.tensor([[1, 1]])
+    parameter.grad = torch.sparse_coo_tensor(index, values, (2, 1), check_invariants=True)
+    optimizer, scaler = torch.optim.SGD([parameter], lr=1.0), DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    assert scaler.step_skipped
+    assert not parameter.any()
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("max_norm", [1.0, 100.0])
 def test_clipping_equals_that_of_torch(max_norm: float, fused: bool) -> None:
@@ -356,6 +405,100 @@ def test_clipping_equals_that_of_torch(max_norm: float, fused: bool) -> None:
         weights.append(torch.cat([p.detach().flatten() for p in parameters] + [norm.view(1)]))
     assert torch.allclose(weights[0], weights[1].float(), rtol=1e-5, atol=1e-7)
     assert weights[0][-1] > 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_unscaling_after_clipping_shows_the_gradient_that_is_stepped_with(fused: bool) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([12.0, 16.0])
+    optimizer = torch.optim.SGD([parameter], lr=1.0, fused=fused)
+    scaler = DistributedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    assert scaler.clip_grad_norm_(optimizer, 1.0) == 5.0
+    scaler.unscale_(optimizer)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]))
+    scaler.step(optimizer)
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8]))
+
+
+def in_inference_mode(kind: str, way: str, mode: Callable[[], Any]) -> list[Any]:
+    """Train with the scaler's calls in a mode; ten steps, of which two overflow."""
+    work = Work(DistributedGradScaler("cpu", 2.0**12, growth_interval=2), kind)
+    for step in range(10):
+        work.zero_grad()
+        # What the scaler makes below takes part in autograd here.
+        work.scaler.scale(work.loss(step)).backward()
+        with mode():
+            if way == "clip":
+                work.scaler.clip_grad_norm_(work.optimizers[0], 0.1)  # type: ignore[attr-defined]
+            elif way == "unscale":
+                work.scaler.unscale_(work.optimizers[0])
+            work.scaler.step(work.optimizers[0])
+            work.scaler.update()
+        work.scales.append(work.scaler.get_scale())
+    return work.result()
+
+
+@pytest.mark.parametrize("way", ["step", "clip", "unscale"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_inference_mode_changes_nothing(kind: str, way: str) -> None:
+    outside = in_inference_mode(kind, way, contextlib.nullcontext)
+    inside = in_inference_mode(kind, way, torch.inference_mode)
+    assert len(set(outside[0])) > 2
+    assert str(inside) == str(outside)
+
+
+def test_a_scale_and_gradients_made_in_inference_mode() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer, scaler = torch.optim.Adam([parameter], lr=1.0), DistributedGradScaler("cpu")
+    with torch.inference_mode():
+        scaler.scale(torch.ones(()))
+        parameter.grad = torch.full((2,), scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update(2.0**10)
+    optimizer.zero_grad()
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-2.0, -2.0]))
+
+
+@ranks(2, initialize=False)
+def test_several_processes_without_a_process_group(tmp_path: Path) -> None:
+    optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    message = r"^WORLD_SIZE = '2': .* call torch\.distributed\.init_process_group\(\) in every"
+    disabled = DistributedGradScaler("cpu", enabled=False)
+    for call in (
+        lambda: scaler.step(optimizer),
+        lambda: scaler.clip_grad_norm_(optimizer, 1.0),
+        lambda: DistributedGradScaler("cpu").update(),
+        lambda: disabled.clip_grad_norm_(optimizer, 1.0),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            call()
+    assert optimizer.param_groups[0]["params"][0].item() == 0.0
+    # A scaler that was built before the group, as a plugin of Fabric is, works with it.
+    store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    optimizer = one_parameter(math.inf if dist.get_rank() == 1 else 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert (scaler.step_skipped, scaler.get_scale()) == (True, 2.0)
+
+
+@pytest.mark.parametrize("named", ["1", None])
+def test_one_process_needs_no_process_group(
+    named: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if named is not None:
+        monkeypatch.setenv("WORLD_SIZE", named)
+    optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert not scaler.step_skipped
 
 
 def test_clipping_stands_in_place_of_unscaling() -> None:
