@@ -784,6 +784,7 @@ def test_a_step_keeps_to_its_device(
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
     monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    monkeypatch.setattr("distmp.parallel.world.usable_device", torch.device)
     stepped: list[Any] = []
     engine = make_engine(
         device="meta",

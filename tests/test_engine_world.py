@@ -150,6 +150,7 @@ def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         torch.cuda, "set_device", lambda device: current.__setitem__(0, device.index)
     )
+    monkeypatch.setattr("distmp.parallel.world.usable_device", torch.device)
     from distmp.parallel.world import _device_of_rank
 
     assert _device_of_rank(None, 2) == torch.device("cuda", 2)

@@ -92,8 +92,6 @@ def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Para
             problem = f"has no gradient; {expected}"
         elif parameter.dtype not in SUMMED_DTYPES:
             problem = f"is {parameter.dtype}; use parameters in float32, bfloat16 or float16"
-        elif parameter.is_meta:
-            problem = "is on the meta device, without data; make it on a real one"
         elif found.setdefault(name, parameter) is not parameter:
             problem = "is the name of two parameters; give each its own"
         else:

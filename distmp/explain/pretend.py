@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.buckets import reduction
 from distmp.buckets.reduction import sum_in_order
 from distmp.errors import ConfigError, SetupError
+from distmp.outcome import StepOutcome
 from distmp.parallel import reduce_scatter
 
 BACKEND = "pretended"
@@ -128,6 +129,8 @@ def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
         with (
             _values_are_missing(),
             mock.patch.object(dist, "new_group", new_group),
+            # No number is real; the other ranks are like this one.
+            mock.patch.object(StepOutcome, "ranks_differ", False),
             mock.patch.object(reduction, "sum_in_order", _sum_of_two),
             mock.patch.object(reduce_scatter, "sum_in_order", _sum_of_two),
             mock.patch.object(nn.Module, "_apply", _apply),

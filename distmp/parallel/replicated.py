@@ -140,6 +140,7 @@ class Replicated(Strategy):
 
     def begin_step(self) -> None:
         for part in self._parts:
+            part.buckets.discard()  # of a step that was interrupted, anywhere
             part.buckets.begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:

@@ -36,7 +36,7 @@ def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]
 
     The policy says what is cast, and under autocast backward would cast as well.
     """
-    if torch.is_autocast_enabled(device.type):
+    if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 

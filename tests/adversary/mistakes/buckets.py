@@ -98,7 +98,6 @@ named(
     "an integer",
     lambda model: [("i", nn.Parameter(torch.ones(2, dtype=torch.long), requires_grad=False))],
 )
-named("a meta parameter", lambda model: [("m", nn.Parameter(torch.ones(2, device="meta")))])
 named("float64", lambda model: [("d", nn.Parameter(torch.ones(2, dtype=torch.float64)))])
 named("no leaf", lambda model: [(n, p * 2) for n, p in model.named_parameters()])
 
