@@ -396,13 +396,11 @@ def _legal_batch(case: Case, batch: Microbatch) -> Microbatch:
     if case.weight_kind in ("int", "long"):
         batch = replace(batch, weight=float(math.ceil(batch.weight)))
     if batch.fault is not None:
-        place, value = batch.fault.place, batch.fault.value
+        place = batch.fault.place
         if place == "input" and case.model.kind == "embedding":
             place = "stem"
-        if place == "weight" and value == "-inf":
-            value = "inf"  # a negative weight is refused
         size = batch.size if place in ("weight", "loss") else max(1, batch.size)
-        batch = replace(batch, fault=Fault(place, value), size=size)
+        batch = replace(batch, fault=replace(batch.fault, place=place), size=size)
         if place == "weight" and case.weight_kind in ("int", "long"):
             batch = replace(batch, fault=None)
     return replace(batch, uses=tuple(part for part in PARTS if part in batch.uses))

@@ -61,8 +61,8 @@ MUTANTS = [
     Mutant(
         "a weight that is not finite is no overflow",
         "distmp/scaling/verdict.py",
-        "overflow = ~(scaled_norm.isfinite() & weight.isfinite())",
-        "overflow = ~scaled_norm.isfinite()",
+        "bad_weight = ~weight.isfinite() | (weight < 0)",
+        "bad_weight = weight < 0",
     ),
     Mutant(
         "clipping compares the scaled norm",
@@ -91,13 +91,19 @@ MUTANTS = [
     Mutant(
         "a skipped step keeps its batch statistics",
         "distmp/parallel/module_buffers.py",
-        "buffer.copy_(torch.where(skipped.bool(), value, buffer))",
+        "take_back(self._module, self._before, skipped.bool())",
+        "pass",
+    ),
+    Mutant(
+        "a dropped microbatch keeps its batch statistics",
+        "distmp/parallel/replicated.py",
+        "take_back(self.model, self._buffers, ~kept)",
         "pass",
     ),
     Mutant(
         "every rank keeps its own batch statistics",
         "distmp/parallel/module_buffers.py",
-        "_broadcast(current.values(), self._group)",
+        "_broadcast(self._module.buffers(), self._group)",
         "pass",
     ),
     Mutant(
@@ -115,8 +121,20 @@ MUTANTS = [
     Mutant(
         "what was frozen during training goes on with its last gradient",
         "distmp/buckets/gradients.py",
-        "steps = slot.seen and slot.parameter.requires_grad",
-        "steps = slot.seen",
+        "steps = slot.parameter.requires_grad and not self._used.leaves_alone(slot)",
+        "steps = not self._used.leaves_alone(slot)",
+    ),
+    Mutant(
+        "what nobody has ever used is stepped under fsdp",
+        "distmp/parallel/sharded.py",
+        "if self._used.leaves_alone(name):",
+        "if False:",
+    ),
+    Mutant(
+        "a step without use counts for nothing",
+        "distmp/parallel/sharded.py",
+        "parameter.grad = torch.zeros_like(parameter)",
+        "pass",
     ),
     Mutant(
         "an optimizer that is not fused steps although the step is skipped",
