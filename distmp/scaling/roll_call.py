@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.util import Finalize
@@ -38,6 +38,8 @@ ANSWER_SECONDS = 5.0
 STORE_SECONDS = 5.0
 # How long all ranks of a decision take at most to tell what they have called.
 EXCHANGE_SECONDS = 60.0
+# Of the error with which a rank has ended, that others see.
+MOST_CHARACTERS = 200
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -147,6 +149,15 @@ class RollCall:
         """Note that the decision is over."""
         self._waiting = None
 
+    @contextlib.contextmanager
+    def announced(self, group: dist.ProcessGroup) -> Iterator[Waiting]:
+        """Let other ranks count on this one for the next decision, while in the context."""
+        try:
+            yield self.begin(group)
+        finally:
+            self._begun[group.group_name] -= 1
+            self.end()
+
     # What this rank asks
 
     def absent(self, waiting: Waiting) -> dict[int, Presence | None]:
@@ -253,7 +264,8 @@ class RollCall:
             return
         presence = self._presence("", "has ended")
         if error is not None:
-            how = f"has ended with {type(error).__name__} ({error})"
+            reason = next(iter(str(error).splitlines()), "")
+            how = f"has ended with {type(error).__name__} ({reason[:MOST_CHARACTERS]})"
             presence = self._presence(user_line_of_error(error), how)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"ended/{self._rank}", json.dumps(asdict(presence)))
