@@ -153,11 +153,17 @@ class CallLog:
 Exchange = Callable[[str, Any], Mapping[int, Any]]
 
 
-def difference(decision: Decision, exchange: Exchange) -> str | None:
-    """Return in what ranks differ, or None if only parameters differ, as with pipeline stages."""
+def difference(decision: Decision, world_size: int, exchange: Exchange) -> str | None:
+    """Return in what ranks differ, or None if only parameters differ, as with pipeline stages.
+
+    Args:
+        decision: As this rank calls for it.
+        world_size: Number of ranks.
+        exchange: Tells other ranks something and returns what they tell.
+    """
     answers = exchange("decision", decision)
     decisions = {rank: Decision.from_json(answer) for rank, answer in answers.items()}
-    if len({decision.digest for decision in decisions.values()}) > 1:
+    if len({decision.digest for decision in decisions.values()}) > 1 or len(answers) < world_size:
         return _different_calls(decisions)
     if len({decision.new for decision in decisions.values()}) > 1:
         return _different_order(decisions, exchange("optimizers", all_identities()))
@@ -172,10 +178,9 @@ def _different_calls(decisions: Mapping[int, Decision]) -> str:
             for rank, decision in decisions.items()
         }
     if len(set(calls.values())) == 1:
-        iteration = next(iter(decisions.values())).iteration
-        message = f"ranks have called the scaler differently before iteration {iteration}; {ADVICE}"
-    else:
-        message = f"ranks call the scaler differently: {_by_rank(calls)}; {ADVICE}"
+        # Of an earlier decision whose numbers were equal by chance, or other ranks are silent.
+        calls = {rank: f"calls {decision.doing}" for rank, decision in decisions.items()}
+    message = f"ranks call the scaler differently: {_by_rank(calls)}; {ADVICE}"
     if len({decision.changes for decision in decisions.values()}) > 1:
         message += ", and continue from a checkpoint, for weights differ between ranks"
     return message

@@ -43,6 +43,8 @@ logger = logging.getLogger("distmp")
 STATE_VERSION = 1
 # Parameters named in an error.
 NAMED_AT_MOST = 5
+# How long an `update` without a step, an error, waits for ranks that differ to say it together.
+MISUSE_SECONDS = 10.0
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -302,10 +304,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
             return
         self._check_scale_growth_tracker("update")
         self._settle(self._calls.iteration - 1)
-        undecided = any(inspected.found_inf is None for inspected in self._inspected.values())
-        # Without a step it is an error below, but first of all one if the other ranks do step.
-        nothing_decided = not self._totals and new_scale is None
-        if undecided or (nothing_decided and self._ranks.world_size > 1):
+        if any(inspected.found_inf is None for inspected in self._inspected.values()):
+            self._decide("update", [])
+        elif not self._totals and new_scale is None and self._ranks.world_size > 1:
+            # An error below; before, one of all ranks, if the others come to a decision.
+            self._ranks.await_others(MISUSE_SECONDS)
             self._decide("update", [])
         if new_scale is not None:
             self._set_scale(new_scale)
@@ -460,7 +463,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 break
             del self._unsettled[0]
             if copied.read():
-                problem = difference(decision, functools.partial(self._ranks.exchange, place))
+                exchange = functools.partial(self._ranks.exchange, place)
+                problem = difference(decision, self._ranks.world_size, exchange)
                 if problem is not None:
                     raise TrainingError(problem)
                 differ = True

@@ -7,6 +7,7 @@ parameters and, where a rank holds them in full, their values.
 from __future__ import annotations
 
 import gc
+import itertools
 import zlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -68,16 +69,18 @@ def _is_plain(value: Any) -> bool:
 
 @torch.no_grad()
 def _sampled_values(optimizer: torch.optim.Optimizer) -> list[float]:
-    samples = [_start_of(parameter) for parameter in _whole(parameters(optimizer))]
-    samples = samples[:SAMPLED_PARAMETERS]
-    return torch.cat([sample.cpu().double() for sample in samples]).tolist() if samples else []
+    sampled = itertools.islice(_whole(parameters(optimizer)), SAMPLED_PARAMETERS)
+    samples = [_start_of(parameter).cpu().double() for parameter in sampled]
+    return torch.cat(samples).tolist() if samples else []
 
 
 def _whole(candidates: Iterator[Tensor]) -> Iterator[Tensor]:
     """Yield the parameters of which every rank should hold the same values."""
     for parameter in candidates:
-        is_shard = is_traceable_wrapper_subclass(parameter)
-        if not is_shard and parameter.is_floating_point() and parameter.numel() > 0:
+        has_values = (
+            parameter.is_floating_point() and parameter.numel() > 0 and not parameter.is_meta
+        )
+        if has_values and not is_traceable_wrapper_subclass(parameter):
             yield parameter.detach()
 
 

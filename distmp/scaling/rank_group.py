@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling import roll_call
 from distmp.scaling.calls import ADVICE
-from distmp.scaling.roll_call import RollCall, Waiting
+from distmp.scaling.roll_call import Presence, RollCall, Waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +81,11 @@ class RankGroup:
             "a process of its own",
         )
 
+    def _members(self) -> dist.ProcessGroup:
+        group = self._group or dist.group.WORLD
+        assert group is not None
+        return group
+
     @staticmethod
     def _exists() -> bool:
         return dist.is_available() and dist.is_initialized()
@@ -92,9 +99,7 @@ class RankGroup:
         """
         if self.world_size == 1:
             return values
-        group = self._group or dist.group.WORLD
-        assert group is not None
-        roll = roll_call.current()
+        group, roll = self._members(), roll_call.current()
         if roll is None:
             return _all_reduce(values, group)
         self.latest = roll.begin(group)
@@ -109,6 +114,23 @@ class RankGroup:
             roll.end()
         return total
 
+    def await_others(self, seconds: float) -> None:
+        """Wait until all other ranks are in a decision, which with this one's then comes to an end.
+
+        For a decision that nobody may be going to meet.
+
+        Raises:
+            TrainingError: If some rank has not come after so many seconds. It says where it is.
+        """
+        roll = roll_call.current()
+        if roll is None:
+            return
+        deadline = time.monotonic() + seconds
+        with roll.announced(self._members()) as decision:
+            while absent := roll.absent(decision):
+                if time.monotonic() > deadline:
+                    raise _absence(roll, absent)
+
     def exchange(self, decision: Waiting | None, name: str, value: Any) -> dict[int, Any]:
         """Return what every rank says about a decision, by rank, as JSON returns it.
 
@@ -118,9 +140,12 @@ class RankGroup:
             value: What this rank says.
         """
         roll = roll_call.current()
-        if roll is None or decision is None:
-            return {dist.get_rank(): value}
-        return roll.exchange(decision, name, value)
+        if roll is not None and decision is not None:
+            return roll.exchange(decision, name, value)
+        ranks = dist.get_process_group_ranks(self._members())
+        values: list[Any] = [None] * len(ranks)
+        dist.all_gather_object(values, value, self._group)
+        return dict(zip(ranks, values, strict=True))
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -198,9 +223,11 @@ def _raise_absent(roll: RollCall, decision: Waiting, error: RuntimeError) -> Non
             "rank 0, with which the store ends unless torchrun keeps it, has ended or is cut off"
         ) from error
     if absent:
-        raise TrainingError(
-            f"{roll.last_call} waited in vain: {roll_call.in_words(absent)}; {ADVICE}"
-        ) from error
+        raise _absence(roll, absent) from error
+
+
+def _absence(roll: RollCall, absent: Mapping[int, Presence | None]) -> TrainingError:
+    return TrainingError(f"{roll.last_call} waited in vain: {roll_call.in_words(absent)}; {ADVICE}")
 
 
 def current_device(device_type: str) -> torch.device:

@@ -18,14 +18,13 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from distmp.frames import user_line, user_line_of_error
 
@@ -39,6 +38,11 @@ ANSWER_SECONDS = 5.0
 STORE_SECONDS = 5.0
 # How long all ranks of a decision take at most to tell what they have called.
 EXCHANGE_SECONDS = 60.0
+# Of the error with which a rank has ended, that others see.
+MOST_CHARACTERS = 200
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 logger = logging.getLogger("distmp")
 
@@ -102,6 +106,7 @@ class RollCall:
         self._store = store
         self._rank = rank
         self._world = weakref.ref(dist.group.WORLD)
+        self._ranks: dict[str, list[int]] = {}
         self._begun: Counter[str] = Counter()
         self._caller = threading.get_ident()
         self._last_call: tuple[str, int] | None = None
@@ -132,14 +137,26 @@ class RollCall:
     def begin(self, group: dist.ProcessGroup) -> Waiting:
         """Note the beginning of a decision and return it."""
         name = group.group_name
+        if name not in self._ranks:
+            self._ranks[name] = dist.get_process_group_ranks(group)
         self._begun[name] += 1
-        ranks = dist.get_process_group_ranks(group)
-        self._waiting = Waiting(name, self._begun[name], ranks, lambda: False, time.monotonic())
+        self._waiting = Waiting(
+            name, self._begun[name], self._ranks[name], lambda: False, time.monotonic()
+        )
         return self._waiting
 
     def end(self) -> None:
         """Note that the decision is over."""
         self._waiting = None
+
+    @contextlib.contextmanager
+    def announced(self, group: dist.ProcessGroup) -> Iterator[Waiting]:
+        """Let other ranks count on this one for the next decision, while in the context."""
+        try:
+            yield self.begin(group)
+        finally:
+            self._begun[group.group_name] -= 1
+            self.end()
 
     # What this rank asks
 
@@ -227,8 +244,9 @@ class RollCall:
             return
         absent = self.absent(waiting)
         present = [rank for rank in waiting.ranks if rank not in absent]
+        is_over = self._waiting is not waiting or waiting.is_over()
         # Of the ranks that wait one is enough to say so.
-        if absent and self._rank == present[0] and self._waiting is waiting:
+        if absent and not is_over and self._rank == present[0]:
             logger.warning(
                 "rank %d has waited for %.0f s in %s: %s",
                 self._rank,
@@ -246,7 +264,8 @@ class RollCall:
             return
         presence = self._presence("", "has ended")
         if error is not None:
-            how = f"has ended with {type(error).__name__} ({error})"
+            reason = next(iter(str(error).splitlines()), "")
+            how = f"has ended with {type(error).__name__} ({reason[:MOST_CHARACTERS]})"
             presence = self._presence(user_line_of_error(error), how)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"ended/{self._rank}", json.dumps(asdict(presence)))
@@ -274,6 +293,9 @@ def store_of_its_own(purpose: str) -> Store | None:
     Args:
         purpose: What it is for; one with another purpose has other keys.
     """
+    # Here because a torch without distributed has none.
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
     try:
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
@@ -295,6 +317,8 @@ def _start() -> RollCall | None:
 
 def _store_outlives_ranks() -> bool:
     """Whether writing to the store is safe while ranks end: not if one of them keeps it."""
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store

@@ -6,6 +6,7 @@ import copy
 import math
 import os
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,7 @@ CASES: Cases = [
 
 def play(cases: list[tuple[list[Calls], list[Calls]]], options: dict[str, Any]) -> list[Any]:
     """Do what is meant for this rank in each case; return the errors and the weights."""
+    roll_call.INTERVAL_SECONDS = 0.1
     return [differ(first, second, options) for first, second in cases]
 
 
@@ -272,6 +274,42 @@ def test_unscaling_on_one_rank_is_refused_where_it_rounds_otherwise() -> None:
     )
     assert errors == [f"ranks call the scaler differently: {calls}{ADVICE}"] * 2
     assert weights[0] == weights[1]
+
+
+@ranks(3)
+def test_ranks_that_call_alike_are_named_together() -> None:
+    work = Work()
+    work.backward()
+    call = work.clip_first if dist.get_rank() == 1 else work.step_first
+    message = (
+        "ranks call the scaler differently: "
+        "ranks 0 and 2 call step(optimizer 0) in iteration 1, "
+        f"rank 1 calls clip_grad_norm_(optimizer 0, 1.0) in iteration 1{ADVICE}"
+    )
+    with pytest.raises(TrainingError, match=f"^{re.escape(message)}$"):
+        call()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@ranks(2)
+def test_stages_of_a_pipeline_have_other_parameters(fused: bool) -> None:
+    me = dist.get_rank()
+    parameters = [nn.Parameter(torch.ones(2 + me)), nn.Parameter(torch.ones(3))]
+    optimizers = [torch.optim.SGD([p], lr=0.5, fused=fused) for p in parameters]
+    scaler = DistributedGradScaler("cpu", init_scale=4.0)
+    for step in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, scaler.get_scale())
+        if me == step == 1:
+            assert parameters[0].grad is not None
+            parameters[0].grad[0] = math.inf
+        for optimizer in optimizers:
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+    assert [p.tolist() for p in parameters] == [[0.0] * (2 + me), [0.0] * 3]
+    assert (scaler.total_skips, scaler.get_scale()) == (1, 2.0)
 
 
 class LateCopy(HostCopy):

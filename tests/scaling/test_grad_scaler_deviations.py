@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from distmp import DistributedGradScaler, TrainingError
+from distmp.scaling import roll_call
 from tests.ranks import run_ranks
 
 OPTIMIZERS = 2
@@ -178,6 +179,7 @@ def play(sequence: Sequence, number: int) -> Seen:
 
 
 def play_all(played: list[Sequence]) -> list[Seen]:
+    roll_call.INTERVAL_SECONDS = 0.02
     return [play(sequence, number) for number, sequence in enumerate(played)]
 
 
@@ -233,7 +235,7 @@ def decide(sequence: Sequence, iteration: int, members: set[int], skips: dict[in
 
 
 @settings(
-    max_examples=6,
+    max_examples=5,
     deadline=None,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

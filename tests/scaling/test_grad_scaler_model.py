@@ -296,8 +296,8 @@ class ThreadRanks:
         return self._result
 
     def exchange(self, place: None, name: str, value: Any) -> dict[int, Any]:
-        # The optimizers of all ranks are in this process, where they cannot be told apart.
-        return {0: value}
+        # Ranks differ in parameters alone; all their optimizers are in this process.
+        return dict.fromkeys(range(self.world_size), value)
 
 
 def play_in_threads(sequence: Sequence) -> list[Seen]:

@@ -6,6 +6,8 @@ import functools
 import logging
 import os
 import re
+import socket
+import subprocess
 import threading
 import time
 from datetime import timedelta
@@ -19,7 +21,7 @@ from torch import nn
 from distmp import DistributedGradScaler, TrainingError
 from distmp.scaling import roll_call
 from tests.ranks import ranks
-from tests.torchrun import python, run
+from tests.torchrun import environment, python, run
 
 HERE = re.escape(__file__)
 
@@ -115,7 +117,7 @@ def release(directory: Path, records: list[logging.LogRecord] | None) -> None:
 
 
 SCRIPT = """
-import logging, os, sys
+import logging, os, signal, sys
 from datetime import timedelta
 
 import torch
@@ -123,9 +125,10 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp import DistributedGradScaler
-from distmp.scaling import roll_call
+from distmp.scaling import grad_scaler, roll_call
 
 logging.basicConfig()
+grad_scaler.MISUSE_SECONDS = 2
 roll_call.PATIENCE_SECONDS = 1
 dist.init_process_group("gloo", timeout=timedelta(seconds=int(sys.argv[2])))
 model = DistributedDataParallel(torch.nn.Linear(50, 50))
@@ -142,10 +145,12 @@ def train(leaves_out):
                 return
             if leaves_out == "step":
                 continue
-            if leaves_out == "error":
-                optimizer.unknown()
+            if leaves_out == "its process":
+                os.kill(os.getpid(), signal.SIGKILL)
         scaler.step(optimizer)
         scaler.update()
+        if leaves_out == "a step before update" and step == 1 and dist.get_rank() == 1:
+            scaler.update()
 
 
 train(sys.argv[1])
@@ -186,6 +191,35 @@ def test_rank_that_leaves_out_a_step_meets_no_reduction_of_gradients(tmp_path: P
     warning = rf"WARNING:distmp:rank 0 has waited for \d+ s in step\(\) in iteration 3: {line}\n"
     assert re.search(warning, output), output
     assert "gloo::EnforceNotMet" not in output
+
+
+def test_update_without_a_step_where_the_other_ranks_need_this_one(tmp_path: Path) -> None:
+    output = trained("a step before update", 60, tmp_path)
+    line = rf"rank 0 is at {re.escape(str(tmp_path))}/train.py:\d+ in train \(`.*backward\(\)`\)"
+    assert re.search(rf"TrainingError: update\(\) in iteration 3 waited in vain: {line}", output)
+
+
+def test_rank_that_was_killed(tmp_path: Path) -> None:
+    """Without torchrun, which would end the others at once."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            python("train.py", "its process", "60"),
+            cwd=tmp_path,
+            env={**environment(), **place, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output, _ = [process.communicate(timeout=100)[1] for process in processes]
+    assert (
+        "TrainingError: step() in iteration 3 waited in vain: rank 1 does not answer: its process "
+        "has ended or is stopped, or it has no scaler yet; make the same calls of the scaler"
+    ) in output
 
 
 @ranks(2, initialize=False)
