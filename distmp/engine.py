@@ -339,6 +339,8 @@ class Engine:
     def _take_step(self, microbatches: Sequence[Any], stop: bool) -> StepOutcome:
         self._calls["engine.step"] += 1
         activity.enter("beginning of the step")
+        self._stepped.check(self.optimizer)
+        self._strategy.check_model()
         self._adopt_unfrozen()
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
@@ -425,8 +427,6 @@ class Engine:
 
     def _adopt_unfrozen(self) -> None:
         """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""
-        self._stepped.check(self.optimizer)
-        self._strategy.check_model()
         parameters = self._strategy.adopt_unfrozen()
         if not parameters:
             return
