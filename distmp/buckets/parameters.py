@@ -13,23 +13,27 @@ from distmp.buckets.layout import BucketLayout
 from distmp.errors import ConfigError
 
 
-class _Place(NamedTuple):
-    """Where a parameter was put.
+class _Place:
+    """Where a parameter was put, so that one is noticed that is no longer there.
 
-    Attributes:
-        version: What torch counted of writes to it; None where writes to it are not lost.
+    Args:
+        name: Of the parameter.
+        parameter: It.
+        has_master: Whether its value comes from a master weight, so that writes to it are lost.
     """
 
-    name: str
-    parameter: nn.Parameter
-    address: int
-    version: int | None
+    __slots__ = ("_address", "_has_master", "_name", "_parameter", "_version")
 
-    @classmethod
-    def of(cls, name: str, parameter: nn.Parameter, *, has_master: bool) -> _Place:
-        """Return the place that a parameter has now."""
-        version = parameter._version if has_master else None
-        return cls(name, parameter, parameter.data_ptr(), version)
+    def __init__(self, name: str, parameter: nn.Parameter, *, has_master: bool) -> None:
+        self._name = name
+        self._parameter = parameter
+        self._address = parameter.data_ptr()
+        self._has_master = has_master
+        self.settle()
+
+    def settle(self) -> None:
+        """Take note that the parameter has the value that it is to have."""
+        self._version = self._parameter._version  # torch's count of writes
 
     def check(self) -> None:
         """Refuse a parameter that has left its place, or was written to in vain.
@@ -37,17 +41,17 @@ class _Place(NamedTuple):
         Raises:
             ConfigError: Naming it.
         """
-        if self.parameter.data_ptr() != self.address:
+        if self._parameter.data_ptr() != self._address:
             raise ConfigError(
                 "model",
-                self.name,
+                self._name,
                 "was given other memory (by model.to(), .data = or another engine), which the "
                 "optimizer does not step; change a model before the engine is built",
             )
-        if self.version not in (None, self.parameter._version):
+        if self._has_master and self._parameter._version != self._version:
             raise ConfigError(
                 "model",
-                self.name,
+                self._name,
                 "was written to (as by model.load_state_dict), but its value comes from the FP32 "
                 "master weight of the optimizer; write to a model before the engine is built, or "
                 "use engine.load_state_dict",
@@ -121,6 +125,8 @@ class FlatParameters:
                 pending.append(all_gather(flat.parameters, flat.own, self._buckets.group))
         for work in pending:
             work.wait()
+        for place in self._places:
+            place.settle()
 
     @torch.no_grad()
     def _lay_out(self, bucket: int, layout: BucketLayout, values: dict[str, Tensor]) -> None:
@@ -148,9 +154,8 @@ class FlatParameters:
                 master.copy_(value)
             views[index].copy_(value)
             layout.parameters[index].data = views[index]
-            self._places.append(
-                _Place.of(name, layout.parameters[index], has_master=dtype != torch.float32)
-            )
+            has_master = dtype != torch.float32
+            self._places.append(_Place(name, layout.parameters[index], has_master=has_master))
             # An optimizer wants a leaf of its own; it shares the memory of the flat buffer.
             self.named[name] = master.detach().requires_grad_()
             self._buckets.attach(bucket, index, self.named[name])
@@ -182,7 +187,7 @@ class PureParameters:
                 if parameter.dtype != torch.float32:
                     self.named[name] = parameter.detach().requires_grad_()
                     self._rounded.append((parameter, self.named[name]))
-                    self._places.append(_Place.of(name, parameter, has_master=False))
+                    self._places.append(_Place(name, parameter, has_master=False))
 
     def check_places(self) -> None:
         """Refuse parameters that are not where they were put, see `_Place.check`."""

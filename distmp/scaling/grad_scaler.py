@@ -33,6 +33,14 @@ from distmp.scaling.local_gradients import (
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
 from distmp.scaling.rank_group import RankGroup, current_device
 from distmp.scaling.roll_call import RollCall, Waiting
+from distmp.scaling.scaler_arguments import (
+    as_scale,
+    check_device,
+    check_numbers,
+    check_optimizer,
+    check_state,
+    check_switches,
+)
 from distmp.scaling.verdict import CLIP_EPSILON
 
 if TYPE_CHECKING:
@@ -136,6 +144,18 @@ class DistributedGradScaler(torch.amp.GradScaler):
         max_consecutive_skips: int | None = None,
     ) -> None:
         self._loss_scale: LossScale | None = None
+        check_device(device)
+        check_switches(enabled=enabled, static=static)
+        check_numbers(
+            init_scale=init_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
+            max_consecutive_skips=max_consecutive_skips,
+        )
         super().__init__(
             device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
         )
@@ -178,6 +198,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
         All their gradients have to be complete at the first `step` of an iteration.
         """
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
         self._registered = _distinct([*self._registered, *optimizers])
 
     # One iteration
@@ -217,6 +239,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 come, on the others.
             ConfigError: If the environment names several processes, but there is no process group.
         """
+        check_optimizer(optimizer)
         self._note("step")
         if self._enabled and "closure" not in kwargs:
             self._check_scale_growth_tracker("step")
@@ -299,6 +322,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 scaler differently. On CUDA, where the host does not wait, one `update` later.
             ConfigError: For a `new_scale` of 0, infinity or NaN.
         """
+        if new_scale is not None:
+            new_scale = as_scale(new_scale)
         self._note("update")
         if not self._enabled:
             return
@@ -664,10 +689,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: If the state is empty.
-            CheckpointError: If a newer version of distmp wrote the state.
+            CheckpointError: If it is no state of a scaler, or of a newer version of distmp.
         """
         if not self._enabled:
             return
+        check_state(state_dict)
         if len(state_dict) == 0:
             raise RuntimeError(
                 "The source state dict is empty, possibly because it was saved "

@@ -43,6 +43,8 @@ class RankGroup:
             return
         if isinstance(ranks, int):  # what `new_group` returns to ranks that are not in it
             raise _not_a_member(ranks)
+        if not isinstance(ranks, dist.ProcessGroup) and not hasattr(ranks, "get_coordinate"):
+            raise ConfigError("group", ranks, "use a process group, a device mesh or None")
         self._group = ranks if isinstance(ranks, dist.ProcessGroup) else _group_of_mesh(ranks)
 
     @property
@@ -161,7 +163,8 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def _not_a_member(ranks: object) -> ConfigError:
-    return ConfigError("group", ranks, f"does not hold this rank, {dist.get_rank()}")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return ConfigError("group", ranks, f"does not hold this rank, {rank}")
 
 
 def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:

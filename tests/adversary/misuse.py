@@ -47,6 +47,8 @@ TORCH_SAYS = (
     "is being called after step()",
     "outputs must be",
     "The source state dict is empty",
+    "factor must be",
+    "Attempted step but _scale is None",
     "stands in place of unscale_()",
     "gradients changed after the ranks had decided",
 )
