@@ -847,7 +847,6 @@ class Engine:
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
         self._strategy.publish_parameters()
-        self._strategy.accept_writes()
 
 
 class _Gathered(NamedTuple):

@@ -107,13 +107,6 @@ class FlatParameters:
         for place in self._places:
             place.check()
 
-    def accept_writes(self) -> None:
-        """Take parameters for untouched from now on: they were made from the masters anew."""
-        self._places = [
-            _Place.of(place.name, place.parameter, has_master=place.version is not None)
-            for place in self._places
-        ]
-
     @torch.no_grad()
     def publish(self) -> None:
         """Make what the optimizer stepped the parameters that the module computes with."""

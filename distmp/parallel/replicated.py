@@ -107,11 +107,6 @@ class Replicated(Strategy):
         for part in self._parts:
             part.parameters.check_places()
 
-    def accept_writes(self) -> None:
-        for part in self._parts:
-            if isinstance(part.parameters, FlatParameters):
-                part.parameters.accept_writes()
-
     def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
         named = [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
         if not named:

@@ -120,9 +120,6 @@ class Strategy(ABC):
                 written to where its value comes from elsewhere.
         """
 
-    def accept_writes(self) -> None:  # noqa: B027 - not all can tell
-        """Take the model for untouched from now on: a state was loaded."""
-
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
