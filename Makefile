@@ -1,6 +1,6 @@
 # make train   train the quickstart model on this machine (CONFIG=configs/x.yaml for another run)
 # make test    run every test that this machine can run
-# make nightly random training runs of the engine against a float64 oracle (CASES=5000)
+# make nightly random runs of the engine against a float64 oracle, and random misuse (CASES=5000)
 # make lint    formatting, lint and types
 # make bench   compare with other training loops, side by side
 # make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in 25 minutes
@@ -23,6 +23,7 @@ test: $(INSTALLED)
 
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary --cases $(CASES)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.misuse --cases $(CASES)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
