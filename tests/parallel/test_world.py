@@ -26,6 +26,7 @@ def test_a_process_without_a_group_is_alone(monkeypatch: pytest.MonkeyPatch) -> 
 def test_the_current_cuda_device_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     assert World.current().device == torch.device("cuda", 3)
     assert World.current("cuda").device == torch.device("cuda", 3)
     assert World.current("cuda:1").device == torch.device("cuda", 1)
