@@ -535,10 +535,10 @@ class Engine:
         activity.enter("reduction of the gradients")
         strategy.finish_gradients()
         if not self._has_gradients:
-            self._check_gradients()
+            self._check_gradients(gathered)
         return gathered
 
-    def _check_gradients(self) -> None:
+    def _check_gradients(self, gathered: _Gathered) -> None:
         """Refuse a loss that depends on nothing that is trained.
 
         Raises:
@@ -548,7 +548,9 @@ class Engine:
         self._has_gradients = any(
             tensor.grad is not None for tensor in (*trained, *self.module.parameters())
         )
-        if not self._has_gradients:
+        # What is dropped does not count as use.
+        dropped = any(bool(flag) for flag in gathered.dropped)
+        if not (self._has_gradients or dropped):
             raise ConfigError(
                 "loss",
                 getattr(self._loss, "__name__", type(self._loss).__name__),

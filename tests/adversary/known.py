@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.adversary.cases import SCALED, Case
+from tests.adversary.cases import Case
 
 
 def _empty_shard(case: Case) -> bool:
@@ -35,13 +35,6 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         case.strategy in ("fsdp", "hsdp")
         and any(step.freeze for step in case.steps)
         and any("block" not in batch.uses for batch in case.microbatches)
-    ),
-    "F: a first step of which everything is dropped": lambda case: (
-        case.drops
-        and (
-            case.policy in SCALED
-            or all(batch.fault for batches in case.steps[0].ranks for batch in batches)
-        )
     ),
 }
 
