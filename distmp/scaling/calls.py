@@ -182,7 +182,7 @@ def _different_calls(decisions: Mapping[int, Decision]) -> str:
         calls = {rank: f"calls {decision.doing}" for rank, decision in decisions.items()}
     message = f"ranks call the scaler differently: {_by_rank(calls)}; {ADVICE}"
     if len({decision.changes for decision in decisions.values()}) > 1:
-        message += ", and continue from a checkpoint, for weights differ between ranks"
+        message += "; weights now differ between ranks: continue from a checkpoint"
     return message
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from distmp.errors import CheckpointError, ConfigError, TrainingError
-from distmp.scaling import roll_call
+from distmp.scaling import rank_monitor
 from distmp.scaling.agreement import HostCopy, Inspected, Report, Total, sum_over_ranks
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import (
@@ -32,7 +32,7 @@ from distmp.scaling.local_gradients import (
 )
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
 from distmp.scaling.rank_group import RankGroup, current_device
-from distmp.scaling.roll_call import RollCall, Waiting
+from distmp.scaling.rank_monitor import RankMonitor, Waiting
 from distmp.scaling.scaler_arguments import (
     as_scale,
     check_device,
@@ -82,15 +82,16 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     Gradients have to be reduced before they are stepped with, as DDP and FSDP do in backward.
     Ranks that disagree on the scale all skip, and raise at `update`. Ranks that call the scaler
-    differently all raise in the first decision that differs, before a weight has changed, and say
-    what each of them has called. A rank that does not come to a decision is named, with its line of
-    code, in a warning after a minute and in the error of a reduction that fails.
+    differently all skip the first decision that differs and raise the same error, which says what
+    each rank called. A step that a rank leaves out after a common decision shows in the next one;
+    the error then says that weights differ. A rank that does not come to a decision is named, with
+    its line of code, in a warning after a minute and in the error of a reduction that fails.
 
     The first `step` of an iteration decides for its optimizer, for every optimizer that was
     unscaled before and, if one of these is registered, for all registered ones, which therefore
     need all their gradients by then. One all-reduce of seven numbers per decision. Without a fused
-    optimizer `step` waits for the device once; with one it does so only at its first use, where
-    ranks make sure that they mean the same optimizer.
+    optimizer `step` waits for the device once; with one it never does, except at its first use on
+    several ranks, which make sure that they mean the same optimizer.
 
     Methods may be called in inference mode; they work as outside of it.
 
@@ -189,7 +190,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         # What was set with `update(new_scale)` last.
         self._new_scale: float | None = None
         # Other ranks may ask from now on where this one is.
-        self._roll: RollCall | None = roll_call.current()
+        self._monitor: RankMonitor | None = rank_monitor.current()
         self._begin_iteration()
         self.register(*optimizers)
 
@@ -377,9 +378,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """
         if self._enabled or method == "clip_grad_norm_":
             self._ranks.check_group()
-        current = roll_call.current()
-        if current is not self._roll:
-            self._roll, self._calls, self._unsettled = current, CallLog(), []
+        current = rank_monitor.current()
+        if current is not self._monitor:
+            self._monitor, self._calls, self._unsettled = current, CallLog(), []
         if current is not None:
             current.note(method, self._calls.iteration)
 
@@ -748,7 +749,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             "_latest_found_inf": None,
             "_unread": None,
             "_unsettled": [],
-            "_roll": None,
+            "_monitor": None,
             "_ranks": RankGroup(None),
             "_registered": [],
         }

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.errors import ConfigError, TrainingError
-from distmp.scaling import roll_call
+from distmp.scaling import rank_monitor
 from distmp.scaling.calls import ADVICE
-from distmp.scaling.roll_call import Presence, RollCall, Waiting
+from distmp.scaling.rank_monitor import Presence, RankMonitor, Waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -101,19 +101,19 @@ class RankGroup:
         """
         if self.world_size == 1:
             return values
-        group, roll = self._members(), roll_call.current()
-        if roll is None:
+        group, monitor = self._members(), rank_monitor.current()
+        if monitor is None:
             return _all_reduce(values, group)
-        self.latest = roll.begin(group)
+        self.latest = monitor.begin(group)
         try:
             total = _all_reduce(values, group)
         except RuntimeError as error:
-            _raise_absent(roll, self.latest, error)
+            _raise_absent(monitor, self.latest, error)
             raise
         if total.is_cuda:
             self.latest.is_over = _end_of_work(total.device)
         else:
-            roll.end()
+            monitor.end()
         return total
 
     def await_others(self, seconds: float) -> None:
@@ -124,14 +124,14 @@ class RankGroup:
         Raises:
             TrainingError: If some rank has not come after so many seconds. It says where it is.
         """
-        roll = roll_call.current()
-        if roll is None:
+        monitor = rank_monitor.current()
+        if monitor is None:
             return
         deadline = time.monotonic() + seconds
-        with roll.announced(self._members()) as decision:
-            while absent := roll.absent(decision):
+        with monitor.announced(self._members()) as decision:
+            while absent := monitor.absent(decision):
                 if time.monotonic() > deadline:
-                    raise _absence(roll, absent)
+                    raise _absence(monitor, absent)
 
     def exchange(self, decision: Waiting | None, name: str, value: Any) -> dict[int, Any]:
         """Return what every rank says about a decision, by rank, as JSON returns it.
@@ -141,9 +141,9 @@ class RankGroup:
             name: What it is about.
             value: What this rank says.
         """
-        roll = roll_call.current()
-        if roll is not None and decision is not None:
-            return roll.exchange(decision, name, value)
+        monitor = rank_monitor.current()
+        if monitor is not None and decision is not None:
+            return monitor.exchange(decision, name, value)
         ranks = dist.get_process_group_ranks(self._members())
         values: list[Any] = [None] * len(ranks)
         dist.all_gather_object(values, value, self._group)
@@ -196,7 +196,7 @@ def _channel(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
     if group not in _channels:
         name = group.group_name
         _channels_made[name] += 1
-        store = roll_call.store_of_its_own(f"decisions {name} {_channels_made[name]}")
+        store = rank_monitor.store_of_its_own(f"decisions {name} {_channels_made[name]}")
         if store is None:
             return group
         timeout = group._get_backend(torch.device(device_type)).options._timeout
@@ -216,21 +216,23 @@ def _end_of_work(device: torch.device) -> Any:
     return event.query
 
 
-def _raise_absent(roll: RollCall, decision: Waiting, error: RuntimeError) -> None:
+def _raise_absent(monitor: RankMonitor, decision: Waiting, error: RuntimeError) -> None:
     """Raise which ranks have not come to a decision, if that is why its reduction failed."""
     try:
-        absent = roll.absent(decision)
+        absent = monitor.absent(decision)
     except RuntimeError:
         raise TrainingError(
-            f"{roll.last_call} lost the other ranks, and the store of the process group as well: "
-            "rank 0, with which the store ends unless torchrun keeps it, has ended or is cut off"
+            f"{monitor.last_call} failed because neither other ranks nor the store of the process "
+            "group can be reached: rank 0, which keeps the store unless torchrun does, has ended "
+            "or is cut off"
         ) from error
     if absent:
-        raise _absence(roll, absent) from error
+        raise _absence(monitor, absent) from error
 
 
-def _absence(roll: RollCall, absent: Mapping[int, Presence | None]) -> TrainingError:
-    return TrainingError(f"{roll.last_call} waited in vain: {roll_call.in_words(absent)}; {ADVICE}")
+def _absence(monitor: RankMonitor, absent: Mapping[int, Presence | None]) -> TrainingError:
+    where = rank_monitor.in_words(absent)
+    return TrainingError(f"{monitor.last_call} failed because ranks are missing: {where}; {ADVICE}")
 
 
 def current_device(device_type: str) -> torch.device:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp import DistributedGradScaler, TrainingError
-from distmp.scaling import roll_call
+from distmp.scaling import rank_monitor
 from distmp.scaling.agreement import HostCopy
 from tests.ranks import ranks, run_ranks
 
@@ -202,7 +202,7 @@ CASES: Cases = [
 
 def play(cases: list[tuple[list[Calls], list[Calls]]], options: dict[str, Any]) -> list[Any]:
     """Do what is meant for this rank in each case; return the errors and the weights."""
-    roll_call.INTERVAL_SECONDS = 0.1
+    rank_monitor.INTERVAL_SECONDS = 0.1
     return [differ(first, second, options) for first, second in cases]
 
 
@@ -244,8 +244,8 @@ def test_a_step_that_one_rank_leaves_out_after_a_common_decision() -> None:
         == [
             "ranks call the scaler differently: "
             "rank 0 called step(optimizers 0 and 1) and update() in iteration 2, "
-            f"rank 1 called step(optimizer 0) and update() in iteration 2{ADVICE}, "
-            "and continue from a checkpoint, for weights differ between ranks"
+            f"rank 1 called step(optimizer 0) and update() in iteration 2{ADVICE}; "
+            "weights now differ between ranks: continue from a checkpoint"
         ]
         * 2
     )
@@ -398,14 +398,14 @@ def test_a_new_process_group_begins_anew(tmp_path: Path) -> None:
 @ranks(2)
 def test_a_steady_step_costs_one_reduction_and_no_key_of_the_store() -> None:
     work = Work()
-    roll = roll_call.current()
-    assert roll is not None
+    monitor = rank_monitor.current()
+    assert monitor is not None
     work.backward()
     work.clip_both()
     with (
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
-        mock.patch.object(roll, "_store", wraps=roll._store) as store,
-        mock.patch.object(roll_call, "store_of_its_own") as connect,
+        mock.patch.object(monitor, "_store", wraps=monitor._store) as store,
+        mock.patch.object(rank_monitor, "store_of_its_own") as connect,
     ):
         for _ in range(10):
             work.backward()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from distmp import DistributedGradScaler, TrainingError
-from distmp.scaling import roll_call
+from distmp.scaling import rank_monitor
 from tests.ranks import run_ranks
 
 OPTIMIZERS = 2
@@ -179,7 +179,7 @@ def play(sequence: Sequence, number: int) -> Seen:
 
 
 def play_all(played: list[Sequence]) -> list[Seen]:
-    roll_call.INTERVAL_SECONDS = 0.02
+    rank_monitor.INTERVAL_SECONDS = 0.02
     return [play(sequence, number) for number, sequence in enumerate(played)]
 
 
@@ -250,7 +250,7 @@ def test_right_numbers_or_one_error(played: list[Sequence]) -> None:
 def check(sequence: Sequence, first: Seen, second: Seen) -> None:
     assert first.error == second.error, sequence
     assert first.error is None or first.error.startswith("ranks "), sequence
-    if first.error is None or "weights differ" not in first.error:
+    if first.error is None or "weights now differ" not in first.error:
         assert first.weights == second.weights, (sequence, first, second)
     if first.error is None:
         assert first.scale == second.scale, (sequence, first, second)

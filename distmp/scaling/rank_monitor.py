@@ -94,7 +94,7 @@ def _question(number: int) -> str:
     return f"question/{number}"
 
 
-class RollCall:
+class RankMonitor:
     """This rank among the ranks of the default process group.
 
     Args:
@@ -113,7 +113,7 @@ class RollCall:
         self._waiting: Waiting | None = None
         self._answered = 0
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="roll call", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="rank monitor", daemon=True)
 
     def start(self) -> None:
         """Begin to answer."""
@@ -248,7 +248,7 @@ class RollCall:
         # Of the ranks that wait one is enough to say so.
         if absent and not is_over and self._rank == present[0]:
             logger.warning(
-                "rank %d has waited for %.0f s in %s: %s",
+                "rank %d has waited for %.0f s in %s for other ranks: %s",
                 self._rank,
                 seconds,
                 self.last_call,
@@ -277,7 +277,7 @@ def in_words(absent: Mapping[int, Presence | None]) -> str:
     return "; ".join(f"rank {rank} {presence or nowhere}" for rank, presence in absent.items())
 
 
-def current() -> RollCall | None:
+def current() -> RankMonitor | None:
     """Return the one of the default process group, None without several ranks or their store."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size() == 1:
@@ -305,14 +305,14 @@ def store_of_its_own(purpose: str) -> Store | None:
     return PrefixStore(f"distmp/scaler/{purpose}", store)
 
 
-def _start() -> RollCall | None:
+def _start() -> RankMonitor | None:
     # A group that stands in the place of a destroyed one may have its store.
-    store = store_of_its_own(f"roll call {next(_generations)}")
+    store = store_of_its_own(f"rank monitor {next(_generations)}")
     if store is None:
         return None
-    roll_call = RollCall(store, dist.get_rank())
-    roll_call.start()
-    return roll_call
+    rank_monitor = RankMonitor(store, dist.get_rank())
+    rank_monitor.start()
+    return rank_monitor
 
 
 def _store_outlives_ranks() -> bool:
@@ -328,7 +328,7 @@ def _store_outlives_ranks() -> bool:
 
 
 # By default process group; None for one whose store cannot be used.
-_of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, RollCall | None] = (
+_of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, RankMonitor | None] = (
     weakref.WeakKeyDictionary()
 )
 _generations = itertools.count()

@@ -19,11 +19,12 @@ import torch.distributed as dist
 from torch import nn
 
 from distmp import DistributedGradScaler, TrainingError
-from distmp.scaling import roll_call
+from distmp.scaling import rank_monitor
 from tests.ranks import ranks
 from tests.torchrun import environment, python, run
 
 HERE = re.escape(__file__)
+MISSING = "failed because ranks are missing:"
 
 
 def join(directory: Path, timeout_seconds: float) -> None:
@@ -69,7 +70,7 @@ def test_error_names_the_rank_that_is_somewhere_else(steps: int, tmp_path: Path)
         return
     last = r"; the last call of its scaler was update\(\) in iteration 2" if steps else ""
     message = (
-        rf"^step\(\) in iteration {steps + 1} waited in vain: rank 1 is at {HERE}:\d+ in "
+        rf"^step\(\) in iteration {steps + 1} {MISSING} rank 1 is at {HERE}:\d+ in "
         rf"test_error_names_the_rank_that_is_somewhere_else \(`time.sleep\(0.01\)`\){last}; make "
     )
     with pytest.raises(TrainingError, match=message):
@@ -79,7 +80,7 @@ def test_error_names_the_rank_that_is_somewhere_else(steps: int, tmp_path: Path)
 
 @ranks(3, initialize=False)
 def test_warning_comes_earlier(tmp_path: Path) -> None:
-    roll_call.PATIENCE_SECONDS = 0.5
+    rank_monitor.PATIENCE_SECONDS = 0.5
     records: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
@@ -100,7 +101,8 @@ def test_warning_comes_earlier(tmp_path: Path) -> None:
     assert len(messages) == (1 if me == 0 else 0)
     if me == 0:
         assert re.match(
-            rf"rank 0 has waited for \d+ s in step\(\) in iteration 2: rank 2 is at {HERE}:\d+ in "
+            r"rank 0 has waited for \d+ s in step\(\) in iteration 2 for other ranks: rank 2 is at "
+            rf"{HERE}:\d+ in "
             r"doing_something_else \(`(while|time).*`\); the last call of its scaler was update\(\)"
             " in iteration 1$",
             messages[0],
@@ -125,11 +127,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp import DistributedGradScaler
-from distmp.scaling import grad_scaler, roll_call
+from distmp.scaling import grad_scaler, rank_monitor
 
 logging.basicConfig()
 grad_scaler.MISUSE_SECONDS = 2
-roll_call.PATIENCE_SECONDS = 1
+rank_monitor.PATIENCE_SECONDS = 1
 dist.init_process_group("gloo", timeout=timedelta(seconds=int(sys.argv[2])))
 model = DistributedDataParallel(torch.nn.Linear(50, 50))
 optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -176,27 +178,32 @@ def test_training_that_ends_in_order_prints_nothing(tmp_path: Path) -> None:
 def test_rank_that_has_ended_is_named(tmp_path: Path) -> None:
     output = trained("everything", 60, tmp_path)
     assert (
-        "TrainingError: step() in iteration 3 waited in vain: rank 1 has ended; the last call of "
+        f"TrainingError: step() in iteration 3 {MISSING} rank 1 has ended; the last call of "
         "its scaler was update() in iteration 2; make the same calls"
     ) in output
 
 
 def test_rank_that_leaves_out_a_step_meets_no_reduction_of_gradients(tmp_path: Path) -> None:
     """It is in its next backward, where it waits for the ranks that wait in `step`."""
-    output = trained("step", 12, tmp_path)
+    output = trained("step", 8, tmp_path)
     line = (
         rf"rank 1 is at {re.escape(str(tmp_path))}/train.py:\d+ in train \(`scaler.scale\(.*"
         r"\.backward\(\)`\); the last call of its scaler was update\(\) in iteration 2"
     )
-    warning = rf"WARNING:distmp:rank 0 has waited for \d+ s in step\(\) in iteration 3: {line}\n"
-    assert re.search(warning, output), output
+    warning = (
+        r"WARNING:distmp:rank 0 has waited for \d+ s in step\(\) in iteration 3 for other ranks"
+    )
+    assert re.search(f"{warning}: {line}\n", output), output
     assert "gloo::EnforceNotMet" not in output
 
 
 def test_update_without_a_step_where_the_other_ranks_need_this_one(tmp_path: Path) -> None:
     output = trained("a step before update", 60, tmp_path)
     line = rf"rank 0 is at {re.escape(str(tmp_path))}/train.py:\d+ in train \(`.*backward\(\)`\)"
-    assert re.search(rf"TrainingError: update\(\) in iteration 3 waited in vain: {line}", output)
+    assert re.search(
+        rf"TrainingError: update\(\) in iteration 3 {MISSING} {line}",
+        output,
+    )
 
 
 def test_rank_that_was_killed(tmp_path: Path) -> None:
@@ -217,7 +224,7 @@ def test_rank_that_was_killed(tmp_path: Path) -> None:
     ]
     output, _ = [process.communicate(timeout=100)[1] for process in processes]
     assert (
-        "TrainingError: step() in iteration 3 waited in vain: rank 1 does not answer: its process "
+        f"TrainingError: step() in iteration 3 {MISSING} rank 1 does not answer: its process "
         "has ended or is stopped, or it has no scaler yet; make the same calls of the scaler"
     ) in output
 
@@ -245,10 +252,10 @@ def test_store_that_rank_0_keeps(tmp_path: Path) -> None:
 
 @ranks(2)
 def test_thread_ends_with_the_process_group() -> None:
-    assert "roll call" not in {thread.name for thread in threading.enumerate()}
+    assert "rank monitor" not in {thread.name for thread in threading.enumerate()}
     work = Work()
     work.step()
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "roll call"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "rank monitor"]
     assert thread.daemon
     dist.barrier()
     dist.destroy_process_group()
@@ -261,4 +268,4 @@ def test_one_process_has_no_thread() -> None:
     parameter.grad = torch.ones(2)
     scaler.scale(torch.ones(()))
     scaler.step(torch.optim.SGD([parameter]))
-    assert "roll call" not in {thread.name for thread in threading.enumerate()}
+    assert "rank monitor" not in {thread.name for thread in threading.enumerate()}
