@@ -15,7 +15,7 @@ from tests.adversary.run import run_cases
 from tests.adversary.shrink import kinds, shrink
 
 # How often each number of ranks is tried, of 20.
-SHARES = {1: 6, 2: 8, 4: 6}
+SHARES = {1: 6, 2: 9, 4: 5}
 
 
 def main() -> int:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 SHARDED = ("fsdp", "hsdp", "fsdp1")
-MASTERS = ("bf16", "fp16", "fp16-static", "bf16,reduce=bf16")
+MASTERS = ("bf16", "fp16", "fp16-static", "bf16,reduce=bf16", "bf16,keep_fp32=head")
 SCALED = ("fp16", "fp16-autocast", "fp16-static")
 POLICIES = ("fp32", "tf32", "bf16-autocast", "bf16-pure", "fp16-autocast", *MASTERS)
 

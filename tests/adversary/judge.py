@@ -29,6 +29,7 @@ LOOSE = {
     "bf16-autocast": 0.1,
     "bf16-pure": 0.1,
     "bf16,reduce=bf16": 0.1,
+    "bf16,keep_fp32=head": 0.1,
     "fp16": 0.03,
     "fp16-autocast": 0.03,
     "fp16-static": 0.03,

@@ -36,6 +36,12 @@ KNOWN: dict[str, Callable[[Case], bool]] = {
         and any(step.freeze for step in case.steps)
         and any("block" not in batch.uses for batch in case.microbatches)
     ),
+    "G: fsdp1 evaluates, then does not run a block, without resharding": lambda case: (
+        case.strategy == "fsdp1"
+        and not case.reshard_after_forward
+        and any(step.evaluate for step in case.steps)
+        and any("block" not in batch.uses for batch in case.microbatches)
+    ),
 }
 
 

@@ -39,7 +39,7 @@ from tests.adversary.states import State, assemble, pieces
 from tests.ranks import run_ranks
 
 # A case takes a fraction of a second; a rank that takes so long hangs.
-CASE_SECONDS = 40.0
+CASE_SECONDS = 60.0
 # How long the others may take to arrive where one rank has failed.
 FAILED_SECONDS = 5.0
 

@@ -40,7 +40,7 @@ def test_every_dimension_is_tried() -> None:
     assert len(cases) == 300
     for name, least in [
         ("strategy", 6),
-        ("policy", 9),
+        ("policy", 10),
         ("shard_optimizer", 2),
         ("reproducible", 2),
         ("on_nonfinite", 2),
