@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -26,6 +26,7 @@ from distmp.assembly import (
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
 from distmp.launcher.environment import RankEnvironment
+from distmp.parallel.settings import ShardingConfig
 from distmp.parallel.world import World, all_or_none, join, leave
 from distmp.precision import PolicyLike, Resolution, policy, resolve
 from distmp.scaling.gradient_recorder import GradientRecorder
@@ -91,6 +92,8 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
     Raises:
         SetupError: On every rank, if some rank cannot do what is configured.
     """
+    if world.group is None:
+        config = _for_one_process(config)
     parts = all_or_none(world, lambda: prepare(config, world))
     checkpoint = all_or_none(world, lambda: find_checkpoint(config))
     if checkpoint is None:
@@ -110,6 +113,12 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
         histograms = recorder.histograms(world.group)
     told = f"{measured_in.name} ({reason})"
     return Calibration(config.calibrate_steps, world.world_size, told, histograms)
+
+
+def _for_one_process(config: CalibrationConfig) -> CalibrationConfig:
+    """Return a configuration for several ranks changed for one; gradients keep their range."""
+    sharding = ShardingConfig(wrap=config.sharding.wrap)
+    return replace(config, strategy="single", sharding=sharding, shard_optimizer=False)
 
 
 def _policy(configured: PolicyLike, device: torch.device) -> Resolution:

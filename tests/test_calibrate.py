@@ -66,6 +66,22 @@ def test_the_command_prints_tables_and_draws_a_picture(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.png", "corpus"]
 
 
+@pytest.mark.parametrize(
+    "many_ranks",
+    [
+        ["--strategy=ddp", "--shard-optimizer"],
+        ["--strategy=fsdp", "--sharding.accumulate=sharded"],
+        ["--strategy=hsdp", "--sharding.shard-size=8"],
+    ],
+)
+def test_configuration_of_many_ranks_is_calibrated_by_one_process(
+    many_ranks: list[str], arguments: list[str]
+) -> None:
+    alone = measure(load([*arguments, "--strategy=single"]), WORLD)
+    found = measure(load([*arguments, *many_ranks]), WORLD)
+    assert exponents(found.histograms) == exponents(alone.histograms)
+
+
 def test_json_holds_what_was_counted(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

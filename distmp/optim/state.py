@@ -14,6 +14,8 @@ from distmp.slices import FlatSlice, whole_shape
 
 # The optimizers whose fused kernels DTensor can call (torch 2.13).
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
+# State that torch's optimizers keep as one number per parameter, whatever the parameter's shape.
+_COUNTS = ("step", "mu_product", "eta", "mu")
 
 logger = logging.getLogger("distmp")
 
@@ -172,7 +174,7 @@ def create_state(
         if key in state:
             continue
         whole = parameter.shape if shapes is None else shapes[name]
-        if shape == whole and parameter.dim() > 0:
+        if shape == whole and parameter.dim() > 0 and (shape or key not in _COUNTS):
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
             # Step counts: torch keeps them on the host unless a kernel reads them.

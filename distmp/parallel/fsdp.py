@@ -39,6 +39,7 @@ from distmp.parallel.strategy import (
     check_parameters,
     group_of,
     narrow_parameters,
+    parameter_name,
     store_parameters_in_fp32,
     trainable,
 )
@@ -85,12 +86,14 @@ class FullySharded(ShardedStrategy):
         _check_accumulator(policy)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
+        self._param_dtype = policy.param_dtype
         self.module = _move(module, world.device, parameters=not config.sharding.offload)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         narrow_parameters(module, policy.param_dtype, except_for=kept)
+        self._frozen_in_fp32 = _frozen_beside_narrow(module, policy, kept)
         _shard(module, policy, kept, _mesh(world, shards, name), config.sharding)
         self._root = cast(FSDPModule, module)
         self._order = self._watch_collectives(world, policy, kept)
@@ -133,6 +136,14 @@ class FullySharded(ShardedStrategy):
         known = {name for name, _ in self._trainable}
         added = [entry for entry in trainable(self.module) if entry[0] not in known]
         for name, parameter in added:
+            if name in self._frozen_in_fp32:
+                raise ConfigError(
+                    "model",
+                    name,
+                    "was unfrozen, and under a policy that steps "
+                    f"{dtype_name(self._param_dtype)} weights FSDP holds it in float32; build the "
+                    "engine with it trainable and freeze it then",
+                )
             if parameter.dtype != torch.float32:
                 raise ConfigError(
                     "model",
@@ -170,7 +181,8 @@ class FullySharded(ShardedStrategy):
         for _, parameter in self._trainable:
             if parameter.grad is not None:
                 shard = cast(DTensor, parameter.grad).to_local()
-                by_dtype.setdefault(shard.dtype, []).append(shard)
+                if shard.numel():  # a rank may hold no row of a parameter, and none at all
+                    by_dtype.setdefault(shard.dtype, []).append(shard)
         return [GradientPart(shards, self._replicas) for shards in by_dtype.values()]
 
     def gradient_memory(self) -> list[Tensor]:
@@ -370,6 +382,20 @@ def _shard(
     # As the root, whose parameters other modules may use (a tied head).
     group_kept(module, reshard=False)
     group([module], None)
+
+
+def _frozen_beside_narrow(
+    module: nn.Module, policy: PrecisionPolicy, kept: Sequence[nn.Module]
+) -> frozenset[str]:
+    """Return frozen parameters in groups whose gradients FSDP hands over in 16 bits."""
+    if policy.param_dtype == torch.float32:
+        return frozenset()
+    in_fp32 = {id(parameter) for part in kept for parameter in part.parameters()}
+    return frozenset(
+        parameter_name(name)
+        for name, parameter in module.named_parameters()
+        if not parameter.requires_grad and id(parameter) not in in_fp32
+    )
 
 
 def _all_parts(modules: Sequence[nn.Module]) -> set[int]:

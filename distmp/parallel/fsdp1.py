@@ -183,6 +183,10 @@ class FullySharded1(ShardedStrategy):
 
         def leave(unit: nn.Module, args: Any, output: Any) -> None:
             order.note(END_OF_FORWARD)
+            if not torch.is_grad_enabled():
+                # No backward will do it, and FSDP1 would take what it still holds behind an update.
+                for unit in units:
+                    fsdp_internals.reshard_fsdp1(unit)
 
         self._root.register_comm_hook(None, reduce)
         for unit in units:

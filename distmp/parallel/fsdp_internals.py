@@ -137,6 +137,19 @@ def views_of_last_forward(unit: nn.Module) -> Iterator[tuple[nn.Parameter, torch
             yield parameter, view
 
 
+def reshard_fsdp1(unit: nn.Module) -> None:
+    """Free the gathered parameters of an FSDP1 unit, as the end of a backward does.
+
+    Args:
+        unit: A `FullyShardedDataParallel`. Nothing happens if its parameters are not gathered.
+    """
+    handle: Any = unit._handle
+    if handle is not None:
+        handle.reshard(True)
+        handle.post_reshard()
+        handle._prefetched = False
+
+
 def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
     for group in _groups(model):
         for parameter in group.fsdp_params:

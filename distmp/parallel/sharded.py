@@ -49,9 +49,10 @@ class ShardedStrategy(Strategy):
         # Nothing to wait for: FSDP waits at the end of each backward.
         self._used.agree()
         for name, parameter in self._trainable:
-            if self._used.leaves_alone(name):
+            if self._used.leaves_alone(name) or not parameter.requires_grad:
+                # FSDP reduces a group as a whole, also for what has been frozen since.
                 parameter.grad = None
-            elif parameter.grad is None and parameter.requires_grad:
+            elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
 
     def end_step(self, skipped: Tensor) -> None:

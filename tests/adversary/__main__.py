@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator, Sequence
 
 from tests.adversary.cases import Case, dumps, generate, legal, loads
-from tests.adversary.known import known
 from tests.adversary.run import run_cases
 from tests.adversary.shrink import kinds, shrink
 
@@ -62,10 +61,10 @@ def _replay(case: Case) -> int:
 
 def _batches(seed: int, count: int, size: int) -> Iterator[list[Case]]:
     """Yield all cases, in batches for the same processes, numbers of ranks in turn."""
-    by_ranks = []
-    for drawn in draw(seed, count).values():
-        cases = [case for case in drawn if not known(case)]
-        by_ranks.append([cases[first : first + size] for first in range(0, len(cases), size)])
+    by_ranks = [
+        [cases[first : first + size] for first in range(0, len(cases), size)]
+        for cases in draw(seed, count).values()
+    ]
     for turn in itertools.zip_longest(*by_ranks):
         yield from filter(None, turn)
 

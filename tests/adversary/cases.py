@@ -371,6 +371,11 @@ def _legal_step(case: Case, step: Step, index: int) -> Step:
     if case.schedule:  # which alone decides then
         step = replace(step, rates=())
     names = trainable_names(case.model)
+    if case.strategy in ("fsdp", "hsdp") and case.policy == "bf16-pure":
+        # docs/sharding.md: what was built frozen stays so.
+        step = replace(
+            step, thaw=tuple(name for name in step.thaw if name not in case.model.frozen)
+        )
     step = replace(
         step,
         freeze=tuple(name for name in step.freeze if name in names),
