@@ -548,9 +548,8 @@ class Engine:
         self._has_gradients = any(
             tensor.grad is not None for tensor in (*trained, *self.module.parameters())
         )
-        # What is dropped does not count as use.
-        dropped = any(bool(flag) for flag in gathered.dropped)
-        if not (self._has_gradients or dropped):
+        # What is dropped does not count as use. Read only here: the host waits for it.
+        if not (self._has_gradients or any(bool(flag) for flag in gathered.dropped)):
             raise ConfigError(
                 "loss",
                 getattr(self._loss, "__name__", type(self._loss).__name__),
