@@ -292,7 +292,7 @@ class Engine:
         Raises:
             ConfigError: If `microbatches` is not a list of batches, or the loss function does not
                 return a loss sum and a weight for one.
-            TrainingError: If another rank has ended.
+            LostPeerError: If another rank has ended.
         """
         with self._call("step"):
             check_gradients_enabled()

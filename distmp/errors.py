@@ -115,6 +115,12 @@ class TrainingError(DistmpError, RuntimeError):
     """
 
 
+class LostPeerError(TrainingError):
+    """Another rank has ended, and this one cannot go on without it; the cause is the other's."""
+
+    exit_code = LOST_PEER_EXIT_CODE
+
+
 def listed(names: Sequence[str], at_most: int = 5) -> str:
     """Return the first names, separated by commas, and how many more there are."""
     more = f" and {len(names) - at_most} more" if len(names) > at_most else ""

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, SetupError
+from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
 from distmp.faults.activity import activity
 from distmp.faults.out_of_memory import advice
 from distmp.faults.peers import Ending, Peers
@@ -76,6 +76,8 @@ def report(environment: RankEnvironment, error: Exception, config: Any = None) -
 
 def _report(environment: RankEnvironment, error: Exception, config: Any) -> int:
     where = f"rank {environment.rank} of {environment.world_size}"
+    if isinstance(error, LostPeerError):
+        return _lost(environment)
     if isinstance(error, DistmpError):
         return _speak_once(environment, error, str(error), str(error), error.exit_code)
     if environment.world_size > 1 and is_lost_connection(error):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from distmp.errors import ConfigError, DistmpError, SetupError, TrainingError
+from distmp.errors import ConfigError, DistmpError, LostPeerError, SetupError, TrainingError
 from distmp.launcher import job_store
 from distmp.launcher.accelerate import wants_cpu
 from distmp.launcher.environment import RankEnvironment
@@ -249,14 +249,14 @@ def lost_peers_explained(world: World) -> Iterator[None]:
     """Say that another rank has ended where a collective fails because of it.
 
     Raises:
-        TrainingError: In place of the error of the collective.
+        LostPeerError: In place of the error of the collective.
     """
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, DistmpError) or not is_lost_connection(error):
             raise
-        raise TrainingError(
+        raise LostPeerError(
             f"rank {world.rank} of {world.world_size} stops because another rank has ended; the "
             "output of that rank has the cause"
         ) from error

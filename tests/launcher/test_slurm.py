@@ -103,7 +103,8 @@ def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
     assert cluster.wait(job, "COMPLETED")["Restarts"] == "1"
     assert log.read_text().count("ranks: 2 on cpu") == 2
     alone = tmp_path / "alone"
-    run_ranks(train_alone, 1, [*CONFIG, *options, f"--run-dir={alone}"], initialize=False)
+    arguments = [*CONFIG, *options, "--strategy=single", f"--run-dir={alone}"]
+    run_ranks(train_alone, 1, arguments, initialize=False)
     assert losses(run / "steps.jsonl") == losses(alone / "steps.jsonl")
     assert len(losses(run / "steps.jsonl")) == STEPS
 
