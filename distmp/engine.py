@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from distmp.engine_settings import EngineSettings, check_max_norm
 from distmp.errors import CheckpointError, ConfigError, TrainingError, listed
 from distmp.faults.activity import UPDATE, VALIDATION, VERDICT, activity
+from distmp.lost_peers import lost_peers_explained
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import (
     check_shapes,
@@ -38,11 +39,11 @@ from distmp.parallel import (
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.own_time import StepClock
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
+from distmp.parallel.roll_call import RollCall
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
 from distmp.parallel.world import (
     check_failed_everywhere,
-    lost_peers_explained,
     world_of_process,
 )
 from distmp.precision import PolicyLike, resolve
@@ -233,7 +234,7 @@ class Engine:
         self.reproducible = reproducible
         if reproducible:
             make_deterministic(self.device)
-        with lost_peers_explained(self.world):
+        with lost_peers_explained(self.world.group):
             described = settings.described() | described_model(model)
             check_same(self.world.group, self.device, described)
             self._strategy = build_strategy(
@@ -270,6 +271,7 @@ class Engine:
         # Whether the caller looks after steps that are skipped.
         self._is_checked = False
         self._previous: StepOutcome | None = None
+        self._roll_call = RollCall(self.world)
         # The call that is under way, how many have failed, and why the last one has, if it has.
         self._under_way = ""
         self._calls = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
@@ -294,13 +296,14 @@ class Engine:
                 return a loss sum and a weight for one.
             LostPeerError: If another rank has ended.
         """
-        with self._call("step"):
+        with self._call("step", waits=False):
             check_gradients_enabled()
             check_microbatches(microbatches)
             check_stop(stop)
             check_max_norm(self.max_norm)
             if self.reproducible:
                 check_power_of_two(len(microbatches))
+            self._check_unchanged()
             if self._first_step is not None:
                 outcome = self._check_and_take_first_step(self._first_step, microbatches, stop)
                 self._first_step = None
@@ -310,12 +313,16 @@ class Engine:
         return outcome
 
     @contextmanager
-    def _call(self, name: str) -> Iterator[None]:
+    def _call(self, name: str, *, waits: bool = True) -> Iterator[None]:
         """Make a call that all ranks make together, unless ranks have come apart.
+
+        Args:
+            name: Of the method.
+            waits: Begin when all ranks have made it.
 
         Raises:
             TrainingError: Inside of another call; after a call that failed on this rank alone; and
-                if another rank has ended.
+                if another rank makes another call or has ended.
         """
         if self._under_way:
             raise TrainingError(
@@ -324,10 +331,14 @@ class Engine:
             )
         self._under_way = name
         try:
-            with lost_peers_explained(self.world), autocast_off(self.device):
+            with lost_peers_explained(self.world.group), autocast_off(self.device):
                 if self._failure is not None:
                     check_failed_everywhere(self.world, self._failures, self._failure)
                     self._failure = None
+                if waits:
+                    self._roll_call.meet(f"engine.{name}()")
+                else:
+                    self._roll_call.count(f"engine.{name}()")
                 yield
         except BaseException as error:
             self._failure = error
@@ -339,9 +350,6 @@ class Engine:
     def _take_step(self, microbatches: Sequence[Any], stop: bool) -> StepOutcome:
         self._calls["engine.step"] += 1
         activity.enter("beginning of the step")
-        self._stepped.check(self.optimizer)
-        self._strategy.check_model()
-        self._adopt_unfrozen()
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
@@ -369,6 +377,12 @@ class Engine:
             )
             self._recent.append((outcome, ingredients))
         return outcome
+
+    def _check_unchanged(self) -> None:
+        """Refuse what was changed behind the engine; train what was unfrozen."""
+        self._stepped.check(self.optimizer)
+        self._strategy.check_model()
+        self._adopt_unfrozen()
 
     def _check_and_take_first_step(
         self, checks: FirstStep, microbatches: Sequence[Any], stop: bool
@@ -406,7 +420,7 @@ class Engine:
         if known is None:
             return
         if known.ranks_differ:
-            with lost_peers_explained(self.world):
+            with lost_peers_explained(self.world.group):
                 raise_difference(self.world.group, self._described())
         if not self._is_checked and known.read("skipped_in_a_row") == SKIPS_WARNED:
             self._warn_of_skips(known)
@@ -427,9 +441,11 @@ class Engine:
 
     def _adopt_unfrozen(self) -> None:
         """Have the optimizer step what was unfrozen, in the groups that its builder gives them."""
-        parameters = self._strategy.adopt_unfrozen()
-        if not parameters:
+        unfrozen = self._strategy.unfrozen()
+        if not unfrozen:
             return
+        self._roll_call.meet(f"{self._roll_call.call}, which trains {unfrozen[0][0]}", within=True)
+        parameters = self._strategy.adopt(unfrozen)
         self._names.update((id(tensor), name) for name, tensor in parameters)
         addition = self._strategy.build_optimizer(self._build_optimizer, parameters)
         prepare_for_device_skip(addition)
@@ -513,6 +529,7 @@ class Engine:
     def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> _Gathered:
         """Run forward and backward; return what this rank has to say about it."""
         strategy = self._strategy
+        strategy.announce(len(microbatches))
         strategy.begin_step()
         gathered = _Gathered([], [], [], [], [])
         seed = int(torch.randint(2**62, ())) if self.reproducible else None
@@ -775,6 +792,7 @@ class Engine:
             The live tensors to fill, for `load_state_dict`: all of `state_dict`, except what states
             of older versions lack and state of parameters that nobody has used.
         """
+        self._roll_call.count("engine.prepare_to_load()")
         self._adopt_unfrozen()
         prefix = "optimizer/"
         optimizer_state = {

@@ -1,4 +1,4 @@
-"""Where a Python thread is: its frames, and the line of the user's code among them."""
+"""Where a Python thread is: its frames, the line of the user's code, and a collective."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 
 # Code that is not the user's: the standard library, distmp itself, installed packages.
@@ -42,6 +43,35 @@ def user_line(thread_id: int) -> str:
 def user_line_of_error(error: BaseException) -> str:
     """Return the innermost line of the user's code that an error was raised in, as `user_line`."""
     return _innermost_user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
+
+
+def collective(frame: FrameType | None) -> str:
+    """Return the collective that a thread waits in and who has called it, or "" if it does not.
+
+    A collective shows as a function of torch's `distributed_c10d`, or as a call of `wait` of what
+    such a function has returned.
+    """
+    if frame is None:
+        return ""
+    name = ""
+    for inner in outwards(frame):
+        file = inner.f_code.co_filename
+        if file.endswith("torch/distributed/distributed_c10d.py"):
+            name = inner.f_code.co_name
+        elif "torch/distributed/c10d_logger.py" in file:
+            continue
+        elif name:
+            return f"{name} ({_place(inner)})"
+        else:
+            line = linecache.getline(file, inner.f_lineno)
+            waits = ".wait(" in line and "/torch/utils/data/" not in file
+            return f"work.wait ({_place(inner)})" if waits and "threading" not in file else ""
+    return name
+
+
+def _place(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name}, {Path(*path.parts[-3:])}:{frame.f_lineno}"
 
 
 def _innermost_user_line(places: Sequence[tuple[FrameType, int]]) -> str:

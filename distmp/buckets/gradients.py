@@ -16,6 +16,7 @@ from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import Exchange, Native, Reduction
 from distmp.buckets.used import UsedParameters
 from distmp.errors import ConfigError, TrainingError
+from distmp.lost_peers import lost_peers_explained
 from distmp.same_on_ranks import check_same, described_parameters
 from distmp.scaling.norms import CHUNK, chunk_norms
 
@@ -280,6 +281,7 @@ class Fp32GradBuckets:
 
         Raises:
             TrainingError: If no microbatch was announced as `last`.
+            LostPeerError: If another rank has ended.
         """
         if self._stage not in ("last", "ended"):
             raise TrainingError(
@@ -287,14 +289,15 @@ class Fp32GradBuckets:
                 "announced; announce the last one of a step so"
             )
         self._stage = ""
-        self._launch_up_to(len(self.layouts))
-        if self._reduction is not None:
-            self._reduction.finish()
-        self._last_microbatch = self._accumulating = False
-        if self._sums is not None:
-            self._total = self._sums.total_after(self._leaf)
-        self._agree_on_order()
-        self._used.agree()
+        with lost_peers_explained(self.group):
+            self._launch_up_to(len(self.layouts))
+            if self._reduction is not None:
+                self._reduction.finish()
+            self._last_microbatch = self._accumulating = False
+            if self._sums is not None:
+                self._total = self._sums.total_after(self._leaf)
+            self._agree_on_order()
+            self._used.agree()
         for slot in self._slots:
             self._hand_over(slot)
 

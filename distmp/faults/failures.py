@@ -21,7 +21,8 @@ from distmp.faults.peers import Ending, Peers
 from distmp.faults.watchdog import Watchdog, record, say
 from distmp.launcher import job_store
 from distmp.launcher.environment import RankEnvironment
-from distmp.parallel.world import World, is_lost_connection
+from distmp.lost_peers import is_lost_connection
+from distmp.parallel.world import World
 from distmp.stopping import StopSignals
 
 # How long a rank waits for its launcher to end it, which takes well under a second.

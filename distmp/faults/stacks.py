@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import linecache
 import os
 import signal
 import sys
@@ -47,35 +46,6 @@ def show(frame: FrameType | None) -> str:
     calls = traceback.extract_stack(frame) if frame else []
     shown = [call for call in calls if not call.filename.endswith("torch/nn/modules/module.py")]
     return textwrap.dedent("".join(traceback.format_list(shown[-CALLS:])))
-
-
-def collective(frame: FrameType | None) -> str:
-    """Return the collective that a thread waits in and who has called it, or "" if it does not.
-
-    A collective shows as a function of torch's `distributed_c10d`, or as a call of `wait` of what
-    such a function has returned.
-    """
-    if frame is None:
-        return ""
-    name = ""
-    for inner in outwards(frame):
-        file = inner.f_code.co_filename
-        if file.endswith("torch/distributed/distributed_c10d.py"):
-            name = inner.f_code.co_name
-        elif "torch/distributed/c10d_logger.py" in file:
-            continue
-        elif name:
-            return f"{name} ({_place(inner)})"
-        else:
-            line = linecache.getline(file, inner.f_lineno)
-            waits = ".wait(" in line and "/torch/utils/data/" not in file
-            return f"work.wait ({_place(inner)})" if waits and "threading" not in file else ""
-    return name
-
-
-def _place(frame: FrameType) -> str:
-    path = Path(frame.f_code.co_filename)
-    return f"{frame.f_code.co_name}, {Path(*path.parts[-3:])}:{frame.f_lineno}"
 
 
 class SharedStack:

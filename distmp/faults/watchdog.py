@@ -30,6 +30,7 @@ from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
 from distmp.faults import hang_report, stacks
 from distmp.faults.activity import Activity
 from distmp.faults.peers import Answer, Ending, Peers, Place, Status
+from distmp.frames import collective
 
 INTERVAL_SECONDS = 1.0
 # How many signs later a rank that has been asked has answered, unless it cannot.
@@ -171,7 +172,7 @@ class Watchdog:
         return Answer(
             doing=str(doing),
             idle=time.monotonic() - doing.since,
-            waits_in=stacks.collective(frame),
+            waits_in=collective(frame),
             collectives=_collectives_started(),
             last=self._activity.collective,
             stack=stacks.show(frame),

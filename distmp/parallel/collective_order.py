@@ -9,31 +9,37 @@ begins. In a steady run that costs a comparison of two tuples, and neither host 
 
 from __future__ import annotations
 
+import contextlib
+import time
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from datetime import timedelta
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 
 from distmp.errors import TrainingError
 from distmp.parallel.world import World
+from distmp.scaling import rank_monitor
 
-Kind = Literal["gather", "reduce", "end of forward", "end"]
+Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # How long the others may take to come to the place where this rank asks.
 ANSWER_SECONDS = 120.0
+# How often a rank that asks looks whether others wait elsewhere.
+PATIENCE_SECONDS = 3.0
 
 
 class Collective(NamedTuple):
     """One collective of FSDP.
 
     Attributes:
-        kind: What it does; an end stands in the order without being one.
+        kind: What it does; ends and the number of microbatches stand in the order without being
+            one.
         unit: Index of the group of parameters.
-        elements: What this rank contributes.
+        elements: What this rank contributes, or how many microbatches it has.
     """
 
     kind: Kind
@@ -65,11 +71,23 @@ class CollectiveOrder:
         # Weakly held: gloo's threads have to end when the process group is destroyed, not later.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=answer_seconds))
         self._group = weakref.ref(group)
+        self._monitor = rank_monitor.current()
         self._known: dict[Hashable, list[Collective]] = {}
         self._pass: Hashable = None
         self._expected: list[Collective] = []
         self._done: list[Collective] = []
         self._differs = True
+        self._microbatches = 0
+
+    def announce(self, microbatches: int) -> None:
+        """Say how many microbatches the next step has on this rank.
+
+        Raises:
+            TrainingError: If another rank has others.
+        """
+        if microbatches != self._microbatches:
+            self._ask(Collective("microbatches", -1, microbatches))
+            self._microbatches = microbatches
 
     def begin(self, kind_of_pass: Hashable) -> None:
         """Begin a forward, with backward or without.
@@ -95,6 +113,8 @@ class CollectiveOrder:
         if self._differs:
             self._ask(collective)
         self._done.append(collective)
+        if self._monitor is not None:
+            self._monitor.collectives += 1
 
     def end(self) -> None:
         """Call it when the pass has ended, if there is one; another one may follow at once."""
@@ -115,8 +135,19 @@ class CollectiveOrder:
         """Compare what ranks are about to do."""
         numbers = torch.tensor([KINDS.index(mine.kind), mine.unit, mine.elements])
         answers = [torch.empty_like(numbers) for _ in range(self._world_size)]
+        work: Any = dist.all_gather(answers, numbers, group=self._group(), async_op=True)
+        begun = time.monotonic()
+        pause = 1e-5
+        before: dict[int, int] = {}
+        with self._comparing():
+            while not work.is_completed():
+                time.sleep(pause)
+                pause = min(2 * pause, 0.05)
+                if time.monotonic() - begun > PATIENCE_SECONDS:
+                    begun = time.monotonic()
+                    before = self._look_for_others(mine, before)
         try:
-            dist.all_gather(answers, numbers, group=self._group())
+            work.wait()
         except RuntimeError as error:
             raise TrainingError(
                 f"rank {self._rank} is about to {self._in_words(mine)}, unlike the last time, and "
@@ -126,11 +157,56 @@ class CollectiveOrder:
         if any(other != found[0] for other in found):
             raise TrainingError(f"{self._all_in_words(found)}; {ADVICE}")
 
+    @contextlib.contextmanager
+    def _comparing(self) -> Iterator[None]:
+        """Let other ranks know that this one waits for them in a comparison."""
+        if self._monitor is None:
+            yield
+            return
+        self._monitor.compares = True
+        try:
+            yield
+        finally:
+            self._monitor.compares = False
+
+    def _look_for_others(self, mine: Collective, before: dict[int, int]) -> dict[int, int]:
+        """Look for ranks that wait in a collective of their own, twice in the same one.
+
+        Args:
+            mine: What this rank is about to do.
+            before: How many collectives such ranks had begun the last time.
+
+        Returns:
+            The same of now.
+
+        Raises:
+            TrainingError: If there are any.
+        """
+        if self._monitor is None:
+            return {}
+        others = [rank for rank in range(self._world_size) if rank != self._rank]
+        waiting = {
+            rank: presence
+            for rank, presence in self._monitor.ask(others).items()
+            if presence is not None
+            and presence.waits_in
+            and not presence.compares
+            # Not in a collective of the user's own, before this call of the engine.
+            and presence.engine_calls >= self._monitor.engine_calls
+        }
+        for rank, presence in waiting.items():
+            if before.get(rank) == presence.collectives:
+                raise TrainingError(
+                    f"rank {self._rank} is about to {self._in_words(mine)}, unlike the last time, "
+                    f"and rank {rank} waits in {presence.waits_in}; {ADVICE}"
+                )
+        return {rank: presence.collectives for rank, presence in waiting.items()}
+
     def _all_in_words(self, found: list[Collective]) -> str:
         ranks: dict[Collective, list[str]] = {}
         for rank, collective in enumerate(found):
             ranks.setdefault(collective, []).append(str(rank))
-        return "ranks run different modules: " + ", ".join(
+        return "ranks differ in what they run: " + ", ".join(
             f"rank{'s' * (len(who) > 1)} {', '.join(who)} "
             f"{'are' if len(who) > 1 else 'is'} about to {self._in_words(collective)}"
             for collective, who in ranks.items()
@@ -141,15 +217,17 @@ class CollectiveOrder:
             return "end the pass"
         if collective == END_OF_FORWARD:
             return "end forward"
+        if collective.kind == "microbatches":
+            return f"take a step of {collective.elements} microbatches"
         name = self._units[collective.unit] or "the model's own parameters"
         what = f"gather {name}" if collective.kind == "gather" else f"reduce gradients of {name}"
         return f"{what} ({collective.elements} elements)"
 
 
 ADVICE = (
-    "with a sharded strategy every rank has to run the same modules in the same order in every "
-    "microbatch and every evaluation; run all of them and multiply by zero what a rank does not "
-    "need, or use strategy = 'ddp'"
+    "with a sharded strategy every rank has to run as many microbatches, and the same modules in "
+    "the same order in each of them and in every evaluation; run all of them and multiply by zero "
+    "what a rank does not need, or use strategy = 'ddp'"
 )
 
 

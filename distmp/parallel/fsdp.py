@@ -132,10 +132,12 @@ class FullySharded(ShardedStrategy):
             self._reshard()  # a forward outside of the engine has left gathered parameters
             self._known.check(self.module)
 
-    def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
+    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         known = {name for name, _ in self._trainable}
-        added = [entry for entry in trainable(self.module) if entry[0] not in known]
-        for name, parameter in added:
+        return [entry for entry in trainable(self.module) if entry[0] not in known]
+
+    def adopt(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+        for name, parameter in unfrozen:
             if name in self._frozen_in_fp32:
                 raise ConfigError(
                     "model",
@@ -151,10 +153,13 @@ class FullySharded(ShardedStrategy):
                     f"was unfrozen, but its shards are {dtype_name(parameter.dtype)}; hand it over "
                     "in float32",
                 )
-        self._train(added)
-        if added:
-            self._known = KnownParameters(self.module)
-        return [*added]
+        self._train(unfrozen)
+        self._known = KnownParameters(self.module)
+        return [*unfrozen]
+
+    def announce(self, microbatches: int) -> None:
+        if self._order is not None:
+            self._order.announce(microbatches)
 
     def begin_step(self) -> None:
         if self._unfinished:

@@ -27,6 +27,7 @@ from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
+    KnownParameters,
     broadcast_from_rank_zero,
     check_parameters,
     group_of,
@@ -82,6 +83,7 @@ class FullySharded1(ShardedStrategy):
         self.module = self._root
         self._follow(world)
         self._places = self._find_places(world)
+        self._known = KnownParameters(self.module)
         # Whether a forward has begun that no backward has followed.
         self._open = False
         self._order = self._watch_collectives(world, policy.reduce_dtype)
@@ -89,6 +91,13 @@ class FullySharded1(ShardedStrategy):
     @property
     def model(self) -> nn.Module:
         return self._root.module
+
+    def check_model(self) -> None:
+        if not self._open:  # otherwise gathered parameters are in the model
+            self._known.check(self.module)
+
+    def announce(self, microbatches: int) -> None:
+        self._order.announce(microbatches)
 
     def begin_step(self) -> None:
         if self._open:

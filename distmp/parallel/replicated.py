@@ -107,20 +107,20 @@ class Replicated(Strategy):
         for part in self._parts:
             part.parameters.check_places()
 
-    def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
-        named = [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
-        if not named:
-            return []
-        for _, parameter in named:
+    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
+        return [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
+
+    def adopt(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+        for _, parameter in unfrozen:
             parameter.grad = None
-        values = {name: parameter.data.float() for name, parameter in named}
+        values = {name: parameter.data.float() for name, parameter in unfrozen}
         # While it was frozen a parameter may have had a type of its own.
         dtypes = storage_dtypes(self.model, self._policy)
-        for name, parameter in named:
+        for name, parameter in unfrozen:
             parameter.data = parameter.data.to(dtypes[name])
-        self._parts.append(self._lay_out(named, values))
+        self._parts.append(self._lay_out(unfrozen, values))
         self._known = KnownParameters(self.model)
-        return [(name, self._parts[-1].parameters.named[name]) for name, _ in named]
+        return [(name, self._parts[-1].parameters.named[name]) for name, _ in unfrozen]
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         stepped = {

@@ -83,9 +83,9 @@ class AccumulationSettings:
 class Strategy(ABC):
     """Prepares a module for distributed training and carries its gradients through one step.
 
-    A step calls, in this order: `begin_step`; for every microbatch `begin_microbatch`, forward,
-    backward and `end_microbatch`; `finish_gradients`; `hand_over_gradients`; the optimizer;
-    `publish_parameters`; `end_step`.
+    A step calls, in this order: `announce`; `begin_step`; for every microbatch `begin_microbatch`,
+    forward, backward and `end_microbatch`; `finish_gradients`; `hand_over_gradients`; the
+    optimizer; `publish_parameters`; `end_step`.
 
     Attributes:
         module: The prepared module; forward goes through it.
@@ -104,13 +104,17 @@ class Strategy(ABC):
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         """Return the FP32 tensors that the optimizer steps, named as in the model."""
 
-    def adopt_unfrozen(self) -> list[tuple[str, Tensor]]:
-        """Start to train parameters that have been unfrozen; all ranks must have the same ones.
+    def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
+        """Return parameters that require gradients and are not trained yet."""
+        return []
+
+    def adopt(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+        """Start to train what `unfrozen` has returned; all ranks must have the same ones.
 
         Returns:
             What the optimizer is to step from now on in addition, see `optimizer_parameters`.
         """
-        return []
+        raise NotImplementedError(f"{type(self).__name__} trains no more parameters")
 
     def check_model(self) -> None:  # noqa: B027 - not all can tell
         """Refuse a model whose parameters are no longer those that are trained.
@@ -125,6 +129,13 @@ class Strategy(ABC):
     ) -> torch.optim.Optimizer:
         """Build an optimizer on some of `optimizer_parameters`."""
         return build_on(factory, parameters)
+
+    def announce(self, microbatches: int) -> None:  # noqa: B027 - most need not agree on it
+        """Say how many microbatches the next step has on this rank.
+
+        Raises:
+            TrainingError: If the strategy needs as many on every rank, and another rank has others.
+        """
 
     @abstractmethod
     def begin_step(self) -> None:

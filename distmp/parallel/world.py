@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -13,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from distmp.errors import ConfigError, DistmpError, LostPeerError, SetupError, TrainingError
+from distmp.errors import ConfigError, DistmpError, SetupError, TrainingError
 from distmp.launcher import job_store
 from distmp.launcher.accelerate import wants_cpu
 from distmp.launcher.environment import RankEnvironment
@@ -244,24 +243,6 @@ def from_rank_0(world: World, work: Callable[[], T]) -> T:
     return cast("T", found[0])
 
 
-@contextlib.contextmanager
-def lost_peers_explained(world: World) -> Iterator[None]:
-    """Say that another rank has ended where a collective fails because of it.
-
-    Raises:
-        LostPeerError: In place of the error of the collective.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, DistmpError) or not is_lost_connection(error):
-            raise
-        raise LostPeerError(
-            f"rank {world.rank} of {world.world_size} stops because another rank has ended; the "
-            "output of that rank has the cause"
-        ) from error
-
-
 def check_failed_everywhere(world: World, failures: int, problem: BaseException) -> None:
     """Wait until a call that has failed on this rank is known to have failed on every rank.
 
@@ -288,21 +269,6 @@ def check_failed_everywhere(world: World, failures: int, problem: BaseException)
             f"({type(problem).__name__}: {problem}) and not on every other rank; ranks that still "
             "wait in it cannot be joined again, so end this rank and start again from a checkpoint"
         ) from error
-
-
-def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because the process at its other end is gone."""
-    signs = (
-        "Connection closed by peer",
-        "Connection reset by peer",
-        "Broken pipe",
-        "ncclRemoteError",
-    )
-    return any(
-        isinstance(cause, dist.DistNetworkError)
-        or (isinstance(cause, RuntimeError) and any(sign in str(cause) for sign in signs))
-        for cause in (error, error.__cause__, error.__context__)
-    )
 
 
 def keep_until_exit(group: dist.ProcessGroup | None) -> None:

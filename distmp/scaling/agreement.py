@@ -22,6 +22,7 @@ class Total(NamedTuple):
     overflow: Tensor  # bool, whether a gradient of any rank is not finite
     disagree: Tensor  # bool, whether the scale is not the same everywhere
     differ: Tensor  # bool, whether ranks call the scaler differently
+    never_scaled: Tensor  # bool, whether there are gradients and no rank has ever scaled a loss
     empty: Tensor  # bool, whether no rank had a gradient
     square_sum: Tensor  # FP64, of the scaled gradients that were measured
 
@@ -95,19 +96,33 @@ class Report:
     """What the host wants to know of an iteration, copied without waiting for the device."""
 
     def __init__(
-        self, *, partial: Tensor, exhausted: Tensor, disagree: Tensor, consecutive_skips: Tensor
+        self,
+        *,
+        partial: Tensor,
+        exhausted: Tensor,
+        disagree: Tensor,
+        never_scaled: Tensor,
+        consecutive_skips: Tensor,
     ) -> None:
-        self._copy = HostCopy(torch.stack([partial, exhausted, disagree, consecutive_skips]))
+        flags = (partial, exhausted, disagree, never_scaled)
+        self._copy = HostCopy(torch.stack([*flags, consecutive_skips]))
         self.on_device = self._copy.on_device
 
-    def read(self) -> tuple[bool, bool, bool, int]:
+    def read(self) -> tuple[bool, bool, bool, bool, int]:
         """Wait for the iteration and return its numbers, in the order of the arguments."""
-        partial, exhausted, disagree, consecutive_skips = self._copy.read()
-        return bool(partial), bool(exhausted), bool(disagree), consecutive_skips
+        partial, exhausted, disagree, never_scaled, consecutive_skips = self._copy.read()
+        flags = bool(partial), bool(exhausted), bool(disagree), bool(never_scaled)
+        return *flags, consecutive_skips
 
 
 def sum_over_ranks(
-    members: Sequence[Inspected], square: Tensor, scale: Tensor, ranks: RankGroup, fingerprint: int
+    members: Sequence[Inspected],
+    square: Tensor,
+    scale: Tensor,
+    ranks: RankGroup,
+    fingerprint: int,
+    *,
+    has_scaled: bool,
 ) -> Total:
     """Reduce flags, squared norm, scale and calls in one vector; conclude the same everywhere.
 
@@ -117,14 +132,17 @@ def sum_over_ranks(
         scale: 0-dim FP32, the loss scale of this rank.
         ranks: The ranks that decide.
         fingerprint: What this rank has called the scaler with, as a number.
+        has_scaled: Whether this rank has ever scaled a loss.
     """
     wide = scale.to(torch.float64)
     flags = torch.stack([torch.zeros_like(scale), *(m.found_inf_here for m in members)])
     some = torch.full_like(wide, any(_has_gradients(member.optimizer) for member in members))
     calls = torch.full_like(wide, fingerprint)
-    values = [flags.amax().to(torch.float64), some, square, wide, wide.square()]
+    scaled = torch.full_like(wide, has_scaled)
+    values = [flags.amax().to(torch.float64), some, scaled, square, wide, wide.square()]
     sums = ranks.sum_(torch.stack([*values, calls, calls.square()]))
-    count, gradients, squares, scales, scales_squared, all_calls, all_calls_squared = sums.unbind()
+    count, gradients, losses, squares, scales, scales_squared = sums[:6].unbind()
+    all_calls, all_calls_squared = sums[6:].unbind()
     world_size = ranks.world_size
     spread = scales_squared * world_size - scales.square()
     disagree = spread > SCALE_TOLERANCE * scales.square()
@@ -133,11 +151,13 @@ def sum_over_ranks(
         all_calls_squared != world_size * fingerprint**2
     )
     overflow = count > 0
+    never_scaled = (gradients > 0) & (losses == 0)
     return Total(
         found_inf=(overflow | disagree | differ).to(torch.float32),
         overflow=overflow,
         disagree=disagree,
         differ=differ,
+        never_scaled=never_scaled,
         empty=gradients == 0,
         square_sum=squares,
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -180,6 +181,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._ranks = RankGroup(group)
         self._registered: list[torch.optim.Optimizer] = []
         self._warned_of_partial_update = False
+        self._warned_of_no_scale = False
+        self._has_scaled = False
         self._init_counts = _Counts(0, 0, 0)
         # Skips in a row and in total; on the device of the scale, made with it.
         self._skips: Tensor | None = None
@@ -204,6 +207,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._registered = _distinct([*self._registered, *optimizers])
 
     # One iteration
+
+    def scale(self, outputs: Any) -> Any:
+        """Multiply a tensor, or each tensor of an iterable, by the scale."""
+        self._has_scaled = True
+        return super().scale(outputs)
 
     @_outside_inference_mode
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -452,7 +460,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             TrainingError: If they do not and the host does not have to wait to know it.
         """
         if self._ranks.world_size == 1:
-            return sum_over_ranks(waiting, square, scale, self._ranks, 0)
+            return sum_over_ranks(waiting, square, scale, self._ranks, 0, has_scaled=True)
         decision = self._calls.decide(
             method,
             named,
@@ -464,7 +472,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
             ],
             max_norm=max_norm,
         )
-        total = sum_over_ranks(waiting, square, scale, self._ranks, decision.fingerprint)
+        total = sum_over_ranks(
+            waiting,
+            square,
+            scale,
+            self._ranks,
+            decision.fingerprint,
+            has_scaled=self._has_scaled or not self._enabled,
+        )
         self._unsettled.append(_Unsettled(decision, self._ranks.latest, HostCopy(total.differ)))
         if self._settle(self._calls.iteration if decision.new else 0):
             return total.in_spite_of_difference()
@@ -563,11 +578,15 @@ class DistributedGradScaler(torch.amp.GradScaler):
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None and self._ranks.world_size > 1:
             # A rank without data has no loss to scale, and decides all the same.
-            self._lazy_init_scale_growth_tracker(current_device(self._device))
+            self._make_scale(current_device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
-    @_outside_inference_mode
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        self._has_scaled = True
+        self._make_scale(dev)
+
+    @_outside_inference_mode
+    def _make_scale(self, dev: torch.device) -> None:
         if self._loss_scale is not None:
             return
         counts = self._init_counts
@@ -601,6 +620,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             partial=skipped & (flags.amin() == 0),
             exhausted=exhausted,
             disagree=torch.stack([total.disagree for total in self._totals]).any(),
+            never_scaled=torch.stack([total.never_scaled for total in self._totals]).any(),
             consecutive_skips=consecutive,
         )
 
@@ -610,7 +630,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             report, self._unread = self._unread, report  # type: ignore[assignment]
             if report is None:
                 return
-        partial, exhausted, disagree, consecutive_skips = report.read()
+        partial, exhausted, disagree, never_scaled, consecutive_skips = report.read()
         if partial and not self._warned_of_partial_update:
             self._warned_of_partial_update = True
             logger.warning(
@@ -621,6 +641,14 @@ class DistributedGradScaler(torch.amp.GradScaler):
             raise TrainingError(
                 "the loss scale differs between ranks: give every rank's DistributedGradScaler the "
                 "same arguments and the same state, and let every rank make the same calls"
+            )
+        if never_scaled and not self._warned_of_no_scale:
+            self._warned_of_no_scale = True
+            warnings.warn(
+                "no rank has ever called scale(), so gradients that were never multiplied by the "
+                "loss scale are divided by it; call scaler.scale(loss).backward()",
+                RuntimeWarning,
+                stacklevel=4,
             )
         limit = self._max_consecutive_skips
         if exhausted:

@@ -1,9 +1,9 @@
-"""Finds out where the ranks are that do not come to a decision.
+"""Finds out where the ranks are that do not come to a decision, or to a call of an engine.
 
 A rank that waits in a decision cannot see why: another rank may be late, somewhere else, or gone.
 Each rank has a thread that answers, through the store of the default process group, where the
-thread that calls the scaler is. The waiting ranks ask after `PATIENCE_SECONDS`, and when the
-reduction fails. A steady step costs nothing; a rank reads one key a second.
+thread that calls the scaler or the engine is. The waiting ranks ask after `PATIENCE_SECONDS`, and
+when the reduction fails. A steady step costs nothing; a rank reads one key a second.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import os
+import socket
 import sys
 import threading
 import time
@@ -24,9 +25,10 @@ from datetime import timedelta
 from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch.distributed as dist
 
-from distmp.frames import user_line, user_line_of_error
+from distmp.frames import collective, user_line, user_line_of_error
 
 # How long a decision may take before the ranks that have not come are named in a warning.
 PATIENCE_SECONDS = 60.0
@@ -56,15 +58,27 @@ class Presence:
         last_call: The latest call of a scaler there, in words, or "".
         line: The line of the user's code that it executes, or in which it ended, or "".
         ended: How its process ended, or "".
+        engine_calls: How many calls of engines it has begun.
+        engine_call: The latest of them, or "".
+        waits_in: The collective that it waits in, or "".
+        collectives: How many collectives of a sharded model it has begun.
+        compares: Whether it compares with other ranks what it is about to do.
     """
 
     begun: dict[str, int] = field(default_factory=dict)
     last_call: str = ""
     line: str = ""
     ended: str = ""
+    engine_calls: int = 0
+    engine_call: str = ""
+    waits_in: str = ""
+    collectives: int = 0
+    compares: bool = False
 
     def __str__(self) -> str:
         last = f"; the last call of its scaler was {self.last_call}" if self.last_call else ""
+        if self.engine_call:
+            last += f"; the last call of its engine was {self.engine_call}"
         line = f" at {self.line}" if self.line else ""
         return f"{self.ended or 'is'}{line}{last}"
 
@@ -111,6 +125,12 @@ class RankMonitor:
         self._caller = threading.get_ident()
         self._last_call: tuple[str, int] | None = None
         self._waiting: Waiting | None = None
+        # How many calls of engines this rank has begun.
+        self.engine_calls = 0
+        self._engine_call = ""
+        # Of a sharded model, written by `CollectiveOrder`.
+        self.collectives = 0
+        self.compares = False
         self._answered = 0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank monitor", daemon=True)
@@ -119,6 +139,7 @@ class RankMonitor:
         """Begin to answer."""
         # Unlike atexit it also runs at the end of processes of `multiprocessing`.
         self._finalizer = Finalize(None, self._leave, exitpriority=0)
+        self._store.set(f"process/{self._rank}", json.dumps([_processes_here(), os.getpid()]))
         self._thread.start()
 
     # What this rank does
@@ -127,6 +148,17 @@ class RankMonitor:
         """Note a call of a scaler."""
         self._caller = threading.get_ident()
         self._last_call = (method, iteration)
+
+    def note_engine_call(self, name: str) -> int:
+        """Note a call of an engine; return how many there have been."""
+        self._caller = threading.get_ident()
+        self.engine_calls += 1
+        self._engine_call = name
+        return self.engine_calls
+
+    def rename_engine_call(self, name: str) -> None:
+        """Say more of the latest call of an engine."""
+        self._engine_call = name
 
     @property
     def last_call(self) -> str:
@@ -163,12 +195,20 @@ class RankMonitor:
     def absent(self, waiting: Waiting) -> dict[int, Presence | None]:
         """Return the ranks that have not come to a decision; None for a rank without an answer."""
         waiting.has_warned = True
-        found = self._ask([rank for rank in waiting.ranks if rank != self._rank])
+        found = self.ask([rank for rank in waiting.ranks if rank != self._rank])
         return {
             rank: presence
             for rank, presence in found.items()
             if presence is None or presence.begun.get(waiting.group, 0) < waiting.number
         }
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of another rank has ended, as far as this machine can tell."""
+        key = f"process/{rank}"
+        if not self._store.check([key]):
+            return False
+        where, process = json.loads(self._store.get(key))
+        return where == _processes_here() and not psutil.pid_exists(process)
 
     def exchange(self, waiting: Waiting, name: str, value: Any) -> dict[int, Any]:
         """Return what each rank says about a decision, as JSON returns it.
@@ -184,7 +224,8 @@ class RankMonitor:
             self._collect(f"{place}/read", list(entries), ANSWER_SECONDS)
         return entries
 
-    def _ask(self, ranks: Sequence[int]) -> dict[int, Presence | None]:
+    def ask(self, ranks: Sequence[int]) -> dict[int, Presence | None]:
+        """Return where ranks are; None for a rank without an answer."""
         number = self._store.add("questions", 1)
         self._store.set(_question(number), "true")
         answers = self._collect(f"answer/{number}", ranks, ANSWER_SECONDS)
@@ -233,7 +274,17 @@ class RankMonitor:
             self._store.set(f"answer/{self._answered}/{self._rank}", json.dumps(asdict(presence)))
 
     def _presence(self, line: str, ended: str = "") -> Presence:
-        return Presence(dict(self._begun), self.last_call, line, ended)
+        return Presence(
+            begun=dict(self._begun),
+            last_call=self.last_call,
+            line=line,
+            ended=ended,
+            engine_calls=self.engine_calls,
+            engine_call=self._engine_call,
+            waits_in=collective(sys._current_frames().get(self._caller)),
+            collectives=self.collectives,
+            compares=self.compares,
+        )
 
     def _warn(self) -> None:
         waiting = self._waiting
@@ -271,9 +322,17 @@ class RankMonitor:
             self._store.set(f"ended/{self._rank}", json.dumps(asdict(presence)))
 
 
+def _processes_here() -> str:
+    """Return what tells the processes of this machine, or container, from those of others."""
+    space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+    return f"{socket.gethostname()} {space}"
+
+
 def in_words(absent: Mapping[int, Presence | None]) -> str:
     """Return where the ranks are that have not come."""
-    nowhere = "does not answer: its process has ended or is stopped, or it has no scaler yet"
+    nowhere = (
+        "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
+    )
     return "; ".join(f"rank {rank} {presence or nowhere}" for rank, presence in absent.items())
 
 

@@ -242,6 +242,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--replay", action="append", help="a case as JSON; may be given repeatedly")
     parser.add_argument("--mistake", action="append", help="only mistakes whose name contains this")
+    parser.add_argument("--failures", type=int, default=1000, help="stop after so many")
     parser.add_argument("--list", action="store_true", help="list mistakes")
     parser.add_argument("--verbose", action="store_true", help="also show what ends as it may")
     wanted = parser.parse_args()
@@ -259,9 +260,11 @@ def main() -> int:
         cases = list(generate(wanted.cases, wanted.seed))
     failed = 0
     for start in range(0, len(cases), 50):
+        if failed >= wanted.failures:
+            break
         for verdict in run(cases[start : start + 50], timeout=50 * 60):
             failed += bool(verdict.problem)
-            if verdict.problem and not wanted.replay:
+            if verdict.problem and not wanted.replay and failed <= wanted.failures:
                 verdict = simplest(verdict)
             if verdict.problem or wanted.verbose or wanted.replay:
                 print(f"{verdict}\n", flush=True)

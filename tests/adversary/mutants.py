@@ -1,12 +1,14 @@
 """Bugs put in on purpose, which the cases have to find: `python -m tests.adversary.mutants`.
 
-Each is a change of one line. It is made in a temporary copy of the package, a share of the cases is
-run against it until one fails, and `mutants.md` keeps which case that was.
+Each is a change of one line. It is made in a temporary copy of the package, a share of the cases of
+the oracle or of the misuse is run against it until one fails, and `mutants.md` keeps which case
+that was.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -30,12 +32,14 @@ class Mutant:
         file: Which file, from the root of the repository.
         old: The text that is replaced; it occurs exactly once.
         new: What stands there instead.
+        finder: Whose cases have to find it: "oracle" or "misuse".
     """
 
     bug: str
     file: str
     old: str
     new: str
+    finder: str = "oracle"
 
     def apply(self, root: Path) -> None:
         path = root / self.file
@@ -127,8 +131,14 @@ MUTANTS = [
     Mutant(
         "what nobody has ever used is stepped under fsdp",
         "distmp/parallel/sharded.py",
+        "if self._used.leaves_alone(name) or not parameter.requires_grad:",
+        "if not parameter.requires_grad:",
+    ),
+    Mutant(
+        "what was frozen during training is stepped under fsdp",
+        "distmp/parallel/sharded.py",
+        "if self._used.leaves_alone(name) or not parameter.requires_grad:",
         "if self._used.leaves_alone(name):",
-        "if False:",
     ),
     Mutant(
         "a step without use counts for nothing",
@@ -190,7 +200,103 @@ MUTANTS = [
         "self._learning_rates.add_groups(addition.param_groups)",
         "pass",
     ),
+    Mutant(
+        "nobody compares the optimizer's tensors with those to be stepped",
+        "distmp/optim/stepped.py",
+        "    _check_tensors(optimizer, parameters)\n    if any(",
+        "    if any(",
+        "misuse",
+    ),
+    Mutant(
+        "an optimizer that is changed later is not noticed",
+        "distmp/engine.py",
+        "self._stepped.check(self.optimizer)",
+        "pass",
+        "misuse",
+    ),
+    Mutant(
+        "a loss that is a mean is not noticed",
+        "distmp/step_checks.py",
+        "if -fewest >= 2 and _is_mean(batch, size, run):",
+        "if False:",
+        "misuse",
+    ),
+    Mutant(
+        "one batch passes for a list of batches",
+        "distmp/step_checks.py",
+        "def _refuse_one_batch(microbatches: Any, instead: str) -> None:\n",
+        "def _refuse_one_batch(microbatches: Any, instead: str) -> None:\n    return\n",
+        "misuse",
+    ),
+    Mutant(
+        "a loss that was detached passes",
+        "distmp/step_checks.py",
+        "if torch.is_grad_enabled() and not loss.requires_grad:",
+        "if False:",
+        "misuse",
+    ),
+    Mutant(
+        "a weight of any type passes",
+        "distmp/step_checks.py",
+        "if not isinstance(weight, int | float | np.number):",
+        "if False:",
+        "misuse",
+    ),
+    Mutant(
+        "ranks may step with different numbers",
+        "distmp/engine.py",
+        "differ = fingerprint.differs(total[MEASURED:])",
+        "differ = total.new_zeros((), dtype=torch.bool)",
+        "misuse",
+    ),
+    Mutant(
+        "ranks may build different engines",
+        "distmp/same_on_ranks.py",
+        "if largest != -negated_smallest:",
+        "if False:",
+        "misuse",
+    ),
+    Mutant(
+        "a rank that another one leaves alone shows gloo's error",
+        "distmp/lost_peers.py",
+        "if isinstance(error, DistmpError) or not is_lost_connection(error):",
+        "if True:",
+        "misuse",
+    ),
+    Mutant(
+        "the model may be changed behind the engine",
+        "distmp/engine.py",
+        "self._strategy.check_model()",
+        "pass",
+        "misuse",
+    ),
+    Mutant(
+        "a step may be called without gradients enabled",
+        "distmp/engine.py",
+        "            check_gradients_enabled()\n",
+        "",
+        "misuse",
+    ),
+    Mutant(
+        "the optimizer may be stepped outside of the engine",
+        "distmp/optim/stepped.py",
+        "if not self._is_stepping:",
+        "if False:",
+        "misuse",
+    ),
 ]
+
+# Arguments besides seed and number of cases.
+FINDERS = {
+    "oracle": ["tests.adversary", "--batch", "30", "--shrink", "0", "--failures", "1"],
+    "misuse": ["tests.adversary.misuse", "--failures", "1"],
+}
+MOST_CASES = {"oracle": 300, "misuse": 800}
+# The first line of what is wrong, above the endings of the ranks or behind FAILED.
+COMPLAINT = {
+    "oracle": re.compile(r"^FAILED \((.*)\)$", re.MULTILINE),
+    "misuse": re.compile(r"^(.+)\n  rank 0: ", re.MULTILINE),
+}
 
 
 @dataclass(frozen=True)
@@ -212,19 +318,24 @@ class Result:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.adversary.mutants")
-    parser.add_argument("--cases", type=int, default=300, help="how many cases to try at most")
+    parser.add_argument("--cases", type=int, help="how many cases to try at most")
+    parser.add_argument("--finder", choices=FINDERS, help="only mutants that this one has to find")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="mutants whose bug has this text in it")
     options = parser.parse_args()
-    chosen = [mutant for mutant in MUTANTS if options.only in mutant.bug]
+    chosen = [
+        mutant
+        for mutant in MUTANTS
+        if options.only in mutant.bug and options.finder in (None, mutant.finder)
+    ]
     results = []
     for mutant in chosen:
-        results.append(_try(mutant, options.cases, options.seed))
+        cases = options.cases or MOST_CASES[mutant.finder]
+        results.append(_try(mutant, cases, options.seed))
         print(_row(results[-1]), flush=True)
     found = sum(bool(result.kinds) for result in results)
     print(f"{found} of {len(results)} found")
-    if len(results) == len(MUTANTS):
-        TABLE.write_text(_table(results, options))
+    TABLE.write_text(_table(results))
     return int(found < len(results))
 
 
@@ -236,14 +347,14 @@ def _try(mutant: Mutant, cases: int, seed: int) -> Result:
             ignored = shutil.ignore_patterns("__pycache__")
             shutil.copytree(ROOT / name, root / name, ignore=ignored)
         mutant.apply(root)
-        command = [sys.executable, "-m", "tests.adversary", "--seed", str(seed)]
-        command += ["--cases", str(cases), "--batch", "30", "--shrink", "0", "--failures", "1"]
+        command = [sys.executable, "-m", *FINDERS[mutant.finder]]
+        command += ["--seed", str(seed), "--cases", str(cases)]
         # The working directory comes first in the path of modules.
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         run = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, check=False
         )
-    kinds = re.search(r"^FAILED \((.*)\)$", run.stdout, re.MULTILINE)
+    kinds = COMPLAINT[mutant.finder].search(run.stdout)
     replay = re.search(r"--replay '(.*)'$", run.stdout, re.MULTILINE)
     if run.returncode not in (0, 1) or (run.returncode == 1 and kinds is None):
         raise RuntimeError(f"{mutant.bug}: {run.stdout}\n{run.stderr}")
@@ -255,21 +366,30 @@ def _try(mutant: Mutant, cases: int, seed: int) -> Result:
     )
 
 
-def _table(results: list[Result], options: argparse.Namespace) -> str:
-    found = sum(bool(result.kinds) for result in results)
+def _table(results: list[Result]) -> str:
+    """Return the table with these results, and for other mutants those that it has already."""
+    rows = {_bug(line): line for line in TABLE.read_text().splitlines() if " | `distmp/" in line}
+    rows |= {result.mutant.bug: _row(result) for result in results}
+    known = [rows[mutant.bug] for mutant in MUTANTS if mutant.bug in rows]
+    found = sum("| not found |" not in row for row in known)
     return "\n".join(
         [
             "# Bugs put in on purpose",
             "",
-            f"{found} of {len(results)} were found by `python -m tests.adversary.mutants` "
-            f"(at most {options.cases} cases, seed {options.seed}).",
+            f"{found} of {len(known)} were found by `python -m tests.adversary.mutants`: those of "
+            f"arithmetic by the oracle in at most {MOST_CASES['oracle']} cases, those of checks "
+            f"by misuse in at most {MOST_CASES['misuse']}.",
             "",
             "| bug | file | found by | complaints |",
             "|---|---|---|---|",
-            *map(_row, results),
+            *known,
             "",
         ]
     )
+
+
+def _bug(row: str) -> str:
+    return row.split(" | ")[0].removeprefix("| ")
 
 
 def _row(result: Result) -> str:
@@ -281,11 +401,15 @@ def _case(replay: str) -> str:
     """Say in a few words which case it was."""
     if not replay:
         return "not found"
+    case = json.loads(replay)
+    ranks = "1 rank" if case["world_size"] == 1 else f"{case['world_size']} ranks"
+    if "mistakes" in case:
+        return f"{' and '.join(case['mistakes']) or 'no mistake'}, {ranks}"
     from tests.adversary.cases import loads
 
-    case = loads(replay)
-    ranks = "1 rank" if case.world_size == 1 else f"{case.world_size} ranks"
-    return f"{case.strategy}, {case.policy}, {ranks}, {case.optimizer.name}, seed {case.seed}"
+    of_oracle = loads(replay)
+    words = (of_oracle.strategy, of_oracle.policy, ranks, of_oracle.optimizer.name)
+    return f"{', '.join(words)}, seed {of_oracle.seed}"
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distmp import frames
 from distmp.faults import stacks, watchdog
 from distmp.faults.activity import Activity
 from distmp.faults.hang_report import Report, Silence, report
@@ -127,11 +128,11 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
     until(lambda: "in wait\n" in stacks.show(sys._current_frames()[thread.ident or 0]))
     frame = sys._current_frames()[thread.ident or 0]
     assert "in finish\n" in stacks.show(frame)
-    assert stacks.collective(frame) == ""  # it waits for another thread, as far as can be seen
+    assert frames.collective(frame) == ""  # it waits for another thread, as far as can be seen
     while frame.f_code is not finish.__code__:
         assert frame.f_back is not None
         frame = frame.f_back
-    assert stacks.collective(frame).startswith("work.wait (finish, ")
+    assert frames.collective(frame).startswith("work.wait (finish, ")
 
 
 @ranks(2)
@@ -141,9 +142,9 @@ def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path:
     rank = dist.get_rank()
 
     def look() -> None:
-        while not (noticed.exists() if rank == 1 else stacks.collective(stacks.main_thread())):
+        while not (noticed.exists() if rank == 1 else frames.collective(stacks.main_thread())):
             time.sleep(0.05)
-        seen.append((stacks.collective(stacks.main_thread()), watchdog._collectives_started()))
+        seen.append((frames.collective(stacks.main_thread()), watchdog._collectives_started()))
         noticed.touch()
 
     dist.all_reduce(torch.ones(1))
@@ -170,7 +171,7 @@ def test_the_collective_of_a_thread_that_is_waited_for(tmp_path: Path) -> None:
     places: list[str] = []
 
     def look() -> None:
-        while not (place := stacks.collective(stacks.main_thread())):
+        while not (place := frames.collective(stacks.main_thread())):
             time.sleep(0.05)
         places.extend([place, stacks.show(stacks.main_thread())])
         noticed.touch()

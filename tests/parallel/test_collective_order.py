@@ -9,11 +9,20 @@ import torch.distributed as dist
 from torch import nn
 
 from distmp.errors import TrainingError
-from distmp.parallel import World
+from distmp.parallel import World, collective_order
 from distmp.parallel.collective_order import Collective, CollectiveOrder
 from tests.parallel.sharding import Observed, sharded
 from tests.ranks import ranks
-from tests.training import TWO_RANKS, Batch, Classifier, loss, make_engine, samples, train
+from tests.training import (
+    TWO_RANKS,
+    Batch,
+    Classifier,
+    loss,
+    make_engine,
+    microbatches,
+    samples,
+    train,
+)
 
 A, B, C = (Collective("gather", unit, 10) for unit in range(3))
 NAMES = ["", "blocks.0", "blocks.1"]
@@ -87,6 +96,32 @@ def test_a_rank_that_deviates_alone_is_not_left_hanging() -> None:
             run_pass(order, [A, C])
 
 
+@ranks(2)
+def test_a_rank_that_waits_elsewhere_is_noticed_soon() -> None:
+    collective_order.PATIENCE_SECONDS = 0.2
+    order = CollectiveOrder(World.current("cpu"), NAMES)
+    run_pass(order, [A, B])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        run_pass(order, [A, B])
+    else:
+        with pytest.raises(TrainingError, match=r"rank 1 .* and rank 0 waits in barrier"):
+            run_pass(order, [A, C])
+    dist.barrier()
+
+
+@ranks(2)
+def test_steps_of_different_lengths_are_an_error() -> None:
+    for options in (sharded("fsdp"), sharded("fsdp1")):
+        engine = make_engine(**options)
+        batches = microbatches(0, [[3, 3], [3, 3]], dist.get_rank())
+        engine.step(batches)
+        engine.step(batches * 2)
+        message = r"rank 0 is about to take a step of 2 .* rank 1 is about to take a step of 3 "
+        with pytest.raises(TrainingError, match=message):
+            engine.step(batches[:1] * (2 + dist.get_rank()))
+
+
 class Routed(Classifier):
     """Runs the blocks that it is told to run."""
 
@@ -111,7 +146,7 @@ def test_ranks_that_run_different_blocks_get_one_error_instead_of_wrong_weights(
             model = Routed()
             engine = make_engine(model=model, strategy=strategy)
             model.order = mine
-            with pytest.raises(TrainingError, match=r"ranks run different modules.*blocks\.[01]"):
+            with pytest.raises(TrainingError, match=r"ranks differ in what they run.*blocks\.[01]"):
                 train(engine, 1, TWO_RANKS)
 
 

@@ -43,8 +43,9 @@ def test_two_ranks(tmp_path: Path) -> None:
         # By the host's clock, from a slightly earlier moment on.
         assert seconds.total == pytest.approx(sum(measured) / 2, rel=0.5)
         assert min(seconds) >= 0
-        # Most of a step is products of matrices, in forward and backward.
-        assert seconds.computation + seconds.hidden > seconds.total / 3
+        # On a busy machine most of a step may be waiting.
+        products = sum(one.seconds for one in rank.operators if one.name == "aten::mm")
+        assert seconds.computation + seconds.hidden > 0.9 * products > 0
         assert seconds.hidden > 0
         assert seconds.exposed > 0
         assert seconds.optimizer > 0

@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -413,3 +414,35 @@ def test_a_steady_step_costs_one_reduction_and_no_key_of_the_store() -> None:
     assert reduce.call_count == 10
     assert {call[0] for call in store.method_calls} <= {"check"}
     connect.assert_not_called()
+
+
+@ranks(2)
+def test_gradients_that_no_rank_has_scaled_are_warned_of_once() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = DistributedGradScaler("cpu")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            parameter.grad = torch.ones(2)
+            scaler.step(optimizer)
+            scaler.update()
+    (warning,) = caught
+    assert "no rank has ever called scale()" in str(warning.message)
+    assert warning.filename == __file__
+
+
+@ranks(2)
+def test_a_rank_without_a_loss_of_its_own_is_not_warned() -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = DistributedGradScaler("cpu")
+    if dist.get_rank() == 0:
+        scaler.scale(parameter.sum()).backward()
+    else:
+        parameter.grad = torch.full((2,), 2.0**16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scaler.step(optimizer)
+        scaler.update()
+    assert parameter.tolist() == [-1, -1]

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp.engine import Engine
-from tests.adversary.mistakes import DIFFERENT_CALLS, mistake
+from tests.adversary.mistakes import mistake
 from tests.adversary.mistakes.optimizers import CASTING, later
 from tests.adversary.script import SHARDED, STRATEGIES, Script, sgd, summed
 from tests.adversary.trial import UserError
@@ -56,7 +56,7 @@ def one_rank_checks_a_good_step(script: Script) -> None:
         script.on("after 1", lambda: script.engine.check(script.outcomes[-1]))
 
 
-@mistake("explain", "error", ranks=(2,), known=DIFFERENT_CALLS)
+@mistake("explain", "error", ranks=(2,))
 def one_rank_explains_an_overflow(script: Script) -> None:
     script.options |= {"on_nonfinite": "skip_step", "attribution": True}
     script.batches[1][0].inputs[0, 0] = float("inf")
@@ -203,7 +203,7 @@ def backward_outside_of_the_engine(script: Script) -> None:
     script.on("after 0", act)
 
 
-@mistake("later", "error", ranks=(2,), strategies=SHARDED, known=DIFFERENT_CALLS)
+@mistake("later", "error", ranks=(2,), strategies=SHARDED)
 def one_rank_runs_backward_outside_of_the_engine(script: Script) -> None:
     if script.rank == 1:
         backward_outside_of_the_engine(script)
@@ -215,7 +215,7 @@ def one_rank_runs_a_whole_model_outside_of_the_engine(script: Script) -> None:
         backward_outside_of_the_engine(script)
 
 
-@mistake("later", "error", ranks=(2,), strategies=SHARDED, known=DIFFERENT_CALLS)
+@mistake("later", "error", ranks=(2,), strategies=SHARDED)
 def one_rank_runs_the_model(script: Script) -> None:
     def act() -> None:
         with torch.no_grad():
@@ -498,7 +498,7 @@ def a_parameter_is_frozen_on_one_rank(script: Script) -> None:
         script.on("before 1", lambda: freeze(inner(script)))
 
 
-@mistake("model", "error", ranks=(2,), strategies=SHARDED, known=DIFFERENT_CALLS)
+@mistake("model", "error", ranks=(2,), strategies=SHARDED)
 def a_sharded_parameter_is_frozen_on_one_rank(script: Script) -> None:
     a_parameter_is_frozen_on_one_rank(script)
 
@@ -519,7 +519,7 @@ def a_parameter_is_unfrozen_later(script: Script) -> None:
     script.truth.on("before 2", add_to_truth)
 
 
-@mistake("model", "error", ranks=(2,), known=DIFFERENT_CALLS)
+@mistake("model", "error", ranks=(2,))
 def a_parameter_is_unfrozen_on_one_rank(script: Script) -> None:
     freeze(script.model)
     if script.rank == 1:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from tests.adversary.mistakes import DIFFERENT_CALLS, add, mistake
+from tests.adversary.mistakes import add, mistake
 from tests.adversary.script import SHARDED, STRATEGIES, Script, batches_of, samples, summed
 
 WHOLE = tuple(name for name in STRATEGIES if name not in SHARDED)
@@ -138,7 +138,7 @@ def one_rank_has_more_microbatches(script: Script) -> None:
     more(script, script.random.randrange(3), [1], 2)
 
 
-@mistake("batches", "error", ranks=(2,), strategies=SHARDED, known=DIFFERENT_CALLS)
+@mistake("batches", "error", ranks=(2,), strategies=SHARDED)
 def one_rank_has_more_microbatches_of_shards(script: Script) -> None:
     more(script, script.random.randrange(3), [script.random.randrange(2)], 1)
 
@@ -161,7 +161,7 @@ def one_rank_has_no_microbatch(script: Script) -> None:
         script.batches[1] = []
 
 
-@mistake("batches", "error", ranks=(2,), known=DIFFERENT_CALLS)
+@mistake("batches", "error", ranks=(2,))
 def one_rank_takes_a_step_more(script: Script) -> None:
     if script.rank == 0:
         script.batches.append(batches_of(script.case, 3, 0))
@@ -213,12 +213,12 @@ def one_rank_evaluates_nothing(script: Script) -> None:
     script.evaluated = script.truth.evaluated[script.rank]
 
 
-@mistake("evaluated", "error", ranks=(2,), strategies=SHARDED, known=DIFFERENT_CALLS)
+@mistake("evaluated", "error", ranks=(2,), strategies=SHARDED)
 def one_rank_evaluates_no_shards(script: Script) -> None:
     one_rank_evaluates_nothing(script)
 
 
-@mistake("evaluated", "error", ranks=(2,), known=DIFFERENT_CALLS)
+@mistake("evaluated", "error", ranks=(2,))
 def only_rank_0_evaluates(script: Script) -> None:
     if script.rank == 0:
         script.on("after 0", lambda: script.engine.evaluate(script.evaluated))

@@ -50,10 +50,8 @@ builds(
 builds("with a negative rate", lambda named: sgd(named, lr=-1.0), "error")
 builds("with text for a rate", lambda named: sgd(named, lr="0.1"), "error")
 builds("with an unknown argument", lambda named: sgd(named, beta=1), "error")
-builds(
-    "SparseAdam", lambda named: torch.optim.SparseAdam([t for _, t in named]), "error", known="14"
-)
-builds("LBFGS", lambda named: torch.optim.LBFGS([t for _, t in named]), "error", known="14")
+builds("SparseAdam", lambda named: torch.optim.SparseAdam([t for _, t in named]), "error")
+builds("LBFGS", lambda named: torch.optim.LBFGS([t for _, t in named]), "error")
 builds("fused and foreach", lambda named: sgd(named, fused=True, foreach=True), "error")
 builds("differentiable", lambda named: sgd(named, differentiable=True), "either")
 builds(

@@ -1,0 +1,139 @@
+"""Calls of an engine that need all ranks, and begin only when all ranks have made them.
+
+A rank that evaluates while the others take a step would meet their reductions with one of its own,
+which ends the process under gloo and gives nonsense or a hang under NCCL. So a rank says through
+the store of the process group that it has come, and waits for the others. When they do not come it
+asks where they are. A step itself only counts: it waits for nobody and writes nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from distmp.errors import LostPeerError, TrainingError
+from distmp.parallel.world import World
+from distmp.scaling import rank_monitor
+from distmp.scaling.rank_monitor import Presence, RankMonitor
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+# How long ranks may take to come before they are asked where they are, and between two questions.
+PATIENCE_SECONDS = 4.0
+# A rank that leaves so many questions in a row unanswered, about two minutes, is taken for gone.
+MOST_QUESTIONS = 12
+
+
+class RollCall:
+    """Counts the calls of engines on this rank, and waits for other ranks where it is called for.
+
+    Args:
+        world: The ranks.
+
+    Attributes:
+        call: The latest one, in words.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.call = ""
+        self._world = world
+        self._number = 0
+        self._silent: dict[int, int] = {}
+
+    def count(self, call: str) -> None:
+        """Count a call: the ranks make the same ones in the same order."""
+        self.call = call
+        monitor = self._monitor()
+        if monitor is not None:
+            self._number = monitor.note_engine_call(call)
+
+    def meet(self, call: str, *, within: bool = False) -> None:
+        """Count a call and wait until all ranks have made it.
+
+        Args:
+            call: In words.
+            within: It is a part of the call that was counted last.
+
+        Raises:
+            TrainingError: If a rank makes another call in its place, or has ended.
+            LostPeerError: If a rank does not answer.
+        """
+        monitor = self._monitor()
+        store = None if monitor is None else _store_of(monitor)
+        if monitor is None or store is None:
+            return
+        if within:
+            monitor.rename_engine_call(call)
+        else:
+            self.count(call)
+        place = f"{self._number}/{call}"
+        if store.add(place, 1) == self._world.world_size:
+            # Everybody has left the meeting before this one.
+            for key in _last_meeting.pop(monitor, ()):
+                store.delete_key(key)
+            store.set(f"{place}/all", "")
+        self._silent.clear()
+        while not _is_there(store, f"{place}/all"):
+            self._look_for_others(monitor, call)
+        _last_meeting[monitor] = (place, f"{place}/all")
+
+    def _monitor(self) -> RankMonitor | None:
+        return None if self._world.group is None else rank_monitor.current()
+
+    def _look_for_others(self, monitor: RankMonitor, call: str) -> None:
+        others = [rank for rank in range(self._world.world_size) if rank != self._world.rank]
+        found = monitor.ask(others)
+        elsewhere = {
+            rank: presence
+            for rank, presence in found.items()
+            if presence is not None and self._will_not_come(presence, call)
+        }
+        if elsewhere:
+            raise TrainingError(
+                f"rank {self._world.rank} waits in {call}, which every rank has to call, and "
+                f"{rank_monitor.in_words(elsewhere)}; make the same calls in the same order on "
+                "every rank"
+            )
+        silent = [rank for rank, presence in found.items() if presence is None]
+        self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
+        gone = [rank for rank, times in self._silent.items() if times >= MOST_QUESTIONS]
+        if gone := gone or [rank for rank in silent if monitor.is_gone(rank)]:
+            raise LostPeerError(
+                f"rank {self._world.rank} of {self._world.world_size} stops because another rank "
+                f"has ended; the output of that rank, {gone[0]}, has the cause"
+            )
+
+    def _will_not_come(self, presence: Presence, call: str) -> bool:
+        calls = presence.engine_calls
+        elsewhere = calls == self._number and presence.engine_call != call
+        return bool(presence.ended) or calls > self._number or elsewhere
+
+
+def _is_there(store: Store, key: str) -> bool:
+    """Wait for a key for a while."""
+    try:
+        store.wait([key], timedelta(seconds=PATIENCE_SECONDS))
+    except RuntimeError as error:
+        # Of a store in a file, of any other.
+        if "timeout" not in str(error).lower() and not isinstance(error, dist.DistStoreError):
+            raise
+        return store.check([key])
+    return True
+
+
+def _store_of(monitor: RankMonitor) -> Store | None:
+    if monitor not in _stores:
+        # Its own connection: to wait on one keeps other threads from using it.
+        # A group that stands in the place of a destroyed one may have its store.
+        _stores[monitor] = rank_monitor.store_of_its_own(f"roll call {next(_generations)}")
+    return _stores[monitor]
+
+
+_stores: weakref.WeakKeyDictionary[RankMonitor, Store | None] = weakref.WeakKeyDictionary()
+_generations = itertools.count()
+_last_meeting: weakref.WeakKeyDictionary[RankMonitor, tuple[str, str]] = weakref.WeakKeyDictionary()
