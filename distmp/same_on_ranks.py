@@ -23,7 +23,7 @@ FINGERPRINT_BITS = 18
 
 
 def described_model(model: nn.Module) -> dict[str, str]:
-    """Return parameters and buffers in words, in order, for a comparison between ranks."""
+    """Return parameters, buffers and modules in words, in order, for a comparison between ranks."""
     parameters = {
         f"model.{entry}": value
         for entry, value in described_parameters(model.named_parameters()).items()
@@ -32,7 +32,10 @@ def described_model(model: nn.Module) -> dict[str, str]:
         f"model.buffers[{index}]": f"{name} {_in_words(buffer)}"
         for index, (name, buffer) in enumerate(model.named_buffers())
     }
-    return parameters | buffers
+    modules = {
+        f"model.{name or 'root'}": type(part).__name__ for name, part in model.named_modules()
+    }
+    return parameters | buffers | modules
 
 
 def described_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:

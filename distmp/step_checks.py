@@ -207,11 +207,19 @@ def backward_errors_explained() -> Iterator[None]:
     """Say why the graph of a loss cannot be gone through.
 
     Raises:
-        ConfigError: In place of a RuntimeError for a graph that another backward has freed.
+        ConfigError: In place of a RuntimeError for a graph that another backward has freed, or that
+            needs parameters which FSDP has freed in between.
     """
     try:
         yield
     except RuntimeError as error:
+        if "out of bounds for storage of size 0" in str(error):
+            raise ConfigError(
+                "loss",
+                "Tensor of a second backward",
+                "backward goes again through what torch.autograd.grad has gone through, and the "
+                "sharded strategy has freed the parameters in between; use strategy = 'ddp'",
+            ) from error
         if "backward through the graph a second time" not in str(error):
             raise
         raise ConfigError(

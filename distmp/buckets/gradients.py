@@ -301,6 +301,25 @@ class Fp32GradBuckets:
         for slot in self._slots:
             self._hand_over(slot)
 
+    def check_places(self) -> None:
+        """Refuse gradients that are no longer in the buckets.
+
+        Raises:
+            ConfigError: Naming the first parameter whose gradient was converted or moved.
+        """
+        for slot in self._slots:
+            view = self._total.views[slot.bucket][slot.index]
+            if (
+                view.dtype != torch.float32
+                or view.device != self._total.buffers[slot.bucket].device
+            ):
+                raise ConfigError(
+                    "model",
+                    slot.name,
+                    "was converted or moved together with its gradient, as by model.to(); do that "
+                    "before the engine is built, or build another engine",
+                )
+
     def end_step(self, skipped: Tensor) -> None:
         """Take note of whether the optimizer skipped the step; without a call it did not.
 

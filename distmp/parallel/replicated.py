@@ -106,6 +106,7 @@ class Replicated(Strategy):
         self._known.check(self.model)
         for part in self._parts:
             part.parameters.check_places()
+            part.buckets.check_places()
 
     def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         return [entry for entry in trainable(self.model) if entry[0] not in self._shapes]

@@ -268,6 +268,20 @@ def test_bf16_weights_cannot_be_unfrozen_unless_kept_in_fp32(precision: str) -> 
             train(engine, 1, TWO_RANKS, first=1)
 
 
+@ranks(2)
+def test_a_second_backward_through_freed_parameters_is_one_message() -> None:
+    def with_penalty(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+        inputs = batch.inputs.detach().requires_grad_()
+        total, weight = loss(model, batch._replace(inputs=inputs))
+        (slope,) = torch.autograd.grad(total, inputs, create_graph=True)
+        return total + slope.square().sum(), weight
+
+    engine = make_engine(strategy="fsdp", policy="fp32", first_step_checks=False)
+    engine._loss = with_penalty
+    with pytest.raises(ConfigError, match=r"freed the parameters in between; use strategy = 'ddp'"):
+        train(engine, 1, TWO_RANKS)
+
+
 def test_fsdp_needs_a_process_group() -> None:
     with pytest.raises(ConfigError, match="strategy = 'fsdp': needs a process group"):
         FullySharded(make_model(), policy("fp32"), World.current("cpu"))

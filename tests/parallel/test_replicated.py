@@ -163,3 +163,12 @@ def test_policy_decides_what_the_optimizer_steps() -> None:
     assert {master.dtype for master in masters.values()} == {torch.float32}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert_same_bits(masters, dict(make_model().named_parameters()))
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_model_that_is_converted_later_is_refused(precision: str) -> None:
+    engine = make_engine(policy=precision)
+    train(engine, 1, ONE_RANK)
+    engine.module.to(torch.float16 if precision == "fp16" else torch.bfloat16)
+    with pytest.raises(ConfigError, match=r"was converted or moved together with its gradient"):
+        train(engine, 1, ONE_RANK, first=1)

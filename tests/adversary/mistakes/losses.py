@@ -160,7 +160,7 @@ def the_loss_calls_backward_and_returns_no_graph(script: Script) -> None:
     script.loss = loss
 
 
-@mistake("loss", "right", strategies=("ddp", "ddp-torch", "fsdp", "hsdp"), policies=FP32)
+@mistake("loss", "right", strategies=("ddp", "ddp-torch"), policies=FP32)
 def the_loss_has_a_gradient_penalty(script: Script) -> None:
     def loss(module: nn.Module, batch: Any) -> Any:
         inputs = batch.inputs.detach().requires_grad_()
@@ -170,8 +170,12 @@ def the_loss_has_a_gradient_penalty(script: Script) -> None:
             total = total + 0.1 * slope.square().sum()
         return total, weight
 
-    # On FSDP the second backward passes through its hooks.
     script.loss = script.truth.loss = loss
+
+
+@mistake("loss", "either", ranks=(2,), strategies=SHARDED, policies=FP32)
+def the_loss_of_a_sharded_model_has_a_gradient_penalty(script: Script) -> None:
+    the_loss_has_a_gradient_penalty(script)
 
 
 @mistake("loss", "error")
