@@ -32,6 +32,7 @@ from distmp.buckets.reduction import sum_in_order
 from distmp.errors import ConfigError, SetupError
 from distmp.outcome import StepOutcome
 from distmp.parallel import reduce_scatter
+from distmp.scaling import rank_monitor
 
 BACKEND = "pretended"
 # Tensors of integers up to this size (counts, token ids of a batch, orders of buckets) are real:
@@ -131,6 +132,7 @@ def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
             mock.patch.object(dist, "new_group", new_group),
             # No number is real; the other ranks are like this one.
             mock.patch.object(StepOutcome, "ranks_differ", False),
+            mock.patch.object(rank_monitor, "current", return_value=None),
             mock.patch.object(reduction, "sum_in_order", _sum_of_two),
             mock.patch.object(reduce_scatter, "sum_in_order", _sum_of_two),
             mock.patch.object(nn.Module, "_apply", _apply),

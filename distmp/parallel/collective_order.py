@@ -58,11 +58,17 @@ class CollectiveOrder:
         world: All ranks that have to agree, more than one.
         units: Names of the groups of parameters, by index.
         answer_seconds: How long to wait for the others' answer.
+        advice: What to do where ranks differ.
     """
 
     def __init__(
-        self, world: World, units: list[str], answer_seconds: float = ANSWER_SECONDS
+        self,
+        world: World,
+        units: list[str],
+        answer_seconds: float = ANSWER_SECONDS,
+        advice: str | None = None,
     ) -> None:
+        self._advice = advice or ADVICE
         self._rank = world.rank
         self._world_size = world.world_size
         self._units = units
@@ -140,7 +146,7 @@ class CollectiveOrder:
         pause = 1e-5
         before: dict[int, int] = {}
         with self._comparing():
-            while not work.is_completed():
+            while self._monitor is not None and not work.is_completed():
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
                 if time.monotonic() - begun > PATIENCE_SECONDS:
@@ -151,11 +157,12 @@ class CollectiveOrder:
         except RuntimeError as error:
             raise TrainingError(
                 f"rank {self._rank} is about to {self._in_words(mine)}, unlike the last time, and "
-                f"another rank did not come to this place within {self._seconds:g} s; {ADVICE}"
+                f"another rank did not come to this place within {self._seconds:g} s; "
+                f"{self._advice}"
             ) from error
         found = [Collective(KINDS[kind], unit, n) for kind, unit, n in map(_numbers, answers)]
         if any(other != found[0] for other in found):
-            raise TrainingError(f"{self._all_in_words(found)}; {ADVICE}")
+            raise TrainingError(f"{self._all_in_words(found)}; {self._advice}")
 
     @contextlib.contextmanager
     def _comparing(self) -> Iterator[None]:
@@ -198,7 +205,7 @@ class CollectiveOrder:
             if before.get(rank) == presence.collectives:
                 raise TrainingError(
                     f"rank {self._rank} is about to {self._in_words(mine)}, unlike the last time, "
-                    f"and rank {rank} waits in {presence.waits_in}; {ADVICE}"
+                    f"and rank {rank} waits in {presence.waits_in}; {self._advice}"
                 )
         return {rank: presence.collectives for rank, presence in waiting.items()}
 

@@ -13,6 +13,7 @@ from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.parallel.blocks import COMPILED_WHOLE
+from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.module_buffers import buffer_values, take_back
 from distmp.parallel.strategy import (
     AccumulationSettings,
@@ -38,6 +39,9 @@ class _Part(NamedTuple):
 
     buckets: Fp32GradBuckets
     parameters: FlatParameters | PureParameters
+
+
+REPRODUCIBLE_ADVICE = "with reproducible=True every rank needs as many microbatches"
 
 
 class Replicated(Strategy):
@@ -76,6 +80,9 @@ class Replicated(Strategy):
         self._buffers: dict[str, Tensor] = {}
         self._parts = [self._lay_out(named, values)]
         self._known = KnownParameters(module)
+        self._order: CollectiveOrder | None = None
+        if self._settings.reproducible and world.world_size > 1:
+            self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
 
     def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
         """Put parameters, in the type that the module holds them in, into buckets.
@@ -138,6 +145,10 @@ class Replicated(Strategy):
         from distmp.optim.sharded import build_on_shares
 
         return build_on_shares(factory, parameters, self._shapes)
+
+    def announce(self, microbatches: int) -> None:
+        if self._order is not None:
+            self._order.announce(microbatches)
 
     def begin_step(self) -> None:
         for part in self._parts:

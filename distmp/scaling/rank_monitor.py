@@ -337,9 +337,9 @@ def in_words(absent: Mapping[int, Presence | None]) -> str:
 
 
 def current() -> RankMonitor | None:
-    """Return the one of the default process group, None without several ranks or their store."""
+    """Return the one of the default process group, None without other ranks that could answer."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if world is None or world.size() == 1:
+    if world is None or world.size() == 1 or dist.get_backend(world) == "fake":
         return None
     if world not in _of_world:
         _of_world[world] = _start()

@@ -149,6 +149,8 @@ def _end_of(body: Callable[[int], Any], rank: int, world_size: int, place: Path 
             world_size=world_size,
             timeout=timedelta(seconds=2 * FIRST_SECONDS),
         )
+        # Otherwise one that ends at once takes down another that still connects.
+        dist.barrier()
     started = time.monotonic()
     try:
         ending = Ending("well", result=body(rank))

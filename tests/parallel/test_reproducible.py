@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.engine import Engine
-from distmp.errors import ConfigError
+from distmp.errors import ConfigError, TrainingError
 from distmp.scaling import LossScaleConfig
-from tests.ranks import run_ranks
+from tests.ranks import ranks, run_ranks
 from tests.training import Batch, fused_adamw, loss, make_model, samples, sgd, snapshot
 
 LEAVES = (3, 5, 1, 7, 8, 0, 2, 2)
@@ -142,3 +142,13 @@ def test_three_microbatches_are_refused() -> None:
     torch.use_deterministic_algorithms(False)
     with pytest.raises(ConfigError, match=r"which 3 do not make.* a rank has 2 or 4"):
         engine.step([samples(0, 2)] * 3)
+
+
+@ranks(2)
+def test_different_numbers_of_microbatches_are_one_error() -> None:
+    engine = Engine(make_model(), loss, fused_adamw, policy="fp32", reproducible=True, device="cpu")
+    batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
+    engine.step([batch, batch])
+    with pytest.raises(TrainingError, match=r"a step of 1 .*a step of 4 .*as many microbatches"):
+        engine.step([batch] * (4 if dist.get_rank() else 1))
+    torch.use_deterministic_algorithms(False)

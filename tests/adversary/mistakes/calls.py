@@ -112,7 +112,7 @@ def builds_in_inference_mode(script: Script) -> None:
     script.on("built", lambda: context.__exit__(None, None, None))
 
 
-@mistake("mode", "right")
+@mistake("evaluated", "right")
 def evaluates_without_gradients(script: Script) -> None:
     evaluate = lambda: script.engine.evaluate(script.evaluated)  # noqa: E731
 

@@ -82,7 +82,7 @@ optimizer_on_rank_1(
 )
 
 
-@mistake("optimizer", "right", ranks=(2,))
+@mistake("optimizer", "either", ranks=(2,))
 def only_rank_1_has_a_fused_optimizer(script: Script) -> None:
     script.truth.build = sgd
     script.optimizer = (lambda named: sgd(named, fused=True)) if script.rank == 1 else sgd

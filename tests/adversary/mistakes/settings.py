@@ -209,7 +209,8 @@ def a_parameter_overlaps_another(script: Script) -> None:
         model.blocks[1].weight.data = model.blocks[0].weight.data
 
 
-@mistake("model", "right")
+# A batch norm with statistics in 16 bits is an error of torch's.
+@mistake("model", "either")
 def the_model_is_in_bfloat16(script: Script) -> None:
     script.model.bfloat16()
     script.truth.model.load_state_dict(script.model.state_dict())
