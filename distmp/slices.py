@@ -99,6 +99,12 @@ class FlatSlice(Tensor):
         """Pickle the values and where they belong."""
         return FlatSlice.of, (self.as_subclass(Tensor), self.whole_shape, self.start)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlice:
+        """Copy the values; torch's own way needs `new_empty` to return this class."""
+        values = self.as_subclass(Tensor).detach().clone()
+        memo[id(self)] = found = FlatSlice.of(values, self.whole_shape, self.start)
+        return found
+
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import (

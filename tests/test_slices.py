@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from pathlib import Path
@@ -83,6 +84,17 @@ def load(path: Path, *, as_slices: bool) -> None:
     for name, tensor in found.items():
         expected = part_of(name, whole(name)) if as_slices else whole(name)
         assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(expected))
+
+
+def test_a_copy_of_a_slice_is_a_slice_of_the_same_place() -> None:
+    slice_ = FlatSlice.of(torch.arange(4.0), torch.Size([3, 2]), 1)
+    state = copy.deepcopy({"first": slice_, "again": slice_})
+    assert state["first"] is state["again"]
+    copied = state["first"]
+    assert isinstance(copied, FlatSlice)
+    assert (copied.whole_shape, copied.start) == (slice_.whole_shape, slice_.start)
+    copied.zero_()
+    assert slice_.tolist() == [0, 1, 2, 3]
 
 
 def test_slices_are_saved_and_loaded_at_other_world_sizes(tmp_path: Path) -> None:

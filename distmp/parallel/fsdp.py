@@ -416,6 +416,13 @@ def _check_shapes(module: nn.Module, strategy: str) -> None:
                 f"shards parameters by rows, and {name!r} is a single number of shape (); give it "
                 "the shape (1,), or use 'ddp'",
             )
+        if parameter.numel() == 0 and parameter.requires_grad:
+            raise ConfigError(
+                "strategy",
+                strategy,
+                f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
+                "freeze or remove it, or use 'ddp'",
+            )
 
 
 def _check_accumulator(policy: PrecisionPolicy) -> None:

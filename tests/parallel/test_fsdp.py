@@ -317,3 +317,6 @@ def test_a_parameter_without_rows_is_named() -> None:
     model.temperature = nn.Parameter(torch.ones(()))
     with pytest.raises(ConfigError, match=r"'temperature' is a single number .* shape \(1,\)"):
         FullySharded(model, policy("fp32"), World.current("cpu"))
+    model.temperature = nn.Parameter(torch.ones(3, 0))
+    with pytest.raises(ConfigError, match=r"cannot shard 'temperature' of shape \(3, 0\), which"):
+        FullySharded(model, policy("fp32"), World.current("cpu"))

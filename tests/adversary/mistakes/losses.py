@@ -29,7 +29,17 @@ def returns(name: str, wrong: Callable[[Tensor, int], Any], ends: Any, **limits:
     add(f"loss returns {name}", change, "loss", ends, **limits)
 
 
-returns("a mean", lambda loss, n: (loss / n, n), "warning")
+@mistake("loss", "warning", strategies=("ddp", "ddp-torch"))
+def loss_returns_a_mean(script: Script) -> None:
+    script.options.pop("first_step_checks", None)  # which look for it, where nothing is sharded
+
+    def loss(module: nn.Module, batch: Any) -> Any:
+        total, weight = summed(module, batch)
+        return total / weight, weight
+
+    script.loss = loss
+
+
 returns("no weight", lambda loss, n: loss, "error")
 returns("a number", lambda loss, n: (loss.item(), n), "error")
 returns("a detached tensor", lambda loss, n: (loss.detach(), n), "error")
@@ -367,7 +377,7 @@ def the_loss_recomputes_reentrantly(script: Script) -> None:
         outputs = checkpoint(module, inputs, use_reentrant=True)
         return F.cross_entropy(outputs, batch.labels, reduction="sum"), len(batch.labels)
 
-    script.loss = loss
+    script.loss = script.truth.loss = loss
 
 
 @mistake("loss", "either")
@@ -390,7 +400,7 @@ def the_loss_steps_the_optimizer(script: Script) -> None:
     script.loss = loss
 
 
-@mistake("loss", "right")
+@mistake("loss", "right", strategies=("ddp", "ddp-torch"))
 def the_loss_zeroes_gradients(script: Script) -> None:
     def loss(module: nn.Module, batch: Any) -> Any:
         if torch.is_grad_enabled():
@@ -399,6 +409,11 @@ def the_loss_zeroes_gradients(script: Script) -> None:
         return summed(module, batch)
 
     script.loss = loss
+
+
+@mistake("loss", "error", ranks=(2,), strategies=SHARDED, known="what was accumulated is lost")
+def the_loss_zeroes_gradients_of_shards(script: Script) -> None:
+    the_loss_zeroes_gradients(script)
 
 
 @mistake("loss", "error")

@@ -20,6 +20,12 @@ def on_rank_1(name: str, values: dict[str, Any], ends: Any = "error", **limits: 
     def change(script: Script) -> None:
         if script.rank == 1:
             script.options |= values
+        else:  # the case itself may have them
+            script.options = {
+                name: value
+                for name, value in script.options.items()
+                if (name, value) not in values.items()
+            }
 
     part = next(iter(values))
     add(f"only rank 1 has {name}", change, part, ends, ranks=(2,), **limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -19,7 +20,15 @@ from tests.adversary.mistakes import add, mistake, setting
 from tests.adversary.script import Script
 
 setting("max_norm", "error", ["1", "inf", 0, -1, math.nan, -math.inf, True, [1.0], {}, (1,)])
-setting("max_norm", "right", [math.inf, 1e9])
+
+
+def clip_to(norm: float, script: Script) -> None:
+    script.options["max_norm"] = norm
+    script.truth.max_norm = norm
+
+
+for _norm in (math.inf, 1e9):
+    add(f"max_norm = {_norm}", functools.partial(clip_to, _norm), "max_norm", "right")
 setting("nominal_weight", "error", [0, -1, math.nan, math.inf, "8", True, [8]])
 setting("nominal_weight", "right", [8, 5.5, 2**20])
 setting("max_consecutive_skips", "error", [0, -1, "50", None, 1.5, math.nan, [3]])
