@@ -209,7 +209,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
     # One iteration
 
     def scale(self, outputs: Any) -> Any:
-        """Multiply a tensor, or each tensor of an iterable, by the scale."""
+        """Multiply a tensor, or each tensor of an iterable, by the scale.
+
+        Raises:
+            ValueError: For text, and for anything in the iterable that is no tensor.
+        """
+        if isinstance(outputs, str):  # torch would iterate over it, later
+            raise ValueError("outputs must be a Tensor or an iterable of Tensors")
         self._has_scaled = True
         return super().scale(outputs)
 
