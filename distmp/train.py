@@ -8,6 +8,7 @@ import functools
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import NoReturn, TypeVar
@@ -33,6 +34,9 @@ from distmp.telemetry.streams import flush_standard_streams
 from distmp.trainer import Trainer
 
 Config = TypeVar("Config")
+
+# How long the other ranks leave rank 0 to say that nothing is started again.
+MESSAGE_SECONDS = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -94,8 +98,12 @@ def end_process(exit_code: int) -> NoReturn:
 def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int:
     restarts = Restarts.of_this_job(environment.world_size)
     if (given_up := restarts.given_up()) is not None:
-        if given_up == STOPPED_EXIT_CODE and environment.rank == 0:
-            sys.stdout.write("the run was stopped in order and is not started again\n")
+        if given_up == STOPPED_EXIT_CODE:
+            if environment.rank == 0:
+                sys.stdout.write("the run was stopped in order and is not started again\n")
+            else:
+                # The end of another rank would end rank 0 before it has said so.
+                time.sleep(MESSAGE_SECONDS)
         return given_up
     if config.log.files:
         log.start(_header(environment))

@@ -222,13 +222,6 @@ MUTANTS = [
         "misuse",
     ),
     Mutant(
-        "one batch passes for a list of batches",
-        "distmp/step_checks.py",
-        "def _refuse_one_batch(microbatches: Any, instead: str) -> None:\n",
-        "def _refuse_one_batch(microbatches: Any, instead: str) -> None:\n    return\n",
-        "misuse",
-    ),
-    Mutant(
         "a loss that was detached passes",
         "distmp/step_checks.py",
         "if torch.is_grad_enabled() and not loss.requires_grad:",
