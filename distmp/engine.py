@@ -42,10 +42,7 @@ from distmp.parallel.reproducible import check_power_of_two, make_deterministic
 from distmp.parallel.roll_call import RollCall
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
-from distmp.parallel.world import (
-    check_failed_everywhere,
-    world_of_process,
-)
+from distmp.parallel.world import check_failed_everywhere, world_of_process
 from distmp.precision import PolicyLike, resolve
 from distmp.precision.builders import autocast_context, autocast_off
 from distmp.precision.costs import costs
@@ -444,7 +441,7 @@ class Engine:
         unfrozen = self._strategy.unfrozen()
         if not unfrozen:
             return
-        self._roll_call.meet(f"{self._roll_call.call}, which trains {unfrozen[0][0]}", within=True)
+        self._roll_call.meet_in_call(f", which trains {unfrozen[0][0]}")
         parameters = self._strategy.adopt(unfrozen)
         self._names.update((id(tensor), name) for name, tensor in parameters)
         addition = self._strategy.build_optimizer(self._build_optimizer, parameters)

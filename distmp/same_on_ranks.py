@@ -103,6 +103,25 @@ def raise_difference(group: dist.ProcessGroup | None, described: Mapping[str, st
     )
 
 
+def checksum_terms(checksum: int) -> list[float]:
+    """Return what ranks sum to see whether their checksums are equal: the number and its square."""
+    return [checksum, checksum**2]
+
+
+def checksums_differ(sums: Tensor, checksum: int, world_size: int) -> Tensor:
+    """Return whether some ranks have another checksum, 0-dim bool, the same on every rank.
+
+    Args:
+        sums: FP64, shape (2,), the exact sums of `checksum_terms` over the ranks. They are those of
+            equal numbers only if all numbers are equal.
+        checksum: That of this rank, of `FINGERPRINT_BITS` bits.
+        world_size: Number of ranks.
+    """
+    # Compared with numbers of the host one by one, so that nothing is copied to the device.
+    first, second = (world_size * term for term in checksum_terms(checksum))
+    return (sums[0] != first) | (sums[1] != second)
+
+
 class Fingerprint:
     """A checksum of what a rank takes a step with, on its way to the others in an FP64 vector.
 
@@ -118,18 +137,17 @@ class Fingerprint:
     @property
     def terms(self) -> list[float]:
         """What is to be summed over ranks; nothing for a single one."""
-        return [self._checksum, self._checksum**2] if self._world_size > 1 else []
+        return checksum_terms(self._checksum) if self._world_size > 1 else []
 
     def differs(self, sums: Tensor) -> Tensor:
-        """Return whether some ranks have another one, 0-dim bool, the same on every rank.
+        """Return whether some ranks have another one, see `checksums_differ`.
 
         Args:
-            sums: FP64, the sums of `terms`. They are those of equal numbers only if all numbers
-                are equal.
+            sums: FP64, the sums of `terms`.
         """
-        expected = [self._world_size * term for term in self.terms]
-        wrong = [total != value for total, value in zip(sums, expected, strict=True)]
-        return torch.stack(wrong).any() if wrong else sums.new_zeros((), dtype=torch.bool)
+        if self._world_size == 1:
+            return sums.new_zeros((), dtype=torch.bool)
+        return checksums_differ(sums, self._checksum, self._world_size)
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[object]:

@@ -8,7 +8,6 @@ import functools
 import os
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from typing import NoReturn, TypeVar
@@ -34,9 +33,6 @@ from distmp.telemetry.streams import flush_standard_streams
 from distmp.trainer import Trainer
 
 Config = TypeVar("Config")
-
-# How long the other ranks leave rank 0 to say that nothing is started again.
-MESSAGE_SECONDS = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,7 +99,7 @@ def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int
                 sys.stdout.write("the run was stopped in order and is not started again\n")
             else:
                 # The end of another rank would end rank 0 before it has said so.
-                time.sleep(MESSAGE_SECONDS)
+                failures.wait_to_be_ended()
         return given_up
     if config.log.files:
         log.start(_header(environment))

@@ -142,7 +142,6 @@ class Fp32GradBuckets:
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
-        device = self.layouts[0].device if self.layouts else torch.device("cpu")
         self._used = UsedParameters(self._slots, group, device)
         self._waiting_for: list[set[_Slot]] = []
         self._launched = 0

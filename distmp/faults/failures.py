@@ -97,7 +97,7 @@ def _speak_once(
     cause = " ".join(cause.split())
     ending = Ending(environment.rank, activity.now.step, cause, exit_code)
     if not _is_first(environment, error, ending):
-        ended = _wait_to_be_ended()
+        ended = wait_to_be_ended()
         if ended or _watchdog is not None or isinstance(error, SetupError):
             return exit_code
         # Nobody has ended this rank: what it has found is no other rank's error.
@@ -134,11 +134,11 @@ def _lost(environment: RankEnvironment) -> int:
         else:
             if _watchdog is None or _watchdog.peers.end(ending):
                 say(cause)
-    _wait_to_be_ended()
+    wait_to_be_ended()
     return LOST_PEER_EXIT_CODE
 
 
-def _wait_to_be_ended() -> bool:
+def wait_to_be_ended() -> bool:
     """Let the launcher see the rank that failed end first; return whether it then ended this."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:

@@ -191,10 +191,9 @@ class CollectiveOrder:
         """
         if self._monitor is None:
             return {}
-        others = [rank for rank in range(self._world_size) if rank != self._rank]
         waiting = {
             rank: presence
-            for rank, presence in self._monitor.ask(others).items()
+            for rank, presence in self._monitor.ask(range(self._world_size)).items()
             if presence is not None
             and presence.waits_in
             and not presence.compares

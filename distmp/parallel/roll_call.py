@@ -34,30 +34,33 @@ class RollCall:
 
     Args:
         world: The ranks.
-
-    Attributes:
-        call: The latest one, in words.
     """
 
     def __init__(self, world: World) -> None:
-        self.call = ""
         self._world = world
-        self._number = 0
         self._silent: dict[int, int] = {}
 
     def count(self, call: str) -> None:
         """Count a call: the ranks make the same ones in the same order."""
-        self.call = call
         monitor = self._monitor()
         if monitor is not None:
-            self._number = monitor.note_engine_call(call)
+            monitor.note_engine_call(call)
 
-    def meet(self, call: str, *, within: bool = False) -> None:
+    def meet(self, call: str) -> None:
         """Count a call and wait until all ranks have made it.
 
+        Raises:
+            TrainingError: As `meet_in_call`.
+            LostPeerError: As `meet_in_call`.
+        """
+        self.count(call)
+        self.meet_in_call()
+
+    def meet_in_call(self, part: str = "") -> None:
+        """Wait until all ranks have come to this place in the call that was counted last.
+
         Args:
-            call: In words.
-            within: It is a part of the call that was counted last.
+            part: What only ranks do that come here, in words behind those of the call.
 
         Raises:
             TrainingError: If a rank makes another call in its place, or has ended.
@@ -67,11 +70,8 @@ class RollCall:
         store = None if monitor is None else _store_of(monitor)
         if monitor is None or store is None:
             return
-        if within:
-            monitor.rename_engine_call(call)
-        else:
-            self.count(call)
-        place = f"{self._number}/{call}"
+        monitor.engine_call += part
+        place = f"{monitor.engine_calls}/{monitor.engine_call}"
         if store.add(place, 1) == self._world.world_size:
             # Everybody has left the meeting before this one.
             for key in _last_meeting.pop(monitor, ()):
@@ -79,25 +79,24 @@ class RollCall:
             store.set(f"{place}/all", "")
         self._silent.clear()
         while not _is_there(store, f"{place}/all"):
-            self._look_for_others(monitor, call)
+            self._look_for_others(monitor)
         _last_meeting[monitor] = (place, f"{place}/all")
 
     def _monitor(self) -> RankMonitor | None:
         return None if self._world.group is None else rank_monitor.current()
 
-    def _look_for_others(self, monitor: RankMonitor, call: str) -> None:
-        others = [rank for rank in range(self._world.world_size) if rank != self._world.rank]
-        found = monitor.ask(others)
+    def _look_for_others(self, monitor: RankMonitor) -> None:
+        found = monitor.ask(range(self._world.world_size))
         elsewhere = {
             rank: presence
             for rank, presence in found.items()
-            if presence is not None and self._will_not_come(presence, call)
+            if presence is not None and _will_not_come(presence, monitor)
         }
         if elsewhere:
             raise TrainingError(
-                f"rank {self._world.rank} waits in {call}, which every rank has to call, and "
-                f"{rank_monitor.in_words(elsewhere)}; make the same calls in the same order on "
-                "every rank"
+                f"rank {self._world.rank} waits in {monitor.engine_call}, "
+                f"which every rank has to call, and {rank_monitor.in_words(elsewhere)}; make the "
+                "same calls in the same order on every rank"
             )
         silent = [rank for rank, presence in found.items() if presence is None]
         self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
@@ -108,10 +107,12 @@ class RollCall:
                 f"has ended; the output of that rank, {gone[0]}, has the cause"
             )
 
-    def _will_not_come(self, presence: Presence, call: str) -> bool:
-        calls = presence.engine_calls
-        elsewhere = calls == self._number and presence.engine_call != call
-        return bool(presence.ended) or calls > self._number or elsewhere
+
+def _will_not_come(presence: Presence, mine: RankMonitor) -> bool:
+    """Whether another rank has ended, or is in another call in the place of this one's."""
+    here = presence.engine_calls == mine.engine_calls
+    elsewhere = here and presence.engine_call != mine.engine_call
+    return bool(presence.ended) or presence.engine_calls > mine.engine_calls or elsewhere
 
 
 def _is_there(store: Store, key: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distmp.same_on_ranks import checksum_terms, checksums_differ
 from distmp.scaling.local_gradients import LocalGradient, local_gradients, parameters
 from distmp.scaling.rank_group import RankGroup
 
@@ -137,19 +138,15 @@ def sum_over_ranks(
     wide = scale.to(torch.float64)
     flags = torch.stack([torch.zeros_like(scale), *(m.found_inf_here for m in members)])
     some = torch.full_like(wide, any(_has_gradients(member.optimizer) for member in members))
-    calls = torch.full_like(wide, fingerprint)
+    calls = [torch.full_like(wide, term) for term in checksum_terms(fingerprint)]
     scaled = torch.full_like(wide, has_scaled)
     values = [flags.amax().to(torch.float64), some, scaled, square, wide, wide.square()]
-    sums = ranks.sum_(torch.stack([*values, calls, calls.square()]))
+    sums = ranks.sum_(torch.stack([*values, *calls]))
     count, gradients, losses, squares, scales, scales_squared = sums[:6].unbind()
-    all_calls, all_calls_squared = sums[6:].unbind()
     world_size = ranks.world_size
     spread = scales_squared * world_size - scales.square()
     disagree = spread > SCALE_TOLERANCE * scales.square()
-    # Sums of integers are exact: they are those of equal numbers only if all numbers are equal.
-    differ = (all_calls != world_size * fingerprint) | (
-        all_calls_squared != world_size * fingerprint**2
-    )
+    differ = checksums_differ(sums[6:], fingerprint, world_size)
     overflow = count > 0
     never_scaled = (gradients > 0) & (losses == 0)
     return Total(

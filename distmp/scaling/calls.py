@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from distmp.same_on_ranks import FINGERPRINT_BITS
 from distmp.scaling.optimizer_identity import Identity, all_identities, identify
-
-# Bits of the number: the sum of its squares over 2^17 ranks is an exact FP64 number.
-FINGERPRINT_BITS = 18
 
 ADVICE = "make the same calls of the scaler in the same order on every rank"
 

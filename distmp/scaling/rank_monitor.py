@@ -125,9 +125,9 @@ class RankMonitor:
         self._caller = threading.get_ident()
         self._last_call: tuple[str, int] | None = None
         self._waiting: Waiting | None = None
-        # How many calls of engines this rank has begun.
+        # How many calls of engines this rank has begun, and the latest of them.
         self.engine_calls = 0
-        self._engine_call = ""
+        self.engine_call = ""
         # Of a sharded model, written by `CollectiveOrder`.
         self.collectives = 0
         self.compares = False
@@ -149,16 +149,11 @@ class RankMonitor:
         self._caller = threading.get_ident()
         self._last_call = (method, iteration)
 
-    def note_engine_call(self, name: str) -> int:
-        """Note a call of an engine; return how many there have been."""
+    def note_engine_call(self, name: str) -> None:
+        """Note a call of an engine."""
         self._caller = threading.get_ident()
         self.engine_calls += 1
-        self._engine_call = name
-        return self.engine_calls
-
-    def rename_engine_call(self, name: str) -> None:
-        """Say more of the latest call of an engine."""
-        self._engine_call = name
+        self.engine_call = name
 
     @property
     def last_call(self) -> str:
@@ -195,7 +190,7 @@ class RankMonitor:
     def absent(self, waiting: Waiting) -> dict[int, Presence | None]:
         """Return the ranks that have not come to a decision; None for a rank without an answer."""
         waiting.has_warned = True
-        found = self.ask([rank for rank in waiting.ranks if rank != self._rank])
+        found = self.ask(waiting.ranks)
         return {
             rank: presence
             for rank, presence in found.items()
@@ -225,7 +220,8 @@ class RankMonitor:
         return entries
 
     def ask(self, ranks: Sequence[int]) -> dict[int, Presence | None]:
-        """Return where ranks are; None for a rank without an answer."""
+        """Return where other ranks are, of those named; None for a rank without an answer."""
+        ranks = [rank for rank in ranks if rank != self._rank]
         number = self._store.add("questions", 1)
         self._store.set(_question(number), "true")
         answers = self._collect(f"answer/{number}", ranks, ANSWER_SECONDS)
@@ -280,7 +276,7 @@ class RankMonitor:
             line=line,
             ended=ended,
             engine_calls=self.engine_calls,
-            engine_call=self._engine_call,
+            engine_call=self.engine_call,
             waits_in=collective(sys._current_frames().get(self._caller)),
             collectives=self.collectives,
             compares=self.compares,

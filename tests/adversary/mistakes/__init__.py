@@ -58,6 +58,22 @@ def add(name: str, change: Callable[[Any], None], part: str, ends: Ends, **limit
     MISTAKES[name] = Mistake(name, change, part, ends, **limits)
 
 
+def in_lines(text: str, truth: tuple[str, ...] | None = None) -> Callable[[Any], None]:
+    """Return a change that gives the loop of every rank these lines, and perhaps the truth others.
+
+    Args:
+        text: Names of the lines, separated by commas.
+        truth: Those of the truth.
+    """
+
+    def change(script: Any) -> None:
+        script.lines = text.split(", ")
+        if truth:
+            script.truth_lines = truth
+
+    return change
+
+
 def setting(part: str, ends: Ends, values: Sequence[Any], name: str = "", **limits: Any) -> None:
     """Register an argument of the engine with each of some values."""
     argument = part

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.adversary.mistakes import Ends, add
+from tests.adversary.mistakes import Ends, add, in_lines
 from tests.adversary.parts import BucketsScript
 
 
@@ -16,12 +16,7 @@ def buckets(name: str, change: Any, ends: Ends, **limits: Any) -> None:
 
 
 def lines(name: str, text: str, ends: Ends, truth: tuple[str, ...] | None = None) -> None:
-    def change(script: BucketsScript) -> None:
-        script.lines = text.split(", ")
-        if truth:
-            script.truth_lines = truth
-
-    buckets(name, change, ends)
+    buckets(name, in_lines(text, truth), ends)
 
 
 ONE = ("backward", "step")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.adversary.mistakes import Ends, add
+from tests.adversary.mistakes import Ends, add, in_lines
 from tests.adversary.parts import ScalerScript
 from tests.adversary.script import sgd
 
@@ -18,14 +18,7 @@ def scaler(name: str, change: Any, ends: Ends, **limits: Any) -> None:
 
 
 def lines(name: str, text: str, ends: Ends, truth: tuple[str, ...] | None = None) -> None:
-    """Every rank has these lines in its loop."""
-
-    def change(script: ScalerScript) -> None:
-        script.lines = text.split(", ")
-        if truth:
-            script.truth_lines = truth
-
-    scaler(name, change, ends)
+    scaler(name, in_lines(text, truth), ends)
 
 
 NO_SCALE = ["zero", "backward without scale", "reduce", "step", "update"]
