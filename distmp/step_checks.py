@@ -217,7 +217,7 @@ def backward_errors_explained() -> Iterator[None]:
             raise ConfigError(
                 "loss",
                 "Tensor of a second backward",
-                "backward goes again through what torch.autograd.grad has gone through, and the "
+                "backward runs again through a graph that torch.autograd.grad has used, and the "
                 "sharded strategy has freed the parameters in between; use strategy = 'ddp'",
             ) from error
         if "backward through the graph a second time" not in str(error):
