@@ -1,7 +1,7 @@
 # make train   train the quickstart model on this machine (CONFIG=configs/x.yaml for another run)
 # make test    run every test that this machine can run
 # make nightly random runs of the engine against a float64 oracle, and random misuse (CASES=5000)
-# make lint    formatting, lint and types
+# make lint    formatting, lint, types and layers
 # make bench   compare with other training loops, side by side
 # make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in 25 minutes
 
@@ -29,6 +29,7 @@ lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
 
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .

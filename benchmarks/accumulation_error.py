@@ -32,7 +32,7 @@ from benchmarks.ranks import Ranks, is_rank, largest, serve
 from benchmarks.report import machine, save
 from benchmarks.tables import accumulation
 from distmp import Fp32GradBuckets
-from distmp.parallel.world import World
+from distmp.distributed.world import World
 
 COUNTS = (8, 64, 512)
 RANKS = 2

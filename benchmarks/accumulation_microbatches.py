@@ -30,7 +30,7 @@ from benchmarks.peak import model_flops
 from benchmarks.ranks import Ranks, elapsed_together, is_rank, largest, serve, take_turns
 from benchmarks.report import machine, save
 from benchmarks.tables import accumulation
-from distmp.parallel.world import World
+from distmp.distributed.world import World
 from distmp.telemetry.memory import begin_peak, peak_since
 
 COUNTS = (8, 64, 512)

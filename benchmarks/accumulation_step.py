@@ -36,7 +36,7 @@ from benchmarks.peak import transformer_flops
 from benchmarks.ranks import RankError, Ranks, elapsed_together, is_rank, serve, take_turns
 from benchmarks.report import machine, save
 from benchmarks.tables import accumulation
-from distmp.parallel.world import World
+from distmp.distributed.world import World
 from distmp.telemetry.memory import begin_peak, peak_since
 
 MICROBATCHES = 8

@@ -29,10 +29,10 @@ from benchmarks.tables import runs
 from distmp import Engine
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.writer import CheckpointWriter
+from distmp.distributed.world import World
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
-from distmp.parallel.world import World
 from distmp.telemetry.memory import begin_peak, peak_since
 
 CPU = torch.device("cpu")

@@ -21,11 +21,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.report import machine, save
 from benchmarks.tables import runs
-from distmp.assembly import Progress, build_engine, prepare, training_batches
+from distmp.commands.explain.explanation import predict
 from distmp.config import RunConfig, load
-from distmp.explain.explanation import predict
-from distmp.parallel.world import World
+from distmp.distributed.world import World
 from distmp.precision import PrecisionPolicy, resolve
+from distmp.training.setup import Progress, build_engine, prepare, training_batches
 
 CPU = torch.device("cpu")
 QUICKSTART = ("--config", "configs/quickstart.yaml")

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from distmp.doctor.facts import gpus
+from distmp.commands.doctor.machine_info import gpus
 
 LARGE = "1.3b"
 # Several loops, each with a model of that size, are in the memory of the GPU at once.

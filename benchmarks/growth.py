@@ -24,8 +24,8 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.explain_memory import CPU, peak_allocated, stepper
 from benchmarks.report import machine, save
 from benchmarks.tables import runs
+from distmp.commands.explain.explanation import predict
 from distmp.config import RunConfig, load
-from distmp.explain.explanation import predict
 from distmp.precision import policy
 
 REAL = (1, 2, 4)

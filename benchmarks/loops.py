@@ -243,10 +243,10 @@ class Accelerate(Loop):
 
 
 class AccelerateOfDistmp(Accelerate):
-    """The same loop with `distmp.accelerate.Accelerator`, two lines of a script."""
+    """The same loop with `distmp.integrations.accelerate.Accelerator`, two lines of a script."""
 
     def accelerator(self, **arguments: Any) -> Any:
-        from distmp.accelerate import Accelerator
+        from distmp.integrations.accelerate import Accelerator
 
         words = {None: "fp32", BF16: "bf16-autocast", FP16: "fp16-autocast"}
         return Accelerator(words[self.dtype], **arguments)

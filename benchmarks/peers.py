@@ -51,8 +51,8 @@ from benchmarks.tables import steps
 from distmp.models.settings import ModelConfig
 from distmp.parallel.blocks import find_blocks
 from distmp.precision.hardware import native_dtypes
-from distmp.precision.policy import dtype_name
 from distmp.telemetry.memory import begin_peak, peak_since
+from distmp.utils.dtypes import dtype_name
 
 # Whose versions belong to a result.
 PACKAGES = {

@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.ranks import elapsed_together
 from benchmarks.report import Spread, alternating, machine, save
 from benchmarks.tables import steps
-from distmp.assembly import Progress, prepare, training_batches
 from distmp.config import RunConfig, load
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World, join, leave
 from distmp.launcher.local import run_ranks
 from distmp.optim.build import schedule_factory, weight_decay_groups
-from distmp.parallel.world import World, join, leave
-from distmp.stopping import StopSignals
 from distmp.telemetry import Console, LogConfig
-from distmp.trainer import Trainer
+from distmp.training.setup import Progress, prepare, training_batches
+from distmp.training.trainer import Trainer
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 

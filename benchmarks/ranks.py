@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.device import synchronize
 from benchmarks.report import in_turns
-from distmp.parallel.world import World, carrier, leave, local_device
+from distmp.distributed.world import World, carrier, leave, local_device
 
 
 class RankError(SystemExit):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.peak import peak
-from distmp.doctor.facts import gpus
+from distmp.commands.doctor.machine_info import gpus
 
 RESULTS = Path(__file__).parent / "results"
 

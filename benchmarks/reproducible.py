@@ -27,10 +27,10 @@ from benchmarks.ranks import Ranks, is_rank, serve
 from benchmarks.report import machine, save
 from benchmarks.tables.runs import reproducible
 from distmp import Engine
-from distmp.assembly import Progress, build_engine, prepare, training_batches
 from distmp.config import RunConfig, load
-from distmp.parallel.world import World
-from distmp.slices import FlatSlice
+from distmp.distributed.world import World
+from distmp.training.setup import Progress, build_engine, prepare, training_batches
+from distmp.utils.flat_shard import FlatSlice
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 MICROBATCHES = 8

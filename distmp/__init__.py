@@ -6,6 +6,8 @@ import importlib
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from distmp import _moved
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -28,24 +30,26 @@ __all__ = [
 
 if TYPE_CHECKING:
     from distmp.buckets import Fp32GradBuckets
+    from distmp.diagnosis.attribution import OverflowReport
     from distmp.engine import Engine
+    from distmp.engine.outcome import StepNumbers, StepOutcome
+    from distmp.engine.spike_check import DivergenceConfig
     from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
-    from distmp.outcome import StepNumbers, StepOutcome
     from distmp.precision import PrecisionPolicy, policy, resolve
     from distmp.scaling import DistributedGradScaler, LossScaleConfig
-    from distmp.scaling.attribution import OverflowReport
-    from distmp.scaling.divergence import DivergenceConfig
 else:
     _HOMES = {
         "distmp.buckets": ("Fp32GradBuckets",),
         "distmp.engine": ("Engine",),
         "distmp.errors": ("CheckpointError", "ConfigError", "DistmpError", "TrainingError"),
-        "distmp.outcome": ("StepNumbers", "StepOutcome"),
+        "distmp.engine.outcome": ("StepNumbers", "StepOutcome"),
         "distmp.precision": ("PrecisionPolicy", "policy", "resolve"),
         "distmp.scaling": ("DistributedGradScaler", "LossScaleConfig"),
-        "distmp.scaling.attribution": ("OverflowReport",),
-        "distmp.scaling.divergence": ("DivergenceConfig",),
+        "distmp.diagnosis.attribution": ("OverflowReport",),
+        "distmp.engine.spike_check": ("DivergenceConfig",),
     }
+
+    _moved.install()
 
     def __getattr__(name: str) -> object:
         """Import a public name, or a module, when it is first used: torch takes seconds."""

@@ -11,18 +11,24 @@ from importlib import metadata
 from typing import NoReturn, cast
 
 from distmp import __version__
+from distmp.distributed.stopping import stop_while_starting
 from distmp.errors import DistmpError, nearest
-from distmp.stopping import stop_while_starting
 
 # Name: module with a `main(argv) -> int`, imported when the subcommand is run; what it does.
 _SUBCOMMANDS = {
     "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
-    "calibrate": ("distmp.calibrate", "measure gradients against the range of float16"),
-    "explain": ("distmp.explain.command", "say what a run will store, compute, send and need"),
-    "export": ("distmp.checkpoint.command", "write the weights in a checkpoint for others"),
-    "bench": ("distmp.bench.command", "compare the precision policies on a run of yours"),
-    "report": ("distmp.report.command", "write an HTML page about a run, or two side by side"),
-    "doctor": ("distmp.doctor.command", "say whether this machine is fit to train"),
+    "calibrate": ("distmp.commands.calibrate", "measure gradients against the range of float16"),
+    "explain": (
+        "distmp.commands.explain.command",
+        "say what a run will store, compute, send and need",
+    ),
+    "export": ("distmp.commands.export", "write the weights in a checkpoint for others"),
+    "bench": ("distmp.commands.bench.command", "compare the precision policies on a run of yours"),
+    "report": (
+        "distmp.commands.report.command",
+        "write an HTML page about a run, or two side by side",
+    ),
+    "doctor": ("distmp.commands.doctor.command", "say whether this machine is fit to train"),
     "launch": ("distmp.launcher.command", "start the ranks of a run, on one machine or many"),
 }
 # What a scheduler starts, stops, and starts again.

@@ -12,6 +12,8 @@ import torch
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
+from distmp.engine.rank_consistency import LockstepConfig
+from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, nearest
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import optimizer_factory, schedule_factory
@@ -25,12 +27,10 @@ from distmp.parallel.settings import (
     ShardingConfig,
 )
 from distmp.precision import policy
-from distmp.profiling.settings import ProfileConfig
 from distmp.scaling import LossScaleConfig, loss_scale_rules
-from distmp.scaling.divergence import DivergenceConfig
-from distmp.scaling.lockstep import LockstepConfig
-from distmp.settings import command_line
+from distmp.telemetry.profiling.settings import ProfileConfig
 from distmp.telemetry.settings import LogConfig
+from distmp.utils.settings import command_line
 
 
 @dataclass(frozen=True)

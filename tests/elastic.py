@@ -94,7 +94,7 @@ def _attempt_and_rank(file: Path) -> tuple[int, int]:
 
 def train(arguments: list[str]) -> None:
     """Be a rank of `python -m distmp.train`."""
-    from distmp.train import end_process, main
+    from distmp.training.train import end_process, main
 
     end_process(main(arguments))
 

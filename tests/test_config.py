@@ -7,7 +7,7 @@ import pytest
 
 from distmp.config import BatchConfig, RunConfig, load
 from distmp.errors import ConfigError
-from distmp.settings import from_mapping, read_yaml, write_yaml
+from distmp.utils.settings import from_mapping, read_yaml, write_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 

@@ -11,7 +11,7 @@ import yaml
 from benchmarks.figures import with_figures
 from distmp.config import RunConfig
 from distmp.precision import PRESETS
-from distmp.settings import from_mapping
+from distmp.utils.settings import from_mapping
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

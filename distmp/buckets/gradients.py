@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.buckets.collectives import reduces_in_parts
 from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, plan_buckets
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import Exchange, Native, Reduction
 from distmp.buckets.used import UsedParameters
+from distmp.distributed.collectives import reduces_in_parts
+from distmp.distributed.compare_ranks import check_same, described_parameters
+from distmp.distributed.lost_peers import lost_peers_explained
 from distmp.errors import ConfigError, TrainingError
-from distmp.lost_peers import lost_peers_explained
-from distmp.same_on_ranks import check_same, described_parameters
 from distmp.scaling.norms import CHUNK, chunk_norms
 
 

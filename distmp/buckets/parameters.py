@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from distmp.buckets.collectives import all_gather
 from distmp.buckets.gradients import Fp32GradBuckets
 from distmp.buckets.layout import BucketLayout
+from distmp.distributed.collectives import all_gather
 from distmp.errors import ConfigError
 
 

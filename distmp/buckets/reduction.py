@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.buckets.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from distmp.distributed.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 
 
 class Reduction(ABC):

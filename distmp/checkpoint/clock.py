@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from distmp.parallel.world import World
+from distmp.distributed.world import World
 
 
 class SaveClock:

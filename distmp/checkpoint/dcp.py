@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from distmp.checkpoint.agreement import Ranks
 from distmp.checkpoint.location import Location, RemotePath
 from distmp.checkpoint.manifest import FileSum
+from distmp.distributed.ranks import Ranks
 
 
 def write(

@@ -18,10 +18,10 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from distmp.checkpoint import manifest
-from distmp.checkpoint.agreement import describe
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.storage import INDEX_FILE
+from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"

@@ -15,8 +15,8 @@ import zlib
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distmp.checkpoint.agreement import describe
 from distmp.checkpoint.location import Location
+from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
 
 STATE_FILE = "state.json"

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from distmp.checkpoint import manifest
-from distmp.checkpoint.agreement import Ranks, describe
 from distmp.checkpoint.index import read_index
 from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.storage import INDEX_FILE, named_step, storage
+from distmp.distributed.ranks import Ranks, describe
 from distmp.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("distmp")

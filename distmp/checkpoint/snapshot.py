@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError
-from distmp.slices import FlatSlice
+from distmp.utils.flat_shard import FlatSlice
 
 # From this size on memory is pinned where it lies. For small tensors that is not worth a call of
 # the driver, but torch's own pinned memory comes in powers of two.

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from distmp.checkpoint import dcp, manifest
-from distmp.checkpoint.agreement import Ranks
 from distmp.checkpoint.index import read_index
 from distmp.checkpoint.layout import final_path, latest, tidy
 from distmp.checkpoint.location import Location, RemotePath, check_reachable
@@ -21,8 +20,9 @@ from distmp.checkpoint.manifest import STATE_FILE, FileSum
 from distmp.checkpoint.recovery import Usable, resolve, usable, verify
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import INDEX_FILE, storage, synchronize
+from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError
-from distmp.slices import whole_shape
+from distmp.utils.flat_shard import whole_shape
 
 __all__ = [
     "Location",

@@ -29,8 +29,8 @@ from distmp.checkpoint.clock import SaveClock
 from distmp.checkpoint.layout import discard, final_path
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
+from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
-from distmp.parallel.world import World
 
 # What the priority of the thread that writes is lowered by; the system limits the sum.
 NICENESS = 10

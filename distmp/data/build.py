@@ -12,7 +12,7 @@ from distmp.data.settings import DataConfig
 from distmp.data.text import TextFile, TextFolder, list_text_files
 from distmp.data.tokens import TokenFile, count_tokens
 from distmp.errors import ConfigError
-from distmp.imports import load_object
+from distmp.utils.imports import load_object
 
 _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 

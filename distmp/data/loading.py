@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, default_collate
 from distmp.data import IGNORED
 from distmp.data.order import MicrobatchSampler, microbatches_per_rank
 from distmp.data.seeded import SeededSamples
+from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.errors import ConfigError
-from distmp.stopping import STOP_SIGNALS
 
 Batch = dict[str, Tensor]
 

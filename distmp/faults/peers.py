@@ -1,7 +1,7 @@
 """What ranks tell each other beside training: that they live, where they stand, why they end.
 
-It goes through a key-value store (see `distmp.launcher.job_store`), not through collectives: it has
-to work while some rank does not come to its collective.
+Messages go through the rendezvous store (`distmp.distributed.rendezvous_store`), not through
+collectives: they have to work while a rank is missing from a collective.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from distmp.launcher.job_store import Store
+from distmp.distributed.rendezvous_store import Store
 
 
 @dataclass(frozen=True)

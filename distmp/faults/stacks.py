@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from distmp.frames import outwards
+from distmp.utils.frames import outwards
 
 # Calls that are shown; the outermost ones are the same in every run.
 CALLS = 12

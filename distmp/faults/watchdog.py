@@ -26,11 +26,11 @@ from typing import NoReturn
 import psutil
 import torch.distributed as dist
 
+from distmp.distributed.progress import Activity
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
 from distmp.faults import hang_report, stacks
-from distmp.faults.activity import Activity
 from distmp.faults.peers import Answer, Ending, Peers, Place, Status
-from distmp.frames import collective
+from distmp.utils.frames import collective
 
 INTERVAL_SECONDS = 1.0
 # How many signs later a rank that has been asked has answered, unless it cannot.

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
 from distmp.errors import STOPPED_EXIT_CODE, ConfigError
 from distmp.launcher.choice import Choice
 from distmp.launcher.job import Job
 from distmp.launcher.messages import say
 from distmp.launcher.network import Network, join_port
 from distmp.launcher.plan import Given, address_of, port_of
-from distmp.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
 
 # What ranks on other machines need to find as it is here.
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.choice import Choice
 from distmp.launcher.job import detect, slurm_resolver
@@ -22,7 +23,6 @@ from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import Machine, Plan, join_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_named, taken_port_named
 from distmp.launcher.torchrun import binding, parse, read
-from distmp.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -117,7 +117,7 @@ def launch(
     from distmp.config import load
 
     load(train_arguments)
-    module = "distmp.preflight" if options.preflight else "distmp.train"
+    module = "distmp.commands.preflight" if options.preflight else "distmp.train"
     return run_ranks(torchrun_arguments, module, train_arguments, options)
 
 

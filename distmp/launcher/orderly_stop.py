@@ -15,8 +15,8 @@ from types import FrameType, TracebackType
 
 import psutil
 
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
-from distmp.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
 
 _ORDERLY = (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.imports import load_object
 from distmp.models import huggingface
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.utils.imports import load_object
 
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """loss(model, batch) -> (loss sum, weight), both 0-dim tensors."""

@@ -8,18 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distmp.errors import ConfigError
+from distmp.optim.names import optimizer_options, schedule_options
 
 
 def _is_optimizer_option(section: Mapping[str, Any], name: str) -> bool:
-    # Imported here: it needs these settings.
-    from distmp.optim.build import optimizer_options
-
     return name in optimizer_options(str(section.get("name", OptimizerConfig.name)))
 
 
 def _is_schedule_option(section: Mapping[str, Any], name: str) -> bool:
-    from distmp.optim.build import schedule_options
-
     return name in schedule_options(str(section.get("name", ScheduleConfig.name)))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
-from distmp.slices import FlatSlice, whole_shape
+from distmp.utils.flat_shard import FlatSlice, whole_shape
 
 # The optimizers whose fused kernels DTensor can call (torch 2.13).
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW)

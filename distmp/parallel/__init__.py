@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from distmp.distributed.world import World
 from distmp.errors import ConfigError, nearest
 from distmp.parallel.blocks import prepare_blocks
 from distmp.parallel.settings import SHARDED_STRATEGIES, ParallelConfig
 from distmp.parallel.strategy import STRATEGIES, AccumulationSettings, Strategy
-from distmp.parallel.world import World
 from distmp.precision.policy import PrecisionPolicy
 
 __all__ = [

@@ -9,9 +9,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.settings import Accumulation
-from distmp.parallel.world import World
 
 Place = Literal["sharded", "unsharded", "hybrid"]
 

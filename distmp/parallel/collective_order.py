@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 
+from distmp.distributed import rank_monitor
+from distmp.distributed.world import World
 from distmp.errors import TrainingError
-from distmp.parallel.world import World
-from distmp.scaling import rank_monitor
 
 Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from distmp.buckets.collectives import all_gather
+from distmp.distributed.collectives import all_gather
+from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel import fsdp_internals
 from distmp.parallel.accumulation import Facts, choose, least_free_bytes
@@ -43,11 +44,11 @@ from distmp.parallel.strategy import (
     store_parameters_in_fp32,
     trainable,
 )
-from distmp.parallel.world import World
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp2_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
-from distmp.precision.policy import PrecisionPolicy, dtype_name
+from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
+from distmp.utils.dtypes import dtype_name
 
 
 class FullySharded(ShardedStrategy):

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from distmp.buckets.collectives import all_gather
+from distmp.distributed.collectives import all_gather
+from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import OptimizerFactory
 from distmp.optim.sharded import build_on_shares
@@ -34,12 +35,12 @@ from distmp.parallel.strategy import (
     parameter_name,
     store_parameters_in_fp32,
 )
-from distmp.parallel.world import World
 from distmp.precision.builders import cast_inputs_and_outputs, fsdp1_policy
 from distmp.precision.keep import cast_buffers, keep_in_fp32
-from distmp.precision.policy import PrecisionPolicy, dtype_name
+from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
-from distmp.slices import FlatSlice
+from distmp.utils.dtypes import dtype_name
+from distmp.utils.flat_shard import FlatSlice
 
 
 class FullySharded1(ShardedStrategy):

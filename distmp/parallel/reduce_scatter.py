@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.buckets.collectives import all_to_all, reduce_scatter, reduces_in_parts
 from distmp.buckets.reduction import sum_in_order
+from distmp.distributed.collectives import all_to_all, reduce_scatter, reduces_in_parts
 
 
 def reduce_scatter_sum(

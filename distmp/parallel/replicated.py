@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
+from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.parallel.blocks import COMPILED_WHOLE
@@ -24,12 +25,11 @@ from distmp.parallel.strategy import (
     store_parameters_in_fp32,
     trainable,
 )
-from distmp.parallel.world import World
 from distmp.precision.builders import prepare
 from distmp.precision.keep import storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
-from distmp.slices import FlatSlice
+from distmp.utils.flat_shard import FlatSlice
 
 logger = logging.getLogger("distmp")
 

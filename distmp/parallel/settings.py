@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from distmp.annotations import check_types
 from distmp.errors import ConfigError, nearest
+from distmp.utils.annotations import check_types
 
 Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
 ActivationCheckpointing = Literal["none", "blocks"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from distmp.buckets.used import UsedParameters
+from distmp.distributed.world import World
 from distmp.parallel.strategy import Strategy, trainable
-from distmp.parallel.world import World
 
 
 class ShardedStrategy(Strategy):

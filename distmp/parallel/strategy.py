@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from distmp.distributed.world import World
 from distmp.errors import ConfigError, nearest
 from distmp.optim import OptimizerFactory
 from distmp.optim.stepped import build_on
-from distmp.parallel.world import World
-from distmp.precision.policy import PrecisionPolicy, dtype_name, dtype_word
+from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.scaling import GradientPart
+from distmp.utils.dtypes import dtype_name
 
 STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1")
 REBUILD = "unlike when the engine was built; change a model before that, or build another engine"

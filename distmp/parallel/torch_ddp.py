@@ -7,9 +7,9 @@ import inspect
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distmp.distributed.world import World, keep_until_exit
 from distmp.parallel.replicated import Replicated
 from distmp.parallel.strategy import AccumulationSettings, group_of
-from distmp.parallel.world import World, keep_until_exit
 from distmp.precision.policy import PrecisionPolicy
 
 

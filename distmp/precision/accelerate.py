@@ -20,7 +20,8 @@ from distmp.precision.builders import (
     fsdp2_policy,
 )
 from distmp.precision.keep import cast_buffers, keep_in_fp32, modules_in_fp32
-from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype_name
+from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy
+from distmp.utils.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from accelerate.utils import AutocastKwargs, FullyShardedDataParallelPlugin

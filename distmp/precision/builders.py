@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from distmp.errors import ConfigError
 from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
-from distmp.precision.policy import PrecisionPolicy, dtype_name, dtype_word
+from distmp.precision.policy import PrecisionPolicy, dtype_word
+from distmp.utils.dtypes import dtype_name
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy

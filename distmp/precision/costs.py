@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy, dtype_name
+from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
+from distmp.utils.dtypes import dtype_name
 
 # Relative errors as `python -m benchmarks.precision` measures them, for bfloat16.
 MEASURED = {

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from distmp.errors import ConfigError, nearest
-from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype_name, dtype_word
+from distmp.precision.policy import DTYPE_WORDS, PRESETS, PrecisionPolicy, dtype_word
+from distmp.utils.dtypes import dtype_name
 
 SETTING = "precision.policy"
 

@@ -9,6 +9,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from distmp.errors import ConfigError
+from distmp.utils.dtypes import dtype_name
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *SIXTEEN_BIT)
@@ -221,11 +222,6 @@ def _check_dtype(key: str, value: Any) -> None:
 
 def _refuse(key: str, value: object, problem: str) -> NoReturn:
     raise ConfigError(f"precision.policy.{key}", value, problem)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return "bfloat16" for `torch.bfloat16`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def dtype_word(dtype: torch.dtype) -> str:

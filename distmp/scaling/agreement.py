@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from distmp.same_on_ranks import checksum_terms, checksums_differ
+from distmp.distributed.compare_ranks import checksum_terms, checksums_differ
 from distmp.scaling.local_gradients import LocalGradient, local_gradients, parameters
 from distmp.scaling.rank_group import RankGroup
 

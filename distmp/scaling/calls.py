@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distmp.same_on_ranks import FINGERPRINT_BITS
+from distmp.distributed.compare_ranks import FINGERPRINT_BITS
 from distmp.scaling.optimizer_identity import Identity, all_identities, identify
 
 ADVICE = "make the same calls of the scaler in the same order on every rank"

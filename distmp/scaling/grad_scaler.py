@@ -21,19 +21,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from distmp.distributed import rank_monitor
+from distmp.distributed.rank_monitor import RankMonitor, Waiting
 from distmp.errors import CheckpointError, ConfigError, TrainingError
-from distmp.scaling import rank_monitor
 from distmp.scaling.agreement import HostCopy, Inspected, Report, Total, sum_over_ranks
 from distmp.scaling.calls import CallLog, Decision, difference
-from distmp.scaling.local_gradients import (
-    local_gradients,
-    non_finite_names,
-    square_sum,
-    unscale,
-)
+from distmp.scaling.local_gradients import local_gradients, non_finite_names, square_sum, unscale
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
 from distmp.scaling.rank_group import RankGroup, current_device
-from distmp.scaling.rank_monitor import RankMonitor, Waiting
 from distmp.scaling.scaler_arguments import (
     as_scale,
     check_device,

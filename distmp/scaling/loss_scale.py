@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from distmp.annotations import check_types
 from distmp.errors import ConfigError
+from distmp.utils.annotations import check_types
 
 logger = logging.getLogger("distmp")
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distmp.distributed import rank_monitor
+from distmp.distributed.rank_monitor import Presence, RankMonitor, Waiting
 from distmp.errors import ConfigError, TrainingError
-from distmp.scaling import rank_monitor
 from distmp.scaling.calls import ADVICE
-from distmp.scaling.rank_monitor import Presence, RankMonitor, Waiting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

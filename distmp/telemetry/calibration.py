@@ -9,9 +9,9 @@ from functools import reduce
 from operator import add
 from typing import Any, NamedTuple
 
+from distmp.diagnosis.gradient_recorder import KINDS, Histograms
+from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.scaling import LossScaleConfig
-from distmp.scaling.gradient_recorder import KINDS, Histograms
-from distmp.scaling.histogram import ExponentHistogram
 
 # What is printed for everybody, beside the recommended scale.
 SCALE_EXPONENTS = (0, 3, 8, 12, 16, 20, 24)

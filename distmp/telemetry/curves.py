@@ -6,9 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from distmp.files import replacing
 from distmp.telemetry.records import StepRecord
 from distmp.telemetry.thinning import smoothed, thinned
+from distmp.utils.files import replacing
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,9 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from distmp.files import replacing
-from distmp.scaling.gradient_recorder import Histograms
-from distmp.scaling.histogram import LARGEST, SMALLEST_NORMAL, ExponentHistogram
+from distmp.diagnosis.gradient_recorder import Histograms
+from distmp.diagnosis.histogram import LARGEST, SMALLEST_NORMAL, ExponentHistogram
+from distmp.utils.files import replacing
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from distmp.telemetry.records import StepRecord
-from distmp.telemetry.units import bytes_text, duration, quantity, scale_text
+from distmp.utils.units import bytes_text, duration, quantity, scale_text
 
 _SEPARATOR = "  "
 

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from distmp.errors import DistmpError
-from distmp.files import replacing
+from distmp.utils.files import replacing
 
 # Records of about 400 bytes each.
 MOST_WAITING = 100_000

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distmp.buckets.collectives import all_gather
-from distmp.parallel.own_time import STEPS, OwnTime, StepClock
+from distmp.distributed.collectives import all_gather
+from distmp.distributed.own_time import STEPS, OwnTime, StepClock
+from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
-from distmp.parallel.world import World
 
 # A rank is slow if it takes so many times the median of the others, twice in a row.
 SLOW = 1.5

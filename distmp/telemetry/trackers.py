@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distmp.errors import ConfigError, nearest
-from distmp.imports import load_object
-from distmp.settings.flat import flat
 from distmp.telemetry.records import StepRecord
+from distmp.utils.imports import load_object
+from distmp.utils.settings.flat import flat
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker

@@ -63,7 +63,7 @@ PRELOADED = (
     "distmp.parallel.fsdp1",
     "distmp.parallel.torch_ddp",
     "distmp.optim.sharded",
-    "distmp.accelerate",
+    "distmp.integrations.accelerate",
 )
 
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from distmp.engine import Engine
-from distmp.outcome import StepNumbers
+from distmp.engine.outcome import StepNumbers
 from distmp.parallel import ParallelConfig
 from distmp.scaling import LossScaleConfig
-from tests.training import whole
+from tests.reference import whole
 
 INPUTS, WIDTH, CLASSES = 6, 8, 4
 STEPS, MICROBATCHES = 3, 2

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from distmp.slices import FlatSlice
+from distmp.utils.flat_shard import FlatSlice
 
 # The history by which spikes are judged; no case judges them.
 IGNORED = "divergence/"

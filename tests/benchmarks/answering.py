@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import serve
-from distmp.parallel.world import World
+from distmp.distributed.world import World
 
 
 def make(way: str, world: World) -> Callable[[str], float]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from benchmarks.accumulation_microbatches import SHAPES, Rank, Shape
 from benchmarks.accumulation_ways import DDP_BF16, WAYS, regression
-from distmp.parallel.world import World
+from distmp.distributed.world import World
 from distmp.scaling.norms import CHUNK
 from tests.ranks import ranks
 

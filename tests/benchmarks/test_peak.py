@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks import peak, report
 from benchmarks.peak import count, datasheet, kind_of, model_flops, share, transformer_flops
-from distmp.doctor.facts import Gpu
+from distmp.commands.doctor.machine_info import Gpu
 from distmp.models.settings import SIZES
 from distmp.precision import policy
 

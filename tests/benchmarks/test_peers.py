@@ -25,10 +25,10 @@ from benchmarks.loops import (
 )
 from benchmarks.peers import RACES, STEPS, computing_dtype
 from benchmarks.tables import steps
-from distmp.buckets.collectives import all_gather, all_reduce, reduce_scatter
+from distmp.distributed.collectives import all_gather, all_reduce, reduce_scatter
 from distmp.models.settings import ModelConfig
-from distmp.precision.policy import dtype_name
 from distmp.telemetry.memory import begin_peak, peak_since
+from distmp.utils.dtypes import dtype_name
 from tests.ranks import run_ranks
 
 TINY = Work(

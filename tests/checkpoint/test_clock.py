@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.checkpoint.clock import SaveClock
-from distmp.parallel.world import World
+from distmp.distributed.world import World
 from tests.ranks import run_ranks
 
 ALONE = World(0, 1, torch.device("cpu"), None)

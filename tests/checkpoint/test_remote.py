@@ -18,7 +18,7 @@ from distmp.checkpoint.layout import checkpoints, discard
 from distmp.checkpoint.location import Location, RemotePath, locate
 from distmp.errors import CheckpointError
 from distmp.telemetry import read_records
-from distmp.train import main
+from distmp.training.train import main
 from tests.checkpoint import tiny
 from tests.ranks import ranks
 from tests.torchrun import TINY, corpus

@@ -13,15 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from distmp.checkpoint import store
-from distmp.checkpoint.snapshot import (
-    HostBuffers,
-    HostParts,
-    Snapshot,
-    _whole_pages,
-    written_here,
-)
+from distmp.checkpoint.snapshot import HostBuffers, HostParts, Snapshot, _whole_pages, written_here
 from distmp.errors import CheckpointError
-from distmp.slices import FlatSlice
+from distmp.utils.flat_shard import FlatSlice
 from tests.checkpoint.test_store import assert_all_equal, plain_tensors
 from tests.ranks import ranks
 

@@ -21,13 +21,13 @@ from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import Snapshot
 from distmp.checkpoint.storage import LocalStorage
 from distmp.checkpoint.writer import CheckpointWriter
+from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import CheckpointError
-from distmp.parallel.world import World
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks
+from tests.reference import TWO_RANKS, fused_adamw, loss, make_model, microbatches, whole
 from tests.torchrun import run
-from tests.training import TWO_RANKS, fused_adamw, loss, make_model, microbatches, whole
 
 
 def make_writer(

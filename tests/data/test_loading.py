@@ -17,8 +17,8 @@ from distmp.data import IGNORED
 from distmp.data.errors import DataError
 from distmp.data.loading import evaluation_batches, step_batches
 from distmp.data.order import sample_indices
+from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.errors import ConfigError
-from distmp.stopping import STOP_SIGNALS
 
 
 class Numbers:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distmp.engine import Engine
-from distmp.outcome import StepOutcome
+from distmp.engine.outcome import StepOutcome
 from tests.ranks import run_ranks
 from tests.torchrun import python, run
 

@@ -9,9 +9,9 @@ import yaml
 
 from distmp.checkpoint import store
 from distmp.config import RunConfig
-from distmp.run_directory import RunDirectory
-from distmp.settings import from_mapping
-from distmp.train import main
+from distmp.training.run_directory import RunDirectory
+from distmp.training.train import main
+from distmp.utils.settings import from_mapping
 from tests.torchrun import TINY, corpus
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "checkpoints.md").read_text()

@@ -8,10 +8,10 @@ import shlex
 import pytest
 
 from benchmarks.figures import ROOT
-from distmp.checkpoint.changes import CONSEQUENTIAL, DANGEROUS, HARMLESS, compare
-from distmp.checkpoint.export import LARGEST_FILE
 from distmp.config import RunConfig, load
-from distmp.settings import leaf_names
+from distmp.export.export import LARGEST_FILE
+from distmp.training.resume_compat import CONSEQUENTIAL, DANGEROUS, HARMLESS, compare
+from distmp.utils.settings import leaf_names
 
 PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
 

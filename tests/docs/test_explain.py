@@ -11,10 +11,10 @@ import pytest
 from benchmarks.explain_memory import CASES
 from benchmarks.figures import ROOT, with_figures
 from benchmarks.report import RESULTS
-from distmp.explain import command
-from distmp.explain.explanation import MICROBATCHES_RUN, REPRODUCIBLE_RUN
-from distmp.explain.memory import BATCHES, BUFFERS, OPTIMIZER, PARTS, REST
-from distmp.explain.observe import MOST_PARAMETERS
+from distmp.commands.explain import command
+from distmp.commands.explain.explanation import MICROBATCHES_RUN, REPRODUCIBLE_RUN
+from distmp.commands.explain.memory import BATCHES, BUFFERS, OPTIMIZER, PARTS, REST
+from distmp.commands.explain.observe import MOST_PARAMETERS
 
 PAGE = (ROOT / "docs" / "explain.md").read_text()
 

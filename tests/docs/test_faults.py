@@ -11,19 +11,14 @@ import re
 import yaml
 
 from benchmarks.figures import ROOT
-from distmp import time_budget
 from distmp.config import RunConfig
-from distmp.errors import (
-    HANG_EXIT_CODE,
-    LOST_PEER_EXIT_CODE,
-    STOPPED_EXIT_CODE,
-    ConfigError,
-)
-from distmp.faults.restarts import RESTARTS_WITHOUT_GAIN
-from distmp.scaling import divergence
-from distmp.scaling.divergence import DivergenceConfig
-from distmp.settings import from_mapping
-from distmp.stopping import ASK_EVERY
+from distmp.distributed.stopping import ASK_EVERY
+from distmp.engine import spike_check as divergence
+from distmp.engine.spike_check import DivergenceConfig
+from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
+from distmp.training import time_budget
+from distmp.training.restarts import RESTARTS_WITHOUT_GAIN
+from distmp.utils.settings import from_mapping
 
 PAGE = " ".join((ROOT / "docs" / "faults.md").read_text().split())
 

@@ -6,12 +6,13 @@ import inspect
 import re
 
 from benchmarks.figures import ROOT
-from distmp.doctor.checks import CHECKS
-from distmp.launcher import circumstances
-from distmp.parallel.own_time import STEPS
-from distmp.preflight import check, comparison, meeting, speed
+from distmp.commands.doctor.checks import CHECKS
+from distmp.distributed.own_time import STEPS
+from distmp.launcher.preflight import check, comparison, speed
+from distmp.launcher.preflight import store as meeting
 from distmp.telemetry import stragglers
 from distmp.telemetry.settings import LogConfig
+from distmp.utils import environment_info as circumstances
 
 PAGE = (ROOT / "docs" / "launching.md").read_text()
 WELL, ALL_WELL, RUNNING = re.split(

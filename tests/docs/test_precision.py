@@ -17,8 +17,8 @@ from distmp.errors import ConfigError
 from distmp.precision import PRESETS, policy
 from distmp.precision.keep import WORDS
 from distmp.precision.notation import _FIELDS
-from distmp.precision.policy import dtype_name
-from distmp.settings import from_mapping
+from distmp.utils.dtypes import dtype_name
+from distmp.utils.settings import from_mapping
 
 PAGE = (ROOT / "docs" / "precision.md").read_text()
 

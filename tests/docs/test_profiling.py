@@ -6,8 +6,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from distmp.profiling.breakdown import Breakdown
-from distmp.profiling.summary import NAMES, Operator, RankSummary, Summary
+from distmp.telemetry.profiling.breakdown import Breakdown
+from distmp.telemetry.profiling.summary import NAMES, Operator, RankSummary, Summary
 
 PAGE = (Path(__file__).parents[2] / "docs" / "profiling.md").read_text()
 FIRST = RankSummary(

@@ -13,7 +13,7 @@ from distmp.config import RunConfig
 from distmp.parallel.accumulation import SHARE_OF_FREE_MEMORY
 from distmp.parallel.collective_order import ANSWER_SECONDS
 from distmp.parallel.settings import SHARDED_STRATEGIES, Accumulation, ShardingConfig
-from distmp.settings import from_mapping
+from distmp.utils.settings import from_mapping
 
 PAGE = (ROOT / "docs" / "sharding.md").read_text()
 

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp import frames
+from distmp.distributed.progress import Activity
+from distmp.distributed.rendezvous_store import HashStore
 from distmp.faults import stacks, watchdog
-from distmp.faults.activity import Activity
 from distmp.faults.hang_report import Report, Silence, report
 from distmp.faults.peers import Answer, Ending, Peers, Place, Status
 from distmp.faults.watchdog import Observer, Watchdog
-from distmp.launcher.job_store import HashStore
+from distmp.utils import frames
 from tests.ranks import ranks
 
 LIMIT = 10.0

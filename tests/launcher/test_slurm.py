@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.train import main
+from distmp.training.train import main
 from tests import slurm
 from tests.ranks import run_ranks
 from tests.slurm import Cluster, wait_until

@@ -9,20 +9,20 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from distmp.checkpoint.export import export, live_weights, write
 from distmp.config import RunConfig
 from distmp.engine import Engine
 from distmp.errors import ConfigError
+from distmp.export.export import export, live_weights, write
 from distmp.models import huggingface
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
-from distmp.settings import from_mapping, read_yaml
 from distmp.telemetry import read_records
-from distmp.train import main
+from distmp.training.train import main
+from distmp.utils.settings import from_mapping, read_yaml
 from tests.ranks import run_ranks
+from tests.reference import assert_same_bits
 from tests.torchrun import corpus
-from tests.training import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
 AUTO = transformers.AutoModelForCausalLM

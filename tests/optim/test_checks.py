@@ -18,7 +18,7 @@ from distmp.optim.checks import NOT_ON_DTENSORS, build_schedule
 from distmp.optim.settings import OptimizerConfig
 from distmp.optim.stepped import build_on
 from tests.ranks import ranks
-from tests.training import make_engine, make_model
+from tests.reference import make_engine, make_model
 
 # Optimizers
 

@@ -8,7 +8,7 @@ import torch
 
 from distmp.errors import ConfigError
 from distmp.optim.stepped import build_on
-from tests.training import make_engine, make_model
+from tests.reference import make_engine, make_model
 
 SGD, AdamW = torch.optim.SGD, torch.optim.AdamW
 

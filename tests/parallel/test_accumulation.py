@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel import World
 from distmp.parallel.accumulation import Facts, bytes_per_step, choose, least_free_bytes
 from tests.ranks import ranks
 

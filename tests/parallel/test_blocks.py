@@ -12,7 +12,7 @@ from distmp.parallel import ParallelConfig
 from distmp.parallel.blocks import find_blocks, outermost, prepare_blocks
 from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
-from tests.training import INPUTS, TWO_RANKS, make_engine, make_model, train, weights
+from tests.reference import INPUTS, TWO_RANKS, make_engine, make_model, train, weights
 
 
 class Layer(nn.Module):

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distmp.distributed.world import World
 from distmp.errors import TrainingError
-from distmp.parallel import World, collective_order
+from distmp.parallel import collective_order
 from distmp.parallel.collective_order import Collective, CollectiveOrder
 from tests.parallel.sharding import Observed, sharded
 from tests.ranks import ranks
-from tests.training import (
+from tests.reference import (
     TWO_RANKS,
     Batch,
     Classifier,

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.parallel.fsdp import FullySharded
-from distmp.parallel.world import World
 from distmp.precision import policy
 from tests.parallel.sharding import sharded
 from tests.parallel.test_replicated import SIZES, train_rank
 from tests.ranks import ranks, run_ranks
-from tests.training import (
+from tests.reference import (
     ONE_RANK,
     TWO_RANKS,
     Batch,

@@ -14,7 +14,7 @@ from distmp.errors import SetupError
 from distmp.parallel import fsdp_internals
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
-from tests.training import Batch, make_engine
+from tests.reference import Batch, make_engine
 
 
 @ranks(2)

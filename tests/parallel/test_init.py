@@ -6,12 +6,13 @@ import sys
 import pytest
 import torch
 
+from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel import STRATEGIES, World, build_strategy, resolve_strategy
+from distmp.parallel import STRATEGIES, build_strategy, resolve_strategy
 from distmp.parallel.replicated import Replicated
 from distmp.precision import policy
 from tests.ranks import ranks
-from tests.training import make_model
+from tests.reference import make_model
 
 
 def world(size: int) -> World:

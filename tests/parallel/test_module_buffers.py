@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distmp.engine import Engine
 from distmp.parallel.module_buffers import ModuleBuffers
 from tests.ranks import ranks
-from tests.training import (
+from tests.reference import (
     CLASSES,
     INPUTS,
     Batch,

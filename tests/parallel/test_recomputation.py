@@ -13,7 +13,7 @@ from distmp.parallel.blocks import prepare_blocks
 from distmp.parallel.recomputation import checkpoint_activations
 from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
-from tests.training import CLASSES, INPUTS, assert_same_bits, make_engine, snapshot, train
+from tests.reference import CLASSES, INPUTS, assert_same_bits, make_engine, snapshot, train
 
 # No microbatch of a single sample or none, from which a batch norm can learn nothing.
 SIZES = (((3, 5), (2, 7)), ((8, 2), (4, 3)))

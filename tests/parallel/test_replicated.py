@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distmp.distributed.world import World
+from distmp.engine.outcome import StepNumbers
 from distmp.errors import ConfigError
-from distmp.outcome import StepNumbers
 from distmp.parallel.replicated import Replicated
-from distmp.parallel.world import World
 from distmp.precision import policy
 from tests.ranks import ranks, run_ranks
-from tests.training import (
+from tests.reference import (
     FOUR_RANKS,
     ONE_RANK,
     TWO_RANKS,

@@ -12,7 +12,7 @@ from distmp.engine import Engine
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling import LossScaleConfig
 from tests.ranks import ranks, run_ranks
-from tests.training import Batch, fused_adamw, loss, make_model, samples, sgd, snapshot
+from tests.reference import Batch, fused_adamw, loss, make_model, samples, sgd, snapshot
 
 LEAVES = (3, 5, 1, 7, 8, 0, 2, 2)
 """Samples of each microbatch of the global batch, nowhere the same number twice in a row."""

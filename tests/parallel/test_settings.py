@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from distmp.config import load
+from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel import World, build_strategy
+from distmp.parallel import build_strategy
 from distmp.parallel.fsdp import shard_size
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.precision import policy
-from tests.training import make_model
+from tests.reference import make_model
 
 
 def world(size: int) -> World:

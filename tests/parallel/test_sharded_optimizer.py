@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.checkpoint import store
+from distmp.engine import rank_consistency as lockstep
 from distmp.errors import ConfigError
-from distmp.scaling import lockstep
 from tests.ranks import run_ranks
-from tests.training import (
+from tests.reference import (
     FOUR_RANKS,
     ONE_RANK,
     TWO_RANKS,

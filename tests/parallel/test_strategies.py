@@ -10,18 +10,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distmp.assembly import restore
 from distmp.checkpoint import store
+from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, TrainingError
 from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy
 from distmp.scaling import LossScaleConfig
-from distmp.scaling.divergence import DivergenceConfig
+from distmp.training.setup import restore
 from tests.parallel.sharding import FOUR_BY_TWO, Observed, sharded
 from tests.parallel.test_replicated import train_rank
 from tests.ranks import ranks, run_ranks
 from tests.recording import HostReads
-from tests.training import (
+from tests.reference import (
     ONE_RANK,
     TWO_RANKS,
     Batch,

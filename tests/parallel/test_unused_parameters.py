@@ -20,7 +20,7 @@ from distmp.engine import Engine
 from distmp.scaling import LossScaleConfig
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
-from tests.training import assert_same_bits, snapshot, weights
+from tests.reference import assert_same_bits, snapshot, weights
 
 WIDTH = 4
 STEPS = 6
@@ -282,7 +282,7 @@ def load(engine: Engine, saved: dict[str, Tensor]) -> None:
 def fill(tensor: Tensor, whole: Tensor) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from distmp.slices import FlatSlice
+    from distmp.utils.flat_shard import FlatSlice
 
     if isinstance(tensor, DTensor):
         tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements))

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from distmp.engine import Engine
 from tests.ranks import ranks
+from tests.reference import assert_same_bits, snapshot, whole
 from tests.torchrun import python, run
-from tests.training import assert_same_bits, snapshot, whole
 
 WIDTH, CLASSES = 8, 5
 STEPS = 4

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.report import RESULTS
 from distmp.precision import PRESETS, policy
 from distmp.precision.costs import MEASURED, costs
-from tests.training import make_engine
+from tests.reference import make_engine
 
 
 def test_the_figures_are_those_of_the_benchmark() -> None:

@@ -29,7 +29,7 @@ from distmp.precision.keep import (
     storage_dtypes,
 )
 from tests.ranks import ranks
-from tests.training import loss, make_model, samples
+from tests.reference import loss, make_model, samples
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError
 from distmp.precision import PRESETS, PrecisionPolicy, policy
 from distmp.precision.builders import autocast_context, prepare
-from distmp.precision.policy import dtype_name, dtype_word
+from distmp.precision.policy import dtype_word
+from distmp.utils.dtypes import dtype_name
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp import DistributedGradScaler, TrainingError
-from distmp.scaling import rank_monitor
+from distmp.distributed import rank_monitor
 from distmp.scaling.agreement import HostCopy
 from tests.ranks import ranks, run_ranks
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from distmp import DistributedGradScaler, TrainingError
-from distmp.scaling import rank_monitor
+from distmp.distributed import rank_monitor
 from tests.ranks import run_ranks
 
 OPTIMIZERS = 2

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distmp.distributed.own_time import OwnTime, StepClock
+from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.parallel.own_time import OwnTime, StepClock
-from distmp.parallel.world import World
 from distmp.telemetry.stragglers import Stragglers, Watch, own_seconds
 from tests.ranks import run_ranks
-from tests.training import TWO_RANKS, Batch, fused_adamw, loss, make_model, microbatches
+from tests.reference import TWO_RANKS, Batch, fused_adamw, loss, make_model, microbatches
 
 SLEEP_SECONDS = 0.2
 EVERY = 4

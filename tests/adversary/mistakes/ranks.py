@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from distmp.engine.spike_check import DivergenceConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
 from distmp.scaling import LossScaleConfig
-from distmp.scaling.divergence import DivergenceConfig
 from tests.adversary.mistakes import add, mistake
 from tests.adversary.script import SHARDED, Script, adamw, make_model, sgd
 

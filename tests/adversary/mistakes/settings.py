@@ -12,10 +12,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import distmp
+from distmp.engine.spike_check import DivergenceConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
 from distmp.scaling import LossScaleConfig
-from distmp.scaling.divergence import DivergenceConfig
 from tests.adversary.mistakes import add, mistake, setting
 from tests.adversary.script import Script
 

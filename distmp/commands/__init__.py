@@ -1,0 +1,1 @@
+"""The subcommands of `distmp`, and what each of them needs."""

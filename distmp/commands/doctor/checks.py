@@ -1,0 +1,412 @@
+"""What follows from the facts: each check is a pure function of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from ipaddress import ip_address
+from typing import Literal, NamedTuple
+
+from distmp.commands.doctor.machine_info import Facts
+from distmp.utils.units import bytes_text
+
+Status = Literal["PASS", "WARN", "FAIL"]
+
+_GIB = 1 << 30
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 10)
+SMALL_SHM_BYTES = _GIB
+LITTLE_MEMORY_BYTES = 2 * _GIB
+LITTLE_DISK_BYTES = 10 * _GIB
+NO_DISK_BYTES = _GIB
+FEW_FILES = 4096
+FEW_PROCESSES = 4096
+BUSY_GPU_SHARE = 0.1
+CLOCK_OFFSET_SECONDS = 1.0
+
+# Variables that cost speed while they are set, as somebody looking for a fault may have left them.
+_SLOW = {
+    "CUDA_LAUNCH_BLOCKING": "makes the host wait for every kernel",
+    "NCCL_IB_DISABLE": "takes InfiniBand away from NCCL",
+    "NCCL_P2P_DISABLE": "makes GPUs of one machine talk through its memory",
+    "NCCL_SHM_DISABLE": "makes ranks of one machine talk through the network",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "allocates every tensor anew",
+    "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
+    "TORCH_COMPILE_DEBUG": "writes down everything that is compiled",
+}
+_CHATTY = {"NCCL_DEBUG": ("INFO", "TRACE"), "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",)}
+# With these off a rank whose peer is gone waits for ever.
+_NO_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+_OFF = ("", "0", "false", "no", "off")
+
+
+class Finding(NamedTuple):
+    """What a check says.
+
+    Attributes:
+        status: PASS; WARN for what makes runs slow or fragile; FAIL for what keeps them from
+            working.
+        message: What was found.
+        remedy: What to do about it; empty after PASS.
+    """
+
+    status: Status
+    message: str
+    remedy: str = ""
+
+
+Check = Callable[[Facts], "Iterator[Finding]"]
+
+
+def _versions(facts: Facts) -> Iterator[Finding]:
+    told = ", ".join(f"{name} {version or 'none'}" for name, version in facts.versions.items())
+    for name, oldest in (("python", OLDEST_PYTHON), ("torch", OLDEST_TORCH)):
+        if _release(facts.versions[name] or "0") < oldest:
+            wanted = ".".join(map(str, oldest))
+            yield Finding("FAIL", told, f"distmp needs {name} {wanted} or later")
+            return
+    yield Finding("PASS", told)
+
+
+def _cuda(facts: Facts) -> Iterator[Finding]:
+    if facts.cuda_driver is None and facts.cuda_devices == 0:
+        yield Finding("PASS", "no GPU; runs use the CPU")
+    elif facts.cuda_build is None:
+        yield Finding(
+            "FAIL",
+            f"the driver runs CUDA {facts.cuda_driver}, but this torch is built without CUDA",
+            "install a build of torch for CUDA",
+        )
+    elif facts.cuda_driver and _release(facts.cuda_driver)[0] < _release(facts.cuda_build)[0]:
+        yield Finding(
+            "FAIL",
+            f"torch is built for CUDA {facts.cuda_build}, the driver runs up to "
+            f"{facts.cuda_driver}",
+            f"install a newer driver, or a torch built for CUDA {_release(facts.cuda_driver)[0]}",
+        )
+    elif facts.cuda_devices == 0:
+        yield Finding(
+            "FAIL",
+            "there is a driver, but torch sees no GPU",
+            "look at CUDA_VISIBLE_DEVICES, at nvidia-smi, and whether this container was given any",
+        )
+    else:
+        driver = facts.cuda_driver or "of an unknown version"
+        yield Finding(
+            "PASS",
+            f"{facts.cuda_devices} devices; torch for CUDA {facts.cuda_build}, driver {driver}",
+        )
+
+
+def _gpus(facts: Facts) -> Iterator[Finding]:
+    kinds = sorted({gpu.name for gpu in facts.gpus})
+    if len(kinds) > 1:
+        yield Finding(
+            "WARN",
+            f"different GPUs: {', '.join(kinds)}",
+            "a run goes at the speed of the slowest; choose with CUDA_VISIBLE_DEVICES",
+        )
+    for index, gpu in enumerate(facts.gpus):
+        name = f"GPU {index}, {gpu.name}"
+        if gpu.ecc_errors:
+            yield Finding(
+                "FAIL",
+                f"{name}: {gpu.ecc_errors} memory errors that could not be corrected",
+                "drain the machine and reset the GPU; replace it if they come back",
+            )
+        if gpu.throttled:
+            yield Finding(
+                "WARN",
+                f"{name}: slowed down by heat or power",
+                "look at `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and at the cooling",
+            )
+        if gpu.memory_bytes and (gpu.used_bytes or 0) > BUSY_GPU_SHARE * gpu.memory_bytes:
+            yield Finding(
+                "WARN",
+                f"{name}: {bytes_text(gpu.used_bytes or 0)} of its memory taken",
+                "see `nvidia-smi` for the processes that hold it",
+            )
+    if facts.gpus:
+        memory = ", ".join(f"{g.name} {bytes_text(g.memory_bytes or 0)}" for g in facts.gpus)
+        yield Finding("PASS", memory)
+
+
+def _dtypes(facts: Facts) -> Iterator[Finding]:
+    native = ", ".join(facts.native_dtypes) or "float32 only"
+    yield Finding("PASS", f"computed natively: {native}")
+
+
+def _choices(facts: Facts) -> Iterator[Finding]:
+    yield Finding("PASS", f"policy {facts.policy}; strategy {facts.strategy}")
+
+
+def _cores(facts: Facts) -> Iterator[Finding]:
+    granted = min(facts.usable_cores, facts.core_quota or facts.cores)
+    if granted < facts.cores:
+        threads = facts.environment.get("OMP_NUM_THREADS")
+        message = f"{granted:g} of {facts.cores} cores may be used"
+        if threads is None:
+            yield Finding(
+                "WARN",
+                f"{message}; libraries that count cores start too many threads",
+                "set OMP_NUM_THREADS to cores per rank; `distmp launch` does it by the cores that "
+                "a process may run on",
+            )
+            return
+        yield Finding("PASS", f"{message}; OMP_NUM_THREADS={threads}")
+        return
+    yield Finding("PASS", f"{facts.cores} cores")
+
+
+def _threads(facts: Facts) -> Iterator[Finding]:
+    text = facts.environment.get("OMP_NUM_THREADS")
+    if text is None:
+        yield Finding("PASS", "OMP_NUM_THREADS is not set; `distmp launch` sets it")
+    elif not text.isdecimal():
+        yield Finding("WARN", f"OMP_NUM_THREADS={text} is not a number", "set it to a number")
+    elif int(text) > facts.usable_cores:
+        yield Finding(
+            "WARN",
+            f"OMP_NUM_THREADS={text}, with {facts.usable_cores} cores to use",
+            "set it to cores per rank, or unset it and use `distmp launch`",
+        )
+    else:
+        yield Finding("PASS", f"OMP_NUM_THREADS={text}")
+
+
+def _memory(facts: Facts) -> Iterator[Finding]:
+    free = min(facts.available_bytes, facts.memory_limit or facts.available_bytes)
+    limit = f", limit {bytes_text(facts.memory_limit)}" if facts.memory_limit else ""
+    message = f"{bytes_text(free)} to use{limit}"
+    if free < LITTLE_MEMORY_BYTES:
+        yield Finding("WARN", message, "end what else runs here, or raise the limit of the job")
+    else:
+        yield Finding("PASS", message)
+
+
+def _shared_memory(facts: Facts) -> Iterator[Finding]:
+    if facts.shm_bytes is None:
+        yield Finding(
+            "FAIL",
+            "there is no /dev/shm, through which data workers and NCCL pass data",
+            "mount a tmpfs there (`docker run --shm-size=16g`; in Kubernetes an emptyDir with "
+            "medium: Memory)",
+        )
+    elif facts.shm_bytes < SMALL_SHM_BYTES:
+        yield Finding(
+            "WARN",
+            f"/dev/shm has {bytes_text(facts.shm_bytes)}; data workers and NCCL may run out of it",
+            "`docker run --shm-size=16g`, in Kubernetes an emptyDir with medium: Memory",
+        )
+    else:
+        yield Finding("PASS", f"/dev/shm has {bytes_text(facts.shm_bytes)}")
+
+
+def _limits(facts: Facts) -> Iterator[Finding]:
+    files, processes = facts.limits["open_files"], facts.limits["processes"]
+    locked = facts.limits["locked_bytes"]
+    if files is not None and files < FEW_FILES:
+        yield Finding("WARN", f"{files} open files at most", "`ulimit -n 65536` before the launch")
+    if processes is not None and processes < FEW_PROCESSES:
+        yield Finding("WARN", f"{processes} processes at most", "`ulimit -u 65536`")
+    if locked is not None and facts.rdma_devices:
+        yield Finding(
+            "FAIL",
+            f"{bytes_text(locked)} of locked memory at most, and {', '.join(facts.rdma_devices)} "
+            "has to lock its buffers",
+            "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1`",
+        )
+    told = ", ".join(f"{name} {_limit(limit)}" for name, limit in facts.limits.items())
+    yield Finding("PASS", told)
+
+
+def _disk(facts: Facts) -> Iterator[Finding]:
+    folder = facts.folder
+    message = f"{folder.path}: {bytes_text(folder.free_bytes)} free"
+    if folder.problem is not None:
+        yield Finding(
+            "FAIL", f"{folder.path}: cannot be written ({folder.problem})", "choose another run_dir"
+        )
+    elif folder.free_bytes < NO_DISK_BYTES:
+        yield Finding("FAIL", message, "make room for checkpoints, or choose another run_dir")
+    elif folder.free_bytes < LITTLE_DISK_BYTES:
+        yield Finding("WARN", message, "make room for checkpoints, or choose another run_dir")
+    else:
+        yield Finding("PASS", f"{message}, a file could be written")
+
+
+def _clock(facts: Facts) -> Iterator[Finding]:
+    clock = facts.clock
+    service = "switch on a time service (chrony, systemd-timesyncd); logs of machines do not match"
+    if not clock.steady:
+        yield Finding(
+            "FAIL", "the monotonic clock goes back", "time-outs cannot work; use another machine"
+        )
+    elif abs(clock.offset_seconds or 0.0) > CLOCK_OFFSET_SECONDS:
+        yield Finding("WARN", f"the clock is off by {clock.offset_seconds:.3g} s", service)
+    elif clock.synchronized is False:
+        yield Finding("WARN", "no time service keeps the clock", service)
+    elif clock.synchronized is None:
+        yield Finding("PASS", "steady; no time service tells whether it is right")
+    else:
+        yield Finding("PASS", "steady and kept by a time service")
+
+
+def _hostname(facts: Facts) -> Iterator[Finding]:
+    own = {address for addresses in facts.interfaces.values() for address in addresses}
+    if not facts.addresses:
+        yield Finding(
+            "WARN",
+            f"{facts.hostname} does not resolve",
+            "add it to /etc/hosts; gloo and torchrun look for their own name",
+        )
+    elif not _leading_out(facts):
+        yield Finding("PASS", f"{facts.hostname} resolves to {', '.join(facts.addresses)}")
+    elif all(address.startswith(("127.", "::1")) for address in facts.addresses):
+        yield Finding(
+            "WARN",
+            f"{facts.hostname} resolves to {', '.join(facts.addresses)}, which other machines "
+            "cannot reach",
+            "with several machines set GLOO_SOCKET_IFNAME, or mend /etc/hosts",
+        )
+    elif not own & set(facts.addresses):
+        yield Finding(
+            "WARN",
+            f"{facts.hostname} resolves to {', '.join(facts.addresses)}, which no interface has",
+            "mend /etc/hosts or DNS; with several machines set GLOO_SOCKET_IFNAME",
+        )
+    else:
+        yield Finding("PASS", f"{facts.hostname} is {', '.join(facts.addresses)}")
+
+
+def _network(facts: Facts) -> Iterator[Finding]:
+    names = facts.interfaces.keys()
+    told = ", ".join(f"{name} {facts.interfaces[name][0]}" for name in names) or "none"
+    gloo = facts.environment.get("GLOO_SOCKET_IFNAME")
+    missing = [name for name in (gloo or "").split(",") if name and name not in names]
+    if missing:
+        yield Finding(
+            "FAIL",
+            f"GLOO_SOCKET_IFNAME={gloo}, and {', '.join(missing)} is not there; interfaces: {told}",
+            "name one that is up, or unset it",
+        )
+    nccl = facts.environment.get("NCCL_SOCKET_IFNAME")
+    if nccl and not any(_nccl_takes(nccl, name) for name in names):
+        yield Finding(
+            "FAIL",
+            f"NCCL_SOCKET_IFNAME={nccl} fits none of the interfaces: {told}",
+            "name one that is up, or unset it",
+        )
+    if not _leading_out(facts):
+        yield Finding(
+            "WARN",
+            f"no interface that another machine could reach; interfaces: {told}",
+            "runs on this machine alone will work; for several give it a network",
+        )
+    else:
+        yield Finding(
+            "PASS",
+            f"interfaces: {told}; gloo takes {gloo or _gloo_default(facts)}, NCCL "
+            f"{nccl or _nccl_default(facts)}",
+        )
+
+
+def _environment(facts: Facts) -> Iterator[Finding]:
+    variables = facts.environment
+    for name, effect in _SLOW.items():
+        if variables.get(name, "").lower() not in _OFF:
+            yield Finding("WARN", f"{name}={variables[name]} {effect}", f"unset {name}")
+    for name, values in _CHATTY.items():
+        if variables.get(name, "").upper() in values:
+            message = f"{name}={variables[name]} writes a lot and slows runs down"
+            yield Finding("WARN", message, f"unset {name}")
+    for name in _NO_ERROR_HANDLING:
+        if variables.get(name) == "0":
+            yield Finding(
+                "FAIL", f"{name}=0: ranks wait for ever when one of them dies", f"unset {name}"
+            )
+    ranks = [name for name in _RANK_VARIABLES if name in variables]
+    if ranks:
+        yield Finding(
+            "WARN",
+            f"{', '.join(ranks)} is set: a process started here takes itself for a rank of a run",
+            "unset it, unless this is one",
+        )
+    steering = [name for name in variables if name.startswith(("NCCL_", "GLOO_"))]
+    yield Finding("PASS", f"set for the network: {', '.join(steering) or 'nothing'}")
+
+
+# Name of each check, in the order in which they are shown.
+CHECKS: dict[str, Check] = {
+    "versions": _versions,
+    "CUDA": _cuda,
+    "GPUs": _gpus,
+    "types": _dtypes,
+    "choices": _choices,
+    "cores": _cores,
+    "threads": _threads,
+    "memory": _memory,
+    "shared memory": _shared_memory,
+    "limits": _limits,
+    "disk": _disk,
+    "clock": _clock,
+    "hostname": _hostname,
+    "network": _network,
+    "environment": _environment,
+}
+
+
+def judge(facts: Facts) -> list[tuple[str, Finding]]:
+    """Return the findings of every check, under its name; PASS only where nothing else is said."""
+    findings = []
+    for name, check in CHECKS.items():
+        found = list(check(facts))
+        problems = [finding for finding in found if finding.status != "PASS"]
+        findings += [(name, finding) for finding in problems or found]
+    return findings
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the leading numbers of a version: "2.13.0+cu130" -> (2, 13)."""
+    numbers = version.split("+")[0].split(".")[:2]
+    return tuple(int("".join(filter(str.isdecimal, number)) or 0) for number in numbers)
+
+
+def _limit(limit: int | None) -> str:
+    return "unlimited" if limit is None else str(limit)
+
+
+def _leading_out(facts: Facts) -> list[str]:
+    """Return the interfaces by which another machine may be reached."""
+    return [
+        name
+        for name, addresses in facts.interfaces.items()
+        if not all(own.is_loopback or own.is_link_local for own in map(ip_address, addresses))
+    ]
+
+
+def _nccl_takes(wanted: str, name: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` none of them."""
+    names = wanted.lstrip("^=").split(",")
+    if wanted.startswith("^"):
+        return not any(name.startswith(prefix) for prefix in names)
+    if wanted.startswith("="):
+        return name in names
+    return any(name.startswith(prefix) for prefix in names)
+
+
+def _gloo_default(facts: Facts) -> str:
+    """Return the interface that carries the address of the hostname: gloo looks there first."""
+    for name, addresses in facts.interfaces.items():
+        if not {*addresses}.isdisjoint(facts.addresses):
+            return name
+    return "the loopback"
+
+
+def _nccl_default(facts: Facts) -> str:
+    """Return what NCCL takes by itself: InfiniBand first, then anything, then Docker's bridge."""
+    names = _leading_out(facts)
+    infiniband = [name for name in names if name.startswith("ib")]
+    others = [name for name in names if not name.startswith("docker")]
+    return ", ".join(infiniband or others or names)

@@ -1,0 +1,63 @@
+"""`distmp explain --config FILE`: what a run will store, compute, send and need, before it runs."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distmp.config import RunConfig
+from distmp.errors import ConfigError
+from distmp.launcher.local import default_ranks
+from distmp.utils.settings import command_line
+
+
+@dataclass(frozen=True)
+class ExplainConfig(RunConfig):
+    """A training run that is only explained."""
+
+    world_size: int | None = None
+    """Ranks of the run; this machine need not have them. null: as many as `distmp launch` would
+    start."""
+
+    json: bool = False
+    """Print JSON instead of tables."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.world_size is not None and self.world_size < 1:
+            raise ConfigError("world_size", self.world_size, "use 1 or more ranks")
+
+
+load = functools.partial(
+    command_line,
+    ExplainConfig,
+    prog="distmp explain",
+    description="Say what a run will store, compute, send and need.",
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Explain a run, and return the exit code.
+
+    Raises:
+        ConfigError: If the run could not start.
+    """
+    config = load(sys.argv[1:] if argv is None else argv)
+    # Imported here: fake tensors bring a second of imports, and a mistake is told without them.
+    from distmp.commands.explain.explanation import explain
+    from distmp.commands.explain.report import report
+
+    ranks = config.world_size
+    if ranks is None:
+        ranks = 1 if config.strategy == "single" else default_ranks()[0]
+    explanation = explain(config, ranks)
+    text = (
+        json.dumps(explanation.as_json(), indent=2)
+        if config.json
+        else "\n".join(report(explanation))
+    )
+    sys.stdout.write(text + "\n")
+    return 0

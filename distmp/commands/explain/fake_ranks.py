@@ -1,0 +1,210 @@
+"""One rank of any number, in one process and without the memory of a model.
+
+Tensors of the model have shapes, types and a device, and no values (torch's fake tensors);
+collectives end at once, as if every other rank held what this one holds. What runs is the real
+engine. This is the one file of `distmp.commands.explain` that touches private parts of torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distmp.buckets import reduction
+from distmp.buckets.reduction import sum_in_order
+from distmp.distributed import rank_monitor
+from distmp.engine.outcome import StepOutcome
+from distmp.errors import ConfigError, SetupError
+from distmp.parallel import reduce_scatter
+
+BACKEND = "pretended"
+# Tensors of integers up to this size (counts, token ids of a batch, orders of buckets) are real:
+# the host may read them.
+LARGEST_REAL = 2**20
+
+aten = torch.ops.aten
+
+
+class Pretended(TorchDispatchMode):
+    """Answers for everything that is not there: values, memory, other ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "c10d":
+            return self._communicate(func, args)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return torch.ones((), dtype=args[0].dtype).item()
+        if func is aten._pin_memory.default and isinstance(args[0], FakeTensor):
+            return args[0]
+        if not tensors and self._is_large(func, args, kwargs):
+            with self._fake:
+                return func(*args, **kwargs)
+        if func is aten.index.Tensor:
+            args = (args[0], _without_masks(args[1]))
+        if not func._schema.returns and any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            return None  # a fused optimizer, which writes values into what is there
+        return func(*args, **kwargs)
+
+    def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a factory makes something that belongs to the model, and not to the host."""
+        with self._fake:
+            made = func(*args, **kwargs)
+        if not isinstance(made, Tensor):
+            return False
+        return (made.is_floating_point() and made.dim() > 0) or made.numel() > LARGEST_REAL
+
+    def _communicate(self, func: Any, args: Any) -> Any:
+        if func is torch.ops.c10d.allgather_.default:
+            # What ranks compare: the others have the same.
+            for outputs, given in zip(args[0], args[1], strict=True):
+                for output in outputs:
+                    output.copy_(given)
+        work = c10d.FakeWork().boxed()
+        tensors = [argument for argument in args if isinstance(argument, (Tensor, list))]
+        answers = [
+            work if "Work" in str(returned.type) else tensors[index]
+            for index, returned in enumerate(func._schema.returns)
+        ]
+        return tuple(answers) if len(answers) > 1 else answers[0]
+
+
+def _without_masks(indices: Any) -> list[Any]:
+    """Replace masks, which select a number of elements that is known only if they are real."""
+    found: list[Any] = []
+    for index in indices:
+        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
+        if is_mask and not isinstance(index, FakeTensor):
+            found.extend(index.nonzero().unbind(1))
+        else:
+            found.append(index)
+    return found
+
+
+@contextlib.contextmanager
+def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
+    """Be rank 0 of `world_size` ranks inside the context.
+
+    Args:
+        world_size: How many.
+        group: Whether there is a process group; several ranks have one in any case.
+    """
+    _check_torch()
+    if dist.is_initialized():
+        raise SetupError(
+            {0: "explain pretends all ranks in one process; do not start it with torchrun"},
+            exit_code=2,
+        )
+    mode = Pretended()
+    group = group or world_size > 1
+    if group:
+        _register_backend()
+        dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
+    own_group = dist.new_group
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        return own_group(*args, **{**kwargs, "backend": None})
+
+    try:
+        with (
+            _values_are_missing(),
+            mock.patch.object(dist, "new_group", new_group),
+            # No number is real; the other ranks are like this one.
+            mock.patch.object(StepOutcome, "ranks_differ", False),
+            mock.patch.object(rank_monitor, "current", return_value=None),
+            mock.patch.object(reduction, "sum_in_order", _sum_of_two),
+            mock.patch.object(reduce_scatter, "sum_in_order", _sum_of_two),
+            mock.patch.object(nn.Module, "_apply", _apply),
+            mock.patch("torch.distributed.fsdp._flat_param._same_storage", _same_storage),
+            warnings.catch_warnings(),
+            mode,
+        ):
+            # FSDP1 touches the address of its parameters before a communication hook runs.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+            yield
+    finally:
+        if group:
+            dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _values_are_missing() -> Iterator[None]:
+    try:
+        yield
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        UnsupportedOperatorException,
+    ) as error:
+        raise ConfigError(
+            "model.name",
+            "the model or its loss",
+            f"cannot be followed without the values of its tensors, at the operation {error.func}",
+        ) from error
+
+
+def _sum_of_two(pieces: Tensor, out: Tensor) -> None:
+    """Add what two ranks sent; thousands of others take as much memory and a minute more."""
+    sum_in_order(pieces[:2], out)
+
+
+def _same_storage(one: Tensor, other: Tensor) -> bool:
+    """Compare what FSDP1 compares, which are addresses of memory, where there is none."""
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
+    """Convert parameters and buffers as `nn.Module._apply` does, which swaps fake tensors whole."""
+    for child in module.children() if recurse else ():
+        child._apply(convert)
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = convert(parameter)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = convert(buffer)
+    return module
+
+
+def _check_torch() -> None:
+    missing = [name for name in ("FakeProcessGroup", "FakeWork") if not hasattr(c10d, name)]
+    if missing:
+        raise SetupError(
+            {
+                0: f"torch {torch.__version__} has no {' and '.join(missing)}, with which distmp "
+                "pretends other ranks; use a version of torch that distmp is tested with"
+            },
+            exit_code=2,
+        )
+
+
+def _register_backend() -> None:
+    if hasattr(dist.Backend, BACKEND.upper()):
+        return
+
+    def create(common: Any, options: Any) -> Any:
+        return c10d.FakeProcessGroup._create_internal(common.group_rank, common.group_size)
+
+    dist.Backend.register_backend(BACKEND, create, extended_api=True, devices=["cpu", "cuda"])

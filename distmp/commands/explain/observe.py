@@ -1,0 +1,244 @@
+"""In which types a real step computes, module by module, at a small size on this machine's CPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules import module as hooks
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distmp.commands.explain.types import NO_MODULE, Group, group_name
+from distmp.config import RunConfig
+from distmp.distributed.world import World
+from distmp.parallel.strategy import parameter_name
+from distmp.precision.policy import PrecisionPolicy
+from distmp.training.setup import Progress, build_engine, prepare, training_batches
+from distmp.utils.dtypes import dtype_name
+
+# By kind: names of operations that say in which type a module computes.
+OPERATIONS = {
+    "products": {
+        "mm",
+        "addmm",
+        "bmm",
+        "baddbmm",
+        "addmv",
+        "mv",
+        "linear",
+        "convolution",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+        "mkldnn_linear",
+        "_scaled_mm",
+    },
+    "norms": {
+        "native_layer_norm",
+        "native_batch_norm",
+        "_native_batch_norm_legit",
+        "_batch_norm_with_update",
+        "native_group_norm",
+        "_fused_rms_norm",
+        "rms_norm",
+        "batch_norm_with_update",
+        # What is left of a norm that torch has no kernel for.
+        "rsqrt",
+    },
+    "softmax": {"_softmax", "_log_softmax", "softmax", "log_softmax"},
+    "lookups": {"embedding"},
+}
+_KIND = {name: kind for kind, names in OPERATIONS.items() for name in names}
+
+# A model with more parameters is made smaller before it is run.
+MOST_PARAMETERS = 8_000_000
+SMALL_TRANSFORMER: dict[str, Any] = {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128}
+SMALL_LENGTH = 32
+
+
+class Observed(NamedTuple):
+    """What a step did.
+
+    Attributes:
+        of: What was run, in words.
+        stored: Types of parameters by group of modules.
+        computed: Types of what operations took in forward, by group and kind of operation.
+        backward: Types of the products of backward.
+        accumulated: Types of the memory in which gradients were summed.
+    """
+
+    of: str
+    stored: dict[str, set[torch.dtype]]
+    computed: dict[str, dict[str, set[torch.dtype]]]
+    backward: set[torch.dtype]
+    accumulated: set[torch.dtype]
+
+
+class Operations(TorchDispatchMode):
+    """Notes the type of what operations take, with the module that runs them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.forward: dict[str, dict[str, set[torch.dtype]]] = {}
+        self.backward: set[torch.dtype] = set()
+        self._names = {
+            id(part): parameter_name(name).removeprefix("module.")
+            for name, part in model.named_modules()
+        }
+        self._running: list[str] = []
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Operations:
+        """Follow the modules too."""
+        self._hooks = [
+            hooks.register_module_forward_pre_hook(self._begin),
+            hooks.register_module_forward_hook(self._end, always_call=True),
+        ]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        """Stop to follow."""
+        super().__exit__(*exception)
+        for handle in self._hooks:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kind = _KIND.get(func.overloadpacket.__name__)
+        if kind is not None:
+            taken = [
+                leaf.dtype
+                for leaf in pytree.tree_leaves(args)
+                if isinstance(leaf, Tensor) and leaf.is_floating_point()
+            ]
+            if torch._C._current_graph_task_id() != -1:
+                if kind == "products":
+                    self.backward.update(taken)
+            else:
+                name = self._running[-1] if self._running else NO_MODULE
+                # A norm may take FP32 statistics beside 16-bit activations: its input counts.
+                seen = taken if kind == "products" else taken[:1]
+                self.forward.setdefault(name, {}).setdefault(kind, set()).update(seen)
+        return func(*args, **(kwargs or {}))
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module), NO_MODULE)
+        self._running.append(group_name(name) or type(module).__name__)
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+
+
+def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observed:
+    """Take one real step of a small run and return the types that were seen.
+
+    Args:
+        config: The run, as `smaller` returns it; of its batch one sample is taken.
+        policy: Its policy, resolved.
+        strategy: The strategy, resolved; FSDP1 and copies under `hsdp` need several ranks, and are
+            observed as `single` and `fsdp`.
+
+    Raises:
+        ConfigError: As a run raises it.
+    """
+    strategy = {"hsdp": "fsdp", "fsdp1": "single"}.get(strategy, strategy)
+    small = replace(
+        config,
+        strategy=strategy,
+        sharding=replace(config.sharding, shard_size=None, accumulate="auto"),
+        batch=replace(config.batch, global_batch_size=1, microbatch_size=1),
+    )
+    with _one_rank(needs_group=strategy != "single") as world:
+        parts = prepare(small, world)
+        engine = build_engine(
+            small, parts, world, policy=policy, attribution=False, first_step_checks=False
+        )
+        model = engine._strategy.model
+        stored: dict[str, set[torch.dtype]] = {}
+        for name, value in model.named_parameters():
+            owner = group_name(parameter_name(name).rpartition(".")[0]) or type(model).__name__
+            stored.setdefault(owner, set()).add(value.dtype)
+        with contextlib.closing(training_batches(small, parts, world, Progress())) as batches:
+            batch = next(batches)
+        with Operations(model) as operations:
+            engine.step(batch)
+        accumulated = {tensor.dtype for tensor in engine._strategy.gradient_memory()}
+    count = sum(value.numel() for value in model.parameters())
+    told = f"one step with {count:,} parameters as {strategy!r} on one CPU rank"
+    return Observed(told, stored, operations.forward, operations.backward, accumulated)
+
+
+def smaller(config: RunConfig, parameters: int) -> RunConfig | None:
+    """Return a run of the same kind that this machine does in seconds, or None if there is none.
+
+    Args:
+        config: The run.
+        parameters: Of its model.
+    """
+    if config.model.name != "transformer":
+        return config if parameters <= MOST_PARAMETERS else None
+    length = min(config.data.sequence_length, SMALL_LENGTH)
+    data = config.data
+    if not data.is_import_path:
+        data = replace(data, sequence_length=length)
+    if parameters <= MOST_PARAMETERS:
+        return replace(config, data=data)
+    return replace(config, data=data, model=replace(config.model, **SMALL_TRANSFORMER))
+
+
+def differences(groups: list[Group], observed: Observed, policy: PrecisionPolicy) -> Iterator[str]:
+    """Yield a line for each place where what was seen is not what was promised."""
+
+    def line(what: str, found: set[torch.dtype], wanted: torch.dtype) -> str:
+        return f"{what} in {_names(found)}, and the policy {policy.name} says {dtype_name(wanted)}"
+
+    for group in groups:
+        stored = observed.stored.get(group.name, set())
+        if stored - {group.stored}:
+            yield line(f"{group.name} is stored", stored, group.stored)
+        for kind, found in observed.computed.get(group.name, {}).items():
+            wanted = group.computed
+            if wanted is not None and _less(found, wanted, exact=kind == "products"):
+                yield line(f"{group.name} computes {kind}", found, wanted)
+    known = {group.name for group in groups}
+    for name, kinds in observed.computed.items():
+        for kind, found in kinds.items() if name not in known else ():
+            wanted = policy.output_dtype if name == NO_MODULE else policy.compute_dtype
+            if _less(found, wanted, exact=False):
+                yield line(f"{name} computes {kind}", found, wanted)
+    if _less(observed.backward, policy.compute_dtype, exact=not policy.keep_fp32):
+        yield line("backward computes products", observed.backward, policy.compute_dtype)
+    if observed.accumulated - {policy.accumulate_dtype}:
+        yield line("gradients are summed", observed.accumulated, policy.accumulate_dtype)
+
+
+def _less(found: set[torch.dtype], wanted: torch.dtype, *, exact: bool) -> bool:
+    """Whether something is computed in another type; a wider one is less only if `exact`."""
+    return any(dtype != wanted and (exact or dtype.itemsize <= wanted.itemsize) for dtype in found)
+
+
+def types_of(observed: Observed, name: str) -> set[torch.dtype]:
+    """Return the types in which a group of modules was seen to compute."""
+    return {dtype for dtypes in observed.computed.get(name, {}).values() for dtype in dtypes}
+
+
+def _names(dtypes: set[torch.dtype]) -> str:
+    return " and ".join(sorted(map(dtype_name, dtypes)))
+
+
+@contextlib.contextmanager
+def _one_rank(*, needs_group: bool) -> Iterator[World]:
+    if needs_group:
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+    try:
+        yield World.current(torch.device("cpu"))
+    finally:
+        if needs_group:
+            dist.destroy_process_group()

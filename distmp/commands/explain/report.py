@@ -1,0 +1,139 @@
+"""An explanation as text of at most 100 columns."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+
+from distmp.commands.explain.explanation import Explanation, Prediction
+from distmp.commands.explain.observe import Observed
+from distmp.commands.explain.types import NO_MODULE
+from distmp.precision.policy import dtype_word
+from distmp.utils.dtypes import dtype_name
+from distmp.utils.units import bytes_text, quantity
+
+WIDTH = 100
+LONGEST_NAME = 32
+COLUMNS = ("stored", "stepped", "computed", "observed", "reduced", "summed", "kept")
+
+
+def report(explanation: Explanation) -> Iterator[str]:
+    """Yield the lines."""
+    predicted = explanation.predicted
+    yield from _heading(explanation)
+    yield ""
+    yield from _types(explanation)
+    yield ""
+    yield from _memory(predicted)
+    yield ""
+    yield from _wire(predicted)
+    for warning in explanation.warnings:
+        yield from ("", *_wrapped(f"warning: {warning}"))
+    for difference in explanation.differences:
+        yield from ("", *_wrapped(f"!!! NOT AS PROMISED: {difference}"))
+
+
+def _heading(explanation: Explanation) -> Iterator[str]:
+    policy, predicted = explanation.policy, explanation.predicted
+    yield from _wrapped(
+        f"precision {policy.name} ({explanation.policy_reason}), "
+        f"loss scale {policy.loss_scale or 'none'}"
+    )
+    reason = f" ({predicted.strategy_reason})" if predicted.strategy_reason else ""
+    yield from _wrapped(
+        f"strategy {predicted.strategy} on {_count(explanation.world_size, 'rank')} "
+        f"({explanation.device}){reason}, {_count(predicted.microbatches, 'microbatch')} per step"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    ending = "" if number == 1 else "es" if what.endswith("ch") else "s"
+    return f"{number} {what}{ending}"
+
+
+def _types(explanation: Explanation) -> Iterator[str]:
+    predicted = explanation.predicted
+    several = explanation.world_size > 1
+    rows: list[tuple[str, ...]] = [(f"{predicted.parameters:,} parameters", "count", *COLUMNS)]
+    rows += [
+        (
+            _short(group.name),
+            quantity(group.parameters),
+            dtype_word(group.stored),
+            dtype_word(group.stepped),
+            "autocast" if group.computed is None else dtype_word(group.computed),
+            explanation.seen(group) or "-",
+            dtype_word(group.reduced) if several else "-",
+            dtype_word(group.accumulated),
+            "fp32" if group.kept else "",
+        )
+        for group in predicted.groups
+    ]
+    yield from _table(rows, right=(1,))
+    if explanation.observed is None:
+        yield "observed: nothing; the model is too large to be run here"
+    else:
+        yield from _wrapped(f"observed: {_seen(explanation.observed, predicted)}")
+
+
+def _seen(observed: Observed, predicted: Prediction) -> str:
+    """Say what was observed, and what was computed outside of the modules of the table."""
+    known = {group.name for group in predicted.groups}
+    seen = [
+        f"{kind} {'' if name == NO_MODULE else f'in {name} '}in {_words(found)}"
+        for name, kinds in observed.computed.items()
+        if name not in known
+        for kind, found in kinds.items()
+    ]
+    told = ", ".join([*seen, f"products of backward in {_words(observed.backward)}"])
+    return f"{observed.of}; {told}"
+
+
+def _words(dtypes: Iterable[torch.dtype]) -> str:
+    return " and ".join(sorted(map(dtype_word, dtypes)))
+
+
+def _memory(predicted: Prediction) -> Iterator[str]:
+    rows = [("memory of a rank, when it is most", "", "bytes per parameter")]
+    parts = [*predicted.memory.items(), ("total", predicted.memory_bytes)]
+    rows += [(part, bytes_text(size), f"{size / predicted.parameters:.2f}") for part, size in parts]
+    yield from _table(rows, right=(1, 2))
+
+
+def _wire(predicted: Prediction) -> Iterator[str]:
+    if not predicted.wire:
+        yield "nothing is sent: there is one rank"
+        return
+    rows = [("sent by a rank in a step", "collective", "type", "calls", "")]
+    rows += [
+        (
+            entry.purpose,
+            entry.kind,
+            dtype_name(entry.dtype),
+            str(entry.calls),
+            bytes_text(entry.nbytes),
+        )
+        for entry in predicted.wire
+    ]
+    rows.append(("total", "", "", "", bytes_text(predicted.wire_bytes)))
+    yield from _table(rows, right=(3, 4))
+
+
+def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= LONGEST_NAME else "..." + name[3 - LONGEST_NAME :]
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, subsequent_indent="  ")

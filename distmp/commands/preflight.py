@@ -1,0 +1,33 @@
+"""`torchrun -m distmp.commands.preflight`: nothing but the preflight."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from distmp.config import RunConfig, load
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.world import leave
+from distmp.launcher.preflight.check import join_checked
+from distmp.launcher.preflight.store import PreflightError
+from distmp.training.train import end_process, run_as_rank
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do nothing but the preflight, and return the exit code of this rank."""
+    return run_as_rank(sys.argv[1:] if argv is None else argv, load, _only_check)
+
+
+def _only_check(config: RunConfig, environment: RankEnvironment) -> int:
+    if environment.world_size == 1:
+        raise PreflightError("preflight: there is one rank; `distmp doctor` looks at one machine")
+    _, report = join_checked(config, environment)
+    if environment.rank == 0:
+        for line in (report.summary, *report.warnings):
+            sys.stdout.write(f"preflight: {line}\n")
+    leave()
+    return 0
+
+
+if __name__ == "__main__":
+    end_process(main())

@@ -1,0 +1,130 @@
+"""The charts of the report as data; `charts.js` draws them at the width that the window has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from distmp.commands.report.run import Run
+from distmp.telemetry.records import StepRecord
+from distmp.telemetry.thinning import smoothed, thinned
+
+Chart = dict[str, Any]
+Value = Callable[[StepRecord], float]
+
+# With so few steps a smoothed line would lie on the line itself.
+FEW_POINTS = 80
+# Lines of more ranks cannot be told apart.
+MOST_RANKS = 16
+
+
+def charts(runs: Sequence[Run]) -> list[Chart]:
+    """Return what is to be drawn, top to bottom.
+
+    Each chart has `title`, `unit`, `logarithm` (the axis's base, or 0) and `series`; a series has
+    `label`, `run` (0 or 1), `kind` ("line", "smooth", "dots" or "marks") and the points `x`, `y`. A
+    value that is not finite is null and leaves a gap.
+    """
+    return [
+        _chart("Loss", "", runs, lambda r: r.loss, smooth=True, extra=_validation),
+        _chart("Learning rate", "", runs, lambda r: r.learning_rate),
+        _chart("Gradient norm before clipping", "", runs, _norm, logarithm=10, smooth=True),
+        _chart("Loss scale", "", runs, lambda r: r.loss_scale, logarithm=2, extra=_skipped),
+        _chart("Throughput", "tok/s", runs, _steady(lambda r: r.tokens_per_second)),
+        _chart("Time of a step", "s", runs, _steady(lambda r: r.step_seconds)),
+        *_rank_times(runs),
+        _chart("Peak memory of the first rank", "MiB", runs, lambda r: r.memory_bytes / 2**20),
+    ]
+
+
+def _chart(
+    title: str,
+    unit: str,
+    runs: Sequence[Run],
+    value: Value,
+    *,
+    logarithm: int = 0,
+    smooth: bool = False,
+    extra: Callable[[Run], list[Chart]] | None = None,
+) -> Chart:
+    series: list[Chart] = []
+    for index, run in enumerate(runs):
+        found = [_line("each step", run.records, value), *(extra(run) if extra else [])]
+        if smooth and len(run.records) > FEW_POINTS:
+            found.append(_line("smoothed", run.records, value, smooth=True))
+        for one in found:
+            one["run"] = index
+            if len(runs) > 1:
+                one["label"] = f"{run.name}, {one['label']}"
+        series += found
+    return {"title": title, "unit": unit, "logarithm": logarithm, "series": series}
+
+
+def _validation(run: Run) -> list[Chart]:
+    validated = [record for record in run.records if record.validation_loss is not None]
+    if not validated:
+        return []
+    line = _line("validation", validated, lambda r: r.validation_loss or 0.0)
+    return [line | {"kind": "dots"}]
+
+
+def _skipped(run: Run) -> list[Chart]:
+    skipped = [record for record in run.records if record.skipped]
+    if not skipped:
+        return []
+    marks = _line(f"{len(skipped):,} skipped", skipped, lambda r: r.loss_scale)
+    return [marks | {"kind": "marks"}]
+
+
+def _rank_times(runs: Sequence[Run]) -> list[Chart]:
+    """Return what every rank took by itself, where ranks were compared."""
+    series: list[Chart] = []
+    for index, run in enumerate(runs):
+        compared = [record for record in run.records if record.rank_seconds]
+        ranks = max((len(record.rank_seconds or []) for record in compared), default=0)
+        for rank in range(min(ranks, MOST_RANKS)):
+            label = f"rank {rank}" if len(runs) == 1 else f"{run.name}, rank {rank}"
+            series.append(_line(label, compared, _of_rank(rank)) | {"run": index})
+    chart = {"title": "Time of each rank by itself", "unit": "s", "logarithm": 0}
+    return [{**chart, "series": series}] if series else []
+
+
+def _of_rank(rank: int) -> Value:
+    def seconds(record: StepRecord) -> float:
+        times = record.rank_seconds or []
+        return times[rank] if rank < len(times) else math.nan
+
+    return seconds
+
+
+def _steady(value: Value) -> Value:
+    """Leave out the first step, which compiles and allocates, and would flatten all others."""
+    return lambda record: math.nan if record.step == 1 else value(record)
+
+
+def _norm(record: StepRecord) -> float:
+    # A logarithmic axis has no place for 0.
+    return record.grad_norm or math.nan
+
+
+def _line(
+    label: str,
+    records: Sequence[StepRecord],
+    value: Value,
+    *,
+    smooth: bool = False,
+) -> Chart:
+    steps = np.array([record.step for record in records], dtype=np.float64)
+    values = np.array([value(record) for record in records], dtype=np.float64)
+    values[~np.isfinite(values)] = np.nan
+    x, y = (smoothed if smooth else thinned)(steps, values)
+    return {
+        "label": label,
+        "kind": "smooth" if smooth else "line",
+        "x": [int(step) for step in x],
+        # Six digits are more than a screen shows, and a third of the bytes.
+        "y": [None if np.isnan(number) else float(f"{number:.6g}") for number in y],
+    }

@@ -1,0 +1,39 @@
+"""`distmp report RUN_DIR`: one HTML file about a run, or about two side by side."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from distmp.commands.report.page import page
+from distmp.commands.report.run import Run
+from distmp.errors import ConfigError
+from distmp.utils.files import replacing
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report and return the exit code.
+
+    Raises:
+        ConfigError: If a folder holds no run, or the file cannot be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="distmp report",
+        description="Write one HTML file, readable without a network, about a run.",
+    )
+    parser.add_argument("run_dir", type=Path, help="folder of the run")
+    parser.add_argument("other", type=Path, nargs="?", help="folder of a run to compare it with")
+    parser.add_argument("--to", type=Path, help="the file; RUN_DIR/report.html unless given")
+    arguments = parser.parse_args(argv)
+    folders = [arguments.run_dir, *([arguments.other] if arguments.other else [])]
+    runs = [Run.read(folder) for folder in folders]
+    target = arguments.to or arguments.run_dir / "report.html"
+    try:
+        with replacing(target) as file:
+            file.write(page(runs).encode())
+    except OSError as error:
+        raise ConfigError("--to", str(target), f"cannot be written ({error.strerror})") from None
+    sys.stdout.write(f"{target}\n")
+    return 0

@@ -1,0 +1,153 @@
+"""The page of the report: one HTML file with its data, style and script inside."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from importlib import resources
+
+from distmp import __version__
+from distmp.commands.report.charts import charts
+from distmp.commands.report.run import Run, shown
+from distmp.telemetry.records import StepRecord
+from distmp.utils.units import scale_text
+
+# Skipped steps with their causes in full; the records have them all.
+MOST_SKIPPED = 200
+
+
+def page(runs: Sequence[Run]) -> str:
+    """Return the HTML of a report on one run, or on two side by side.
+
+    Everything that came from the runs is escaped: a report shows what they say and runs nothing.
+    """
+    names = " and ".join(run.name for run in runs)
+    body = "\n".join(
+        [
+            f"<header><h1>{escape(names)}</h1></header>",
+            _section("Summary", _summary(runs)),
+            *(
+                f'<figure class="chart" data-chart="{i}"></figure>'
+                for i in range(len(charts(runs)))
+            ),
+            *(_section(_titled("Where the time went", run, runs), _profile(run)) for run in runs),
+            *(_section(_titled("Skipped steps", run, runs), _skipped(run)) for run in runs),
+            *(_section(_titled("Out of bounds", run, runs), _divergence(run)) for run in runs),
+            _section("Configuration", _configuration(runs)),
+            *(_section(_titled("Environment", run, runs), _pairs(run.environment)) for run in runs),
+            f"<footer>distmp {escape(__version__)}</footer>",
+        ]
+    )
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(names)}</title>\n<style>\n{_asset('report.css')}</style>\n</head>\n<body>\n"
+        f'<main>\n{body}\n</main>\n<script type="application/json" id="charts">'
+        f"{_embedded(charts(runs))}</script>\n<script>\n{_asset('charts.js')}</script>\n"
+        f"</body>\n</html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return resources.files("distmp.commands.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _embedded(data: object) -> str:
+    """Return JSON that cannot end the script element it stands in."""
+    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _titled(title: str, run: Run, runs: Sequence[Run]) -> str:
+    return title if len(runs) == 1 else f"{title} of {run.name}"
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
+
+
+def _summary(runs: Sequence[Run]) -> str:
+    if len(runs) == 1:
+        cards = (
+            f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>"
+            for name, value in runs[0].summary().items()
+        )
+        return f'<dl class="cards">{"".join(cards)}</dl>'
+    columns = [run.summary() for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = ((name, *(column.get(name, "") for column in columns)) for name in names)
+    return _table(["", *(run.name for run in runs)], rows)
+
+
+def _profile(run: Run) -> str:
+    if run.profile is None:
+        return ""
+    head, *rows = run.profile.table()
+    notes = "".join(f"<li>{escape(note)}</li>" for note in run.profile.notes())
+    return f"<p>{escape(run.profile.title)}</p>{_table(head, rows)}<ul>{notes}</ul>"
+
+
+def _skipped(run: Run) -> str:
+    skipped = [record for record in run.records if record.skipped]
+    if not skipped:
+        return "<p>None.</p>"
+    rows = (
+        (f"{record.step:,}", scale_text(record.loss_scale), *_causes(record))
+        for record in skipped[:MOST_SKIPPED]
+    )
+    more = len(skipped) - MOST_SKIPPED
+    rest = f"<p>and {more:,} more, in steps.jsonl</p>" if more > 0 else ""
+    table = _table(["step", "loss scale", "why", "what to do"], rows)
+    return f'<div class="skipped">{table}</div>{rest}'
+
+
+def _divergence(run: Run) -> str:
+    found = [record for record in run.records if record.divergence]
+    rows = ((f"{record.step:,}", *_what_followed(record)) for record in found[:MOST_SKIPPED])
+    return _table(["step", "what", "then"], rows) if found else ""
+
+
+def _what_followed(record: StepRecord) -> Iterator[str]:
+    found = record.divergence or {}
+    back = found.get("rolled_back")
+    if back is None:
+        yield str(found.get("problem", ""))
+        yield str(found.get("action", ""))
+    else:
+        yield f"step {back.get('from_step')}: {back.get('problem')}"
+        yield f"back to step {back.get('to_step')}"
+
+
+def _causes(record: StepRecord) -> Iterator[str]:
+    overflow = record.overflow or {}
+    yield str(overflow.get("diagnosis", "no overflow: nothing to learn from"))
+    yield str(overflow.get("advice", ""))
+
+
+def _configuration(runs: Sequence[Run]) -> str:
+    names = dict.fromkeys(name for run in runs for name in run.config)
+    rows = {name: [shown(run.config.get(name)) for run in runs] for name in names}
+    head = ["", *(run.name for run in runs)]
+    every = _table(head, ((name, *values) for name, values in rows.items()))
+    if len(runs) == 1:
+        return f"<details><summary>{len(rows)} settings</summary>{every}</details>" if rows else ""
+    different = [(name, *values) for name, values in rows.items() if len(set(values)) > 1]
+    return (
+        _table(head, different) if different else "<p>The same in both.</p>"
+    ) + f"<details><summary>all {len(rows)} settings</summary>{every}</details>"
+
+
+def _pairs(values: dict[str, object]) -> str:
+    if not values:
+        return ""
+    table = _table(["", ""], ((name, shown(value)) for name, value in values.items()))
+    return f"<details><summary>{len(values)} facts</summary>{table}</details>"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    def row(cells: Sequence[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows)
+    top = f"<thead>{row(head, 'th')}</thead>" if any(head) else ""
+    return f'<div class="wide"><table>{top}<tbody>{body}</tbody></table></div>'

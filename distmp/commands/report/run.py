@@ -1,0 +1,95 @@
+"""What a run has left in its folder, read for the report."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+from distmp.errors import ConfigError
+from distmp.telemetry.profiling.summary import SUMMARY, Summary
+from distmp.telemetry.records import StepRecord, read_records
+from distmp.training import manifest
+from distmp.training.run_directory import RunDirectory
+from distmp.utils.settings import read_yaml
+from distmp.utils.settings.flat import flat
+from distmp.utils.units import bytes_text, duration, quantity, scale_text
+
+# Over how many of the last steps the loss of the summary is the mean.
+LAST_STEPS = 50
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run as its folder tells it.
+
+    Attributes:
+        name: Of its folder.
+        records: Its steps; never empty.
+        config: The resolved configuration by dotted name; empty where it is not there.
+        environment: What is known about machine and versions, by dotted name; may be empty.
+        profile: Where the time of recorded steps went, if any were.
+    """
+
+    name: str
+    records: list[StepRecord]
+    config: dict[str, object]
+    environment: dict[str, object]
+    profile: Summary | None = None
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        """Read the folder of a run, finished or not.
+
+        Raises:
+            ConfigError: If there is no record of a step in it, or a profile that cannot be read.
+        """
+        directory = RunDirectory(folder)
+        records = read_records(directory.records) if directory.records.is_file() else []
+        if not records:
+            raise ConfigError(
+                "run_dir",
+                str(folder),
+                f"holds no step; {directory.records.name} is missing or empty",
+            )
+        config: dict[str, object] = {}
+        if directory.config.is_file():
+            config = flat(read_yaml(directory.config))
+        environment: dict[str, object] = {}
+        if directory.manifest.is_file():
+            last = dict(manifest.read(directory.manifest)[-1])
+            last.pop("configuration", None)
+            environment = flat(last)
+        summary = directory.profile / SUMMARY
+        profile = Summary.read(summary) if summary.is_file() else None
+        return cls(folder.resolve().name, records, config, environment, profile)
+
+    def summary(self) -> dict[str, str]:
+        """Return the run in a few numbers, for people."""
+        records, last = self.records, self.records[-1]
+        losses = [record.loss for record in records[-LAST_STEPS:] if not record.skipped]
+        validated = [r.validation_loss for r in records if r.validation_loss is not None]
+        planned = self.config.get("steps")
+        seconds = sum(record.step_seconds for record in records)
+        return {
+            "steps": f"{last.step:,} of {planned:,}"
+            if isinstance(planned, int)
+            else f"{last.step:,}",
+            f"loss, last {min(LAST_STEPS, len(records))} steps": (
+                f"{statistics.fmean(losses):.4f}" if losses else "none applied"
+            ),
+            "best validation loss": f"{min(validated):.4f}" if validated else "not measured",
+            "skipped": f"{last.skipped_total:,} steps",
+            "loss scale at the end": scale_text(last.loss_scale),
+            "throughput, median": (
+                f"{quantity(statistics.median(r.tokens_per_second for r in records))} tok/s"
+            ),
+            "time in steps": duration(seconds),
+            "peak memory of a rank": bytes_text(max(record.memory_bytes for record in records)),
+        }
+
+
+def shown(value: object) -> str:
+    """Return a setting's value as YAML would have it."""
+    return value if isinstance(value, str) else json.dumps(value, default=str)

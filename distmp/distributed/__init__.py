@@ -1,0 +1,1 @@
+"""Ranks: who they are, how they reach each other, and how they act together."""

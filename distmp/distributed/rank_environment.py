@@ -1,0 +1,96 @@
+"""Who this process is among the ranks of a run, from the variables that torchrun sets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from distmp.distributed.accelerate_launch import check_started
+from distmp.errors import ConfigError
+
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+# How many processes were started at once, as launchers that do not set torchrun's variables say.
+_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """This process's place among all ranks (`rank`) and among those of its machine (`local_rank`).
+
+    The default is a process alone.
+
+    Raises:
+        ConfigError: If the numbers contradict each other; it names torchrun's variable.
+    """
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+
+    def __post_init__(self) -> None:
+        _check("RANK", self.rank, "WORLD_SIZE", self.world_size)
+        _check("LOCAL_RANK", self.local_rank, "LOCAL_WORLD_SIZE", self.local_world_size)
+        if self.local_world_size > self.world_size:
+            raise ConfigError(
+                "LOCAL_WORLD_SIZE",
+                self.local_world_size,
+                f"is more than WORLD_SIZE = {self.world_size}",
+            )
+
+    @classmethod
+    def from_variables(cls, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
+        """Read torchrun's variables; where there are none, the process is alone.
+
+        WORLD_SIZE=1 without RANK is a process alone, whatever else started beside it.
+
+        Raises:
+            ConfigError: If some of the variables are missing, a value is impossible, accelerate
+                launched one process in place of several, or another launcher (mpirun, srun) has
+                started several processes without telling them how to reach each other.
+        """
+        present = [name for name in _VARIABLES if name in variables]
+        if present == ["WORLD_SIZE"] and variables["WORLD_SIZE"] == "1":
+            return cls()
+        if not present:
+            check_started(variables)
+            _refuse_foreign_ranks(variables)
+            return cls()
+        return cls(**{name.lower(): _read(variables, name, present[0]) for name in _VARIABLES})
+
+
+def _read(variables: Mapping[str, str], name: str, present: str) -> int:
+    text = variables.get(name)
+    if text is None:
+        raise ConfigError(
+            name,
+            None,
+            f"is not set although {present} is; start the run with torchrun or `distmp launch`, "
+            f"or unset {present} for a process alone",
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(name, text, "must be a whole number, as torchrun sets it") from None
+
+
+def _refuse_foreign_ranks(variables: Mapping[str, str]) -> None:
+    for name in _FOREIGN_SIZES:
+        size = variables.get(name, "1")
+        if size.isdecimal() and int(size) > 1:
+            raise ConfigError(
+                name,
+                int(size),
+                f"{size} processes were started together, but torchrun's variables (RANK, "
+                "WORLD_SIZE, MASTER_ADDR ...) are not set, so each would train alone; start one "
+                "`distmp launch` or torchrun per machine, or set WORLD_SIZE=1 for processes that "
+                "train on their own",
+            )
+
+
+def _check(rank_name: str, rank: int, size_name: str, size: int) -> None:
+    if size < 1:
+        raise ConfigError(size_name, size, "must be at least 1")
+    if not 0 <= rank < size:
+        raise ConfigError(rank_name, rank, f"must be from 0 to {size_name} - 1 = {size - 1}")

@@ -1,0 +1,1 @@
+"""Writes the weights in a checkpoint in formats that other programs read."""

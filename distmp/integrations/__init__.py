@@ -1,0 +1,1 @@
+"""distmp inside of other frameworks."""

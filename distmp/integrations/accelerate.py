@@ -1,0 +1,408 @@
+"""Hugging Face accelerate with distmp's policies and loss scaling."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import fields
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import AcceleratorState
+from accelerate.utils import (
+    AutocastKwargs,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    KwargsHandler,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from distmp.distributed.world import keep_until_exit
+from distmp.errors import ConfigError
+from distmp.parallel.strategy import check_parameters
+from distmp.precision import PolicyLike, PrecisionPolicy, Resolution, policy, resolve
+from distmp.precision.accelerate import (
+    autocast_kwargs,
+    check_replicated,
+    fsdp_plugin,
+    mixed_precision,
+    policy_of,
+    prepare_to_shard,
+)
+from distmp.precision.builders import autocast_context, ddp_comm_hook, prepare
+from distmp.precision.policy import SIXTEEN_BIT
+from distmp.precision.switches import product_switches
+from distmp.scaling import DistributedGradScaler, LossScaleConfig, loss_scale_rules, unused_rules
+from distmp.utils.dtypes import dtype_name
+
+logger = logging.getLogger("distmp")
+
+# What reaches gradients or the loss without passing through a policy or a scaler.
+_OTHER_ENGINES = ("deepspeed", "megatron_lm")
+# The variable in which `accelerate launch` hands its `--mixed_precision` to the ranks.
+_LAUNCHED = "ACCELERATE_MIXED_PRECISION"
+_SIGNATURE = inspect.signature(accelerate.Accelerator)
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """`accelerate.Accelerator` that computes as a policy says, on all ranks alike.
+
+    A script that imports it in place of accelerate's changes in nothing else. `mixed_precision`,
+    whether it is given, comes from `accelerate launch` or stands in the environment, means a
+    policy: "no" is `fp32`, "bf16" is `bf16-autocast`, "fp16" is `fp16-autocast`. With `policy` any
+    other one can be named, and holds with FSDP too.
+
+    With a float16 policy `scaler` is a `distmp.DistributedGradScaler`: all ranks apply or skip a
+    step together, `step_was_skipped` is right for fused optimizers as well, so that schedulers
+    rest, and float16 works on the CPU, where accelerate silently computes in float32.
+
+    Optimizers that belong to one model may be registered, to be skipped together:
+    `accelerator.scaler.register(...)`. The scale moves when the next backward begins, once for all
+    of them, and that is when a scale that cannot be lowered further raises.
+
+    With `policy`, products use TF32 or not as it says, in the whole process, until `end_training`.
+    With `mixed_precision` they do as the process has it, as with accelerate.
+
+    Args:
+        *positional: Those of `accelerate.Accelerator`, or one: a policy.
+        policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
+            or "auto" for what the device supports. None follows `mixed_precision`.
+        loss_scale: Rules of the loss scale, for float16 policies.
+        max_consecutive_skips: Raise when so many steps in a row were skipped; None never does.
+        **arguments: Those of `accelerate.Accelerator`.
+
+    Attributes:
+        policy: The policy in force.
+        policy_reason: Where it comes from, in words.
+
+    Raises:
+        ConfigError: For both `policy` and `mixed_precision`, and for what accelerate cannot do as
+            the policy says.
+
+    Example:
+        >>> accelerator = Accelerator(mixed_precision="bf16")
+        >>> accelerator.policy.name
+        'bf16-autocast'
+    """
+
+    def __init__(
+        self,
+        *positional: Any,
+        policy: PolicyLike | None = None,
+        loss_scale: LossScaleConfig | None = None,
+        max_consecutive_skips: int | None = 50,
+        **arguments: Any,
+    ) -> None:
+        if positional and isinstance(positional[0], (str, Mapping, PrecisionPolicy)):
+            policy, positional = _only(positional, policy), ()
+        arguments = dict(_SIGNATURE.bind_partial(*positional, **arguments).arguments)
+        _refuse_other_precision(arguments, policy)
+        shards = arguments.get("fsdp_plugin") is not None or _is_set("ACCELERATE_USE_FSDP")
+        if not torch.accelerator.is_available():
+            arguments["cpu"] = True  # unless told so, accelerate leaves CPU ranks to themselves
+        on_cpu = bool(arguments.get("cpu")) or _is_set("ACCELERATE_USE_CPU")
+        device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
+        self.policy, self.policy_reason = (
+            _followed(arguments.get("mixed_precision"), device)
+            if policy is None
+            else _resolve(policy, device, shards=shards)
+        )
+        rules = loss_scale_rules(self.policy.loss_scale, loss_scale)
+        arguments["mixed_precision"] = mixed_precision(self.policy)
+        arguments["kwargs_handlers"] = [
+            *(arguments.get("kwargs_handlers") or ()),
+            autocast_kwargs(self.policy),
+            *([_grad_scaler_kwargs(rules)] if rules else ()),
+        ]
+        if shards:
+            arguments["fsdp_plugin"] = fsdp_plugin(
+                self.policy,
+                arguments.get("fsdp_plugin"),
+                reduces_every_microbatch=_reduces_every_microbatch(arguments),
+            )
+        else:
+            check_replicated(self.policy)
+        if policy is not None:
+            _say_who_wins(arguments["mixed_precision"], self.policy)
+        super().__init__(**arguments)
+        self.state.distmp_policy = self.policy  # for another Accelerator of this process
+        unused = unused_rules(self.policy.loss_scale, loss_scale)
+        if unused and self.is_main_process:
+            logger.warning("precision %s: %s", self.policy.name, unused)
+        if not self._shards:
+            # accelerate ignores the plugin on a CPU, and where it started one process alone.
+            check_replicated(self.policy)
+        if rules is not None:
+            self.native_amp = True  # what accelerate leaves out on the CPU
+            self.scaler = _Scaler(
+                self.device.type, rules, max_consecutive_skips=max_consecutive_skips
+            )
+        self._follows = policy is None
+        self._switches = ExitStack()
+        if not self._follows:
+            self._switches.enter_context(product_switches(self.policy))
+
+    @property
+    def _shards(self) -> bool:
+        return bool(self.distributed_type == DistributedType.FSDP)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Prepare models, optimizers and the rest, as accelerate does."""
+        if self.is_fsdp2:
+            for module in args:
+                if isinstance(module, nn.Module) and not isinstance(module, FSDPModule):
+                    self._prepare_for_fsdp2(module)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """Prepare a model: what it holds, takes, computes and returns is what the policy says."""
+        if not getattr(model, "_is_accelerate_prepared", False):
+            self._check_model(model)
+            (prepare_to_shard if self._shards else prepare)(model, self.policy, self.device.type)
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode)
+        if isinstance(prepared, DistributedDataParallel):
+            hook = ddp_comm_hook(self.policy)
+            if hook is not None:
+                prepared.register_comm_hook(None, hook)
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Prepare an optimizer; it knows whether its last step was skipped."""
+        prepared = super().prepare_optimizer(optimizer, device_placement)
+        if isinstance(self.scaler, _Scaler):
+            prepared.__class__ = _ScaledOptimizer
+        return prepared
+
+    def end_training(self) -> None:
+        """End training, as accelerate does, and put torch's switches back."""
+        if dist.is_initialized():
+            keep_until_exit(dist.group.WORLD)
+        super().end_training()
+        self._switches.close()
+
+    def _check_model(self, model: nn.Module) -> None:
+        check_parameters(model, self.policy)
+        narrow = [
+            f"{name!r} is {dtype_name(parameter.dtype)}"
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and parameter.dtype in SIXTEEN_BIT
+        ]
+        if narrow and self._follows and self.is_main_process:
+            logger.warning(
+                "mixed_precision trains FP32 weights: %d parameters in 16 bits become float32 (%s);"
+                " policy='bf16-pure,accumulate=bf16' trains bfloat16 parameters as they are",
+                len(narrow),
+                narrow[0],
+            )
+
+    def _prepare_for_fsdp2(self, module: nn.Module) -> None:
+        """Do what accelerate does with DDP and FSDP1 only: prepare the model, and autocast."""
+        self._check_model(module)
+        prepare_to_shard(module, self.policy, self.device.type)
+        if self.policy.autocast:
+            module.forward = autocast_context(self.policy, self.device)(module.forward)  # type: ignore[operator]
+
+
+class _Scaler(DistributedGradScaler):
+    """A scaler whose `update` takes effect when the next backward begins.
+
+    accelerate calls `update` after the step of each optimizer. If the scale moved at once, the next
+    optimizer's gradients of the same backward would be divided by a scale they never had.
+    """
+
+    def __init__(
+        self, device: str, rules: LossScaleConfig, *, max_consecutive_skips: int | None
+    ) -> None:
+        self._due = False
+        super().__init__(
+            device,
+            init_scale=rules.init,
+            static=not rules.dynamic,
+            max_consecutive_skips=max_consecutive_skips,
+            **{
+                field.name: getattr(rules, field.name)
+                for field in fields(rules)
+                if field.name not in ("dynamic", "init")
+            },
+        )
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        self._due = True
+        if new_scale is not None:
+            self._due = False
+            super().update(new_scale)
+
+    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+        self._finish_iteration()
+        return super().scale(outputs)
+
+    def get_scale(self) -> float:
+        self._finish_iteration()
+        return super().get_scale()
+
+    def state_dict(self) -> dict[str, Any]:
+        self._finish_iteration()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._finish_iteration()
+        super().load_state_dict(state_dict)
+
+    @property
+    def latest_found_inf(self) -> Tensor | None:
+        """The flag of the latest step: 0-dim, above 0 if it was skipped."""
+        return self._latest_found_inf
+
+    def _finish_iteration(self) -> None:
+        if self._due:
+            self._due = False
+            super().update()
+
+
+class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
+    """Reads from the scaler whether a step was skipped; accelerate asks whether it was called.
+
+    A fused optimizer is called and skips on the device.
+    """
+
+    _found_inf: Tensor | None = None
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        if self.gradient_state.sync_gradients:
+            self._found_inf = self.scaler.latest_found_inf
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the latest step was skipped, on all ranks; waits for the device."""
+        return self._found_inf is not None and bool(self._found_inf.item())
+
+
+def _only(positional: tuple[Any, ...], keyword: PolicyLike | None) -> PolicyLike:
+    if len(positional) > 1 or keyword is not None:
+        raise ConfigError(
+            "policy",
+            positional[0],
+            "stands where accelerate has device_placement, so it is the only positional argument; "
+            "write policy=..., and the others with their names",
+        )
+    given: PolicyLike = positional[0]
+    return given
+
+
+def _resolve(wanted: PolicyLike, device: torch.device, *, shards: bool) -> Resolution:
+    found = resolve(wanted, device)
+    if wanted == "auto" and found.policy.has_masters and not shards:
+        instead = policy(f"{found.policy.name}-autocast")
+        return Resolution(instead, f"{found.reason}; accelerate has no FP32 master weights")
+    return found
+
+
+def _followed(given: Any, device: torch.device) -> Resolution:
+    """Return the policy that `mixed_precision` means, read from where accelerate reads it."""
+    if given is not None:
+        setting, word = "mixed_precision", str(given)
+    elif AcceleratorState._shared_state:  # this is not the first Accelerator of the process
+        first = AcceleratorState()
+        if hasattr(first, "distmp_policy"):
+            return Resolution(first.distmp_policy, "that of the first Accelerator")
+        setting, word = "mixed_precision of the first Accelerator", first.mixed_precision
+    else:
+        setting, word = _LAUNCHED, os.environ.get(_LAUNCHED, "no").lower()
+    found = resolve(policy_of(word, setting), device)
+    return Resolution(found.policy, found.reason.replace("given", f"{setting} = {word!r}", 1))
+
+
+def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | None) -> None:
+    """Refuse what would overrule the policy or the scaler."""
+    if arguments.get("mixed_precision") is not None and policy is not None:
+        raise ConfigError(
+            "mixed_precision",
+            str(arguments["mixed_precision"]),
+            f"policy = {policy!r} is given as well; give one of the two",
+        )
+    for engine in _OTHER_ENGINES:
+        name = f"ACCELERATE_USE_{engine.upper()}"
+        plugins = (arguments.get(f"{engine}_plugin"), arguments.get(f"{engine}_plugins"))
+        if any(plugin is not None for plugin in plugins) or _is_set(name):
+            raise ConfigError(
+                f"{engine}_plugin",
+                "in use",
+                "it casts, reduces and scales by itself, so that neither policy nor scaler would"
+                " reach it; use DDP or FSDP, or accelerate's own Accelerator",
+            )
+    for handler in arguments.get("kwargs_handlers") or ():
+        _check_handler(handler)
+
+
+def _check_handler(handler: KwargsHandler) -> None:
+    name = type(handler).__name__
+    if isinstance(handler, AutocastKwargs):
+        raise ConfigError("kwargs_handlers", name, "the policy says it; leave it out")
+    if isinstance(handler, GradScalerKwargs):
+        raise ConfigError(
+            "kwargs_handlers", name, "pass loss_scale=distmp.LossScaleConfig(...) instead"
+        )
+    if "Recipe" in name:
+        raise ConfigError("kwargs_handlers", name, "policies have no 8-bit types; leave it out")
+    if (
+        isinstance(handler, DistributedDataParallelKwargs)
+        and handler.comm_hook != DDPCommunicationHookType.NO
+    ):
+        raise ConfigError(
+            "kwargs_handlers",
+            f"{name}(comm_hook={handler.comm_hook})",
+            "the policy reduces gradients in float32, this would not; leave it out",
+        )
+
+
+def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
+    plugin: GradientAccumulationPlugin | None = arguments.get("gradient_accumulation_plugin")
+    if plugin is not None:
+        return plugin.num_steps == 1 or plugin.sync_each_batch
+    steps = os.environ.get(
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", arguments.get("gradient_accumulation_steps", 1)
+    )
+    return int(steps) == 1
+
+
+def _grad_scaler_kwargs(rules: LossScaleConfig) -> GradScalerKwargs:
+    """Return what accelerate's own settings can hold of the rules; the scaler knows them all."""
+    return GradScalerKwargs(
+        init_scale=rules.init,
+        growth_factor=rules.growth_factor,
+        backoff_factor=rules.backoff_factor,
+        growth_interval=rules.growth_interval,
+    )
+
+
+def _say_who_wins(ours: str, policy: PrecisionPolicy) -> None:
+    launched = os.environ.get(_LAUNCHED, "no")
+    if launched not in ("no", ours):
+        logger.warning(
+            "accelerate was launched with mixed_precision %s; the policy %s wins",
+            launched,
+            policy.name,
+        )
+
+
+def _is_set(variable: str) -> bool:
+    return os.environ.get(variable, "").lower() in ("1", "true", "yes", "on", "y", "t")

@@ -1,0 +1,303 @@
+"""The trace of one rank: torch's events, by what they mean for the time of a step."""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from distmp.distributed.progress import COMPARISON, DATA, SAVING, UPDATE, VALIDATION, VERDICT
+from distmp.telemetry.profiling.intervals import Interval, difference, intersection, union
+
+# Not part of any step, although it may stand between two.
+PAUSES = (VALIDATION, COMPARISON, SAVING)
+# The norm of the gradients and the update.
+OPTIMIZER = (VERDICT, UPDATE)
+
+_ON_HOST = ("cpu_op", "user_annotation")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+# Operators have a namespace, functions of autograd in Python have none. Nodes of autograd, and what
+# somebody named, contain hooks that wait for collectives: only operators inside them compute.
+_NO_COMPUTATION = ("autograd::", "torch::autograd::", "c10d::", "profiler::")
+# Process and number.
+Thread = tuple[Any, Any]
+
+# Compiled code runs without operators.
+_COMPILED = "## Call CompiledFxGraph"
+
+
+class Event(NamedTuple):
+    """Something that took time.
+
+    Attributes:
+        name: As torch calls it.
+        category: Which kind of event it is for torch.
+        start: In microseconds of the trace.
+        stop: Likewise.
+        details: What torch says besides.
+    """
+
+    name: str
+    category: str
+    start: float
+    stop: float
+    details: Mapping[str, Any]
+
+    @property
+    def span(self) -> Interval:
+        """From and to."""
+        return self.start, self.stop
+
+
+class Allocation(NamedTuple):
+    """Memory that was taken or given back.
+
+    Attributes:
+        time: In microseconds of the trace.
+        thread: Which did it.
+        address: Of the block.
+        size: Bytes, negative if they were given back.
+        total: Bytes in use afterwards, as torch counts them.
+        on_cuda: Whether it is memory of a CUDA device.
+    """
+
+    time: float
+    thread: Thread
+    address: int
+    size: int
+    total: int
+    on_cuda: bool
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one rank did in some steps.
+
+    Attributes:
+        on_cuda: Whether the rank computed on a CUDA device.
+        steps: Times of the steps.
+        phases: What the main thread did, one after the other.
+        main: The main thread.
+        threads: Operators and named ranges of each thread, inside each other.
+        device: Kernels and copies of the device, collectives among them.
+        transfers: Collectives of gloo.
+        launches: When what has a correlation id was launched.
+        allocations: In order.
+    """
+
+    on_cuda: bool
+    steps: list[Event]
+    phases: list[Event]
+    main: Thread
+    threads: dict[Thread, list[Event]]
+    device: list[Event]
+    transfers: list[Event]
+    launches: dict[int, float]
+    allocations: list[Allocation]
+
+    @classmethod
+    def read(
+        cls, events: Sequence[Mapping[str, Any]], places: Collection[str], *, on_cuda: bool
+    ) -> Trace:
+        """Sort the events of a trace in the format of Chrome.
+
+        Args:
+            events: Those of torch's profiler, in any order.
+            places: Names of the ranges that are phases; steps are called "step 1" and so on.
+            on_cuda: Whether the rank computed on a CUDA device.
+        """
+        complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
+        complete.sort(key=lambda event: (event["ts"], -event["dur"]))
+        steps = [event for event in complete if _is_step(event)]
+        main = _thread(steps[0]) if steps else ("", "")
+        threads: dict[Thread, list[Event]] = defaultdict(list)
+        for event in complete:
+            # A collective of gloo begins in one thread and ends in another one.
+            if event.get("cat") in _ON_HOST and not event["name"].startswith("gloo:"):
+                threads[_thread(event)].append(_event(event))
+        return cls(
+            on_cuda=on_cuda,
+            steps=[_event(event) for event in steps],
+            phases=[event for event in threads[main] if event.name in places],
+            main=main,
+            threads=dict(threads),
+            device=[_event(event) for event in complete if event.get("cat") in _ON_DEVICE],
+            transfers=[_event(e) for e in complete if e["name"].startswith("gloo:")],
+            launches={
+                event["args"]["correlation"]: event["ts"]
+                for event in complete
+                if event.get("cat") in ("cuda_runtime", "cuda_driver")
+                and "correlation" in event.get("args", {})
+            },
+            allocations=sorted(_allocations(events), key=lambda one: one.time),
+        )
+
+    @cached_property
+    def window(self) -> list[Interval]:
+        """Times of the steps, without what stands between them."""
+        times = [step.span for step in self.steps]
+        if times and self.device:
+            # The host was done before the device was.
+            times.append((times[-1][1], max(event.stop for event in self.device)))
+        return difference(union(times), self._in_phases(PAUSES))
+
+    @property
+    def data(self) -> list[Interval]:
+        """Times in which there was nothing to do before data were there."""
+        waiting = self._in_phases((DATA,))
+        return difference(waiting, union(event.span for event in self.device))
+
+    @property
+    def communication(self) -> list[Interval]:
+        """Times in which some collective was under way."""
+        kernels = (event for event in self.device if _communicates(event))
+        return union(event.span for event in (*self.transfers, *kernels))
+
+    @property
+    def optimizer(self) -> list[Interval]:
+        """Times of the norm of the gradients and of the update."""
+        if not self.on_cuda:
+            return intersection(self._computing(), self._in_phases(OPTIMIZER))
+        return union(
+            event.span
+            for event in self._kernels()
+            if self.place_at(self._launched(event)) in OPTIMIZER
+        )
+
+    @property
+    def computation(self) -> list[Interval]:
+        """Times in which the device computed anything; a CPU, in which an operator ran."""
+        if not self.on_cuda:
+            return self._computing()
+        return union(event.span for event in self._kernels())
+
+    def place_at(self, time: float) -> str:
+        """Return the phase of the main thread at some time; empty if there is none."""
+        found = _at(self.phases, self._phase_starts, time)
+        return "" if found is None else found.name
+
+    def operator_of(self, allocation: Allocation) -> Event | None:
+        """Return the operator in which memory was allocated, as it was called from outside."""
+        operators = self._operators.get(allocation.thread, [])
+        return _at(operators, self._operator_starts.get(allocation.thread, []), allocation.time)
+
+    def own_times(self) -> Iterator[tuple[str, float]]:
+        """Give name and microseconds of the own work of each operator in the window.
+
+        What it calls is not its own. On CUDA it is the work of the kernels that it launched.
+        """
+        if not self.on_cuda:
+            for event, time in _own_times(self.threads.get(self.main, [])):
+                if _computes(event) and self._in_window(event):
+                    yield event.name, time
+            return
+        names = {
+            event.details.get("External id"): event.name
+            for events in self.threads.values()
+            for event in events
+            if _computes(event)
+        }
+        for kernel in filter(self._in_window, self._kernels()):
+            operator = names.get(kernel.details.get("External id"), kernel.name)
+            yield operator, kernel.stop - kernel.start
+
+    @cached_property
+    def _phase_starts(self) -> list[float]:
+        return [event.start for event in self.phases]
+
+    @cached_property
+    def _operators(self) -> dict[Thread, list[Event]]:
+        """Operators of each thread that are not called by others."""
+        return {thread: _outermost(events) for thread, events in self.threads.items()}
+
+    @cached_property
+    def _operator_starts(self) -> dict[Thread, list[float]]:
+        return {thread: [e.start for e in events] for thread, events in self._operators.items()}
+
+    def _in_phases(self, names: Collection[str]) -> list[Interval]:
+        return union(event.span for event in self.phases if event.name in names)
+
+    def _computing(self) -> list[Interval]:
+        return union(event.span for event in self._operators.get(self.main, []))
+
+    def _kernels(self) -> Iterator[Event]:
+        return (event for event in self.device if not _communicates(event))
+
+    def _in_window(self, event: Event) -> bool:
+        index = bisect_right(self.window, (event.start, math.inf)) - 1
+        return index >= 0 and event.start < self.window[index][1]
+
+    def _launched(self, kernel: Event) -> float:
+        return self.launches.get(kernel.details.get("correlation", -1), kernel.start)
+
+
+def _event(event: Mapping[str, Any]) -> Event:
+    start = event["ts"]
+    stop = start + event["dur"]
+    return Event(event["name"], event.get("cat", ""), start, stop, event.get("args", {}))
+
+
+def _thread(event: Mapping[str, Any]) -> Thread:
+    return event["pid"], event["tid"]
+
+
+def _is_step(event: Mapping[str, Any]) -> bool:
+    named = event.get("cat") == "user_annotation"
+    return named and re.fullmatch(r"step [0-9]+", event["name"]) is not None
+
+
+def _computes(event: Event) -> bool:
+    if event.name.startswith(_COMPILED):
+        return True
+    operator = event.category == "cpu_op" and "::" in event.name
+    return operator and not event.name.startswith(_NO_COMPUTATION)
+
+
+def _communicates(event: Event) -> bool:
+    return event.name.lower().startswith("nccl")
+
+
+def _outermost(events: Iterable[Event]) -> list[Event]:
+    """Return the operators that are not called by others; both in the order of their start."""
+    found: list[Event] = []
+    for event in events:
+        if _computes(event) and not (found and event.start < found[-1].stop):
+            found.append(event)
+    return found
+
+
+def _at(events: Sequence[Event], starts: Sequence[float], time: float) -> Event | None:
+    index = bisect_right(starts, time) - 1
+    return events[index] if index >= 0 and time < events[index].stop else None
+
+
+def _own_times(nested: Sequence[Event]) -> Iterator[tuple[Event, float]]:
+    """Give each event with its time, without that of the events inside it."""
+    own = [event.stop - event.start for event in nested]
+    open_: list[int] = []
+    for index, event in enumerate(nested):
+        while open_ and nested[open_[-1]].stop <= event.start:
+            open_.pop()
+        if open_:
+            own[open_[-1]] -= min(event.stop, nested[open_[-1]].stop) - event.start
+        open_.append(index)
+    yield from zip(nested, (max(0.0, time) for time in own), strict=True)
+
+
+def _allocations(events: Iterable[Mapping[str, Any]]) -> Iterator[Allocation]:
+    for event in events:
+        if event.get("name") == "[memory]":
+            details = event["args"]
+            yield Allocation(
+                event["ts"],
+                _thread(event),
+                details["Addr"],
+                details["Bytes"],
+                details["Total Allocated"],
+                details["Device Type"] == 1,
+            )

@@ -1,0 +1,141 @@
+"""What `torchrun -m distmp.train` runs: train as configured, as one rank of any number."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from typing import NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from distmp.config import RunConfig, load
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.stopping import (
+    INTERRUPTED_EXIT_CODE,
+    StopSignals,
+    exit_code_after,
+    ignore_stop_signals,
+    mortal,
+)
+from distmp.distributed.world import World, join, leave
+from distmp.errors import STOPPED_EXIT_CODE, DistmpError
+from distmp.launcher.preflight.check import is_wanted, join_checked
+from distmp.telemetry import Console, RankLog
+from distmp.telemetry.streams import flush_standard_streams
+from distmp.training import failures
+from distmp.training.restarts import Restarts
+from distmp.training.trainer import Trainer
+
+Config = TypeVar("Config")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, and return the exit code of this rank.
+
+    Returns:
+        0 after the last step; 75 after an orderly stop before it, and 130 if that was Ctrl-C; 2 for
+        a configuration that cannot run; 3 if another rank was lost; 4 if ranks hang; 1 for any
+        other failure.
+    """
+    with RankLog() as log:
+        work = functools.partial(_train, log)
+        return run_as_rank(sys.argv[1:] if argv is None else argv, load, work)
+
+
+def run_as_rank(
+    argv: Sequence[str],
+    load: Callable[[Sequence[str]], Config],
+    work: Callable[[Config, RankEnvironment], int],
+) -> int:
+    """Do `work` as configured, and report what goes wrong once for all ranks.
+
+    Args:
+        argv: The command line.
+        load: Makes the configuration of it.
+        work: Joins the other ranks, and returns the exit code of this one.
+    """
+    environment = RankEnvironment()
+    config = None
+    try:
+        environment = RankEnvironment.from_variables()
+        with _speaking_once(environment.local_rank):
+            config = load(argv)
+        return work(config, environment)
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    except Exception as error:  # noqa: BLE001  # the last resort of a process, which reports it
+        exit_code = failures.report(environment, error, config)
+        if isinstance(error, DistmpError):
+            leave()
+        return exit_code
+    finally:
+        failures.stop_watching()
+
+
+def end_process(exit_code: int) -> NoReturn:
+    """End this rank with an exit code.
+
+    After a failure, when the process group could not be left in order, the process ends without
+    its destructors: those of gloo abort it if the other ranks are gone, which hides the exit code.
+    """
+    ignore_stop_signals()
+    flush_standard_streams()
+    if exit_code and dist.is_initialized():
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
+def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int:
+    restarts = Restarts.of_this_job(environment.world_size)
+    if (given_up := restarts.given_up()) is not None:
+        if given_up == STOPPED_EXIT_CODE:
+            if environment.rank == 0:
+                sys.stdout.write("the run was stopped in order and is not started again\n")
+            else:
+                # The end of another rank would end rank 0 before it has said so.
+                failures.wait_to_be_ended()
+        return given_up
+    if config.log.files:
+        log.start(_header(environment))
+    quiet = environment.rank != 0
+    with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
+        with mortal() if environment.world_size > 1 else contextlib.nullcontext():
+            world = _join(config, environment, console)
+        failures.watch(world, config.watched_seconds, 0.9 * 60 * config.timeout_minutes)
+        trainer = Trainer(config, world, console)
+        log.place(trainer.directory.log(world.rank))
+        finished = trainer.run(stop)
+        if not finished:
+            # torchrun takes every exit code but 0 for a failure, and may restart the ranks.
+            restarts.give_up(STOPPED_EXIT_CODE)
+        leave()
+    if finished:
+        return 0
+    return exit_code_after(stop.received)
+
+
+def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:
+    if not is_wanted(config, environment):
+        return join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+    world, report = join_checked(config, environment)
+    for line in (report.summary, *report.warnings):
+        console.message(f"preflight: {line}")
+    return world
+
+
+def _header(environment: RankEnvironment) -> str:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()}"
+    return f"--- {now}: {who}, pid {os.getpid()}"
+
+
+def _speaking_once(local_rank: int) -> contextlib.AbstractContextManager[object]:
+    """Let only the first rank of each machine print the help."""
+    if local_rank == 0:
+        return contextlib.nullcontext()
+    return contextlib.redirect_stdout(open(os.devnull, "w"))  # ends with the process

@@ -1,0 +1,92 @@
+"""Where a Python thread is: its frames, the line of the user's code, and a collective."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+# Code that is not the user's: the standard library, distmp itself, installed packages.
+_NOT_USER_CODE = (
+    os.path.join(sysconfig.get_path("stdlib"), ""),
+    os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
+)
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield a frame and its callers, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def user_line(thread_id: int) -> str:
+    """Return the innermost line of the user's code that a thread executes.
+
+    Args:
+        thread_id: `threading.Thread.ident` of a thread of this process.
+
+    Returns:
+        "FILE:LINE in FUNCTION (`source`)"; the innermost line of all where no code is the user's,
+        and "" for a thread that has ended.
+    """
+    frames = outwards(sys._current_frames().get(thread_id))
+    return _innermost_user_line([(frame, frame.f_lineno) for frame in frames])
+
+
+def user_line_of_error(error: BaseException) -> str:
+    """Return the innermost line of the user's code that an error was raised in, as `user_line`."""
+    return _innermost_user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
+
+
+def collective(frame: FrameType | None) -> str:
+    """Return the collective that a thread waits in and who has called it, or "" if it does not.
+
+    A collective shows as a function of torch's `distributed_c10d`, or as a call of `wait` of what
+    such a function has returned.
+    """
+    if frame is None:
+        return ""
+    name = ""
+    for inner in outwards(frame):
+        file = inner.f_code.co_filename
+        if file.endswith("torch/distributed/distributed_c10d.py"):
+            name = inner.f_code.co_name
+        elif "torch/distributed/c10d_logger.py" in file:
+            continue
+        elif name:
+            return f"{name} ({_place(inner)})"
+        else:
+            line = linecache.getline(file, inner.f_lineno)
+            waits = ".wait(" in line and "/torch/utils/data/" not in file
+            return f"work.wait ({_place(inner)})" if waits and "threading" not in file else ""
+    return name
+
+
+def _place(frame: FrameType) -> str:
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name}, {Path(*path.parts[-3:])}:{frame.f_lineno}"
+
+
+def _innermost_user_line(places: Sequence[tuple[FrameType, int]]) -> str:
+    """Describe the first place of the user's code among some, the innermost first."""
+    if not places:
+        return ""
+    frame, line = next((place for place in places if _is_user_code(place[0])), places[0])
+    file = frame.f_code.co_filename
+    source = linecache.getline(file, line).strip()
+    place = f"{file}:{line} in {frame.f_code.co_name}"
+    return f"{place} (`{source}`)" if source else place
+
+
+def _is_user_code(frame: FrameType) -> bool:
+    file = frame.f_code.co_filename
+    if file.startswith("<"):
+        return file in ("<stdin>", "<string>")
+    return not file.startswith(_NOT_USER_CODE) and not any(part in file for part in _INSTALLED)

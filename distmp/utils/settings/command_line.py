@@ -1,0 +1,241 @@
+"""Settings from a file and the command line; tyro parses the overrides."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import TYPE_CHECKING, Any, TypeVar, get_origin
+
+from distmp.errors import ConfigError
+from distmp.utils.annotations import members_of, wanted
+from distmp.utils.settings.convert import (
+    annotation_of,
+    did_you_mean,
+    from_mapping,
+    join,
+    option_setting,
+    setting_names,
+    unknown_setting,
+)
+from distmp.utils.settings.yaml_files import dictionary_as_line, dictionary_from_line, read_yaml
+
+if TYPE_CHECKING:
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+T = TypeVar("T")
+
+
+def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str) -> T:
+    """Build a dataclass from `--config FILE` and overrides such as `--optim.lr 3e-4`.
+
+    Overrides win over the file, the file over the defaults of `cls`; their order on the command
+    line does not matter. `--help` shows the values that the file gives.
+
+    Args:
+        cls: Dataclass as described at `from_mapping`.
+        argv: Arguments without the program's name.
+        prog: Program's name, for the help text.
+        description: What the program does, for the help text.
+
+    Raises:
+        ConfigError: If the file, an option or a value is wrong; always one plain message.
+        SystemExit: With code 0 after `--help`.
+    """
+    path, overrides = _split_config(argv)
+    values = {} if path is None else read_yaml(path)
+    config = from_mapping(cls, values)
+    # Without overrides the import of tyro, a third of a second on every rank, is saved.
+    return _override(cls, config, overrides, prog, description) if overrides else config
+
+
+def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take `--config FILE` or `--config=FILE` out of the arguments, wherever it stands."""
+    path: str | None = None
+    overrides = []
+    words = iter(argv)
+    for word in words:
+        option, equals, value = word.partition("=")
+        if option != "--config":
+            overrides.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if not value or value.startswith("--"):
+            raise ConfigError("--config", value, "give the name of a YAML file after it")
+        if path is not None:
+            raise ConfigError("--config", value, f"is given twice; the first is {path!r}")
+        path = value
+    return path, overrides
+
+
+def _override(cls: type[T], config: T, overrides: list[str], prog: str, description: str) -> T:
+    import tyro
+
+    messages = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(messages):
+            parsed, unknown = tyro.cli(
+                cls,
+                default=config,
+                args=_as_tyro_writes(cls, overrides),
+                prog=f"{prog} [--config FILE]",
+                description=f"{description}\n\n--config FILE gives the defaults below as YAML.",
+                return_unknown_args=True,
+                registry=_dictionaries_as_yaml(),
+            )
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            raise
+        raise _rejected(config, stop, messages.getvalue(), overrides) from None
+    if unknown:
+        raise _not_an_option(config, unknown[0], overrides)
+    return parsed
+
+
+def _as_tyro_writes(cls: type[Any], overrides: list[str]) -> list[str]:
+    """Translate `--x true` and `--x null`, as in the file, to tyro's `--x` and `--x None`."""
+    known = frozenset(setting_names(cls))
+    words: list[str] = []
+    option = ""
+    for word in overrides:
+        joined = word.startswith("--")
+        option, equals, value = word.partition("=") if joined else (option, "", word)
+        setting = _setting_of(option)
+        members = members_of(annotation_of(cls, setting)) if setting in known else ()
+        if members == (bool,) and value.lower() in ("true", "false"):
+            words.append(_switch(setting, on=value.lower() == "true"))
+            option = ""
+        elif value == "null" and type(None) in members:
+            words.append(f"{option}=None" if equals else "None")
+        else:
+            words.append(word)
+    return words
+
+
+def _switch(setting: str, on: bool) -> str:
+    section, _, name = setting.rpartition(".")
+    return "--" + join(section, name if on else f"no_{name}")
+
+
+def _dictionaries_as_yaml() -> ConstructorRegistry:
+    """Return rules with which tyro takes `--x '{a: 1}'` for a dictionary, as in the file.
+
+    Where a setting takes text as well, what begins with a brace is a dictionary.
+    """
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+    def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        kinds = [get_origin(member) or member for member in members_of(info.type)]
+        if dict not in kinds or not {*kinds} <= {dict, str}:
+            return None
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar="{NAME: VALUE, ...}" if kinds == [dict] else "TEXT|{NAME: VALUE, ...}",
+            instance_from_str=lambda words: (
+                words[0]
+                if str in kinds and not words[0].startswith("{")
+                else dictionary_from_line(words[0])
+            ),
+            is_instance=lambda value: type(value) in kinds,
+            str_from_instance=lambda value: [
+                value if isinstance(value, str) else dictionary_as_line(value)
+            ],
+        )
+
+    registry = ConstructorRegistry()
+    registry.primitive_rule(rule)
+    return registry
+
+
+def _setting_of(option: str) -> str:
+    """Return `optim.warmup_steps` for `--optim.warmup-steps=3`."""
+    return option.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def _rejected(config: Any, stop: SystemExit, text: str, overrides: list[str]) -> ConfigError:
+    """Turn tyro's exit, with what it printed, into one error."""
+    cls = type(config)
+    cause: BaseException | None = stop
+    while cause is not None:
+        if isinstance(cause, ConfigError):
+            # Raised by a check of the settings' own, perhaps for want of what has another name;
+            # tyro wraps every ValueError.
+            misnamed = [word for word in overrides if _is_unknown(cls, word)]
+            return _not_an_option(config, misnamed[0], overrides) if misnamed else cause
+        cause = cause.__context__
+    known = frozenset(setting_names(cls))
+    for option in re.findall(r"--[\w.-]+", text):
+        setting = _setting_of(option)
+        if setting in known:
+            value = " ".join(_values_of(setting, overrides))
+            return ConfigError(setting, value, f"must be {wanted(annotation_of(cls, setting))}")
+    # Whatever else tyro says, without the box that it draws around it.
+    plain = " ".join(re.sub(r"[^\x20-\x7e]+", " ", text).split())
+    return ConfigError("command line", " ".join(overrides), plain)
+
+
+def _values_of(setting: str, overrides: list[str]) -> Iterator[str]:
+    """Give the words that stand after the last use of the option of this setting."""
+    last = max(index for index, word in enumerate(overrides) if _setting_of(word) == setting)
+    _, equals, value = overrides[last].partition("=")
+    if equals:
+        yield value
+    for word in overrides[last + 1 :]:
+        if word.startswith("--"):
+            return
+        yield word
+
+
+def _is_unknown(cls: type[Any], word: str) -> bool:
+    """Whether a word is an option without a setting."""
+    if not word.startswith("--"):
+        return False
+    section, _, name = _setting_of(word).rpartition(".")
+    names = {join(section, name), join(section, name.removeprefix("no_"))}
+    return names.isdisjoint(setting_names(cls))
+
+
+def _not_an_option(config: Any, word: str, overrides: list[str]) -> ConfigError:
+    if not word.startswith("--"):
+        return ConfigError(
+            "command line",
+            word,
+            "belongs to no option; options are written --name value, switches --name or --no-name",
+        )
+    known = frozenset(setting_names(type(config)))
+    setting = _setting_of(word)
+    words = [*_values_of(setting, overrides)]
+    value = " ".join(words)
+    if setting in known:
+        return ConfigError(setting, value, "is a section; override its settings one by one")
+    option = _as_option(config, setting, overrides)
+    if option is None:
+        return ConfigError(setting, value, unknown_setting(setting, known))
+    holder, _, name = option.rpartition(".")
+    written = words[0] if len(words) == 1 else f"[{', '.join(words)}]" if words else "VALUE"
+    meant = f"{holder} is one option." if option == setting else did_you_mean(option)
+    return ConfigError(setting, value, f"{meant} Write --{holder} '{{{name}: {written}}}'")
+
+
+def _as_option(config: Any, setting: str, overrides: list[str]) -> str | None:
+    """Return the name of an unknown setting as a member of a dictionary, if it is one."""
+    section = setting.rpartition(".")[0]
+    if section not in {*setting_names(type(config))}:
+        return None
+    annotation = annotation_of(type(config), section)
+    if any(get_origin(member) is dict for member in members_of(annotation)):
+        return setting
+    holder = reduce(getattr, section.split("."), config)
+    if not dataclasses.is_dataclass(holder):
+        return None
+    given = {_setting_of(word) for word in overrides if word.startswith("--")}
+    values = {
+        name: " ".join(_values_of(full, overrides))
+        if (full := join(section, name)) in given
+        else value
+        for name, value in vars(holder).items()
+    }
+    return option_setting(type(holder), values, setting)

@@ -1,0 +1,172 @@
+"""Mappings into (nested) frozen dataclasses, strictly, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, cast, get_args, get_origin
+
+from distmp.errors import ConfigError, nearest
+from distmp.utils.annotations import accepts, field_annotations, hint, members_of, wanted
+
+T = TypeVar("T")
+
+
+def to_mapping(config: Any) -> dict[str, Any]:
+    """Return a dataclass instance as nested dictionaries and lists, ready for YAML."""
+    return cast("dict[str, Any]", _plain(config))
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return {
+            field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
+        }
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def from_mapping(cls: type[T], values: Mapping[Any, Any], where: str = "") -> T:
+    """Build a (nested) dataclass from a mapping such as `read_yaml` returns.
+
+    Settings that are absent keep their defaults. Conversion is strict: a whole number is taken
+    for a float, a list for a tuple, an empty section for one of defaults, and nothing else.
+
+    A dictionary of options may say in the metadata of its field what it takes, so that an option
+    that stands beside it is told where it belongs: `takes(section, name)` is called with the values
+    of the section.
+
+    Args:
+        cls: Dataclass whose fields are int, float, str, bool, None, Literal, tuple, dict, Any,
+            dataclasses of such, or unions of these; every field has a default.
+        values: Setting name to value.
+        where: Dotted name of the section that `cls` stands for, for messages.
+
+    Raises:
+        ConfigError: If a name is unknown (with the nearest right one) or a value has the wrong
+            type, or whatever the dataclass's own checks raise.
+    """
+    return cast("T", _build(cls, values, where, frozenset(setting_names(cls, where))))
+
+
+def join(section: str, name: str) -> str:
+    """Return the dotted name of a setting in a section."""
+    return f"{section}.{name}" if section else name
+
+
+def setting_names(cls: type[Any], where: str = "") -> Iterator[str]:
+    """Give the dotted names of all settings and sections of `cls`."""
+    for name, annotation in field_annotations(cls).items():
+        full = join(where, name)
+        yield full
+        for member in members_of(annotation):
+            if dataclasses.is_dataclass(member):
+                yield from setting_names(cast("type[Any]", member), full)
+
+
+def leaf_names(cls: type[Any]) -> list[str]:
+    """Return the dotted names of all settings of `cls`, without those of sections."""
+    names = list(setting_names(cls))
+    sections = {name.rpartition(".")[0] for name in names}
+    return [name for name in names if name not in sections]
+
+
+def annotation_of(cls: type[Any], setting: str) -> Any:
+    """Return the annotation of the setting with this dotted name below `cls`."""
+    name, _, rest = setting.partition(".")
+    annotation = field_annotations(cls)[name]
+    if not rest:
+        return annotation
+    section = next(item for item in members_of(annotation) if dataclasses.is_dataclass(item))
+    return annotation_of(cast("type[Any]", section), rest)
+
+
+def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> Any:
+    fields = field_annotations(cls)
+    arguments = {}
+    for name, value in values.items():
+        setting = join(where, str(name))
+        if name not in fields:
+            option = option_setting(cls, values, setting)
+            problem = unknown_setting(setting, known) if option is None else did_you_mean(option)
+            raise ConfigError(setting, value, problem)
+        arguments[name] = _convert(fields[name], value, setting, known)
+    return cls(**arguments)
+
+
+def option_setting(cls: type[Any], values: Mapping[Any, Any], setting: str) -> str | None:
+    """Return the name of an unknown setting as an option of its section, if it is one.
+
+    Args:
+        cls: The section's dataclass.
+        values: Values of the section, as far as they are set.
+        setting: Dotted name, such as `optim.betas`.
+    """
+    section, _, name = setting.rpartition(".")
+    for field in dataclasses.fields(cls):
+        takes = field.metadata.get("takes")
+        if takes is None:
+            continue
+        # Whatever else is wrong with the section has an error of its own.
+        with contextlib.suppress(ConfigError, TypeError, ValueError):
+            if takes(values, name):
+                return join(join(section, field.name), name)
+    return None
+
+
+def did_you_mean(setting: str) -> str:
+    """Say that there is no such setting, and that another one was meant."""
+    return f"unknown setting; did you mean {setting!r}?"
+
+
+def unknown_setting(setting: str, known: frozenset[str]) -> str:
+    """Say that there is no such setting, and which one was probably meant."""
+    section, _, name = setting.rpartition(".")
+    if setting in known:
+        return f"unknown name; write {name!r} as a line below the section {section!r}"
+    same_name = [full for full in known if full.rpartition(".")[2] == name]
+    if same_name:
+        return did_you_mean(min(same_name, key=lambda full: (len(full), full)))
+    if section in known and not any(full.startswith(f"{section}.") for full in known):
+        return did_you_mean(section)
+    siblings = [full for full in known if full.rpartition(".")[0] == section]
+    for candidates in (siblings, sorted(known)):
+        full_names = {full.rpartition(".")[2]: full for full in candidates}
+        if close := difflib.get_close_matches(name, full_names, n=1):
+            return did_you_mean(full_names[close[0]])
+    return f"unknown setting; {nearest(name, siblings or known)}"
+
+
+def _convert(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:
+    """Return `value` as the annotated type, or raise an error that says what is wanted."""
+    for member in members_of(annotation):
+        if dataclasses.is_dataclass(member) and isinstance(value, Mapping):
+            return _build(cast("type[Any]", member), value, setting, known)
+        if accepts(member, value):
+            return _coerce(member, value, setting, known)
+    # A section whose lines are all commented out.
+    if value is None and dataclasses.is_dataclass(annotation):
+        return _build(cast("type[Any]", annotation), {}, setting, known)
+    raise ConfigError(setting, value, f"must be {wanted(annotation)}{hint(annotation, value)}")
+
+
+def _coerce(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:
+    items = get_args(annotation)
+    if annotation is float:
+        return float(value)
+    if get_origin(annotation) is tuple:
+        kinds = items[:1] * len(value) if items[-1] is Ellipsis else items
+        return tuple(
+            _convert(kind, item, f"{setting}[{index}]", known)
+            for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
+    if get_origin(annotation) is dict:
+        return {
+            key: _convert(items[1], item, join(setting, key), known) for key, item in value.items()
+        }
+    return value

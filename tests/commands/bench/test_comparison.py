@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distmp.commands.bench.comparison import Comparison, Measured, Refused, draw, report
+
+
+def measured(last: float, milliseconds: float, memory: int, skipped: int = 0) -> Measured:
+    losses = (5.0, 4.0, 3.0, last)
+    return Measured("native", losses, (milliseconds / 1000,) * 3, memory, skipped)
+
+
+def comparison(**found: Measured | Refused) -> Comparison:
+    return Comparison(4, 2, 0.01, found)
+
+
+@pytest.mark.parametrize(
+    ("found", "chosen"),
+    [
+        # The fastest of those that learn.
+        ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.01, 6, 90)}, "bf16"),
+        # Not one that learns otherwise, however fast.
+        ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.1, 6, 90)}, "fp32"),
+        ({"fp32": measured(2.0, 10, 100), "bf16": measured(float("nan"), 6, 90)}, "fp32"),
+        # Of those that are as fast, the one that needs least.
+        ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.0, 10.4, 50)}, "bf16"),
+        ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.0, 10.6, 50)}, "fp32"),
+        ({"fp32": measured(float("nan"), 10, 100)}, None),
+        ({"fp32": Refused("no")}, None),
+        # A refused first policy leaves the next one to compare with.
+        ({"fp32": Refused("no"), "bf16": measured(2.0, 10, 1)}, "bf16"),
+    ],
+)
+def test_the_recommendation(found: dict[str, Measured | Refused], chosen: str | None) -> None:
+    assert comparison(**found).recommendation()[0] == chosen
+
+
+def test_the_table_has_a_line_for_each_policy_and_the_advice() -> None:
+    compared = comparison(
+        fp32=measured(2.0, 10, 3 * 2**20), fp16=measured(2.2, 5, 2**20, 2), tf32=Refused("why not")
+    )
+    first, head, fp32, fp16, tf32, advice = report(compared).splitlines()
+    assert first == "4 steps on 2 ranks"
+    assert head.split() == [
+        "policy",
+        "ms",
+        "a",
+        "step",
+        "memory",
+        "last",
+        "loss",
+        "apart",
+        "skipped",
+    ]
+    assert fp32.split() == ["fp32", "10.0", "3.0", "MiB", "2.0000", "0.00%", "0", "native"]
+    assert fp16.split() == ["fp16", "5.0", "1.0", "MiB", "2.2000", "10.00%", "2", "native"]
+    assert tf32.split() == ["tf32", "refused:", "why", "not"]
+    assert advice.startswith("take fp32: ")
+    assert "fp16 learns otherwise" in advice
+
+
+def test_json_and_picture(tmp_path: Path) -> None:
+    compared = comparison(fp32=measured(float("inf"), 10, 1), bf16=Refused("no"))
+    text = json.dumps(compared.as_json(), allow_nan=False)
+    assert json.loads(text)["policies"]["fp32"]["losses"] == [5.0, 4.0, 3.0, None]
+    assert json.loads(text)["policies"]["bf16"] == {"refused": "no"}
+    draw(compared, tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")

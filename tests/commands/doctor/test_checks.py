@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from distmp.commands.doctor.checks import CHECKS, judge
+from distmp.commands.doctor.machine_info import Clock, Facts, Folder, Gpu
+
+GIB = 1 << 30
+
+GPU = Gpu("NVIDIA H200", 140 * GIB, 0, 0, False, "580.1")
+
+HEALTHY = Facts(
+    hostname="node1",
+    addresses=("10.0.0.1",),
+    interfaces={"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fe80::1")},
+    versions={
+        "python": "3.11.7",
+        "distmp": "0.1.0",
+        "torch": "2.13.0+cu130",
+        "nccl": "2.29",
+        "accelerate": "1.15.0",
+    },
+    cuda_build="13.0",
+    cuda_driver="13.1",
+    cuda_devices=2,
+    gpus=(GPU, GPU),
+    native_dtypes=("bfloat16", "float16"),
+    cores=8,
+    usable_cores=8,
+    core_quota=None,
+    available_bytes=64 * GIB,
+    memory_limit=None,
+    shm_bytes=32 * GIB,
+    limits={"open_files": 65536, "processes": None, "locked_bytes": None},
+    rdma_devices=("mlx5_0",),
+    folder=Folder("/runs", 500 * GIB, None),
+    clock=Clock(True, True, 0.001),
+    environment={},
+    policy="bf16 (it computes it natively)",
+    strategy="ddp on 2 ranks (one for each of 2 CUDA devices)",
+)
+
+
+def variables(**values: str) -> dict[str, Any]:
+    return {"environment": values}
+
+
+# What is wrong: changes to the healthy machine, check, status, and words of message and remedy.
+ILL: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "old Python": (
+        {"versions": {**HEALTHY.versions, "python": "3.9.18"}},
+        "versions",
+        "FAIL",
+        "needs python 3.10",
+    ),
+    "old torch": (
+        {"versions": {**HEALTHY.versions, "torch": "2.9.1+cu128"}},
+        "versions",
+        "FAIL",
+        "needs torch 2.10",
+    ),
+    "torch for the CPU beside GPUs": ({"cuda_build": None}, "CUDA", "FAIL", "without CUDA"),
+    "old driver": ({"cuda_driver": "12.8"}, "CUDA", "FAIL", "a torch built for CUDA 12"),
+    "hidden GPUs": ({"cuda_devices": 0}, "CUDA", "FAIL", "CUDA_VISIBLE_DEVICES"),
+    "different GPUs": (
+        {"gpus": (GPU, replace(GPU, name="NVIDIA A100"))},
+        "GPUs",
+        "WARN",
+        "NVIDIA A100, NVIDIA H200",
+    ),
+    "broken GPU memory": (
+        {"gpus": (GPU, replace(GPU, ecc_errors=3))},
+        "GPUs",
+        "FAIL",
+        "GPU 1, NVIDIA H200: 3 memory errors",
+    ),
+    "hot GPU": ({"gpus": (replace(GPU, throttled=True),)}, "GPUs", "WARN", "GPU 0, NVIDIA H200"),
+    "taken GPU": ({"gpus": (replace(GPU, used_bytes=20 * GIB),)}, "GPUs", "WARN", "20.0 GiB"),
+    "fewer cores than seen": ({"core_quota": 2.5}, "cores", "WARN", "2.5 of 8 cores"),
+    "pinned to few cores": ({"usable_cores": 1}, "cores", "WARN", "1 of 8 cores"),
+    "too many threads": (variables(OMP_NUM_THREADS="64"), "threads", "WARN", "8 cores to use"),
+    "no number of threads": (variables(OMP_NUM_THREADS="4,2"), "threads", "WARN", "not a number"),
+    "no memory left": ({"available_bytes": GIB}, "memory", "WARN", "1.0 GiB to use"),
+    "small memory of a container": ({"memory_limit": GIB}, "memory", "WARN", "limit 1.0 GiB"),
+    "Docker's /dev/shm": ({"shm_bytes": 64 << 20}, "shared memory", "WARN", "--shm-size"),
+    "no /dev/shm": ({"shm_bytes": None}, "shared memory", "FAIL", "there is no /dev/shm"),
+    "few files": (
+        {"limits": {**HEALTHY.limits, "open_files": 1024}},
+        "limits",
+        "WARN",
+        "ulimit -n",
+    ),
+    "few processes": (
+        {"limits": {**HEALTHY.limits, "processes": 100}},
+        "limits",
+        "WARN",
+        "ulimit -u",
+    ),
+    "no locked memory for InfiniBand": (
+        {"limits": {**HEALTHY.limits, "locked_bytes": 64 << 10}},
+        "limits",
+        "FAIL",
+        "mlx5_0 has to lock",
+    ),
+    "read-only disk": (
+        {"folder": Folder("/runs", 500 * GIB, "Read-only file system")},
+        "disk",
+        "FAIL",
+        "Read-only file system",
+    ),
+    "full disk": ({"folder": Folder("/runs", GIB // 2, None)}, "disk", "FAIL", "512 MiB free"),
+    "nearly full disk": ({"folder": Folder("/runs", 5 * GIB, None)}, "disk", "WARN", "5.0 GiB"),
+    "clock that goes back": ({"clock": Clock(False, True, 0.0)}, "clock", "FAIL", "goes back"),
+    "clock nobody keeps": ({"clock": Clock(True, False, None)}, "clock", "WARN", "chrony"),
+    "wrong clock": ({"clock": Clock(True, True, -12.0)}, "clock", "WARN", "off by -12 s"),
+    "unknown hostname": ({"addresses": ()}, "hostname", "WARN", "node1 does not resolve"),
+    "hostname of Debian": ({"addresses": ("127.0.1.1",)}, "hostname", "WARN", "cannot reach"),
+    "hostname of somebody else": ({"addresses": ("10.9.9.9",)}, "hostname", "WARN", "no interface"),
+    "no network": (
+        {"interfaces": {"lo": ("127.0.0.1",), "veth": ("fe80::2",)}, "addresses": ("127.0.0.1",)},
+        "network",
+        "WARN",
+        "this machine alone",
+    ),
+    "gloo on a missing interface": (
+        variables(GLOO_SOCKET_IFNAME="eth0,ib0"),
+        "network",
+        "FAIL",
+        "ib0 is not there",
+    ),
+    "NCCL on a missing interface": (
+        variables(NCCL_SOCKET_IFNAME="=eth"),
+        "network",
+        "FAIL",
+        "fits none",
+    ),
+    "NCCL without any interface": (
+        variables(NCCL_SOCKET_IFNAME="^lo,eth"),
+        "network",
+        "FAIL",
+        "fits none",
+    ),
+    "debugging": (
+        variables(CUDA_LAUNCH_BLOCKING="1"),
+        "environment",
+        "WARN",
+        "unset CUDA_LAUNCH_BLOCKING",
+    ),
+    "chatter": (variables(NCCL_DEBUG="trace"), "environment", "WARN", "writes a lot"),
+    "no end of waiting": (
+        variables(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"),
+        "environment",
+        "FAIL",
+        "wait for ever",
+    ),
+    "a rank of yesterday": (variables(RANK="0"), "environment", "WARN", "RANK is set"),
+}
+
+
+def test_a_healthy_machine_passes_everything() -> None:
+    findings = judge(HEALTHY)
+    assert [name for name, _ in findings] == [*CHECKS]
+    assert {finding.status for _, finding in findings} == {"PASS"}
+    assert not any(finding.remedy for _, finding in findings)
+
+
+@pytest.mark.parametrize("case", ILL)
+def test_an_ill_machine_is_told_what_and_what_to_do(case: str) -> None:
+    changes, check, status, words = ILL[case]
+    problems = [entry for entry in judge(replace(HEALTHY, **changes)) if entry[1].status != "PASS"]
+    # Only this check, and of it only the problem.
+    assert [(name, finding.status) for name, finding in problems] == [(check, status)]
+    (_, finding) = problems[0]
+    assert words in f"{finding.message} {finding.remedy}"
+    assert finding.remedy
+
+
+def test_every_check_can_find_fault() -> None:
+    # What is native and what auto chooses is for information.
+    assert {check for _, check, _, _ in ILL.values()} == CHECKS.keys() - {"types", "choices"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(
+            {
+                "cuda_build": None,
+                "cuda_driver": None,
+                "cuda_devices": 0,
+                "gpus": (),
+                "rdma_devices": (),
+                "limits": {**HEALTHY.limits, "locked_bytes": 64 << 10},
+            },
+            id="no GPU and no InfiniBand",
+        ),
+        pytest.param({"clock": Clock(True, None, None)}, id="nobody tells about the clock"),
+        pytest.param(
+            {"gpus": (Gpu("?", None, None, None, None, None),) * 2}, id="a driver that tells little"
+        ),
+        pytest.param({"cuda_driver": "13.0", "cuda_build": "13.1"}, id="minor versions of CUDA"),
+        pytest.param(variables(NCCL_SOCKET_IFNAME="^docker", NCCL_DEBUG="WARN"), id="harmless"),
+        pytest.param({"core_quota": 2.0, **variables(OMP_NUM_THREADS="2")}, id="threads by quota"),
+    ],
+)
+def test_what_is_no_fault(changes: dict[str, Any]) -> None:
+    assert {finding.status for _, finding in judge(replace(HEALTHY, **changes))} == {"PASS"}
+
+
+@pytest.mark.parametrize(
+    ("names", "addresses", "environment", "expected"),
+    [
+        (("lo", "eth0"), ("10.0.0.1",), {}, "gloo takes eth0, NCCL eth0"),
+        (("lo", "docker0", "eth0", "ib0"), ("10.0.0.2",), {}, "gloo takes eth0, NCCL ib0"),
+        (("lo", "docker0"), ("10.0.0.1",), {}, "gloo takes docker0, NCCL docker0"),
+        (
+            ("lo", "eth0", "eth1"),
+            ("10.0.0.1",),
+            {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth"},
+            "gloo takes eth1, NCCL eth",
+        ),
+        (("lo", "eth0"), ("127.0.0.1",), {}, "gloo takes lo, NCCL eth0"),
+    ],
+)
+def test_interfaces_that_libraries_take(
+    names: tuple[str, ...],
+    addresses: tuple[str, ...],
+    environment: dict[str, str],
+    expected: str,
+) -> None:
+    interfaces = {
+        name: (f"10.0.0.{number}" if number else "127.0.0.1",) for number, name in enumerate(names)
+    }
+    facts = replace(HEALTHY, interfaces=interfaces, addresses=addresses, environment=environment)
+    (told,) = [finding.message for name, finding in judge(facts) if name == "network"]
+    assert told.endswith(expected)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distmp.commands.doctor import machine_info as facts
+from distmp.commands.doctor.machine_info import Gpu, gather, parse_gpus, parse_offset
+from distmp.utils.cgroups import core_quota, memory_limit
+
+
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("TORCH_HUB_TOKEN", "hush")
+    found = gather(str(tmp_path / "runs" / "new"), "auto", "auto")
+    assert found.hostname == socket.gethostname()
+    assert found.cores == os.cpu_count()
+    assert found.usable_cores == len(os.sched_getaffinity(0))
+    assert "127.0.0.1" in [address for own in found.interfaces.values() for address in own]
+    assert 0 < found.available_bytes <= psutil.virtual_memory().total
+    assert found.folder.path == str(tmp_path)
+    assert found.folder.problem is None
+    assert found.clock.steady
+    assert found.environment["NCCL_DEBUG"] == "WARN"
+    assert "hush" not in str(found)
+    # Nothing was left behind, and nothing made.
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_refuses_files(tmp_path: Path) -> None:
+    # Root may write everywhere, but nobody may make files in /proc.
+    assert facts._try_folder(Path("/proc/runs")).problem is not None
+    (tmp_path / "file").write_text("")
+    found = facts._try_folder(tmp_path / "file" / "run")
+    assert (found.path, found.problem) == (str(tmp_path), None)
+
+
+def test_what_nvidia_smi_tells() -> None:
+    table = (
+        "NVIDIA H200, 143771, 4, 0, Not Active, Not Active, 580.65.06\n"
+        "NVIDIA H200, 143771, 100000, 7, Not Active, Active, 580.65.06\n"
+        "NVIDIA GeForce RTX 3090, 24576, 10, [N/A], [Not Supported], [Not Supported], 535.1\n"
+    )
+    mib = 1 << 20
+    assert parse_gpus(table) == (
+        Gpu("NVIDIA H200", 143771 * mib, 4 * mib, 0, False, "580.65.06"),
+        Gpu("NVIDIA H200", 143771 * mib, 100000 * mib, 7, True, "580.65.06"),
+        Gpu("NVIDIA GeForce RTX 3090", 24576 * mib, 10 * mib, None, None, "535.1"),
+    )
+    assert parse_gpus("") == ()
+
+
+def test_what_chrony_tells() -> None:
+    told = "Stratum         : 3\nSystem time     : 0.500000123 seconds slow of NTP time\n"
+    assert parse_offset(told) == -0.500000123
+    assert parse_offset(told.replace("slow", "fast")) == 0.500000123
+    assert parse_offset("") is None
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text + "\n")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("files", "cores", "memory"),
+    [
+        pytest.param({}, None, None, id="none at all"),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/job/step",
+                "sys/fs/cgroup/job/cpu.max": "250000 100000",
+                "sys/fs/cgroup/job/step/cpu.max": "max 100000",
+                "sys/fs/cgroup/job/memory.max": "8000",
+                "sys/fs/cgroup/job/step/memory.max": "5000",
+            },
+            2.5,
+            5000,
+            id="version 2, the narrowest counts",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "0::/",
+                "sys/fs/cgroup/cpu.max": "max 100000",
+                "sys/fs/cgroup/memory.max": "max",
+            },
+            None,
+            None,
+            id="version 2 without limits",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "4:memory:/a\n3:cpuset:/x\n2:cpu,cpuacct:/a\n0::/",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "150000",
+                "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/memory/a/memory.limit_in_bytes": "7000",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712",
+            },
+            1.5,
+            7000,
+            id="version 1",
+        ),
+        pytest.param(
+            {
+                "proc/self/cgroup": "2:cpu:/docker/0123\n4:memory:/docker/0123",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "6000",
+            },
+            0.5,
+            6000,
+            id="version 1 in a container, which sees only its own part of the tree",
+        ),
+    ],
+)
+def test_control_groups(
+    files: dict[str, str], cores: float | None, memory: int | None, tmp_path: Path
+) -> None:
+    root = write(tmp_path, files)
+    assert core_quota(root) == cores
+    assert memory_limit(root) == memory

@@ -1,0 +1,67 @@
+"""A small run to explain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import distmp.commands.explain
+from distmp.config import RunConfig
+from distmp.utils.settings import from_mapping
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "data": {
+        "path": str(Path(distmp.commands.explain.__file__).parent),
+        "sequence_length": 32,
+        "held_out": 0.0,
+    },
+    "model": {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128},
+    "batch": {"global_batch_size": 16, "microbatch_size": 8},
+    "steps": 20,
+}
+
+
+def run(**settings: Any) -> RunConfig:
+    """Return the small run with sections and values in place of its own."""
+    merged = dict(SMALL)
+    for name, value in settings.items():
+        own = merged.get(name)
+        merged[name] = {**own, **value} if isinstance(own, dict) else value
+    return from_mapping(RunConfig, merged)
+
+
+def policy(text: str) -> dict[str, Any]:
+    return {"policy": text}
+
+
+class Stubborn(nn.Module):
+    """Multiplies in FP32 whatever it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, 16)
+        self.linear = StubbornLinear(16, 257)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.linear(self.embedding(tokens))
+
+
+class StubbornLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x.float(), self.weight.float()).to(x.dtype)
+
+
+class Indecisive(nn.Module):
+    """Looks at values to decide on shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, 257)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        return x + x[x > 0].sum()

@@ -1,0 +1,224 @@
+"""What is predicted is what real runs allocate, send and compute."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from benchmarks.explain_memory import peak_allocated, stepper
+from benchmarks.growth import sent_bytes
+from distmp import cli
+from distmp.commands.explain.explanation import explain, predict
+from distmp.commands.explain.fake_ranks import pretend
+from distmp.commands.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
+from distmp.commands.explain.trace_steps import follow
+from distmp.config import RunConfig
+from distmp.distributed.world import World
+from distmp.errors import ConfigError, SetupError
+from distmp.precision import resolve
+from distmp.training.setup import prepare
+from tests.commands.explain.runs import CPU, SMALL, policy, run
+from tests.ranks import run_ranks
+
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.yaml"))
+ONE_RANK = {
+    "bf16-autocast": run(precision=policy("bf16-autocast")),
+    "bf16-pure, kept": run(precision=policy("bf16-pure,keep_fp32=norm")),
+    "dropping": run(precision={"policy": "bf16", "on_nonfinite": "drop_microbatch"}),
+    "recomputed": run(precision=policy("bf16"), activation_checkpointing="blocks"),
+    "reproducible": run(
+        precision=policy("fp32"), reproducible=True, batch={"global_batch_size": 64}
+    ),
+    "sgd": run(precision=policy("fp32"), optim={"name": "sgd", "options": {"momentum": 0.9}}),
+}
+TWO_RANKS = {
+    "ddp": run(precision=policy("bf16,reduce=bf16"), strategy="ddp"),
+    "shard_optimizer": run(precision=policy("bf16"), strategy="ddp", shard_optimizer=True),
+    "fsdp": run(precision=policy("bf16,keep_fp32=norm"), strategy="fsdp"),
+    "fsdp, sharded": run(
+        precision=policy("bf16,reduce=bf16"),
+        strategy="fsdp",
+        sharding={"accumulate": "sharded"},
+        batch={"global_batch_size": 80},  # five microbatches: more than are run to predict them
+    ),
+    "fsdp1": run(precision=policy("bf16"), strategy="fsdp1"),
+}
+
+
+# What gloo and kernels take for themselves is not predicted, nor the headers that gloo sends.
+LIMIT = 0.05
+
+
+def predicted(config: RunConfig, ranks: int) -> Any:
+    return predict(config, resolve(config.precision.policy, CPU)[0], ranks, CPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("name", [*ONE_RANK, *TWO_RANKS])
+def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
+    config, ranks = (ONE_RANK[name], 1) if name in ONE_RANK else (TWO_RANKS[name], 2)
+    expected = predicted(config, ranks)
+    chosen, _ = resolve(config.precision.policy, CPU)
+    found = predict(config, chosen, ranks, torch.device("cuda", 0))
+    assert found.wire == expected.wire
+    assert found.memory_bytes == pytest.approx(expected.memory_bytes, rel=LIMIT)
+
+
+def test_what_is_pinned_is_pretended_too() -> None:
+    with pretend(1):
+        assert torch.ones(3).pin_memory().shape == (3,)
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_memory_of_one_rank(name: str) -> None:
+    config = ONE_RANK[name]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        measured = peak_allocated(stepper(config))
+        found = predicted(config, 1)
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+    assert found.memory_bytes == pytest.approx(measured, rel=LIMIT)
+    assert found.wire == []
+
+
+def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
+    """Return by name: the peak of memory, and what a rank really writes to others in a step."""
+    found = {}
+    for name, config in TWO_RANKS.items():
+        step = stepper(config)
+        for _ in range(2):
+            step()
+        sent = sent_bytes(step)
+        # Real tensors. The profiler, which measures one rank, does not see what gloo's threads give
+        # back.
+        world = World.current(CPU)
+        chosen = resolve(config.precision.policy, CPU)[0]
+        followed = follow(config, prepare(config, world), world, chosen, steps=3)
+        found[name] = sum(followed.peak.values()), sent
+    return found
+
+
+def test_memory_and_traffic_of_two_ranks() -> None:
+    measured = run_ranks(measured_on_two_ranks, 2, timeout=110.0)[0]
+    for name, config in TWO_RANKS.items():
+        found = predicted(config, 2)
+        peak, sent = measured[name]
+        assert found.memory_bytes == pytest.approx(peak, rel=LIMIT), name
+        assert found.wire_bytes == pytest.approx(sent, rel=LIMIT), name
+
+
+def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
+    """Shares shrink with the ranks, reproducible sums grow with the logarithm of microbatches."""
+    settings: dict[str, Any] = {"precision": policy("bf16"), "strategy": "ddp"}
+    many = run(**settings, shard_optimizer=True, batch={"global_batch_size": 8 * 64})
+    parameters = predicted(many, 64).parameters
+    assert predicted(many, 64).memory[MASTERS] == pytest.approx(4 * parameters / 64, rel=0.02)
+    for microbatches, sets in ((2, 1), (16, 4)):
+        batch = {"global_batch_size": 16 * microbatches}
+        memory = predicted(run(**settings, reproducible=True, batch=batch), 2).memory
+        assert memory[PARTIAL_SUMS] == sets * memory[GRADIENTS]
+
+
+def test_what_is_promised_is_what_is_observed() -> None:
+    for text in ("fp32", "bf16,keep_fp32=norm", "fp16-autocast"):
+        found = explain(run(precision=policy(text)), 1)
+        assert found.observed is not None
+        assert found.differences == []
+        assert all(found.seen(group) for group in found.predicted.groups)
+
+
+def test_a_difference_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"name": "tests.commands.explain.runs:Stubborn"}
+    config = replace(run(precision=policy("bf16")), model=replace(RunConfig().model, **model))
+    (difference,) = explain(config, 1).differences[:1]
+    assert difference == ("linear computes products in float32, and the policy bf16 says bfloat16")
+
+
+def test_a_model_that_needs_values_is_refused() -> None:
+    model = replace(RunConfig().model, name="tests.commands.explain.runs:Indecisive")
+    with pytest.raises(ConfigError, match="cannot be followed without the values"):
+        explain(replace(run(precision=policy("fp32")), model=model), 1)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_every_configuration(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if config.stem == "huggingface":
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(config.parent.parent)
+    # Short samples, so that it takes seconds; nothing else changes.
+    arguments = ["explain", "--config", str(config), "--data.sequence-length", "16"]
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert not [line for line in lines if "NOT AS PROMISED" in line]
+
+
+def small_file(folder: Path) -> str:
+    (folder / "run.yaml").write_text(json.dumps(SMALL))
+    return str(folder / "run.yaml")
+
+
+def test_json_has_the_numbers_of_the_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = small_file(tmp_path)
+    options = ["--precision.policy", "bf16,reduce=bf16"]
+    arguments = ["explain", "--config", file, "--world-size", "2", *options]
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert found["memory_bytes"] == sum(found["memory"].values())
+    assert found["wire_bytes"] == sum(entry["nbytes"] for entry in found["wire"])
+    assert f"{found['parameters']:,} parameters" in text
+    assert sum(group["parameters"] for group in found["groups"]) == found["parameters"]
+    for part, size in found["memory"].items():
+        assert any(
+            line.startswith(f"{part} ") and f"{size / found['parameters']:.2f}" in line
+            for line in text.splitlines()
+        )
+    (warning,) = found["warnings"]
+    assert warning in " ".join(text.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--world-size", "0"], "world_size = 0: use 1 or more ranks"),
+        (["--world-size", "3"], "must be a multiple of"),
+        (["--world-size", "2", "--strategy", "single"], "is for one rank"),
+        (["--data.path", "/nowhere"], "data.path"),
+        (["--precision.policy", "bf61"], "did you mean"),
+    ],
+)
+def test_bad_input_is_one_message(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["explain", "--config", small_file(tmp_path), *options]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("distmp explain: ")
+    assert captured.err.count("\n") == 1
+
+
+def refused_on_a_rank() -> None:
+    with pytest.raises(SetupError, match="do not start it with torchrun"):
+        predicted(run(), 2)
+
+
+def test_it_is_one_process() -> None:
+    run_ranks(refused_on_a_rank, 1)

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import torch
+
+from distmp.commands.explain.memory import (
+    ACTIVATIONS,
+    BACKWARD,
+    GATHERED,
+    GRADIENTS,
+    PARAMETERS,
+    REST,
+    LiveBytes,
+)
+
+
+def test_the_peak_by_part() -> None:
+    weight = torch.zeros(10)  # made before
+    with LiveBytes() as memory:
+        memory.label([weight, weight.view(2, 5)], PARAMETERS)
+        memory.start()
+        memory.phase = ACTIVATIONS
+        kept = weight * 2
+        passing = torch.cat([kept, kept])
+        view = passing[3:]  # the same memory
+        del passing
+        memory.phase = BACKWARD
+        gradient = kept.double()
+        memory.label([gradient], GRADIENTS)
+        del view
+        del kept
+        torch.zeros(5)
+    assert memory.peak == {PARAMETERS: 40, ACTIVATIONS: 40 + 80, GRADIENTS: 80}
+    assert {part: size for part, size in memory.live.items() if size} == {
+        PARAMETERS: 40,
+        GRADIENTS: 80,
+    }
+
+
+def test_the_peak_is_one_since_start() -> None:
+    with LiveBytes() as memory:
+        large = torch.zeros(1000)
+        del large
+        memory.start()
+        small = torch.zeros(2)
+    assert memory.peak == {REST: small.nbytes}
+
+
+def test_memory_that_is_emptied_and_refilled_in_place() -> None:
+    own = torch.UntypedStorage.resize_
+    with LiveBytes() as memory:
+        whole = torch.zeros(100)
+        whole.untyped_storage().resize_(0)
+        assert memory.live == {REST: 0, GATHERED: 0}
+        memory.start()
+        whole.untyped_storage().resize_(400)
+    assert memory.peak == {GATHERED: 400}
+    assert torch.UntypedStorage.resize_ is own

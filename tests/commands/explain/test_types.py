@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from distmp.commands.explain.types import group_name, promised
+from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.precision import policy
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+def model(*, tied: bool = False) -> Transformer:
+    return Transformer(
+        TransformerConfig(
+            vocabulary_size=8,
+            sequence_length=4,
+            layers=3,
+            dimension=8,
+            heads=1,
+            hidden=16,
+            tied_head=tied,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "group"),
+    [
+        ("blocks.0.attention", "blocks.*.attention"),
+        ("blocks.11.parts.2", "blocks.*.parts.*"),
+        ("0.weight", "*.weight"),
+        ("conv1.norm2d", "conv1.norm2d"),
+        ("", ""),
+    ],
+)
+def test_numbers_in_names(name: str, group: str) -> None:
+    assert group_name(name) == group
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_parameter_is_in_one_group(tied: bool) -> None:
+    whole = model(tied=tied)
+    groups = promised(whole, policy("bf16"), "ddp")
+    assert sum(group.parameters for group in groups) == sum(p.numel() for p in whole.parameters())
+    counts = {group.name: group.modules for group in groups}
+    assert counts["blocks.*.attention.output"] == 3
+    assert ("head" in counts) is not tied
+
+
+def test_what_is_kept_is_in_fp32_throughout() -> None:
+    groups = promised(model(), policy("bf16,keep_fp32=norm|head,reduce=bf16"), "fsdp")
+    for group in groups:
+        kept = "norm" in group.name or group.name == "head"
+        assert group.kept is kept
+        assert group.computed == (FP32 if kept else BF16)
+        assert group.reduced == (FP32 if kept else BF16)
+        assert group.stored == FP32  # shards are what the optimizer steps
+    assert {group.stored for group in promised(model(), policy("bf16"), "ddp")} == {BF16}
+
+
+def test_autocast_decides_by_the_operation() -> None:
+    groups = {
+        group.name: group.computed for group in promised(model(), policy("bf16-autocast"), "ddp")
+    }
+    assert groups["head"] == groups["blocks.*.feed_forward.down"] == BF16
+    assert groups["embedding"] is groups["norm"] is None
+
+
+def test_modules_that_are_alike_but_not_kept_alike() -> None:
+    whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    groups = promised(whole, policy("bf16,keep_fp32=2"), "single")
+    assert [(group.name, group.kept, group.modules) for group in groups] == [
+        ("*", False, 1),
+        ("*", True, 1),
+    ]

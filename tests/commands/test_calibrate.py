@@ -1,0 +1,288 @@
+"""`distmp calibrate` from outside, and its tables, figures and picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from distmp import cli
+from distmp.commands.calibrate import CalibrationConfig, load, main, measure
+from distmp.diagnosis.gradient_recorder import KINDS, GradientRecorder, Histograms
+from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.errors import ConfigError
+from distmp.scaling import LossScaleConfig
+from distmp.telemetry import Console
+from distmp.telemetry.calibration import Calibration, as_json, report
+from distmp.telemetry.gradient_ranges import draw_gradient_ranges
+from distmp.training.trainer import Trainer
+from tests.torchrun import TINY, corpus, python, run
+
+WORLD = World.current("cpu")
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.chdir(tmp_path)
+    # A tied head is no module of its own.
+    untied = "--model.options={tied_head: false}"
+    return [*TINY, untied, f"--data.path={corpus(tmp_path / 'corpus')}", "--calibrate-steps=2"]
+
+
+def exponents(histograms: Histograms) -> dict[str, dict[str, dict[int, int]]]:
+    return {
+        kind: {name: dict(histogram.exponents) for name, histogram in of_kind.items()}
+        for kind, of_kind in histograms.items()
+    }
+
+
+# The command
+
+
+def test_the_command_prints_tables_and_draws_a_picture(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["calibrate", *arguments]) == 0
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert captured.err == ""
+    assert lines[0].startswith("2 steps on 1 rank, precision fp32 (as configured")
+    scales = [line.split()[0] for line in lines if line.count("%") + line.count(" 0") >= 6]
+    wanted = ["1", "2^3", "2^8", "2^16", "2^24"]
+    assert [scale for scale in scales if scale in wanted] == wanted
+    groups = [line.split()[0] for line in lines[lines.index("", 5) :] if "2^" in line]
+    expected = "layer embedding blocks.0 blocks.1 norm head total recommended:"
+    assert groups == expected.split()
+    assert sum(line.endswith("  recommended") for line in lines) == 1
+    # Nothing else is written: no run directory.
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.png", "corpus"]
+
+
+@pytest.mark.parametrize(
+    "many_ranks",
+    [
+        ["--strategy=ddp", "--shard-optimizer"],
+        ["--strategy=fsdp", "--sharding.accumulate=sharded"],
+        ["--strategy=hsdp", "--sharding.shard-size=8"],
+    ],
+)
+def test_configuration_of_many_ranks_is_calibrated_by_one_process(
+    many_ranks: list[str], arguments: list[str]
+) -> None:
+    alone = measure(load([*arguments, "--strategy=single"]), WORLD)
+    found = measure(load([*arguments, *many_ranks]), WORLD)
+    assert exponents(found.histograms) == exponents(alone.histograms)
+
+
+def test_json_holds_what_was_counted(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--json", "--picture=null"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert not Path("calibration.png").exists()
+    histograms = measure(load([*arguments]), WORLD).histograms
+    assert {
+        kind: {
+            name: {int(exponent): count for exponent, count in content["exponents"].items()}
+            for name, content in of_kind.items()
+        }
+        for kind, of_kind in found["groups"].items()
+    } == exponents(histograms)
+    for kind in KINDS:
+        of_groups = [content["values"] for content in found["groups"][kind].values()]
+        assert found[kind]["values"] == sum(of_groups) > 0
+    assert found["total"]["values"] == sum(found[kind]["values"] for kind in KINDS)
+    assert list(found["total"]["float16"]) == [
+        str(2**exponent) for exponent in (0, 3, 8, 12, 16, 20, 24)
+    ]
+
+
+def test_ranks_count_together_and_speak_once(arguments: list[str]) -> None:
+    launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = [*launcher, "-m", "distmp.commands.calibrate", *arguments, "--json"]
+    done = run(command, Path.cwd())
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["world_size"] == 2
+    alone = json.loads(as_json(measure(load(arguments), WORLD)))
+    # The same samples in the same microbatches, whoever computes them.
+    assert found["parameters"]["values"] == alone["parameters"]["values"]
+    assert found["activations"]["values"] == alone["activations"]["values"]
+    # The second step starts from weights that may differ in their last bits.
+    here, there = (content["total"]["exponents"] for content in (found, alone))
+    moved = sum(abs(here.get(e, 0) - there.get(e, 0)) for e in here.keys() | there.keys())
+    assert moved < 1e-3 * found["total"]["values"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "measured"),
+    [("fp16", "fp32"), ("fp16-autocast", "fp32"), ("bf16-autocast", "bf16-autocast")],
+)
+def test_what_float16_cannot_hold_is_measured_in_fp32(
+    arguments: list[str], policy: str, measured: str
+) -> None:
+    found = measure(load([*arguments, f"--precision.policy={policy}"]), WORLD)
+    assert found.policy.startswith(f"{measured} (")
+    if measured == "fp32":
+        assert f"in place of {policy}" in found.policy
+        as_configured = measure(load(arguments), WORLD)
+        assert exponents(found.histograms) == exponents(as_configured.histograms)
+
+
+def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
+    common = [*arguments[:-1], "--run-dir=run", "--steps=3"]
+    config = load([*common, "--checkpoint.every=2"])
+    trainer = Trainer(config, WORLD, Console(config.log, quiet=True))
+    step, recorder = trainer.engine.step, GradientRecorder(trainer.engine.module, WORLD.device)
+
+    def stepped(*args: Any, **options: Any) -> Any:
+        if trainer.progress.step < 2:
+            return step(*args, **options)
+        with recorder:
+            return step(*args, **options)
+
+    trainer.engine.step = stepped  # type: ignore[method-assign]
+    with trainer.writer:
+        trainer.train(StopSignals())
+    trainer.log.close()
+    resumed = load([*common, "--calibrate-steps=1", "--resume=run/checkpoints/step-000002"])
+    found = measure(resumed, WORLD)
+    assert exponents(found.histograms) == exponents(recorder.histograms(None))
+    fresh = measure(load([*common, "--calibrate-steps=1"]), WORLD)
+    assert exponents(found.histograms) != exponents(fresh.histograms)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--calibrate-steps=0", "calibrate_steps = 0: use 1 or more steps"),
+        ("--picture=nowhere/a.png", "picture = 'nowhere/a.png': name a file in a folder"),
+        ("--steps=0", "steps = 0"),
+        ("--calibrate-step=3", "did you mean 'calibrate_steps'?"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(
+    option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([option]) == 2
+    assert message in capsys.readouterr().err
+    with pytest.raises(ConfigError):
+        load([option])
+
+
+def test_a_training_configuration_is_a_calibration_configuration() -> None:
+    for path in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
+        assert load(["--config", str(path)]) != CalibrationConfig()
+
+
+# The report
+
+
+def histogram(*values: float) -> ExponentHistogram:
+    return ExponentHistogram(count_exponents(torch.tensor(values)))
+
+
+def calibration(
+    parameters: dict[str, ExponentHistogram], activations: dict[str, ExponentHistogram]
+) -> Calibration:
+    return Calibration(3, 2, "fp32 (why)", {"parameters": parameters, "activations": activations})
+
+
+def lines_of(found: Calibration, **rules: float) -> list[str]:
+    return list(report(found, LossScaleConfig(**rules)))
+
+
+def test_the_tables_hold_the_right_numbers() -> None:
+    found = calibration(
+        {"a": histogram(1.0, 2.0**-15, 2.0**-30, 0.0), "b": histogram(0.0)},
+        {"a": histogram(2.0**-26, 2.0**-26, 2.0**-10, 2.0**3)},
+    )
+    lines = lines_of(found)
+    table = {line.split()[0]: line.split()[1:] for line in lines if line[:1].isdigit()}
+    third = "33.333%"
+    assert table["1"] == [third, third, "0", "50.000%", "0", "0"]
+    # 8 * 2^9 * 8 = 2^15: the recommended scale.
+    assert table["2^9"] == ["0", third, "0", "0", "50.000%", "0", "recommended"]
+    assert table["2^24"] == ["0", "0", third, "0", "0", "25.000%"]
+    rows = [line.split() for line in lines]
+    assert ["a", "2^-30", "2^3", "42.857%", "0", "2^9"] in rows
+    assert ["total", "2^-30", "2^3", "42.857%", "0", "2^9"] in rows
+    assert not any(row[:1] == ["b"] for row in rows)
+    assert "recommended: precision.loss_scale.init = 512 (2^9)" in lines[-1]
+
+
+def test_limits_that_forbid_the_recommendation_are_named() -> None:
+    small = calibration({"a": histogram(2.0**-30, 2.0**-50)}, {})
+    assert "precision.loss_scale.max_scale = 1.67772e+07 does not allow it" in lines_of(small)[-1]
+    assert "does not allow" not in lines_of(small, max_scale=2.0**42)[-1]
+    large = calibration({"a": histogram(2.0**20)}, {})
+    assert "precision.loss_scale.min_scale = 1 does not allow it" in lines_of(large)[-1]
+
+
+def test_a_range_too_wide_for_float16_is_said() -> None:
+    assert "use a bf16 policy" in lines_of(calibration({"a": histogram(1.0, 2.0**-60)}, {}))[-1]
+    narrow = calibration({"a": histogram(1.0, 2.0**-20)}, {})
+    assert not any("bf16" in line for line in lines_of(narrow))
+
+
+def test_gradients_that_are_not_finite_are_said() -> None:
+    found = calibration({"a": histogram(1.0, math.inf, math.nan, math.nan)}, {})
+    assert any("3 gradients are infinite or NaN already" in line for line in lines_of(found))
+    assert "nothing to recommend" in lines_of(calibration({"a": histogram(0.0)}, {}))[-1]
+    assert "nothing to recommend" in lines_of(calibration({}, {}))[-1]
+
+
+# The picture
+
+
+def picture(path: Path) -> np.ndarray[Any, Any]:
+    from matplotlib.image import imread
+
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    return np.asarray(imread(path))[..., :3]
+
+
+def spread(center: int, seed: int = 0) -> ExponentHistogram:
+    generator = torch.Generator().manual_seed(seed)
+    return histogram(*(2.0 ** (center + 4 * torch.randn(1000, generator=generator))).tolist())
+
+
+CASES: dict[str, tuple[Histograms, float | None]] = {
+    "usual": ({kind: {f"blocks.{i}": spread(-15 - i) for i in range(5)} for kind in KINDS}, 1024.0),
+    "many groups": ({kind: {f"blocks.{i}": spread(-15) for i in range(90)} for kind in KINDS}, 2.0),
+    "nothing": ({kind: {} for kind in KINDS}, None),
+    "only zeros": ({kind: {"a": histogram(0.0)} for kind in KINDS}, None),
+    "one kind": ({"parameters": {"a": spread(-3)}, "activations": {}}, 1.0),
+    "extremes": ({kind: {"a": histogram(1e-45, 3e38, math.nan)} for kind in KINDS}, 2.0**-100),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_draws(case: str, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        draw_gradient_ranges(*CASES[case], tmp_path / "picture.png")
+    height, width, _ = picture(tmp_path / "picture.png").shape
+    assert width == 1540
+    assert 500 < height < 1700
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
+
+
+def test_the_bars_are_where_the_gradients_are(tmp_path: Path) -> None:
+    """Moved by 10 exponents, the blue moves to the left."""
+    columns = []
+    for center in (-10, -20):
+        shown = {kind: {"a": spread(center)} for kind in KINDS}
+        draw_gradient_ranges(shown, 1.0, tmp_path / "picture.png")
+        image = picture(tmp_path / "picture.png")
+        blue = np.abs(image[: len(image) // 2] - np.array([0, 0x72, 0xB2]) / 255).max(axis=2) < 0.02
+        columns.append(np.nonzero(blue[:, : image.shape[1] // 2])[1].mean())
+    assert columns[1] < columns[0] - 50

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmp.diagnosis.histogram import ExponentHistogram
+from distmp.diagnosis.probe import ForwardOverflow, GradientSummary, Probe, count_non_finite
+
+
+def units(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [("", module)]
+
+
+def number_of_hooks(module: nn.Module) -> int:
+    """Count the hooks on modules and parameters, by the private tables that hold them."""
+    tables = [
+        table
+        for part in module.modules()
+        for table in (part._forward_hooks, part._forward_pre_hooks)
+    ]
+    tables += [parameter._backward_hooks or {} for parameter in module.parameters()]
+    return sum(map(len, tables))
+
+
+def test_gradients_are_those_that_backward_hands_over() -> None:
+    model = nn.Linear(2, 3, bias=False)
+    model.weight.grad = torch.full((3, 2), math.nan)  # of an earlier backward: none of ours
+    factors = torch.tensor([[1.0, math.inf], [-math.inf, math.nan], [-4.0, 0.0]])
+    with Probe(model, units(model)) as probe:
+        (model.weight * factors).sum().backward()
+    assert probe.gradients() == {"weight": GradientSummary(inf=2, nan=1, largest_finite=4.0)}
+    counted = ExponentHistogram(probe.exponents)
+    assert (dict(counted.exponents), counted.infinite, counted.nan) == ({0: 1, 2: 1}, 2, 1)
+
+
+def test_parameters_come_in_the_order_of_backward() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    with Probe(model, units(model)) as probe:
+        model(torch.ones(1, 2)).sum().backward()
+    assert next(iter(probe.gradients())) == "1.weight"
+    assert sorted(probe.gradients()) == ["0.bias", "0.weight", "1.weight"]
+
+
+def test_a_tied_weight_is_seen_once_with_all_of_its_gradient() -> None:
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = model[0].weight
+    with Probe(model, units(model)) as probe:
+        model(torch.ones(1, 2)).sum().backward()
+    gradient = model[0].weight.grad
+    assert gradient is not None
+    largest = gradient.abs().max().item()
+    assert probe.gradients() == {"0.weight": GradientSummary(0, 0, largest)}
+
+
+def test_frozen_unused_and_empty_parameters() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(2, 2), "unused": nn.Linear(2, 2)})
+    model["used"].bias.requires_grad_(False)
+    model.register_parameter("empty", nn.Parameter(torch.zeros(0)))
+    with Probe(model, units(model)) as probe:
+        (model["used"](torch.ones(1, 2)).sum() + model.empty.sum()).backward()
+    assert list(probe.gradients()) == ["used.weight"]
+
+
+def test_parameters_that_are_not_finite_themselves() -> None:
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.bias[1] = math.nan
+    with Probe(model, units(model)) as probe:
+        model(torch.ones(1, 2))
+    assert probe.bad_parameters == ["bias"]
+
+
+def test_parameters_that_are_overwritten_during_forward() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+
+    @torch.no_grad()
+    def spoil(module: nn.Module, args: object) -> None:
+        module.weight[0, 0] = math.inf
+
+    model[1].register_forward_pre_hook(spoil)
+    with Probe(model, units(model)) as probe:
+        model(torch.ones(1, 2))
+    assert probe.bad_parameters == ["1.weight"]
+    assert probe.forward == ForwardOverflow("1", "output")
+
+
+class Between(nn.Module):
+    """Overflows between its two parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Identity(), nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.one(x) * 1e30 * 1e30)
+
+
+class Exponential(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp()
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        (nn.Sequential(nn.Identity(), Between()), ForwardOverflow("1.two", "input")),
+        (nn.Sequential(Exponential(), Exponential(), nn.ReLU()), ForwardOverflow("1", "output")),
+        (nn.Sequential(nn.Identity(), nn.ReLU()), None),
+    ],
+)
+def test_the_first_module_that_is_not_finite(
+    model: nn.Module, expected: ForwardOverflow | None
+) -> None:
+    with Probe(model, units(model)) as probe:
+        model(torch.full((1, 2), 5.0))
+    assert probe.forward == expected
+
+
+def test_nothing_stays_behind() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with Probe(model, units(model)):
+        model(torch.ones(1, 2)).sum().backward()
+        assert number_of_hooks(model) > 0
+    assert number_of_hooks(model) == 0
+    with pytest.raises(RuntimeError), Probe(model, units(model)):
+        model(torch.ones(1, 3))
+    assert number_of_hooks(model) == 0
+
+
+def test_counting_what_is_not_finite() -> None:
+    mask = torch.tensor([0.0, -math.inf])
+    batch = {"mask": mask, "tokens": torch.tensor([1, 2]), "x": [torch.tensor(math.nan)], "f": 1.0}
+    assert count_non_finite(batch) == 2
+    assert count_non_finite(batch, but_negative_inf=True) == 1
+    assert count_non_finite((F.relu(mask), None, "text")) == 0

@@ -1,0 +1,52 @@
+"""What has to be the same on every rank, and what the error says where it is not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distmp.distributed.compare_ranks import (
+    Fingerprint,
+    check_same,
+    described_model,
+    raise_difference,
+)
+from distmp.errors import ConfigError, TrainingError
+from tests.ranks import ranks
+
+CPU = torch.device("cpu")
+
+
+@ranks(3)
+def test_modules_of_different_classes_are_named() -> None:
+    norm = nn.GroupNorm(2, 8) if dist.get_rank() == 1 else nn.LayerNorm(8)
+    model = nn.Sequential(nn.Linear(8, 8), norm)
+    message = r"model\.1 = LayerNorm on ranks 0, 2; GroupNorm on rank 1: differs between ranks"
+    with pytest.raises(ConfigError, match=message):
+        check_same(dist.group.WORLD, CPU, described_model(model))
+
+
+@ranks(2)
+def test_what_is_the_same_passes_and_the_first_difference_is_named() -> None:
+    described = {"a": "1", "b": "2", "c": str(dist.get_rank())}
+    check_same(dist.group.WORLD, CPU, {**described, "c": "0"})
+    with pytest.raises(ConfigError, match="c = 0 on rank 0; 1 on rank 1"):
+        check_same(dist.group.WORLD, CPU, described)
+    if dist.get_rank() == 1:
+        del described["b"]
+    with pytest.raises(ConfigError, match="b = 2 on rank 0; nothing on rank 1"):
+        raise_difference(dist.group.WORLD, described)
+    with pytest.raises(TrainingError, match="ranks have called the engine differently"):
+        raise_difference(dist.group.WORLD, {"a": "1"})
+
+
+@pytest.mark.parametrize("others", [[], [2], [3, 3], [2, 2, 4]])
+def test_a_fingerprint_sees_any_difference(others: list[int]) -> None:
+    mine = Fingerprint((1, "two"), 1 + len(others))
+    prints = [mine, *(Fingerprint((other, "two"), 1 + len(others)) for other in others)]
+    sums = torch.tensor([one.terms for one in prints], dtype=torch.float64).sum(0)
+    assert bool(mine.differs(sums)) is bool(others)
+    same = torch.tensor([mine.terms] * len(prints), dtype=torch.float64).sum(0)
+    assert not mine.differs(same)

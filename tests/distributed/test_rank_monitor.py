@@ -1,0 +1,271 @@
+"""A rank that does not come to a decision is named, with the line that it executes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distmp import DistributedGradScaler, TrainingError
+from distmp.distributed import rank_monitor
+from tests.ranks import ranks
+from tests.torchrun import environment, python, run
+
+HERE = re.escape(__file__)
+MISSING = "failed because ranks are missing:"
+
+
+def join(directory: Path, timeout_seconds: float) -> None:
+    """Set up a process group with a short timeout."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    store = dist.FileStore(str(directory / "store"), world_size)  # type: ignore[attr-defined]
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
+
+
+class Work:
+    def __init__(self) -> None:
+        self.parameter = nn.Parameter(torch.zeros(2))
+        self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
+        self.scaler = DistributedGradScaler("cpu")
+
+    def step(self) -> None:
+        self.parameter.grad = torch.ones(2)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+def doing_something_else(done: Path) -> None:
+    while not done.exists():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@ranks(3, initialize=False)
+def test_error_names_the_rank_that_is_somewhere_else(steps: int, tmp_path: Path) -> None:
+    join(tmp_path, timeout_seconds=3)
+    work = Work()
+    for _ in range(steps):
+        work.step()
+    if dist.get_rank() == 1:
+        while len(list(tmp_path.glob("done-*"))) < 2:
+            time.sleep(0.01)
+        return
+    last = r"; the last call of its scaler was update\(\) in iteration 2" if steps else ""
+    message = (
+        rf"^step\(\) in iteration {steps + 1} {MISSING} rank 1 is at {HERE}:\d+ in "
+        rf"test_error_names_the_rank_that_is_somewhere_else \(`time.sleep\(0.01\)`\){last}; make "
+    )
+    with pytest.raises(TrainingError, match=message):
+        work.step()
+    (tmp_path / f"done-{dist.get_rank()}").touch()
+
+
+@ranks(3, initialize=False)
+def test_warning_comes_earlier(tmp_path: Path) -> None:
+    rank_monitor.PATIENCE_SECONDS = 0.5
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logging.getLogger("distmp").addHandler(handler)
+    join(tmp_path, timeout_seconds=60)
+    work, me = Work(), dist.get_rank()
+    work.step()
+    if me == 2:
+        doing_something_else(tmp_path / "warned")
+        work.step()
+        return
+    watcher = threading.Thread(target=release, args=(tmp_path, records if me == 0 else None))
+    watcher.start()
+    work.step()
+    watcher.join()
+    # One rank of those that wait says it.
+    messages = [record.getMessage() for record in records]
+    assert len(messages) == (1 if me == 0 else 0)
+    if me == 0:
+        assert re.match(
+            r"rank 0 has waited for \d+ s in step\(\) in iteration 2 for other ranks: rank 2 is at "
+            rf"{HERE}:\d+ in "
+            r"doing_something_else \(`(while|time).*`\); the last call of its scaler was update\(\)"
+            " in iteration 1$",
+            messages[0],
+        )
+    assert work.parameter.tolist() == [-(2.0**-15)] * 2
+
+
+def release(directory: Path, records: list[logging.LogRecord] | None) -> None:
+    while records is not None and not records:
+        time.sleep(0.01)
+    if records is not None:
+        time.sleep(3)  # nobody else warns
+        (directory / "warned").touch()
+
+
+SCRIPT = """
+import logging, os, signal, sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from distmp import DistributedGradScaler
+from distmp.scaling import grad_scaler, rank_monitor
+
+logging.basicConfig()
+grad_scaler.MISUSE_SECONDS = 2
+rank_monitor.PATIENCE_SECONDS = 1
+dist.init_process_group("gloo", timeout=timedelta(seconds=int(sys.argv[2])))
+model = DistributedDataParallel(torch.nn.Linear(50, 50))
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+scaler = DistributedGradScaler("cpu", init_scale=4.0)
+
+
+def train(leaves_out):
+    for step in range(4):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(1, 50)).sum()).backward()
+        if step == 2 and dist.get_rank() == 1:
+            if leaves_out == "everything":
+                return
+            if leaves_out == "step":
+                continue
+            if leaves_out == "its process":
+                os.kill(os.getpid(), signal.SIGKILL)
+        scaler.step(optimizer)
+        scaler.update()
+        if leaves_out == "a step before update" and step == 1 and dist.get_rank() == 1:
+            scaler.update()
+
+
+train(sys.argv[1])
+"""
+
+
+def trained(leaves_out: str, timeout_seconds: int, directory: Path) -> str:
+    """Run the script with torchrun on two ranks; return what it prints."""
+    script = directory / "train.py"
+    script.write_text(SCRIPT)
+    torchrun = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    command = [*torchrun, str(script), leaves_out, str(timeout_seconds)]
+    return run(command, directory, timeout=100).stderr
+
+
+def test_training_that_ends_in_order_prints_nothing(tmp_path: Path) -> None:
+    output = trained("nothing", 60, tmp_path)
+    assert "Error" not in output
+    assert "WARNING" not in output
+    assert "store" not in output.lower()
+
+
+def test_rank_that_has_ended_is_named(tmp_path: Path) -> None:
+    output = trained("everything", 60, tmp_path)
+    assert (
+        f"TrainingError: step() in iteration 3 {MISSING} rank 1 has ended; the last call of "
+        "its scaler was update() in iteration 2; make the same calls"
+    ) in output
+
+
+def test_rank_that_leaves_out_a_step_meets_no_reduction_of_gradients(tmp_path: Path) -> None:
+    """It is in its next backward, where it waits for the ranks that wait in `step`."""
+    output = trained("step", 8, tmp_path)
+    line = (
+        rf"rank 1 is at {re.escape(str(tmp_path))}/train.py:\d+ in train \(`scaler.scale\(.*"
+        r"\.backward\(\)`\); the last call of its scaler was update\(\) in iteration 2"
+    )
+    warning = (
+        r"WARNING:distmp:rank 0 has waited for \d+ s in step\(\) in iteration 3 for other ranks"
+    )
+    assert re.search(f"{warning}: {line}\n", output), output
+    assert "gloo::EnforceNotMet" not in output
+
+
+def test_update_without_a_step_where_the_other_ranks_need_this_one(tmp_path: Path) -> None:
+    output = trained("a step before update", 60, tmp_path)
+    line = rf"rank 0 is at {re.escape(str(tmp_path))}/train.py:\d+ in train \(`.*backward\(\)`\)"
+    assert re.search(
+        rf"TrainingError: update\(\) in iteration 3 {MISSING} {line}",
+        output,
+    )
+
+
+def test_rank_that_was_killed(tmp_path: Path) -> None:
+    """Without torchrun, which would end the others at once."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            python("train.py", "its process", "60"),
+            cwd=tmp_path,
+            env={**environment(), **place, "RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    output, _ = [process.communicate(timeout=100)[1] for process in processes]
+    assert (
+        f"TrainingError: step() in iteration 3 {MISSING} rank 1 does not answer: its process has "
+        "ended or is stopped, or it has no scaler or engine yet; make the same calls of the scaler"
+    ) in output
+
+
+@ranks(2, initialize=False)
+def test_store_that_rank_0_keeps(tmp_path: Path) -> None:
+    rank, port = int(os.environ["RANK"]), tmp_path / "port"
+    if rank == 0:
+        store = dist.TCPStore("localhost", 0, 2, True, wait_for_workers=False)
+        (tmp_path / "new").write_text(str(store.port))
+        (tmp_path / "new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("localhost", int(port.read_text()), 2, False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    del store
+    work = Work()
+    work.step()
+    clip = functools.partial(work.scaler.clip_grad_norm_, work.optimizer, 1.0)
+    call = clip if rank == 1 else work.step
+    with pytest.raises(TrainingError, match=r"rank 1 calls clip_grad_norm_\(optimizer 0, 1.0\) in"):
+        call()
+
+
+@ranks(2)
+def test_thread_ends_with_the_process_group() -> None:
+    assert "rank monitor" not in {thread.name for thread in threading.enumerate()}
+    work = Work()
+    work.step()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "rank monitor"]
+    assert thread.daemon
+    dist.barrier()
+    dist.destroy_process_group()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_one_process_has_no_thread() -> None:
+    scaler, parameter = DistributedGradScaler("cpu"), nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.ones(2)
+    scaler.scale(torch.ones(()))
+    scaler.step(torch.optim.SGD([parameter]))
+    assert "rank monitor" not in {thread.name for thread in threading.enumerate()}

@@ -1,0 +1,114 @@
+"""Calls that need all ranks begin when all ranks have made them, or end in an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch.distributed as dist
+
+from distmp.distributed import rank_monitor, roll_call
+from distmp.distributed.roll_call import RollCall
+from distmp.distributed.world import World
+from distmp.errors import LostPeerError, TrainingError
+from tests.ranks import ranks
+from tests.reference import ONE_RANK, TWO_RANKS, make_engine, microbatches, train
+
+
+def impatient() -> RollCall:
+    roll_call.PATIENCE_SECONDS = 0.2
+    return RollCall(World.current("cpu"))
+
+
+@ranks(2)
+def test_a_late_rank_is_waited_for_and_nothing_stays_in_the_store() -> None:
+    calls = impatient()
+    for number in range(5):
+        calls.count("engine.step()")
+        if dist.get_rank() == number % 2:
+            time.sleep(0.7)
+        calls.meet("engine.evaluate()")
+    monitor = rank_monitor.current()
+    assert monitor is not None
+    store = roll_call._store_of(monitor)
+    assert store is not None
+    left = [n for n in range(1, 11) if store.check([f"{n}/engine.evaluate()"])]
+    assert left == [10]
+
+
+@ranks(2)
+def test_a_rank_that_makes_another_call_is_named() -> None:
+    calls = impatient()
+    calls.count("engine.step()")
+    if dist.get_rank() == 1:
+        calls.count("engine.step()")
+        time.sleep(5)  # as in a reduction, for which rank 0 does not come
+        return
+    with pytest.raises(TrainingError) as raised:
+        calls.meet("engine.evaluate()")
+    message = str(raised.value)
+    assert message.startswith("rank 0 waits in engine.evaluate(), which every rank has to call, ")
+    assert "rank 1 is at " in message
+    assert "the last call of its engine was engine.step()" in message
+
+
+@ranks(2)
+def test_ranks_that_wait_for_each_other_in_two_calls_are_both_told() -> None:
+    calls = impatient()
+    mine, other = ("evaluate", "explain") if dist.get_rank() else ("explain", "evaluate")
+    with pytest.raises(TrainingError, match=rf"waits in engine\.{mine}\(.*engine\.{other}\(\)"):
+        calls.meet(f"engine.{mine}()")
+    dist.barrier()
+
+
+@ranks(2)
+def test_a_process_that_is_gone_is_not_waited_for() -> None:
+    calls = impatient()
+    monitor = rank_monitor.current()
+    assert monitor is not None
+    dist.barrier()
+    if dist.get_rank() == 1:
+        # As if rank 1 were another process, which has ended.
+        process = subprocess.run(
+            [sys.executable, "-c", "import os; print(os.getpid())"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        where = [rank_monitor._processes_here(), int(process.stdout)]
+        monitor._store.set("process/1", json.dumps(where))
+        monitor._stopped.set()
+        monitor._thread.join()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(LostPeerError, match=r"the output of that rank, 1, has the cause"):
+            calls.meet("engine.evaluate()")
+
+
+@ranks(2)
+def test_an_unfrozen_parameter_of_one_rank_is_an_error_that_names_it() -> None:
+    impatient()
+    engine = make_engine()
+    engine.module.head.requires_grad_(False)
+    other = make_engine(model=engine.module)
+    train(other, 1, TWO_RANKS)
+    if dist.get_rank() == 1:
+        time.sleep(0.1)
+        other._roll_call.count("engine.step()")
+        time.sleep(6)
+        return
+    other.module.head.requires_grad_(True)
+    with pytest.raises(TrainingError, match=r"engine\.step\(\), which trains head\.weight, which"):
+        other.step(microbatches(1, TWO_RANKS[1]))
+
+
+def test_a_process_alone_waits_for_nobody() -> None:
+    calls = RollCall(World.current("cpu"))
+    calls.count("engine.step()")
+    calls.meet("engine.evaluate()")
+    engine = make_engine()
+    train(engine, 1, ONE_RANK)
+    assert engine.evaluate(microbatches(0, ONE_RANK[0])) > 0

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import textwrap
+from collections.abc import Iterator
+from types import FrameType
+
+import pytest
+import torch.distributed as dist
+
+from distmp.distributed.stopping import (
+    ASK_EVERY,
+    StopSignals,
+    asked_on_some_rank,
+    put_back,
+    stop_while_starting,
+    until_asked,
+)
+from tests.ranks import ranks
+from tests.torchrun import environment, python
+
+INT, TERM, USR1, USR2 = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2
+HUP = signal.SIGHUP
+
+
+def send(*numbers: signal.Signals) -> None:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("sent", "received"),
+    [
+        ((), None),
+        ((INT,), INT),
+        ((TERM,), TERM),
+        ((USR1,), USR1),
+        ((USR2, TERM), USR2),
+        ((TERM, TERM, USR1, USR1), TERM),
+        ((TERM, INT), TERM),
+    ],
+)
+def test_the_first_signal_is_noted(
+    sent: tuple[signal.Signals, ...], received: signal.Signals | None
+) -> None:
+    with StopSignals() as stop:
+        send(*sent)
+        assert stop.received == received
+    assert stop.received == received
+
+
+@pytest.mark.parametrize("sent", [(INT,), (INT, TERM), (TERM, INT)])
+def test_a_second_interrupt_interrupts(sent: tuple[signal.Signals, ...]) -> None:
+    with StopSignals() as stop:
+        send(*sent)
+        with pytest.raises(KeyboardInterrupt):
+            send(INT)
+        assert stop.received == sent[0]
+
+
+@pytest.fixture
+def handlers() -> Iterator[list[int]]:
+    """Handlers of somebody else; what they receive."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (INT, TERM)}
+    yield received
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_handlers_are_put_back(handlers: list[int]) -> None:
+    with StopSignals():
+        send(INT, TERM)
+    assert handlers == []
+    send(INT, TERM)
+    assert handlers == [INT, TERM]
+
+
+def test_handlers_are_put_back_after_an_error(handlers: list[int]) -> None:
+    with pytest.raises(ArithmeticError), StopSignals():
+        raise ArithmeticError
+    send(TERM)
+    assert handlers == [TERM]
+
+
+@pytest.mark.parametrize(
+    ("before", "launcher", "received"),
+    [
+        pytest.param(signal.SIG_DFL, None, None, id="a process alone goes on"),
+        pytest.param(signal.SIG_DFL, "torchrun", HUP, id="torchrun would end it"),
+        pytest.param(signal.SIG_IGN, "torchrun", None, id="nohup or distmp launch"),
+    ],
+)
+def test_a_closed_terminal(
+    before: signal.Handlers,
+    launcher: str | None,
+    received: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if launcher is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
+    outside = signal.signal(HUP, before)
+    try:
+        with StopSignals() as stop:
+            send(HUP)
+        assert stop.received == received
+        assert signal.getsignal(HUP) == before
+    finally:
+        signal.signal(HUP, outside)
+
+
+def test_what_has_begun_is_not_ended_by_what_was_for_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail("ended"))
+    numbers = (INT, TERM, USR1, USR2)
+    outside = {number: signal.getsignal(number) for number in numbers}
+    try:
+        stop_while_starting()
+        with StopSignals() as stop:
+            send(USR1)
+        assert stop.received == USR1
+        # Its own exit code counts from now on.
+        send(*numbers)
+        with StopSignals() as again:
+            send(TERM)
+        assert again.received == TERM
+        send(*numbers)
+    finally:
+        put_back(outside)
+
+
+@pytest.mark.parametrize("number", [INT, TERM])
+def test_a_rank_that_waits_in_native_code_can_be_ended(number: signal.Signals) -> None:
+    """As it does for other ranks: no handler of Python's runs before the call returns."""
+    program = f"""
+        import ctypes
+        from distmp.distributed.stopping import StopSignals, mortal
+        with StopSignals() as stop:
+            with mortal():
+                pass
+            signal.raise_signal({int(number)})
+            assert stop.received == {int(number)}
+            with mortal():
+                print("waiting", flush=True)
+                ctypes.CDLL(None).sleep(600)
+    """
+    code = "import signal\n" + textwrap.dedent(program)
+    with subprocess.Popen(python("-c", code), env=environment(), stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"waiting\n"
+        process.send_signal(number)
+        assert process.wait(60) == -number
+
+
+def test_signals_that_somebody_uses_are_left_to_him() -> None:
+    received: list[int] = []
+    before = signal.signal(USR1, lambda number, frame: received.append(number))
+    try:
+        with StopSignals() as stop:
+            send(USR1)
+        assert (received, stop.received) == ([USR1], None)
+    finally:
+        signal.signal(USR1, before)
+
+
+@ranks(2)
+def test_all_ranks_leave_off_at_the_same_item() -> None:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert not asked_on_some_rank(False, group)
+    assert asked_on_some_rank(rank == 1, group)
+    for questions in (0, 1, 3, 100):
+        # Rank 1 is asked to stop before it is questioned for so many times.
+        answers = iter([*[False] * questions, *[rank == 1] * 10])
+        items = until_asked(range(5 * ASK_EVERY), answers.__next__, group)
+        expected = min(questions, 5) * ASK_EVERY
+        assert list(items) == [*range(expected)]
+        assert items.left_off == (questions < 5)
+
+
+def test_a_process_alone_leaves_off_too() -> None:
+    assert list(until_asked("abc", lambda: False, None)) == ["a", "b", "c"]
+    assert list(until_asked("abc", lambda: True, None)) == []

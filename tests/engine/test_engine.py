@@ -1,0 +1,924 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+from torch.optim import optimizer as optimizer_module
+
+from benchmarks.memory import LiveStorages
+from distmp.engine import Engine
+from distmp.engine.outcome import StepNumbers
+from distmp.engine.spike_check import DivergenceConfig
+from distmp.errors import CheckpointError, ConfigError
+from distmp.precision import PrecisionPolicy
+from distmp.scaling import LossScaleConfig
+from tests.ranks import ranks
+from tests.recording import Collectives, HostReads
+from tests.reference import (
+    CLASSES,
+    INPUTS,
+    ONE_RANK,
+    TWO_RANKS,
+    Batch,
+    adagrad,
+    adamw,
+    assert_same_bits,
+    error,
+    foreach_adamw,
+    fused_adagrad,
+    fused_adamw,
+    fused_sgd,
+    loss,
+    make_engine,
+    make_model,
+    microbatches,
+    plain_training,
+    samples,
+    sgd,
+    snapshot,
+    train,
+    trained,
+    weights,
+    whole,
+)
+
+OPTIMIZERS = (fused_adamw, foreach_adamw, fused_sgd, sgd, fused_adagrad, adagrad)
+PLAIN = {fused_adamw: adamw, foreach_adamw: adamw, fused_sgd: sgd, fused_adagrad: adagrad}
+
+# FP32 arithmetic with a loss scale: changing the scale by a power of two changes no bit.
+SCALED = PrecisionPolicy("scaled", loss_scale="dynamic")
+
+StepBatches = list[Batch]
+
+
+def bad_batches(step: int, factor: float = math.inf) -> StepBatches:
+    """Four microbatches of which the third spoils the gradient."""
+    batches = microbatches(step, ONE_RANK[0])
+    batches[2] = batches[2]._replace(factor=factor)
+    return batches
+
+
+def empty_batches(step: int) -> StepBatches:
+    return microbatches(step, ((0, 0),))
+
+
+def same_numbers(one: StepNumbers, other: StepNumbers) -> bool:
+    return repr(one) == repr(other)  # unlike ==, it takes NaN for the same as NaN
+
+
+# The arithmetic of a step
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_training_equals_plain_torch(
+    optimizer: Callable[[Any], torch.optim.Optimizer], max_norm: float | None
+) -> None:
+    engine = make_engine(optimizer=optimizer, max_norm=max_norm)
+    numbers = train(engine, 20, ONE_RANK)
+    plain = PLAIN.get(optimizer, optimizer)
+    expected, losses_and_norms = plain_training(20, ONE_RANK, plain, max_norm)
+    assert error(weights(engine), expected) < 1e-5
+    found = [(step.loss, step.grad_norm) for step in numbers]
+    assert torch.allclose(torch.tensor(found), torch.tensor(losses_and_norms), rtol=3e-6)
+    assert [step.weight for step in numbers] == [sum(sizes[0]) for sizes in ONE_RANK] * 5
+    if max_norm is not None:
+        clipped = [norm > max_norm for _, norm in losses_and_norms]
+        assert any(clipped)
+        assert not all(clipped)
+
+
+def test_gradient_is_that_of_the_global_mean_not_a_mean_of_means() -> None:
+    engine = make_engine()
+    uneven = microbatches(0, ((15, 1),))
+    means = [
+        torch.autograd.grad(
+            loss(engine.module, batch)[0] / len(batch.labels), engine.module.head.weight
+        )[0]
+        for batch in uneven
+    ]
+    engine.step(uneven)
+    gradient = engine.module.head.weight.grad
+    assert gradient is not None
+    expected = (15 * means[0] + means[1]) / 16
+    assert torch.allclose(gradient, expected, atol=1e-6)
+    assert not torch.allclose(gradient, (means[0] + means[1]) / 2, atol=1e-2)
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_nominal_weight_changes_no_bit(policy: str) -> None:
+    engines = [make_engine(policy=policy, nominal_weight=weight) for weight in (1, 700)]
+    for engine in engines:
+        train(engine, 5, ONE_RANK)
+    assert [engine.nominal_weight for engine in engines] == [1, 1024]
+    assert_same_bits(weights(engines[1]), weights(engines[0]))
+
+
+def test_nominal_weight_is_that_of_the_first_step_with_any_weight() -> None:
+    engine, reference = make_engine(), make_engine(nominal_weight=16)
+    for one in (engine, reference):
+        assert one.step([samples(0, 0), samples(0, 0)]).numbers.skipped
+    assert engine.nominal_weight is None
+    for one in (engine, reference):
+        one.step([samples(1, 8), samples(2, 8)])
+    assert engine.nominal_weight == 16
+    assert_same_bits(weights(engine), weights(reference))
+
+
+def test_a_nominal_weight_of_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"nominal_weight = 0: use a finite number above 0"):
+        make_engine(nominal_weight=0)
+
+
+def test_nominal_weight_is_that_of_the_first_step() -> None:
+    engine = make_engine()
+    train(engine, 1, (((5, 5, 5),),))
+    assert engine.nominal_weight == 16
+    train(engine, 1, (((90,),),))
+    assert engine.nominal_weight == 16
+
+
+@pytest.mark.parametrize("kind", [int, float, torch.tensor, lambda n: torch.tensor(float(n))])
+def test_weight_is_a_number_or_a_tensor(kind: Callable[[int], Any]) -> None:
+    def typed_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
+        total, weight = loss(model, batch)
+        return total, kind(int(weight))
+
+    engine = Engine(make_model(), typed_loss, fused_adamw, policy="fp32", device="cpu")
+    train(engine, 3, ONE_RANK)
+    reference = make_engine()
+    train(reference, 3, ONE_RANK)
+    assert_same_bits(weights(engine), weights(reference))
+
+
+def test_bf16_policy_computes_in_bf16_and_trains_like_fp32() -> None:
+    engine = make_engine(policy="bf16")
+    seen = []
+    engine.module.blocks[0].register_forward_hook(lambda *args: seen.append(args[-1].dtype))
+    train(engine, 20, ONE_RANK)
+    expected, _ = plain_training(20, ONE_RANK)
+    assert set(seen) == {torch.bfloat16}
+    assert 1e-4 < error(weights(engine), expected) < 0.1
+
+
+@pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-autocast", "fp16-autocast"])
+def test_every_mixed_policy_learns(policy: str) -> None:
+    engine = make_engine(policy=policy)
+    labelled = samples(0, 16)
+    numbers = [engine.step([labelled]).numbers for _ in range(40)]
+    assert numbers[-1].loss < 0.5 * numbers[0].loss
+    assert all(weight.dtype == torch.float32 for weight in weights(engine).values())
+    scale = 65536 if policy.startswith("fp16") else 1
+    assert numbers[0].loss_scale == scale
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_parameters_in_another_memory_order(policy: str, fused: bool) -> None:
+    def total(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        images, labels = batch
+        return F.cross_entropy(model(images).flatten(1), labels, reduction="sum"), len(labels)
+
+    def trained_model(memory_format: torch.memory_format) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 5, 2))
+        engine = Engine(
+            model.to(memory_format=memory_format),  # type: ignore[call-overload]
+            total,
+            lambda parameters: adamw(parameters, fused=fused),
+            policy=policy,
+            device="cpu",
+        )
+        for step in range(5):
+            generator = torch.Generator().manual_seed(step)
+            images = torch.randn(8, 3, 4, 4, generator=generator)
+            engine.step([(images, torch.randint(5, (8,), generator=generator))])
+        return engine.module
+
+    contiguous = trained_model(torch.contiguous_format)
+    channels_last = trained_model(torch.channels_last)
+    first = channels_last[0].weight  # type: ignore[index]
+    assert first.is_contiguous(memory_format=torch.channels_last)
+    tolerance = 1e-5 if policy == "fp32" else 1e-2
+    for found, expected in zip(channels_last.parameters(), contiguous.parameters(), strict=True):
+        assert torch.allclose(found, expected, atol=tolerance)
+
+
+def test_stop_request_shows_in_the_outcome() -> None:
+    engine = make_engine()
+    batches = microbatches(0, ONE_RANK[0])
+    assert not engine.step(batches).numbers.stop
+    assert engine.step(batches, stop=True).numbers.stop
+    assert not engine.step(batches).numbers.stop
+
+
+def test_a_step_needs_a_microbatch() -> None:
+    with pytest.raises(ValueError, match="at least one microbatch"):
+        make_engine().step([])
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model = 'Tanh': has no parameter"):
+        Engine(nn.Tanh(), loss, fused_adamw, device="cpu")
+
+
+def test_outcome_tells_the_rate_of_the_schedule() -> None:
+    engine = make_engine(schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2, gamma=0.5))
+    rates = [step.learning_rate for step in train(engine, 5, ONE_RANK)]
+    assert rates == pytest.approx([1e-2, 1e-2, 5e-3, 5e-3, 2.5e-3])
+
+
+# Skipped steps
+
+
+@pytest.mark.parametrize("when", [0, 3])
+@pytest.mark.parametrize("spoil", [bad_batches, empty_batches])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_skipped_step_leaves_no_trace(
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    spoil: Callable[[int], StepBatches],
+    when: int,
+) -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
+        return lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+    def scaled_engine() -> Engine:
+        return make_engine(optimizer=optimizer, policy=SCALED, schedule=schedule, max_norm=1.3)
+
+    engine, reference = scaled_engine(), scaled_engine()
+    train(engine, when, ONE_RANK)
+    before = snapshot(engine)
+    skipped = engine.step(spoil(99)).numbers
+    if when > 0:  # some optimizers create their state in the first step
+        assert_same_bits(trained(snapshot(engine)), trained(before))
+    else:
+        assert_same_bits(weights(engine), weights(reference))
+    train(engine, 6 - when, ONE_RANK, first=when)
+    last = train(engine, 1, ONE_RANK, first=6)[0]
+    expected = train(reference, 7, ONE_RANK)[-1]
+    assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
+
+    overflow = spoil is bad_batches
+    assert skipped.skipped
+    assert skipped.overflow == overflow
+    assert (skipped.applied_total, skipped.skipped_total, skipped.skipped_in_a_row) == (when, 1, 1)
+    assert (last.applied_total, last.skipped_total, last.skipped_in_a_row) == (7, 1, 0)
+    assert last.learning_rate == expected.learning_rate
+    assert skipped.loss_scale == 65536
+    assert last.loss_scale == (32768 if overflow else 65536)
+
+
+@pytest.mark.parametrize("factor", [math.inf, math.nan, -math.inf])
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "bf16-autocast", "fp16"])
+def test_every_policy_skips_what_is_not_finite(policy: str, factor: float) -> None:
+    engine = make_engine(policy=policy)
+    train(engine, 2, ONE_RANK)
+    before = trained(snapshot(engine))
+    published = [parameter.clone() for parameter in engine.module.parameters()]
+    numbers = engine.step(bad_batches(2, factor)).numbers
+    assert numbers.skipped
+    assert numbers.overflow
+    assert not math.isfinite(numbers.grad_norm)
+    assert_same_bits(trained(snapshot(engine)), before)
+    assert all(map(torch.equal, engine.module.parameters(), published))
+    assert not train(engine, 1, ONE_RANK)[0].skipped
+
+
+def test_a_weight_that_is_not_finite_is_skipped_too() -> None:
+    def total(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+        return loss(model, batch)[0], math.nan
+
+    engine = Engine(make_model(), total, fused_adamw, policy="fp32", device="cpu", nominal_weight=1)
+    assert train(engine, 1, ONE_RANK)[0].skipped
+    assert_same_bits(weights(engine), weights(make_engine()))
+
+
+def test_scale_finds_its_height_in_fp16() -> None:
+    engine = make_engine(
+        policy="fp16", loss_scale=LossScaleConfig(init=2.0**24, growth_interval=10)
+    )
+    batches = [batch._replace(factor=8.0) for batch in microbatches(0, ONE_RANK[0])]
+    numbers = [engine.step(batches).numbers for _ in range(60)]
+    falling = next(index for index, step in enumerate(numbers) if not step.skipped)
+    assert falling > 2
+    assert [step.loss_scale for step in numbers[: falling + 1]] == [
+        2.0 ** (24 - index) for index in range(falling + 1)
+    ]
+    highest = numbers[falling].loss_scale
+    grown = [step.loss_scale for step in numbers[falling : falling + 11]]
+    assert grown == [highest] * 10 + [2 * highest]
+    assert numbers[-1].loss < numbers[falling].loss
+    assert numbers[-1].applied_total + numbers[-1].skipped_total == 60
+
+
+def test_scale_stays_within_its_limits() -> None:
+    rules = LossScaleConfig(init=4, min_scale=2, max_scale=8, growth_interval=1)
+    engine = make_engine(policy="fp16", loss_scale=rules)
+    falling = [engine.step(bad_batches(step)).numbers.loss_scale for step in range(4)]
+    assert falling == [4, 2, 2, 2]
+    assert [step.loss_scale for step in train(engine, 4, ONE_RANK)] == [2, 4, 8, 8]
+
+
+def test_skips_in_a_row_are_counted() -> None:
+    engine = make_engine()
+    kinds = (empty_batches, bad_batches, bad_batches)
+    in_a_row = [engine.step(kind(0)).numbers.skipped_in_a_row for kind in kinds]
+    assert in_a_row == [1, 2, 3]
+    assert train(engine, 1, ONE_RANK)[0].skipped_in_a_row == 0
+    assert engine.step(bad_batches(0)).numbers.skipped_total == 4
+
+
+# What must leave nothing behind
+
+
+class FaultyError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_an_abandoned_step_leaves_nothing_behind(policy: str) -> None:
+    def faulty_loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+        total, weight = loss(model, batch)
+        if math.isnan(batch.factor):
+            raise FaultyError
+        return total, weight
+
+    engine = Engine(make_model(), faulty_loss, fused_adamw, policy=policy, device="cpu")
+    reference = make_engine(policy=policy)
+    for one in (engine, reference):
+        train(one, 2, ONE_RANK)
+    broken = bad_batches(50, math.nan)
+    broken[0] = broken[0]._replace(factor=math.inf)  # accumulated before the fault
+    with pytest.raises(FaultyError):
+        engine.step(broken)
+    for one in (engine, reference):
+        train(one, 2, ONE_RANK, first=2)
+    assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_between_steps_is_harmless(set_to_none: bool, policy: str) -> None:
+    engine, reference = make_engine(policy=policy), make_engine(policy=policy)
+    for step in range(4):
+        train(engine, 1, ONE_RANK, first=step)
+        engine.module.zero_grad(set_to_none=set_to_none)
+        engine.optimizer.zero_grad(set_to_none=set_to_none)
+    train(reference, 4, ONE_RANK)
+    assert_same_bits(weights(engine), weights(reference))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_a_second_engine_takes_over_the_model(world_size: int) -> None:
+    sizes = ONE_RANK if world_size == 1 else TWO_RANKS
+    first = make_engine()
+    train(first, 2, sizes)
+    second = make_engine(model=first.module)
+    reference = make_engine(model=make_model())
+    reference.load_state_dict({**snapshot(reference), **model_part(first)})
+    for engine in (second, reference):
+        train(engine, 3, sizes, first=2)
+    assert_same_bits(weights(second), weights(reference))
+
+
+def model_part(engine: Engine) -> dict[str, Tensor]:
+    return {k: v for k, v in snapshot(engine).items() if k.startswith("model/")}
+
+
+# One decision for all ranks
+
+
+class Spoilable(nn.Module):
+    """A classifier with a bias, of whose gradient single elements can be spoiled.
+
+    Under FSDP each element of it stands on one rank only, and no other gradient depends on it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = make_model()
+        self.bias = nn.Parameter(torch.zeros(CLASSES))
+        self.factors = torch.ones(CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = self.bias.clone()
+        if bias.requires_grad:
+            bias.register_hook(lambda gradient: gradient * self.factors)
+        return self.classifier(x) + bias
+
+
+def same_on_all_ranks(value: Any) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, repr(value))
+    return len(set(found)) == 1
+
+
+@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_all_ranks_skip_what_one_of_them_cannot_apply(
+    strategy: str, optimizer: Callable[[Any], torch.optim.Optimizer]
+) -> None:
+    def new_engine() -> Engine:
+        return make_engine(
+            model=Spoilable(),
+            strategy=strategy,
+            optimizer=optimizer,
+            policy=SCALED,
+            schedule=lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+        )
+
+    engine, reference = new_engine(), new_engine()
+    for one in (engine, reference):
+        train(one, 2, TWO_RANKS)
+    before = trained(snapshot(engine))
+    spoilers = [(1, math.inf, -1), (0, math.nan, -1), (0, -math.inf, 0)]
+    for count, (rank, factor, element) in enumerate(spoilers, start=1):
+        if dist.get_rank() == rank:
+            engine.module.factors[element] = factor
+        (numbers,) = train(engine, 1, TWO_RANKS, first=50 + count)
+        engine.module.factors.fill_(1)
+        assert (numbers.overflow, numbers.skipped) == (True, True)
+        assert (numbers.applied_total, numbers.skipped_total) == (2, count)
+        assert numbers.loss_scale == 2.0 ** (17 - count)
+        assert same_on_all_ranks(numbers)
+        assert_same_bits(trained(snapshot(engine)), before)
+    found = train(engine, 3, TWO_RANKS, first=2)
+    expected = train(reference, 3, TWO_RANKS, first=2)
+    assert [step.learning_rate for step in found] == [step.learning_rate for step in expected]
+    assert [step.loss_scale for step in found] == [2.0**13] * 3
+    assert found[-1].applied_total == 5
+    assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
+    assert same_on_all_ranks([value.tolist() for value in snapshot(engine).values()])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_scale_stays_the_same_on_all_ranks_where_one_overflows_in_fp16(strategy: str) -> None:
+    engine = make_engine(strategy=strategy, policy="fp16")
+    overflows = []
+    for step in range(12):
+        batches = microbatches(step, TWO_RANKS[0], dist.get_rank())
+        if dist.get_rank() == 1:  # a large loss; its gradient is too large only times the scale
+            batches = [batch._replace(factor=1000.0) for batch in batches]
+        numbers = engine.step(batches).numbers
+        overflows.append(numbers.overflow)
+        assert numbers.skipped == numbers.overflow
+        assert same_on_all_ranks(numbers)
+    assert overflows[:3] == [True] * 3
+    assert overflows[-3:] == [False] * 3
+    assert numbers.loss_scale == 65536 * 0.5 ** sum(overflows)
+    assert same_on_all_ranks([value.tolist() for value in snapshot(engine).values()])
+    assert same_on_all_ranks([value.tolist() for value in map(whole, engine.module.parameters())])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_a_step_in_which_no_rank_has_a_sample(strategy: str) -> None:
+    engine = make_engine(strategy=strategy, policy=SCALED)
+    train(engine, 2, TWO_RANKS)
+    before = snapshot(engine)
+    (numbers,) = train(engine, 1, (((0, 0), (0, 0)),))
+    assert (numbers.skipped, numbers.overflow, numbers.weight) == (True, False, 0)
+    after = snapshot(engine)
+    assert after.pop("engine/counts").tolist() == [2, 1, 1]
+    before.pop("engine/counts")
+    assert_same_bits(after, before)
+    assert not train(engine, 1, TWO_RANKS)[0].skipped
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_one_small_collective_beside_the_gradients(strategy: str) -> None:
+    engine = make_engine(strategy=strategy, policy="bf16", max_norm=1.0)
+    train(engine, 2, TWO_RANKS)
+    batches = microbatches(2, TWO_RANKS[0], dist.get_rank())
+    with Collectives() as collectives:
+        engine.step(batches)
+    of_fsdp = {"_allgather_base_", "alltoall_base_"}
+    own = [name for name in collectives.names() if name not in of_fsdp]
+    if strategy == "ddp":
+        assert own == ["allreduce_"] * 2  # the one bucket, and the verdict
+        assert len(collectives.found) == 2
+    else:
+        assert own == ["allreduce_"]
+        assert len(collectives.found) > 1
+
+
+@ranks(2)
+def test_a_stop_request_of_one_rank_reaches_all() -> None:
+    engine = make_engine()
+    batches = microbatches(0, TWO_RANKS[0], dist.get_rank())
+    asked = [engine.step(batches, stop=dist.get_rank() == rank).numbers.stop for rank in (0, 1, 2)]
+    assert asked == [True, True, False]
+
+
+@ranks(2)
+def test_evaluation_over_ranks_with_different_amounts() -> None:
+    engine = make_engine()
+    found = engine.evaluate(microbatches(3, ((5, 1, 9), (2,)), dist.get_rank()))
+    batch = samples(3, 17)
+    mean = F.cross_entropy(make_model().double()(batch.inputs.double()), batch.labels)
+    assert found == pytest.approx(mean.item(), rel=1e-6)
+
+
+# Evaluation
+
+
+class Moded(nn.Module):
+    """Has a part that its owner keeps in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.classifier = make_model()
+        self.dropout = nn.Dropout(0.5)
+        self.frozen = nn.BatchNorm1d(INPUTS).eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.classifier(self.dropout(self.frozen(x)))
+
+
+def test_evaluation_is_the_mean_over_all_samples_and_changes_nothing() -> None:
+    model = Moded()
+    engine = make_engine(model=model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = engine.evaluate(microbatches(3, ((5, 1, 9),)))
+    batch = samples(3, 15)
+    logits = make_model().double()(batch.inputs.double() / math.sqrt(1 + 1e-5))
+    assert found == pytest.approx(F.cross_entropy(logits, batch.labels).item(), rel=1e-6)
+    assert_same_bits(model.state_dict(), before)
+    assert (model.training, model.dropout.training, model.frozen.training) == (True, True, False)
+
+
+def test_evaluation_of_nothing() -> None:
+    assert math.isnan(make_engine().evaluate([]))
+    assert math.isnan(make_engine().evaluate(empty_batches(0)))
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("policy", [SCALED, "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_loaded_state_continues_bit_by_bit(
+    optimizer: Callable[[Any], torch.optim.Optimizer], policy: str | PrecisionPolicy
+) -> None:
+    def new_engine(seed: int) -> Engine:
+        return make_engine(
+            model=make_model(seed),
+            optimizer=optimizer,
+            policy=policy,
+            schedule=lambda optimizer: lr_scheduler.ExponentialLR(optimizer, 0.9),
+            loss_scale=LossScaleConfig(growth_interval=3),
+            max_norm=1.3,
+        )
+
+    engine, resumed = new_engine(0), new_engine(1)
+    train(engine, 4, ONE_RANK)
+    engine.step(bad_batches(4))
+    train(engine, 1, ONE_RANK)
+    resumed.load_state_dict(snapshot(engine))
+    assert_same_bits(snapshot(resumed), snapshot(engine))
+    expected = train(engine, 5, ONE_RANK, first=5)
+    found = train(resumed, 5, ONE_RANK, first=5)
+    assert_same_bits(snapshot(resumed), snapshot(engine))
+    assert all(map(same_numbers, found, expected))
+
+
+def test_state_before_the_first_step_can_be_loaded() -> None:
+    engine, resumed = make_engine(), make_engine(model=make_model(1))
+    resumed.load_state_dict(snapshot(engine))
+    for one in (engine, resumed):
+        train(one, 3, ONE_RANK)
+    assert_same_bits(snapshot(resumed), snapshot(engine))
+
+
+def test_names_and_types_of_the_state() -> None:
+    engine = make_engine(policy="bf16")
+    train(engine, 1, ONE_RANK)
+    state = engine.state_dict()
+    parameters = [name for name, _ in make_model().named_parameters()]
+    moments = [
+        f"optimizer/{name}/{key}"
+        for name in parameters
+        for key in ("exp_avg", "exp_avg_sq", "step")
+    ]
+    scale = [f"loss_scale/{key}" for key in ("value", "clean_steps", "overflows_in_a_row")]
+    bounds = ["divergence/seen", "divergence/values"]
+    own = [*scale, *bounds, "engine/counts", "engine/nominal_weight"]
+    assert sorted(state) == sorted([*(f"model/{name}" for name in parameters), *moments, *own])
+    assert {state[f"model/{name}"].dtype for name in parameters} == {torch.float32}
+
+
+def test_state_lacking_something_is_refused() -> None:
+    engine = make_engine()
+    state = snapshot(engine)
+    del state["model/head.weight"]
+    with pytest.raises(CheckpointError, match=r"lacks model/head\.weight"):
+        engine.load_state_dict(state)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(INPUTS, INPUTS, bias=False)
+        self.two = nn.Linear(INPUTS, INPUTS, bias=False)
+        self.two.weight = self.one.weight
+        self.register_buffer("offset", torch.full((INPUTS,), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x))) + self.offset
+
+
+def test_tied_weights_keep_their_fp32_values_under_another_policy() -> None:
+    narrow, wide = (make_engine(model=Tied(), policy=policy) for policy in ("bf16", "fp32"))
+    train(narrow, 3, ONE_RANK)
+    state = snapshot(narrow)
+    names = [name for name in state if name.startswith("model/")]
+    assert names == ["model/one.weight", "model/offset"]
+    wide.load_state_dict(state)
+    assert torch.equal(wide.module.one.weight, state["model/one.weight"])
+    assert not torch.equal(narrow.module.one.weight.float(), state["model/one.weight"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "scale", "clean_steps"),
+    [
+        ("fp16", "fp16", 32768, 1),
+        ("fp16", "bf16", 1, 1),
+        ("bf16", "fp16", 4096, 0),
+        ("fp32", "bf16", 1, 0),
+    ],
+)
+def test_scale_under_another_policy(
+    saved: str, loaded: str, scale: float, clean_steps: int
+) -> None:
+    engine = make_engine(policy=saved)
+    engine.step(bad_batches(0))
+    train(engine, 1, ONE_RANK)
+    resumed = make_engine(policy=loaded, loss_scale=LossScaleConfig(init=4096))
+    # Into the live tensors, as a checkpoint is read.
+    state = resumed.state_dict()
+    for name, value in snapshot(engine).items():
+        if name in state:
+            state[name].copy_(value)
+    resumed.prepare_to_load({k: (v.shape, v.dtype) for k, v in snapshot(engine).items()})
+    resumed.load_state_dict({**snapshot(engine), **state})
+    assert train(resumed, 1, ONE_RANK)[0].loss_scale == scale
+    assert snapshot(resumed)["loss_scale/value"] == (scale if loaded == "fp16" else 0)
+    if loaded == "fp16":
+        assert snapshot(resumed)["loss_scale/clean_steps"] == clean_steps + 1
+
+
+def test_scale_is_limited_by_the_rules_of_the_resumed_run() -> None:
+    engine = make_engine(policy="fp16")
+    resumed = make_engine(policy="fp16", loss_scale=LossScaleConfig(init=16, max_scale=64))
+    resumed.load_state_dict(snapshot(engine))
+    assert train(resumed, 1, ONE_RANK)[0].loss_scale == 64
+
+
+def test_a_state_of_before_consecutive_overflows_were_stored(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_engine(policy="fp16", loss_scale=LossScaleConfig(hysteresis=3))
+    engine.step(bad_batches(0))
+    old = snapshot(engine)
+    assert old.pop("loss_scale/overflows_in_a_row") == 1
+    engine.load_state_dict(old)
+    assert snapshot(engine)["loss_scale/overflows_in_a_row"] == 0
+    assert caplog.text.count("loss_scale/overflows_in_a_row starts anew") == 1
+    del old["loss_scale/clean_steps"]
+    with pytest.raises(CheckpointError, match="lacks loss_scale/clean_steps"):
+        engine.load_state_dict(old)
+
+
+def frozen_engine(*, unfrozen: bool, after: bool = True) -> Engine:
+    """Build an engine whose first layer was frozen, and perhaps unfrozen again."""
+    model = make_model(seed=4)
+    model.first.requires_grad_(unfrozen and not after)
+    engine = make_engine(model=model)
+    model.first.requires_grad_(unfrozen)
+    return engine
+
+
+def test_what_was_unfrozen_during_a_run_has_to_be_unfrozen_before_loading(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = frozen_engine(unfrozen=False)
+    train(engine, 1, ONE_RANK)
+    engine.module.first.requires_grad_(True)
+    train(engine, 2, ONE_RANK, first=1)
+    state = snapshot(engine)
+    still_frozen = frozen_engine(unfrozen=False)
+    still_frozen.load_state_dict(state)
+    (record,) = caplog.records
+    assert "training first.weight, first.bias, frozen or missing here" in record.getMessage()
+    assert "unfrozen again before loading" in record.getMessage()
+    assert_same_bits(weights(still_frozen), weights(engine))
+    caplog.clear()
+    train(engine, 2, ONE_RANK, first=3)
+    for after in (True, False):
+        resumed = frozen_engine(unfrozen=True, after=after)
+        resumed.load_state_dict(state)
+        train(resumed, 2, ONE_RANK, first=3)
+        assert_same_bits(snapshot(resumed), snapshot(engine))
+    assert caplog.records == []
+
+
+# Host and device
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16", "fp16-autocast"])
+def test_the_host_reads_nothing_in_a_fused_step(policy: str) -> None:
+    engine = make_engine(
+        policy=policy,
+        max_norm=1.0,
+        schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    )
+    train(engine, 2, ONE_RANK)
+    batches = microbatches(2, ONE_RANK[0])
+    with HostReads() as reads:
+        outcome = engine.step(batches)
+    assert reads.found == []
+    assert not outcome.numbers.skipped
+
+
+class Unread(dict[str, Tensor]):
+    """An outcome that stays on its device."""
+
+    ranks_differ = False
+
+    def __init__(self, numbers: dict[str, Tensor], ranks_differ: Tensor) -> None:
+        super().__init__(numbers, differ=ranks_differ)
+
+    def read(self, name: str) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"policy": "fp32", "divergence": DivergenceConfig(on_spike="skip")},
+        {"policy": "fp16"},
+        {"policy": "bf16", "on_nonfinite": "drop_microbatch"},
+    ],
+)
+def test_a_step_keeps_to_its_device(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """What is on the device "meta" has no value to be read, and does not mix with the host's."""
+    # The copies to the host: the outcome, and in the first two steps which parameters were used.
+    monkeypatch.setattr("distmp.engine.engine.StepOutcome", Unread)
+    monkeypatch.setattr("distmp.distributed.world.DEVICE_TYPES", ("meta",))
+    monkeypatch.setattr(nn.Parameter, "is_meta", False, raising=False)
+    monkeypatch.setattr("distmp.buckets.used.on_host", lambda values: [1] * values.numel())
+    # torch has neither autocast nor a kernel for it there.
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
+    monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
+    monkeypatch.setattr("distmp.distributed.world.usable_device", torch.device)
+    stepped: list[Any] = []
+    engine = make_engine(
+        device="meta",
+        max_norm=1.0,
+        nominal_weight=16.0,
+        schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+        first_step_checks=False,
+        **options,
+    )
+    for step in range(3):
+        batches = [
+            Batch(batch.inputs.to("meta"), batch.labels.to("meta"))
+            for batch in microbatches(step, ONE_RANK[0])
+        ]
+        numbers: Any = engine.step(batches)
+        assert {value.device.type for value in numbers.values()} == {"meta"}
+    assert len(stepped) == 3
+    for given in stepped:
+        assert {given[name].device.type for name in ("lr", "grad_scale", "found_inf")} == {"meta"}
+
+
+def test_reading_on_the_host_is_noticed() -> None:
+    engine = make_engine(optimizer=foreach_adamw)
+    with HostReads() as reads:
+        train(engine, 1, ONE_RANK)
+    assert "aten._local_scalar_dense.default" in reads.found
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestCuda:
+    @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
+    @pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd])
+    def test_no_host_wait_from_the_third_step_on(
+        self, optimizer: Callable[[Any], torch.optim.Optimizer], policy: str
+    ) -> None:
+        engine = make_engine(
+            optimizer=optimizer,
+            policy=policy,
+            device="cuda",
+            max_norm=1.0,
+            schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+        )
+        train(engine, 2, ONE_RANK)
+        batches = [
+            Batch(batch.inputs.cuda(), batch.labels.cuda(), batch.factor)
+            for batch in microbatches(2, ONE_RANK[0])
+        ]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            outcomes = [engine.step(batches) for _ in range(3)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [outcome.numbers.applied_total for outcome in outcomes] == [3, 4, 5]
+
+    # Older releases of torch have no fused Adagrad for CUDA.
+    @pytest.mark.parametrize("optimizer", [one for one in OPTIMIZERS if one is not fused_adagrad])
+    def test_training_equals_that_on_the_cpu(
+        self, optimizer: Callable[[Any], torch.optim.Optimizer]
+    ) -> None:
+        engine = make_engine(optimizer=optimizer, device="cuda", max_norm=1.3)
+        numbers = train(engine, 20, ONE_RANK)
+        expected, losses_and_norms = plain_training(
+            20, ONE_RANK, PLAIN.get(optimizer, optimizer), 1.3
+        )
+        found = {name: weight.cpu() for name, weight in weights(engine).items()}
+        assert error(found, expected) < 1e-4
+        assert [step.loss for step in numbers] == pytest.approx(
+            [mean for mean, _ in losses_and_norms], rel=1e-5
+        )
+
+    @pytest.mark.parametrize("policy", ["bf16", "fp16", "bf16-autocast"])
+    def test_mixed_policies_learn(self, policy: str) -> None:
+        engine = make_engine(policy=policy, device="cuda")
+        labelled = samples(0, 16)
+        numbers = [engine.step([labelled]).numbers for _ in range(40)]
+        assert numbers[-1].loss < 0.5 * numbers[0].loss
+
+    @pytest.mark.parametrize("optimizer", [fused_adamw, fused_sgd, sgd])
+    def test_a_skipped_first_step_leaves_no_trace(
+        self, optimizer: Callable[[Any], torch.optim.Optimizer]
+    ) -> None:
+        engine, reference = (
+            make_engine(optimizer=optimizer, policy=SCALED, device="cuda") for _ in range(2)
+        )
+        assert engine.step(bad_batches(0)).numbers.skipped
+        for one in (engine, reference):
+            train(one, 3, ONE_RANK)
+        assert_same_bits(trained(snapshot(engine)), trained(snapshot(reference)))
+
+
+@pytest.mark.parametrize("optimizer", [fused_adamw, foreach_adamw, fused_sgd, sgd, adagrad])
+def test_an_engine_goes_back_to_a_state_from_before_its_first_step(optimizer: Any) -> None:
+    engine = make_engine(optimizer=optimizer)
+    start = snapshot(engine)
+    train(engine, 2, ONE_RANK)
+    there = snapshot(engine)
+    engine.load_state_dict(start)
+    assert_same_bits(snapshot(engine), start)
+    train(engine, 2, ONE_RANK)
+    assert_same_bits(snapshot(engine), there)
+
+
+def test_the_nominal_weight_goes_on_with_the_state() -> None:
+    def build() -> Engine:
+        return Engine(
+            nn.Linear(2, 1),
+            lambda module, batch: (module(batch).square().sum(), len(batch)),
+            lambda named: torch.optim.SGD(named, lr=0.1),
+            policy="fp32",
+            device="cpu",
+        )
+
+    first, resumed, other = build(), build(), build()
+    first.step([torch.ones(4, 2)])
+    resumed.load_state_dict({name: value.clone() for name, value in first.state_dict().items()})
+    for engine in (resumed, other):
+        engine.step([torch.ones(64, 2)])
+    assert (first.nominal_weight, resumed.nominal_weight, other.nominal_weight) == (4, 4, 64)
+
+
+def test_the_memory_of_a_step_does_not_grow_with_its_microbatches() -> None:
+    engine = Engine(
+        nn.Linear(64, 64),
+        lambda module, batch: (F.mse_loss(module(batch), batch, reduction="sum"), len(batch)),
+        lambda named: torch.optim.SGD(named, lr=1e-3, fused=True),
+        policy="fp32",
+        attribution=False,
+        device="cpu",
+    )
+    microbatch = torch.ones(128, 64)
+    peaks = {}
+    for count in (2, 4, 64):  # what is allocated once is there after the first step
+        with LiveStorages() as live:
+            engine.step([microbatch] * count)
+        peaks[count] = live.peak
+    assert peaks[64] - peaks[4] < microbatch.nbytes

@@ -1,0 +1,159 @@
+"""The engine of a plain script joins the ranks that a launcher has started, or says why not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distmp.distributed.world import world_of_process
+from distmp.errors import ConfigError
+from tests.ranks import ranks
+from tests.torchrun import environment, python, run
+
+SCRIPT = """
+import os, sys
+import torch
+import distmp
+
+torch.manual_seed(int(os.environ.get("RANK", 0)))
+
+
+def loss(model, batch):
+    return model(batch).square().sum(), len(batch)
+
+
+engine = distmp.Engine(
+    torch.nn.Linear(3, 2),
+    loss,
+    lambda named: torch.optim.AdamW(named, lr=0.1),
+    policy="fp32",
+    strategy=sys.argv[1],
+)
+for step in range(3):
+    outcome = engine.step([torch.randn(4, 3), torch.randn(1, 3)])
+    if sys.argv[-1] == "fail" and engine.world.rank == 1:
+        raise SystemExit("rank 1 has a reason")
+weight = [value.full_tensor() if hasattr(value, "full_tensor") else value
+          for value in engine.module.parameters()][0]
+text = f"{engine.strategy} {outcome.numbers.weight:g} {weight.sum().item()!r} {engine.world.device}"
+os.write(1, f"{text}\\n".encode())
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def torchrun(*arguments: str) -> list[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    return python(*launcher, *arguments)
+
+
+@pytest.mark.parametrize(("strategy", "found"), [("auto", "ddp"), ("ddp", "ddp"), ("fsdp", "fsdp")])
+def test_ranks_of_torchrun_train_one_model(script: str, strategy: str, found: str) -> None:
+    result = run(torchrun(script, strategy), cwd=Path(script).parent)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert first == second
+    assert first.startswith(f"{found} 10 ")  # the samples of both ranks
+    assert "destroy_process_group" not in result.stderr
+
+
+def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str) -> None:
+    result = run(torchrun(script, "ddp", "fail"), cwd=Path(script).parent)
+    assert result.returncode != 0
+    assert "rank 1 has a reason" in result.stderr
+    # The other rank comes to its message unless torchrun ends it first.
+    if "TrainingError" in result.stderr:
+        assert "rank 0 of 2 stops because another rank has ended" in result.stderr
+
+
+def alone(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, script, "auto"],
+        env={**environment(), **variables},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        (
+            {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
+            "MASTER_ADDR = None: is not set, so this rank cannot join the 2 ranks of WORLD_SIZE",
+        ),
+        ({"WORLD_SIZE": "2"}, "RANK = None: is not set although WORLD_SIZE is"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
+            "OMPI_COMM_WORLD_SIZE = 4: 4 processes were started together",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}, "SLURM_STEP_NUM_TASKS = 2"),
+        ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "PMI_SIZE = 2"),
+    ],
+)
+def test_ranks_that_cannot_be_joined_are_an_error(
+    script: str, variables: dict[str, str], message: str
+) -> None:
+    result = alone(script, **variables)
+    assert result.returncode != 0
+    assert message in result.stderr.splitlines()[-1]
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"WORLD_SIZE": "1"},
+        {"WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"},
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a batch script, outside of srun
+    ],
+)
+def test_a_process_that_is_said_to_be_alone_trains_alone(
+    script: str, variables: dict[str, str]
+) -> None:
+    result = alone(script, **variables)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("single 5 ")
+
+
+@ranks(2, initialize=False)
+def test_a_group_of_one_among_several_ranks_is_refused() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match="WORLD_SIZE = '2': several ranks were started, but"):
+        world_of_process("cpu")
+
+
+@ranks(2)
+def test_a_group_that_exists_is_used() -> None:
+    world = world_of_process("cpu")
+    assert (world.rank, world.world_size) == (int(os.environ["RANK"]), 2)
+    assert world.group is dist.group.WORLD
+
+
+def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: current.__setitem__(0, device.index)
+    )
+    monkeypatch.setattr("distmp.distributed.world.usable_device", torch.device)
+    from distmp.distributed.world import _device_of_rank
+
+    assert _device_of_rank(None, 2) == torch.device("cuda", 2)
+    assert _device_of_rank("cuda", 0) == torch.device("cuda", 2)  # chosen before, by set_device
+    assert _device_of_rank("cuda:1", 2) == torch.device("cuda", 1)
+    assert _device_of_rank("cpu", 2) == torch.device("cpu")

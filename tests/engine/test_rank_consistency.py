@@ -1,0 +1,457 @@
+from __future__ import annotations
+
+import dataclasses
+import logging
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from distmp.config import LockstepConfig, load
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.engine import Engine
+from distmp.engine import rank_consistency as lockstep
+from distmp.engine.rank_consistency import ROW, ROWS_AT_ONCE, compare, digests
+from distmp.errors import ConfigError, TrainingError
+from distmp.telemetry import Console
+from distmp.training.trainer import Trainer
+from tests.ranks import ranks
+from tests.reference import (
+    FOUR_RANKS,
+    TWO_RANKS,
+    assert_same_bits,
+    fused_adamw,
+    make_engine,
+    make_model,
+    sgd,
+    snapshot,
+    train,
+)
+from tests.torchrun import TINY, corpus
+
+CPU = torch.device("cpu")
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.int32,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+# Around the borders of rows and of what is taken at once.
+SIZES = (1, 2, 3, ROW - 1, ROW, ROW + 1, ROWS_AT_ONCE["cpu"] * ROW + 5)
+
+
+def digest(tensor: Tensor) -> int:
+    return int(digests({"tensor": tensor}, CPU))
+
+
+def random_bits(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.bool:
+        return torch.randint(2, (size,), generator=generator).to(torch.bool)
+    count = size * dtype.itemsize
+    return torch.randint(256, (count,), generator=generator, dtype=torch.uint8).view(dtype)
+
+
+def splitmix(state: int) -> int:
+    """The reference of splitmix64's finalizer, in Python's integers."""
+    state &= 2**64 - 1
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
+    return state ^ (state >> 31)
+
+
+def expected_digest(words: Sequence[int]) -> int:
+    golden, total = 0x9E3779B97F4A7C15, 0
+    for row, start in enumerate(range(0, len(words), ROW)):
+        weighted = (
+            word * (splitmix((column + 1) * golden) | 1)
+            for column, word in enumerate(words[start : start + ROW])
+        )
+        total += splitmix(sum(weighted) + row * golden)
+    return (total + 2**63) % 2**64 - 2**63
+
+
+# Digests
+
+
+@pytest.mark.parametrize("size", [0, *SIZES])
+def test_a_digest_is_what_its_definition_says(size: int) -> None:
+    values = random_bits(size, torch.float32)
+    words = struct.unpack(f"<{size}i", values.numpy().tobytes())
+    assert digest(values) == expected_digest(words)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(max_examples=25, deadline=None)
+@given(size=st.sampled_from(SIZES), place=st.floats(0, 1), bit=st.integers(0, 7))
+def test_one_flipped_bit_anywhere_changes_it(
+    dtype: torch.dtype, size: int, place: float, bit: int
+) -> None:
+    values = random_bits(size, dtype)
+    changed = values.clone()
+    memory = changed.view(torch.uint8)
+    index = min(len(memory) - 1, int(place * len(memory)))
+    memory[index] ^= 1 if dtype == torch.bool else 1 << bit
+    assert digest(changed) != digest(values)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    size=st.sampled_from(SIZES[1:]),
+    first=st.floats(0, 1, exclude_max=True),
+    second=st.floats(0, 1, exclude_max=True),
+    values=st.tuples(st.floats(width=32), st.floats(width=32)),
+)
+def test_two_swapped_values_change_it(
+    size: int, first: float, second: float, values: tuple[float, float]
+) -> None:
+    one, other = int(first * size), int(second * size)
+    tensor = random_bits(size, torch.float32)
+    tensor[one], tensor[other] = values
+    swapped = tensor.clone()
+    swapped[one], swapped[other] = tensor[other].clone(), tensor[one].clone()
+    same = torch.equal(tensor.view(torch.int32), swapped.view(torch.int32))
+    assert (digest(swapped) == digest(tensor)) == same
+
+
+def test_equal_values_with_other_bits_change_it() -> None:
+    zeros = torch.zeros(10)
+    negative = zeros.clone()
+    negative[4] = -0.0
+    assert torch.equal(zeros, negative)
+    assert digest(zeros) != digest(negative)
+    payloads = torch.tensor([0x7FC00000, 0x7FC00001, 0x7F800001], dtype=torch.int32)
+    assert payloads.view(torch.float32).isnan().all()
+    assert len({digest(nan) for nan in payloads.view(torch.float32)}) == 3
+
+
+@settings(max_examples=100, deadline=None)
+@given(places=st.lists(st.integers(0, 2 * ROW), min_size=2, max_size=8, unique=True))
+def test_several_flipped_signs_do_not_cancel(places: list[int]) -> None:
+    values = torch.zeros(2 * ROW + 1)
+    flipped = values.clone()
+    flipped[places] = -0.0
+    assert digest(flipped) != digest(values)
+
+
+def test_swapped_rows_change_it() -> None:
+    values = random_bits(3 * ROW, torch.float32).view(3, ROW)
+    assert digest(values[[1, 0, 2]]) != digest(values)
+
+
+def test_neither_strides_nor_grouping_change_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = random_bits(6 * ROW, torch.float32).view(48, -1)
+    before = digest(values)
+    assert digest(values.t().contiguous().t()) == before
+    assert digest(torch.stack([values, values], dim=-1)[..., 1]) == before
+    monkeypatch.setitem(ROWS_AT_ONCE, "cpu", 256)
+    assert digest(values) == before
+
+
+def test_digests_of_several_tensors_are_those_of_each() -> None:
+    tensors = {str(size): random_bits(size, torch.float32, size) for size in (0, *SIZES)}
+    assert digests(tensors, CPU).tolist() == [digest(tensor) for tensor in tensors.values()]
+    assert digests({}, CPU).tolist() == []
+
+
+# Comparing ranks
+
+
+def group() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Record which collectives are called from now on."""
+    called: list[str] = []
+    for name in ("all_reduce", "all_gather_object", "broadcast"):
+        original = getattr(dist, name)
+
+        def recorded(*args: object, name: str = name, original: Callable = original) -> object:
+            called.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(dist, name, recorded)
+    return called
+
+
+@ranks(3)
+def test_equal_ranks_cost_one_collective() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        called = collectives(monkeypatch)
+        assert compare({"model/a": torch.arange(5.0)}, group(), CPU) is None
+        assert compare({}, group(), CPU) is None
+        assert called == ["all_reduce", "all_reduce"]
+
+
+@ranks(3)
+def test_the_first_difference_and_its_ranks_are_named() -> None:
+    rank = dist.get_rank()
+    tensors = {f"model/{name}": torch.arange(5.0) for name in "abc"}
+    tensors["model/b"][3] += 1.0 if rank == 1 else 0.0
+    tensors["model/c"][0] += 1.0 if rank == 2 else 0.0
+    difference = compare(tensors, group(), CPU)
+    assert difference == lockstep.Difference("model/b", (1,), (0, 2), 2, 3, repairable=True)
+    assert str(difference) == (
+        "parameter 'b' of rank 1 differs from that of ranks 0, 2 (2 of 3 tensors differ)"
+    )
+
+
+@ranks(3)
+def test_rank_0_may_be_the_one_that_deviates() -> None:
+    difference = compare({"x": torch.tensor(float(dist.get_rank() == 0))}, group(), CPU)
+    assert difference is not None
+    assert (difference.deviating, difference.others) == ((0,), (1, 2))
+
+
+@ranks(3)
+def test_without_a_majority_rank_0_counts() -> None:
+    difference = compare({"x": torch.tensor(float(dist.get_rank()))}, group(), CPU)
+    assert difference is not None
+    assert (difference.deviating, difference.others) == ((1, 2), (0,))
+
+
+@ranks(2)
+def test_other_tensors_are_a_difference_not_a_hang() -> None:
+    rank = dist.get_rank()
+    extra = {"model/extra": torch.ones(3)} if rank == 1 else {}
+    shape = (2, 3) if rank else (3, 2)
+    dtype = torch.float32 if rank else torch.int32
+    for tensors in (
+        {"model/a": torch.ones(1), **extra},
+        {"model/extra": torch.ones(shape)},
+        {"model/extra": torch.zeros(3, dtype=dtype)},
+        extra,
+    ):
+        difference = compare(tensors, group(), CPU)
+        assert difference is not None
+        assert difference.name == "model/extra"
+        assert not difference.repairable
+
+
+@ranks(3)
+def test_ranks_of_a_smaller_group_are_named_as_in_the_world() -> None:
+    smaller = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank > 0:
+        tensors = {"x": torch.tensor(float(rank))}
+        difference = compare(tensors, smaller, CPU)
+        assert difference is not None
+        assert (difference.deviating, difference.others) == ((2,), (1,))
+        lockstep.broadcast(tensors, smaller, CPU)
+        assert tensors["x"] == 1
+
+
+@ranks(2)
+def test_broadcast_keeps_memory_and_strides() -> None:
+    base = torch.full((3, 4), float(dist.get_rank() + 1))
+    view = base.t()[1:]
+    lockstep.broadcast({"view": view}, group(), CPU)
+    assert (view == 1).all()
+    assert (base[:, 0] == dist.get_rank() + 1).all()
+
+
+# Engines
+
+
+def flip_a_bit(tensor: Tensor) -> None:
+    words = tensor.detach().view(-1)[:1].view(torch.int16 if tensor.itemsize == 2 else torch.int32)
+    words ^= 1
+
+
+def corrupt(engine: Engine, what: str) -> None:
+    """Change the state of this rank alone."""
+    name, _, key = what.partition(":")
+    if what == "engine/nominal_weight":
+        assert engine.nominal_weight is not None
+        engine.nominal_weight *= 2
+    elif name == "16-bit":
+        flip_a_bit(dict(engine.module.named_parameters())[key])
+    else:
+        flip_a_bit(engine.state_dict()[what])
+
+
+CORRUPTIONS = {
+    "model/blocks.1.linear.weight": "parameter 'blocks.1.linear.weight'",
+    "16-bit:head.weight": "16-bit parameter 'head.weight'",
+    "optimizer/head.weight/exp_avg": "optimizer state 'head.weight/exp_avg'",
+    "optimizer/head.weight/step": "optimizer state 'head.weight/step'",
+    "loss_scale/value": "the loss scale",
+    "engine/counts": "'counts'",
+    "engine/nominal_weight": "'nominal_weight'",
+}
+
+
+@ranks(2, timeout=110)
+def test_each_kind_of_difference_stops_the_run_or_is_repaired() -> None:
+    engine = make_engine(policy="fp16", strategy="ddp")
+    train(engine, 2, TWO_RANKS)
+    assert lockstep.check(engine) is None
+    for what, named in CORRUPTIONS.items():
+        before = snapshot(engine)
+        if engine.world.rank == 1:
+            corrupt(engine, what)
+        with pytest.raises(TrainingError) as stopped:
+            lockstep.check(engine)
+        assert f"{named} of rank 1 differs from that of rank 0 (1 of " in str(stopped.value)
+        repaired = lockstep.check(engine, "repair")
+        assert repaired is not None
+        assert repaired.deviating == (1,)
+        assert lockstep.check(engine) is None
+        assert_same_bits(snapshot(engine), before)
+        for name, parameter in engine.module.named_parameters():
+            assert torch.equal(parameter, before[f"model/{name}"].half()), what
+
+
+@pytest.mark.parametrize(("policy", "optimizer"), [("fp16", fused_adamw), ("fp32", sgd)])
+@ranks(4, timeout=110)
+def test_a_repaired_run_goes_on_as_one_that_was_never_broken(
+    policy: str, optimizer: Callable[..., torch.optim.Optimizer]
+) -> None:
+    options = {"policy": policy, "optimizer": optimizer, "strategy": "ddp"}
+    engine, untouched = make_engine(**options), make_engine(**options)
+    train(engine, 2, FOUR_RANKS)
+    if engine.world.rank == 2:
+        for tensor in engine.state_dict().values():
+            flip_a_bit(tensor)
+    lockstep.check(engine, "repair")
+    train(engine, 2, FOUR_RANKS, first=2)
+    train(untouched, 4, FOUR_RANKS)
+    assert_same_bits(snapshot(engine), snapshot(untouched))
+
+
+@ranks(2)
+def test_the_repair_is_said_once() -> None:
+    engine = make_engine(strategy="ddp")
+    if engine.world.rank == 1:
+        corrupt(engine, "model/first.bias")
+    handler = logging.Handler()
+    said: list[tuple[str, str]] = []
+    handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
+    logging.getLogger("distmp").addHandler(handler)
+    difference = lockstep.check(engine, "repair")
+    expected = ("ERROR", f"ranks were out of step: {difference}; all ranks go on as rank 0")
+    assert "'first.bias' of rank 1" in expected[1]
+    assert said == ([expected] if engine.world.rank == 0 else [])
+
+
+@ranks(2)
+def test_a_rank_with_other_optimizer_state_cannot_be_repaired() -> None:
+    engine = make_engine(strategy="ddp")
+    if engine.world.rank == 1:
+        weight = engine.optimizer.param_groups[0]["params"][0]
+        engine.optimizer.state[weight]["extra"] = torch.ones(2)
+    with pytest.raises(TrainingError, match="not even have the same tensors"):
+        lockstep.check(engine, "repair")
+
+
+class _WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@ranks(2)
+def test_buffers_and_shards_may_differ() -> None:
+    model = _WithBuffer()
+    engine = make_engine(model=model, strategy="ddp")
+    model.seen += engine.world.rank
+    assert lockstep.check(engine) is None
+    sharded = make_engine(strategy="fsdp")
+    train(sharded, 1, TWO_RANKS)
+    assert lockstep.check(sharded) is None
+    if engine.world.rank == 1:
+        corrupt(sharded, "engine/counts")
+    difference = lockstep.check(sharded, "repair")
+    assert difference is not None
+    assert difference.name == "engine/counts"
+    assert lockstep.check(sharded) is None
+
+
+def test_a_process_alone_compares_nothing() -> None:
+    assert lockstep.check(make_engine()) is None
+
+
+# A whole run
+
+
+def _trainer(directory: str, *arguments: str) -> Trainer:
+    base = Path(directory)
+    config = load(
+        [
+            *TINY,
+            f"--data.path={base / 'corpus'}",
+            f"--run-dir={base / 'run'}",
+            "--steps=4",
+            *arguments,
+        ]
+    )
+    return Trainer(config, World.current("cpu"), Console(config.log, quiet=True))
+
+
+def _corrupt_after(trainer: Trainer, step: int) -> None:
+    """Let rank 1 have another weight after a step, too far off for rounding to bring it back."""
+    original = trainer.engine.step
+
+    def stepped(*args: object, **options: object) -> object:
+        outcome = original(*args, **options)  # type: ignore[arg-type]
+        if trainer.world.rank == 1 and trainer.progress.step + 1 == step:
+            trainer.engine.state_dict()["model/norm.weight"][0] += 0.5
+        return outcome
+
+    trainer.engine.step = stepped  # type: ignore[method-assign, assignment]
+
+
+@ranks(2)
+def _train_and_break(directory: str) -> None:
+    stopping = _trainer(directory, "--lockstep.every=2")
+    _corrupt_after(stopping, 3)
+    with pytest.raises(TrainingError, match=r"'norm.weight' of rank 1 differs"):
+        stopping.train(StopSignals())
+    assert stopping.progress.step == 4
+    repairing = _trainer(directory, "--lockstep.every=2", "--lockstep.on-difference=repair")
+    _corrupt_after(repairing, 2)
+    untouched = _trainer(directory)
+    repairing.train(StopSignals())
+    untouched.train(StopSignals())
+    assert_same_bits(snapshot(repairing.engine), snapshot(untouched.engine))
+    blind = _trainer(directory)
+    _corrupt_after(blind, 1)
+    blind.train(StopSignals())
+    assert compare({"w": blind.engine.state_dict()["model/norm.weight"]}, group(), CPU) is not None
+
+
+def test_the_trainer_looks_every_so_many_steps(tmp_path: Path) -> None:
+    corpus(tmp_path / "corpus")
+    _train_and_break(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": -1}, "lockstep.every = -1: use 0 or more steps"),
+        ({"on_difference": "mend"}, "lockstep.on_difference = 'mend': use stop or repair"),
+    ],
+)
+def test_settings_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LockstepConfig(**options)  # type: ignore[arg-type]
+    assert str(caught.value) == message
+    assert dataclasses.asdict(LockstepConfig()) == {"every": 0, "on_difference": "stop"}

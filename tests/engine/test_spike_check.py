@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distmp.engine import spike_check as divergence
+from distmp.engine.spike_check import DivergenceConfig, DivergenceGuard
+from distmp.errors import ConfigError
+from distmp.scaling.verdict import Verdict
+
+CPU = torch.device("cpu")
+
+
+def verdict(loss: float, norm: float, *, overflow: bool = False, empty: bool = False) -> Verdict:
+    def number(value: float) -> torch.Tensor:
+        return torch.tensor(value, dtype=torch.float64)
+
+    return Verdict(
+        overflow=torch.tensor(overflow),
+        dropped=number(0),
+        empty=torch.tensor(empty),
+        found_inf=torch.tensor(float(overflow or empty)),
+        grad_scale=torch.tensor(1.0),
+        grad_norm=number(norm),
+        weight=number(0 if empty else 1),
+        loss=number(loss),
+        stop=torch.tensor(False),
+    )
+
+
+def reference_limits(
+    seen: list[tuple[float, float]], config: DivergenceConfig, window: int
+) -> tuple[float, float]:
+    """The limits in plain numpy, from all usable (loss, norm) so far."""
+    if len(seen) < config.warmup_steps:
+        return math.inf, math.inf
+    losses = np.array([loss for loss, _ in seen[-window:]])
+    norms = np.log([norm for _, norm in seen[-window:]])
+
+    def median(values: np.ndarray) -> float:
+        return float(np.sort(values)[(len(values) - 1) // 2])
+
+    def deviation(values: np.ndarray) -> float:
+        return 1.4826 * median(np.abs(values - median(values)))
+
+    loss = median(losses)
+    loss_limit = loss + config.loss_threshold * max(deviation(losses), 0.01 * abs(loss))
+    norm_limit = median(norms) + config.norm_threshold * max(deviation(norms), 0.05)
+    return loss_limit, math.exp(norm_limit)
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.tuples(
+            st.floats(-1e6, 1e6) | st.sampled_from([math.nan, math.inf, -math.inf]),
+            st.floats(1e-6, 1e6) | st.sampled_from([0.0, math.nan, math.inf]),
+            st.sampled_from(["", "", "", "overflow", "empty"]),
+        ),
+        st.tuples(st.floats(2, 3), st.floats(0.5, 2), st.just("")),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(steps=STEPS, warmup=st.integers(1, 12), window=st.integers(1, 9))
+def test_limits_are_those_of_a_plain_reference(
+    steps: list[tuple[float, float, str]], warmup: int, window: int
+) -> None:
+    config = DivergenceConfig(
+        on_spike="skip", warmup_steps=warmup, loss_threshold=3, norm_threshold=4
+    )
+    with mock.patch.object(divergence, "WINDOW", window):
+        guard = DivergenceGuard(config, CPU)
+        usable: list[tuple[float, float]] = []
+        for loss, norm, kind in steps:
+            step = verdict(loss, norm, overflow=kind == "overflow", empty=kind == "empty")
+            found = guard.judge(step)
+            expected = reference_limits(usable, config, window)
+            limits = (float(found.loss_limit), float(found.norm_limit))
+            assert limits == pytest.approx(expected, rel=1e-9)
+            counts = not kind and math.isfinite(loss) and math.isfinite(norm) and norm > 0
+            if counts and all(
+                abs(value - limit) > 1e-9 * abs(limit)
+                for value, limit in zip((loss, norm), limits, strict=True)
+                if math.isfinite(limit)
+            ):
+                spike = loss > limits[0] or norm > limits[1]
+                assert (bool(found.spike), bool(found.skip)) == (spike, spike or False)
+            if not counts:
+                assert not found.spike
+                assert bool(found.skip) == (not math.isfinite(loss))
+            guard.remember(step)
+            if counts:
+                usable.append((loss, norm))
+            # Another guard goes on from the state as if it had been there.
+            if len(usable) % 5 == 0:
+                another = DivergenceGuard(config, CPU)
+                another.load_state_dict(guard.state_dict())
+                guard = another
+
+
+@pytest.mark.parametrize("action", ["ignore", "warn", "skip", "rollback"])
+def test_only_skip_leaves_an_update_out(action: str) -> None:
+    config = DivergenceConfig(action, action, warmup_steps=2)  # type: ignore[arg-type]
+    guard = DivergenceGuard(config, CPU)
+    for loss in (2.0, 2.1, 1.9):
+        guard.remember(verdict(loss, 1.0))
+    for bad in (verdict(50.0, 1.0), verdict(2.0, 50.0)):
+        found = guard.judge(bad)
+        assert bool(found.spike) == (action != "ignore")
+        assert bool(found.skip) == (action == "skip")
+        assert float(bad.skipping(found.skip).found_inf) == (action == "skip")
+    found = guard.judge(verdict(math.nan, 1.0))
+    assert not found.spike
+    assert bool(found.skip) == (action == "skip")
+
+
+def test_a_third_of_a_window_of_spikes_does_not_move_the_limits_far() -> None:
+    guard = DivergenceGuard(DivergenceConfig(), CPU)
+    generator = np.random.default_rng(1)
+    for _ in range(200):
+        guard.remember(verdict(2 + 0.02 * generator.standard_normal(), 1.0))
+    before = float(guard.judge(verdict(2.0, 1.0)).loss_limit)
+    for _ in range(divergence.WINDOW // 3):
+        step = verdict(9.0, 1.0)
+        assert guard.judge(step).spike
+        guard.remember(step)
+    assert float(guard.judge(verdict(2.0, 1.0)).loss_limit) < before + 0.3
+    # A run that stays where it is, is left in peace.
+    for _ in range(divergence.WINDOW // 3):
+        guard.remember(verdict(9.0, 1.0))
+    assert not guard.judge(verdict(9.0, 1.0)).spike
+
+
+def test_a_guard_without_rules_finds_nothing() -> None:
+    guard = DivergenceGuard(None, CPU)
+    for loss in (2.0, 900.0, math.nan):
+        found = guard.judge(verdict(loss, loss))
+        assert not found.spike
+        assert not found.skip
+        assert math.isinf(found.loss_limit)
+        guard.remember(verdict(loss, loss))
+    assert not guard.state_dict()["values"].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_spike": "stop"}, "divergence.on_spike = 'stop': use ignore, warn, skip or rollback"),
+        ({"on_nonfinite_loss": ""}, "divergence.on_nonfinite_loss = '': use ignore, warn"),
+        ({"loss_threshold": 0.0}, "divergence.loss_threshold = 0.0: use a number above 0"),
+        ({"norm_threshold": math.nan}, "divergence.norm_threshold = nan: use a number above 0"),
+        ({"warmup_steps": 0}, "divergence.warmup_steps = 0: use 1 or more steps"),
+        ({"max_rollbacks": -1}, "divergence.max_rollbacks = -1: use 0 or more"),
+        ({"pass_over": -1}, "divergence.pass_over = -1: use 0 or more"),
+    ],
+)
+def test_settings_are_checked(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DivergenceConfig(**options)  # type: ignore[arg-type]
+    assert str(caught.value).startswith(message)
+    assert dataclasses.asdict(DivergenceConfig())["on_spike"] == "warn"

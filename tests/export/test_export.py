@@ -1,0 +1,267 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from safetensors.torch import load_model as load_with_safetensors
+from torch import Tensor, nn
+
+from benchmarks.memory import EXACT_MALLOC
+from distmp import cli
+from distmp.checkpoint import store
+from distmp.errors import CheckpointError, ConfigError
+from distmp.export.export import export
+from distmp.export.weights import load_model, load_weights
+from distmp.models.transformer import Transformer
+from distmp.telemetry import read_records
+from distmp.training.train import main
+from tests.ranks import run_ranks
+from tests.reference import (
+    TWO_RANKS,
+    Classifier,
+    assert_same_bits,
+    fused_sgd,
+    make_engine,
+    make_model,
+    train,
+    weights,
+)
+from tests.torchrun import TINY, corpus, environment, python
+
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp, fp32": {"strategy": "ddp"},
+    "ddp, bf16": {"strategy": "ddp", "policy": "bf16"},
+    "sharded ddp, bf16": {"strategy": "ddp", "policy": "bf16", "shard_optimizer": True},
+    "fsdp, fp16": {"strategy": "fsdp", "policy": "fp16"},
+    "fsdp1, bf16": {"strategy": "fsdp1", "policy": "bf16"},
+}
+
+
+def save_each(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """Train by each strategy, save, and return the FP32 weights."""
+    found = {}
+    for name, options in STRATEGIES.items():
+        engine = make_engine(**options)
+        train(engine, 2, TWO_RANKS)
+        store.save(folder / name / "checkpoints", 2, engine.state_dict(), {"step": 2}, keep=1)
+        found[name] = weights(engine)
+    return found
+
+
+def test_the_masters_of_every_strategy_load_in_plain_torch(tmp_path: Path) -> None:
+    masters = run_ranks(save_each, 2, tmp_path)[0]
+    for name, expected in masters.items():
+        assert any((w != w.bfloat16()).any() for w in expected.values())
+        for dtype, torch_dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+            folder = tmp_path / f"{name} {dtype}"
+            size = export(tmp_path / name, folder, dtype)
+            assert size == sum(p.numel() for p in Classifier().parameters())
+            state = load_file(folder / "model.safetensors")
+            assert_same_bits(state, {k: v.to(torch_dtype) for k, v in expected.items()})
+            model = Classifier().to(torch_dtype)
+            model.load_state_dict(state)
+            assert_same_bits(dict(model.named_parameters()), state)
+            # Nobody has said how to build the model.
+            assert not (folder / "config.json").exists()
+
+
+def checkpoint(folder: Path, tensors: dict[str, Tensor], numbers: Any = None) -> Path:
+    return store.save(folder, 1, tensors, numbers or {}, keep=1)
+
+
+def test_what_is_no_number_of_up_to_32_bits_stays_what_it_is(tmp_path: Path) -> None:
+    tensors = {
+        "model/weight": torch.tensor([1.0, 2.0]),
+        "model/frozen": torch.tensor([1.5], dtype=torch.bfloat16),
+        "model/count": torch.tensor(2**40),
+        "model/exact": torch.tensor([0.1], dtype=torch.float64),
+        "model/mask": torch.tensor([True]),
+        "optimizer/weight/exp_avg": torch.zeros(2),
+    }
+    export(checkpoint(tmp_path / "run", tensors), tmp_path / "fp32")
+    found = load_file(tmp_path / "fp32" / "model.safetensors")
+    expected = {k.removeprefix("model/"): v for k, v in tensors.items() if k[0] == "m"}
+    assert_same_bits(found, expected | {"frozen": torch.tensor([1.5])})
+    assert found["frozen"].dtype == torch.float32
+    export(checkpoint(tmp_path / "run", tensors), tmp_path / "fp16", "fp16")
+    found = load_file(tmp_path / "fp16" / "model.safetensors")
+    assert {name: tensor.dtype for name, tensor in found.items()} == {
+        "weight": torch.float16,
+        "frozen": torch.float16,
+        "count": torch.int64,
+        "exact": torch.float64,
+        "mask": torch.bool,
+    }
+
+
+def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
+    state = {f"model/{name}": value for name, value in make_model(3).state_dict().items()}
+    path = checkpoint(tmp_path / "run", state)
+    export(path, tmp_path / "weights", largest_file=600)
+    files = sorted((tmp_path / "weights").glob("*.safetensors"))
+    assert len(files) > 2
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    index = json.loads((tmp_path / "weights" / "model.safetensors.index.json").read_text())
+    model = make_model(4)
+    found = {
+        name: load_file(tmp_path / "weights" / file)[name]
+        for name, file in index["weight_map"].items()
+    }
+    model.load_state_dict(found)
+    assert_same_bits(model.state_dict(), make_model(3).state_dict())
+    again = make_model(5)
+    load_weights(again, tmp_path / "weights")
+    assert_same_bits(again.state_dict(), make_model(3).state_dict())
+
+
+class Tied(Classifier):
+    """Its classifier's weight has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(*reversed(self.head.weight.shape), bias=False)
+        self.other.weight = self.head.weight
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_tied_weight_is_saved_once_and_restored(tmp_path: Path, frozen: bool) -> None:
+    model = Tied()
+    model.head.weight.requires_grad_(not frozen)
+    engine = make_engine(model=model, strategy="single", optimizer=fused_sgd)
+    train(engine, 1, (((3,),),))
+    export(checkpoint(tmp_path / "run", engine.state_dict()), tmp_path / "weights")
+    with safe_open(tmp_path / "weights" / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert names == model.state_dict().keys() - {"other.weight"}
+    by_us, by_safetensors = Tied(), Tied()
+    load_weights(by_us, tmp_path / "weights")
+    load_with_safetensors(by_safetensors, tmp_path / "weights" / "model.safetensors")
+    for found in (by_us, by_safetensors):
+        assert_same_bits(found.state_dict(), model.state_dict())
+        assert found.other.weight is found.head.weight
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_run_its_export_and_a_run_from_there(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        *TINY,
+        f"--data.path={corpus(tmp_path / 'corpus')}",
+        "--optim.lr=1e-2",
+        "--schedule.name=constant",
+        f"--model.options={{tied_head: {str(tied).lower()}}}",
+    ]
+    bf16 = "--precision.policy=bf16"
+    assert main([*arguments, bf16, "--steps=15", "--run-dir=run"]) == 0
+    assert cli.main(["export", "run", "--to", "weights/fp32"]) == 0
+    told = capsys.readouterr().out
+    assert told.endswith(" numbers in fp32: weights/fp32\n")
+    modes = {file.name: file.stat().st_mode for file in Path("weights/fp32").iterdir()}
+    new = tmp_path / "new"
+    new.touch()
+    assert modes == dict.fromkeys(("config.json", "model.safetensors"), new.stat().st_mode)
+    model = load_model("weights/fp32")
+    assert isinstance(model, Transformer)
+    assert (model.head is None) == tied
+    saved = load_file("weights/fp32/model.safetensors")
+    assert_same_bits(model.state_dict(), saved)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    # What was exported is what was learned.
+    assert main([*arguments, "--steps=1", "--run-dir=next", "--model.weights=weights/fp32"]) == 0
+    learned = read_records(tmp_path / "run" / "steps.jsonl")
+    (continued,) = read_records(tmp_path / "next" / "steps.jsonl")
+    assert learned[0].loss > 5
+    assert continued.loss < learned[0].loss - 1
+    # A run that is resumed has weights of its own.
+    (tmp_path / "weights").rename(tmp_path / "elsewhere")
+    more = ["--steps=2", "--run-dir=next", "--model.weights=weights/fp32", "--resume=auto"]
+    assert main([*arguments, *more]) == 0
+
+
+REFUSED = {
+    "no such checkpoint": (["nowhere", "--to", "new"], "checkpoint = 'nowhere': "),
+    "no checkpoint in it": (["empty", "--to", "new"], "holds none"),
+    "a folder that is there": (["run", "--to", "run"], "--to = 'run': is there already"),
+    "a file": (["run", "--to", "file"], "--to = 'file': is there already"),
+    "no folder": (["run"], "--to"),
+    "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
+    "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
+    "damaged": (["damaged", "--to", "new"], "has 0 bytes"),
+    "not to be written": (["run", "--to", "file/new"], "cannot write file/new: "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_exported_is_one_message(
+    case: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").touch()
+    for name in ("run", "damaged"):
+        path = checkpoint(
+            Path(name), {"model/small": torch.ones(3), "model/large": torch.tensor(7e4)}
+        )
+    for file in path.glob("*.distcp"):
+        file.write_bytes(b"")
+    arguments, message = REFUSED[case]
+    before = sorted(tmp_path.rglob("*"))
+    assert cli.main(["export", *arguments]) in (1, 2)
+    told = capsys.readouterr()
+    assert told.err.startswith("distmp export: ")
+    assert message in told.err
+    assert told.err.count("\n") == 1
+    assert told.out == ""
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_the_memory_of_an_export_is_that_of_one_copy(tmp_path: Path) -> None:
+    megabytes = 96
+    tensors = {f"model/{i}": torch.randn(4, 2**18) for i in range(megabytes // 4)}
+    tensors |= {f"optimizer/{i}": tensor for i, tensor in enumerate(tensors.values())}
+    path = checkpoint(tmp_path, tensors)
+    program = (
+        "import re, sys, torch, distmp.export.export as e, huggingface_hub\n"
+        "e.store.load(e.Path(sys.argv[1]), {'model/0': torch.empty(4, 2**18)})\n"
+        # Not getrusage, which begins with what the parent has used.
+        "status = lambda: open('/proc/self/status').read()\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', status())[1]) // 1024\n"
+        "before = peak()\n"
+        "for dtype in ('bf16', 'fp32'):\n"
+        "    e.export(sys.argv[1], f'{sys.argv[2]}/{dtype}', dtype)\n"
+        "    print(peak() - before)\n"
+    )
+    done = subprocess.run(
+        python("-c", program, str(path), str(tmp_path)),
+        # What is freed goes back to the kernel, so that what is resident is what is in use.
+        env={**environment(), **EXACT_MALLOC},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=110,
+    )
+    in_bf16, in_fp32 = map(int, done.stdout.split())
+    assert in_bf16 < 1.4 * megabytes / 2
+    assert megabytes * 0.8 < in_fp32 < 1.3 * megabytes
+
+
+def test_from_python_errors_are_ours(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(1e6)})
+    with pytest.raises(ConfigError, match="did you mean 'fp16'"):
+        export(path, tmp_path / "new", "fp15")
+    with pytest.raises(CheckpointError, match="beyond the range of float16"):
+        export(path, tmp_path / "new", "fp16")
+    # Infinity that is there already is none of ours to judge in FP32.
+    path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(float("inf"))})
+    assert export(path, tmp_path / "new") == 1

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.export.export import write
+from distmp.export.weights import load_model, load_weights
+from distmp.models.architecture import architecture
+from distmp.models.settings import ModelConfig
+from distmp.models.transformer import Transformer, TransformerConfig
+from tests.reference import assert_same_bits, make_model
+
+SMALL = TransformerConfig(
+    vocabulary_size=11, sequence_length=8, layers=1, dimension=8, heads=2, hidden=8
+)
+
+
+def state(seed: int = 3) -> dict[str, Tensor]:
+    return dict(make_model(seed).state_dict())
+
+
+def saved(folder: Path, weights: dict[str, Tensor], name: str = "model.safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(weights, folder / name)
+    return folder
+
+
+def test_a_folder_or_a_file_under_any_name(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "weights", state(), "of_others.safetensors")
+    for path in (folder, str(folder), folder / "of_others.safetensors"):
+        model = make_model(0)
+        load_weights(model, path)
+        assert_same_bits(model.state_dict(), state())
+
+
+def test_values_are_converted_to_the_types_of_the_model(tmp_path: Path) -> None:
+    halves = {name: value.bfloat16() for name, value in state().items()}
+    model = make_model(0)
+    load_weights(model, saved(tmp_path / "weights", halves))
+    assert_same_bits(model.state_dict(), {name: value.float() for name, value in halves.items()})
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+    weights = state()
+    del weights["first.bias"]
+    weights["head.weight"] = weights["head.weight"][:, :3].contiguous()
+    weights |= {f"extra{i}": torch.ones(1) for i in range(7)}
+    model = make_model(0)
+    with pytest.raises(ConfigError) as caught:
+        load_weights(model, saved(tmp_path / "weights", weights))
+    assert caught.value.setting == "model.weights"
+    told = str(caught.value)
+    assert "missing: first.bias;" in told
+    assert "unknown: extra0, extra1, extra2, extra3, extra4 and 2 more;" in told
+    assert "other shape: head.weight [5, 3] for [5, 12]" in told
+    assert_same_bits(model.state_dict(), make_model(0).state_dict())
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.safetensors").write_text("no weights")
+    for name, message in (
+        ("nowhere", "does not exist"),
+        ("empty", r"has no \*\.safetensors"),
+        ("text.safetensors", "cannot be read"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_weights(make_model(), tmp_path / name)
+
+
+def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
+    file = saved(tmp_path / "weights", state()) / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 10)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_weights(make_model(), tmp_path / "weights")
+
+
+def exported(folder: Path, config: TransformerConfig = SMALL) -> Transformer:
+    model = Transformer(config)
+    described = architecture(model, ModelConfig())
+    write(folder, dict(model.state_dict()), described, torch.float32)
+    return model
+
+
+def test_the_transformer_is_rebuilt_from_its_folder(tmp_path: Path) -> None:
+    model = exported(tmp_path / "weights")
+    found = load_model(tmp_path / "weights")
+    assert isinstance(found, Transformer)
+    assert found.config == SMALL
+    tokens = torch.arange(6)[None]
+    assert torch.equal(found(tokens), model(tokens))
+
+
+def test_what_shapes_do_not_show_is_compared_too(tmp_path: Path) -> None:
+    exported(tmp_path / "weights")
+    values = vars(SMALL) | {"heads": 4, "rotary_base": 500.0, "sequence_length": 16}
+    with pytest.raises(ConfigError) as caught:
+        load_weights(Transformer(TransformerConfig(**values)), tmp_path / "weights")
+    assert "heads = 2 for 4; rotary_base = 10000.0 for 500.0" in str(caught.value)
+    load_weights(Transformer(TransformerConfig(**(values | vars(SMALL)))), tmp_path / "weights")
+
+
+@pytest.mark.parametrize(
+    ("described", "message"),
+    [
+        (None, "cannot be read"),
+        ([], "has no 'model_type'"),
+        ({"layers": 1}, "has no 'model_type'"),
+        ({"model_type": "llama"}, "a model of type 'llama'"),
+        # Whoever trusts such a folder imports it: nobody is made to run what it names.
+        (
+            {"model_type": "distmp-import-path", "name": "os:system", "options": {"command": "x"}},
+            "a model of type 'distmp-import-path'",
+        ),
+        ({"model_type": "distmp-transformer", "layers": 1}, "cannot be built"),
+        ({"model_type": "distmp-transformer", **vars(SMALL), "hidden": "x"}, "cannot be built"),
+    ],
+)
+def test_other_folders_are_not_rebuilt(tmp_path: Path, described: object, message: str) -> None:
+    saved(tmp_path / "weights", state())
+    if described is not None:
+        (tmp_path / "weights" / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path / "weights")
+
+
+def test_a_model_by_import_path_names_it() -> None:
+    config = ModelConfig(name="module:function", options={"width": 3})
+    assert architecture(nn.Linear(1, 1), config) == {
+        "model_type": "distmp-import-path",
+        "name": "module:function",
+        "options": {"width": 3},
+    }

@@ -1,0 +1,488 @@
+"""accelerate's loop with distmp's policy and scaler, on real ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import accelerate
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    DistributedType,
+    FullyShardedDataParallelPlugin,
+    GradScalerKwargs,
+    PrecisionType,
+)
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.utils.data import DataLoader, TensorDataset
+
+import distmp.integrations.accelerate
+from distmp.errors import ConfigError
+from distmp.integrations.accelerate import Accelerator
+from distmp.precision import policy
+from distmp.precision.builders import fsdp1_policy
+from distmp.scaling import DistributedGradScaler, LossScaleConfig
+from tests.ranks import ranks
+from tests.reference import whole
+from tests.torchrun import python, run
+
+ROOT = Path(__file__).parents[2]
+RULES = LossScaleConfig(init=2.0**8)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 8, generator=generator)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 1))
+
+
+def same_on_all_ranks(value: Any) -> bool:
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return all(other == value for other in values)
+
+
+@ranks(2)
+def test_all_ranks_skip_what_one_of_them_cannot_apply() -> None:
+    """The infinity stands in a parameter that DDP does not reduce, so only one rank sees it."""
+    for fused in (True, False):
+        accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
+        assert isinstance(accelerator.scaler, DistributedGradScaler)
+        model = make_model()
+        model._ddp_params_and_buffers_to_ignore = ["3.bias"]  # type: ignore[assignment]
+        adam = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, adam, schedule)
+        told = []
+        for step in range(4):
+            optimizer.zero_grad()
+            output = model(batch(step, accelerator.process_index))
+            assert output.dtype == torch.float32
+            accelerator.backward(output.square().mean())
+            if step == 1 and accelerator.process_index == 1:
+                model.module[3].bias.grad.fill_(torch.inf)
+            optimizer.step()
+            scheduler.step()
+            told.append((optimizer.step_was_skipped, accelerator.scaler.get_scale()))
+        assert told == [(False, 256), (True, 128), (False, 128), (False, 128)]
+        assert scheduler.get_last_lr()[0] == pytest.approx(0.1 * 0.5**6)  # twice per step: 2 ranks
+        weights = {k: v for k, v in model.module.state_dict().items() if k != "3.bias"}
+        assert same_on_all_ranks([value.tolist() for value in weights.values()])
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@ranks(1)
+def test_two_optimizers_of_one_backward_see_one_scale() -> None:
+    """The scale doubles at every step, and accelerate says so between the two optimizers."""
+    reference = make_model()
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    rules = LossScaleConfig(init=2.0**4, growth_interval=1)
+    accelerator = Accelerator("fp16-autocast", loss_scale=rules)
+    model = make_model()
+    optimizers = [torch.optim.SGD(model[index].parameters(), lr=0.1) for index in (0, 2, 3)]
+    model, *prepared = accelerator.prepare(model, *optimizers)
+    for step in range(3):
+        for optimizer in (plain, *prepared):
+            optimizer.zero_grad()
+        reference(batch(step, 0)).square().mean().backward()
+        accelerator.backward(model(batch(step, 0)).square().mean())
+        for optimizer in (plain, *prepared):
+            optimizer.step()
+    assert accelerator.scaler.get_scale() == 2.0**7
+    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@ranks(2)
+def test_fsdp_computes_as_the_policy_says(version: int) -> None:
+    _let_accelerate_shard_on_cpu()
+    cases = {
+        "fp32": (torch.float32, torch.float32),
+        "bf16-pure,accumulate=bf16": (torch.bfloat16, torch.bfloat16),
+        "bf16": (torch.bfloat16, torch.bfloat16),
+        "bf16-autocast": (torch.float32, torch.bfloat16),
+        "fp16": (torch.float16, torch.float16),
+    }
+    for name, (parameter, computed) in cases.items():
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+        with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+            accelerator = Accelerator(name, loss_scale=RULES, fsdp_plugin=plugin)
+        assert accelerator.distributed_type == DistributedType.FSDP
+        module = make_model().bfloat16()  # what is trained becomes FP32, exactly
+        seen: list[torch.dtype] = []
+        module[0].register_forward_hook(_recorder(seen))
+        if version == 2:
+            adam = torch.optim.AdamW(module.parameters(), lr=0.1)
+            model, optimizer = accelerator.prepare(module, adam)
+        else:
+            model = accelerator.prepare(module)
+            optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=0.1))
+        reference = make_model().bfloat16().float()
+        plain = torch.optim.AdamW(reference.parameters(), lr=0.1)
+        for step in range(2):
+            output = model(batch(step, accelerator.process_index))
+            accelerator.backward(output.square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            plain.zero_grad()
+            both = reference(torch.cat([batch(step, rank) for rank in range(2)]))
+            both.square().mean().backward()
+            plain.step()
+        assert output.dtype == torch.float32
+        assert seen[:2] == [parameter, computed], name
+        stored = torch.bfloat16 if "pure" in name else torch.float32
+        assert {value.dtype for value in model.parameters()} == {stored}
+        final = reference(batch(9, 0))
+        rounding = {} if name == "fp32" else {"rtol": 0.1, "atol": 0.1}
+        torch.testing.assert_close(model(batch(9, 0)), final, **rounding)
+        assert isinstance(whole(next(model.parameters())), Tensor)
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@ranks(2)
+def test_fsdp_computes_as_mixed_precision_says(version: int) -> None:
+    """FP32 weights under autocast, reduced in FP32, where accelerate has 16 bits in each place."""
+    _let_accelerate_shard_on_cpu()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    with mock.patch.object(torch.accelerator, "is_available", return_value=True):
+        accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    assert accelerator.policy == policy("bf16-autocast")
+    assert accelerator.distributed_type == DistributedType.FSDP
+    assert plugin.mixed_precision_policy.param_dtype is None
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.float32
+    module = make_model()
+    seen: list[torch.dtype] = []
+    module[0].register_forward_hook(_recorder(seen))
+    if version == 2:
+        model, _ = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+    else:
+        model = accelerator.prepare(module)
+    assert model(batch(0, accelerator.process_index)).dtype == torch.float32
+    assert seen == [torch.float32, torch.bfloat16]
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def _let_accelerate_shard_on_cpu() -> None:
+    """accelerate does so on GPUs only; what it then does is the same."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
+
+
+def _recorder(seen: list[torch.dtype]) -> Callable[..., None]:
+    return lambda module, _, output: seen.extend([module.weight.dtype, output.dtype])
+
+
+@ranks(2)
+def test_every_field_holds_with_ddp() -> None:
+    before = torch.get_float32_matmul_precision()
+    text = "bf16-autocast,keep_fp32=norm,reduce=bf16,buffer=fp32"
+    accelerator = Accelerator(text, loss_scale=RULES)
+    assert accelerator.scaler is None
+    model = make_model()
+    model.register_buffer("table", torch.zeros(2, dtype=torch.bfloat16))
+    seen: list[torch.dtype] = []
+    model[0].register_forward_hook(_recorder(seen))
+    model[2].register_forward_hook(_recorder(seen))
+    model = accelerator.prepare_model(model)
+    output = model(batch(0, dist.get_rank()).double())  # cast to what the parameters are
+    accelerator.backward(output.square().mean())
+    assert output.dtype == torch.float32
+    assert seen == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
+    assert model.module.table.dtype == torch.float32
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
+    assert same_on_all_ranks([gradient.tolist() for gradient in gradients])
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it left
+
+    accelerator = Accelerator("tf32")
+    assert torch.get_float32_matmul_precision() == "high"
+    accelerator.end_training()
+    assert torch.get_float32_matmul_precision() == before
+
+
+@ranks(2)
+def test_the_process_group_ends_before_the_model() -> None:
+    """On one core the group's thread is often late, and the model's last collective with it."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+
+    def train() -> None:
+        accelerator = Accelerator("fp32")
+        model = accelerator.prepare_model(nn.Linear(2, 2))
+        model(torch.ones(1, 2)).sum().backward()
+        for _ in range(3):
+            dist.all_reduce(torch.ones(4))
+        accelerator.end_training()
+
+    train()
+
+
+@ranks(1)
+def test_what_would_overrule_the_policy_is_refused() -> None:
+    compressed = DistributedDataParallelKwargs(comm_hook="fp16")
+    cases: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
+        ("fp99", {}, "precision.policy", "fp99"),
+        ("bf16", {}, "precision.policy", "use a policy with autocast"),
+        ("bf16-pure", {}, "precision.policy", "sums microbatches in float32"),
+        ("bf16-autocast,output=bf16", {}, "precision.policy.output", "in float32"),
+        ("bf16-autocast", {"mixed_precision": "fp16"}, "mixed_precision", "policy = 'bf16-auto"),
+        ("fp32", {"mixed_precision": "no"}, "mixed_precision", "give one of the two"),
+        ("fp32", {"policy": "fp32"}, "policy", "only positional argument"),
+        ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "neither policy nor"),
+        ("fp32", {"deepspeed_plugins": {"a": object()}}, "deepspeed_plugin", "neither policy nor"),
+        ("fp32", {"megatron_lm_plugin": object()}, "megatron_lm_plugin", "neither policy nor"),
+        ("fp32", {"kwargs_handlers": [AutocastKwargs()]}, "kwargs_handlers", "leave it out"),
+        ("fp32", {"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers", "LossScaleConfig"),
+        ("fp32", {"kwargs_handlers": [compressed]}, "kwargs_handlers", "would not"),
+        # accelerate ignores the plugin on a CPU.
+        ("bf16", {"fsdp_plugin": FullyShardedDataParallelPlugin()}, "precision.policy", "FSDP"),
+    )
+    for wanted, arguments, setting, message in cases:
+        with pytest.raises(ConfigError, match=message) as caught:
+            Accelerator(wanted, **arguments)
+        assert caught.value.setting == setting
+
+
+@ranks(1)
+def test_auto_takes_what_accelerate_can_do() -> None:
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "fp16"
+    accelerator = Accelerator("auto")
+    assert not accelerator.policy.casts_parameters
+    assert accelerator.policy_reason
+    assert accelerator.mixed_precision in ("no", "bf16")
+
+
+# mixed_precision in place of a policy: only the import changes
+
+
+@ranks(1)
+def test_what_accelerate_is_told_is_a_policy() -> None:
+    cases: tuple[tuple[tuple[Any, ...], dict[str, Any], str | None, str, str], ...] = (
+        ((), {}, None, "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
+        ((), {"mixed_precision": None}, None, "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
+        ((), {"mixed_precision": "no"}, None, "fp32", "mixed_precision = 'no'"),
+        ((), {"mixed_precision": "bf16"}, None, "bf16-autocast", "mixed_precision = 'bf16'"),
+        ((), {"mixed_precision": "fp16"}, None, "fp16-autocast", "mixed_precision = 'fp16'"),
+        ((), {"mixed_precision": PrecisionType.BF16}, None, "bf16-autocast", "= 'bf16'"),
+        ((True, False, "bf16"), {}, None, "bf16-autocast", "mixed_precision = 'bf16'"),
+        ((True, False, PrecisionType.FP16, 2), {}, None, "fp16-autocast", "= 'fp16'"),
+        ((True,), {"mixed_precision": "fp16"}, None, "fp16-autocast", "= 'fp16'"),
+        # What `accelerate launch --mixed_precision` sets; a script's own argument wins.
+        ((), {}, "bf16", "bf16-autocast", "ACCELERATE_MIXED_PRECISION = 'bf16'"),
+        ((), {}, "no", "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
+        ((), {"mixed_precision": "no"}, "bf16", "fp32", "mixed_precision = 'no'"),
+        ((), {"policy": "fp32"}, "bf16", "fp32", "configured"),
+        (("fp16-autocast",), {}, "bf16", "fp16-autocast", "configured"),
+    )
+    for positional, keywords, launched, name, reason in cases:
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        if launched is not None:
+            os.environ["ACCELERATE_MIXED_PRECISION"] = launched
+        accelerator = Accelerator(*positional, **keywords)
+        assert accelerator.policy == policy(name)
+        assert reason in accelerator.policy_reason
+        word = {"fp32": "no", "bf16-autocast": "bf16", "fp16-autocast": "fp16"}[name]
+        assert accelerator.mixed_precision == word
+        assert (accelerator.scaler is not None) == (word == "fp16")
+        assert accelerator.gradient_accumulation_steps == (2 if len(positional) == 4 else 1)
+        assert accelerator.device_placement
+        AcceleratorState._reset_state()
+
+
+@ranks(1)
+def test_another_accelerator_of_the_process_has_the_policy_of_the_first() -> None:
+    first = Accelerator("bf16-autocast,keep_fp32=norm")
+    assert Accelerator().policy == first.policy
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.Accelerator(mixed_precision="bf16", cpu=True)
+    assert Accelerator().policy == policy("bf16-autocast")
+
+
+@ranks(1)
+def test_words_that_are_no_policy_are_refused() -> None:
+    for word, message in (("fp8", "no 8-bit types"), ("bf61", "did you mean 'bf16'")):
+        os.environ["ACCELERATE_MIXED_PRECISION"] = word
+        for arguments, setting in (
+            ({}, "ACCELERATE_MIXED_PRECISION"),
+            ({"mixed_precision": word}, "mixed_precision"),
+        ):
+            with pytest.raises(ConfigError, match=message) as caught:
+                Accelerator(**arguments)  # type: ignore[arg-type]
+            assert (caught.value.setting, caught.value.value) == (setting, word)
+
+
+@ranks(1)
+def test_switches_of_the_process_follow_a_policy_only() -> None:
+    torch.set_float32_matmul_precision("high")
+    for arguments, expected in (({}, "high"), ({"policy": "fp32"}, "highest")):
+        accelerator = Accelerator(**arguments)  # type: ignore[arg-type]
+        assert torch.get_float32_matmul_precision() == expected
+        accelerator.end_training()
+        assert torch.get_float32_matmul_precision() == "high"
+        AcceleratorState._reset_state(reset_partial_state=True)
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it left
+
+
+@ranks(1)
+def test_weights_in_16_bits_become_fp32_with_a_warning() -> None:
+    with mock.patch.object(logging.getLogger("distmp"), "warning") as warning:
+        accelerator = Accelerator()
+        model = accelerator.prepare_model(make_model().bfloat16())
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    (call,) = warning.call_args_list
+    assert "6 parameters in 16 bits become float32 ('0.weight' is bfloat16)" in (
+        call.args[0] % call.args[1:]
+    )
+
+
+def train(package: Any, *positional: Any, **keywords: Any) -> tuple[list[float], list[Tensor]]:
+    """Run a script for accelerate, with the Accelerator of one package or the other."""
+    torch.manual_seed(0)
+    accelerator = package.Accelerator(
+        *positional, cpu=True, gradient_accumulation_steps=2, **keywords
+    )
+    inputs = torch.randn(96, 8)
+    data = DataLoader(TensorDataset(inputs, inputs.mean(1, keepdim=True)), batch_size=4)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Dropout(0.1), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model, optimizer, data, schedule = accelerator.prepare(model, optimizer, data, schedule)
+    losses = []
+    for inputs, targets in data:
+        with accelerator.accumulate(model):
+            output = model(inputs)
+            assert output.dtype == torch.float32
+            loss = nn.functional.mse_loss(output, targets)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return losses, weights
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks()
+def test_only_the_import_changes(world_size: int) -> None:
+    losses = {}
+    for word in ("no", "bf16"):
+        for launched in (False, True):
+            os.environ["ACCELERATE_MIXED_PRECISION"] = word if launched else "no"
+            keywords = {} if launched else {"mixed_precision": word}
+            ours, our_weights = train(distmp.integrations.accelerate, **keywords)
+            theirs, their_weights = train(accelerate, **keywords)
+            assert ours == theirs
+            assert all(map(torch.equal, our_weights, their_weights))
+            assert len(ours) == 24 // world_size
+            losses[word, launched] = ours
+    assert losses["no", False] == losses["no", True]
+    assert losses["bf16", False] == losses["bf16", True] != losses["no", True]
+
+
+def test_the_example_skips_on_both_ranks(tmp_path: Path) -> None:
+    example = str(ROOT / "examples" / "accelerate_fp16.py")
+    done = run(launch(example, "--bad-batch-at", "4"), tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    line = r"rank {} step (\d+) skipped=(\w+) scale=(\d+) lr=(0\.\d{{5}})"
+    told = [re.findall(line.format(rank), done.stdout) for rank in range(2)]
+    assert len(told[0]) == 10
+    assert told[0] == told[1]
+    assert [step for step, skipped, _, _ in told[0] if skipped == "True"] == ["4"]
+    assert [scale for _, _, scale, _ in told[0]] == ["65536"] * 3 + ["32768"] * 7
+    assert told[0][3][3] == told[0][2][3]  # the learning rate rests
+    assert told[0][4][3] < told[0][3][3]
+    norms = re.findall(r"weights of norm (\d\.\d{8}e[+-]\d\d)", done.stdout)
+    assert len(norms) == 2
+    assert norms[0] == norms[1]
+
+
+def launch(*arguments: str) -> list[str]:
+    launcher = python("-m", "accelerate.commands.launch", "--multi-gpu", "--num-processes", "2")
+    return [*launcher, "--main-process-port", "0", *arguments]
+
+
+@ranks(2)
+def test_what_the_documentation_says_of_accelerate_itself() -> None:
+    """The second column of the table in docs/accelerate.md."""
+    rank = dist.get_rank()
+    alone = accelerate.Accelerator()
+    assert alone.num_processes == 1  # two ranks on CPUs, each by itself
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
+    assert accelerator.num_processes == 2
+    assert accelerator.scaler is None
+    model = accelerator.prepare_model(make_model())
+    seen: list[torch.dtype] = []
+    model.module[0].register_forward_hook(_recorder(seen))
+    model(batch(0, 0))
+    assert seen == [torch.float32, torch.float32]
+
+    # What it has on a GPU.
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
+    accelerator.native_amp = True
+    model = make_model()
+    model._ddp_params_and_buffers_to_ignore = ["3.bias"]  # type: ignore[assignment]
+    adam = torch.optim.AdamW(model[0].parameters(), lr=0.1, fused=True)
+    second = torch.optim.SGD(model[3].parameters(), lr=0.1)
+    model, *optimizers = accelerator.prepare(model, adam, second)
+    accelerator.backward(model(batch(0, rank)).square().mean())
+    before, gradient = model.module[3].weight.clone(), model.module[3].weight.grad.clone()
+    for optimizer in optimizers:
+        optimizer.step()
+    step = before - model.module[3].weight
+    torch.testing.assert_close(step, 0.1 * gradient / 2.0**9)  # half of what it should be
+    accelerator.backward(model(batch(1, rank)).square().mean())
+    for parameter in (model.module[0].weight, model.module[3].bias):
+        parameter.grad.fill_(torch.inf if rank == 1 else 1.0)
+    for optimizer in optimizers:
+        optimizer.step()
+    fused, unfused = (optimizer.step_was_skipped for optimizer in optimizers)
+    assert not fused
+    assert unfused == (rank == 1)
+    assert not same_on_all_ranks(accelerator.scaler.get_scale())
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+    _let_accelerate_shard_on_cpu()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = accelerate.Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    assert plugin.mixed_precision_policy.reduce_dtype == torch.bfloat16
+    plugin.mixed_precision_policy = MixedPrecisionPolicy()
+    module = make_model()
+    seen.clear()
+    module[0].register_forward_hook(_recorder(seen))
+    model, _ = accelerator.prepare(module, torch.optim.AdamW(module.parameters()))
+    model(batch(0, 0))
+    assert seen == [torch.float32, torch.float32]
+
+    # FSDP1 with 16-bit parameters, whatever it reduces in.
+    wide = fsdp1_policy(policy("bf16"))
+    sharded = FullyShardedDataParallel(
+        make_model(), mixed_precision=wide, device_id=torch.device("cpu")
+    )
+    with sharded.no_sync():
+        sharded(batch(0, 0).bfloat16()).square().mean().backward()
+    (handle,) = sharded._all_handles
+    assert handle.flat_param.grad.dtype == torch.bfloat16

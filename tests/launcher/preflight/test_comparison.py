@@ -1,0 +1,19 @@
+from __future__ import annotations
+
+import pytest
+
+from distmp.launcher.preflight.comparison import Identity, differences, odd_variables
+
+
+def test_what_may_differ() -> None:
+    def identity(environment: dict[str, str]) -> Identity:
+        return Identity("a", 1, 1, {"torch": "2"}, "same", environment)
+
+    own = {"LOCAL_RANK": "0", "NCCL_SOCKET_IFNAME": "eth0"}
+    identities = [
+        identity({**own, "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"}),
+        identity({"LOCAL_RANK": "1", "NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "2"}),
+    ]
+    assert differences(identities, lambda rank: pytest.fail("nothing to ask")) == []
+    (told,) = odd_variables(identities)
+    assert told == 'NCCL_ALGO differs: "Ring" on rank 0 (a), unset on rank 1 (a)'

@@ -1,0 +1,209 @@
+"""A small model, its batches, and the plain loop in float64 that trainings are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from distmp.engine import Engine
+from distmp.engine.outcome import StepNumbers
+from distmp.utils.flat_shard import FlatSlice
+
+# Tensors are so small here that a second thread would cost more than it brings.
+torch.set_num_threads(1)
+
+INPUTS, WIDTH, CLASSES = 6, 12, 5
+
+# Microbatch sizes of each rank, step after step; nowhere the same twice, and rank 1 once has none.
+TWO_RANKS: tuple[tuple[tuple[int, ...], ...], ...] = (
+    ((3, 5), (1, 7)),
+    ((8, 1), (0, 0)),
+    ((2, 2), (6, 4)),
+    ((0, 9), (3, 1)),
+)
+FOUR_RANKS = (
+    ((3,), (5,), (1,), (7,)),
+    ((8,), (1,), (0,), (0,)),
+    ((2,), (2,), (6,), (4,)),
+    ((0,), (9,), (3,), (1,)),
+)
+ONE_RANK = tuple((tuple(size for sizes in step for size in sizes),) for step in FOUR_RANKS)
+
+
+class Batch(NamedTuple):
+    inputs: Tensor
+    labels: Tensor
+    factor: float = 1.0
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(self.norm(x)))
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(INPUTS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, CLASSES, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_model(seed: int = 0) -> Classifier:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Classifier()
+
+
+def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
+    """Cross entropy, summed; the weight is the number of samples."""
+    total = F.cross_entropy(model(batch.inputs), batch.labels, reduction="sum")
+    return total * batch.factor, len(batch.labels)
+
+
+def samples(step: int, count: int) -> Batch:
+    """Return the samples of a step, the same however they are spread."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    inputs = torch.randn(count, INPUTS, generator=generator)
+    return Batch(inputs, torch.randint(CLASSES, (count,), generator=generator))
+
+
+def microbatches(step: int, sizes: Sequence[Sequence[int]], rank: int = 0) -> list[Batch]:
+    """Return what `rank` gets of the step's samples, divided as `sizes` (rank, microbatch) says."""
+    whole = samples(step, sum(map(sum, sizes)))
+    flat = [size for rank_sizes in sizes for size in rank_sizes]
+    parts = zip(whole.inputs.split(flat), whole.labels.split(flat), strict=True)
+    before = sum(len(rank_sizes) for rank_sizes in sizes[:rank])
+    return [Batch(*part) for part in parts][before : before + len(sizes[rank])]
+
+
+def adamw(parameters: Any, fused: bool | None = None, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=fused, **options)
+
+
+def sgd(parameters: Any, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01, fused=fused)
+
+
+def adagrad(parameters: Any, fused: bool | None = None) -> torch.optim.Optimizer:
+    return torch.optim.Adagrad(parameters, lr=0.05, fused=fused)
+
+
+def fused_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return adamw(parameters, fused=True)
+
+
+def foreach_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return adamw(parameters, foreach=True)
+
+
+def fused_sgd(parameters: Any) -> torch.optim.Optimizer:
+    return sgd(parameters, fused=True)
+
+
+def fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
+    return adagrad(parameters, fused=True)
+
+
+def make_engine(**options: Any) -> Engine:
+    """Build an engine on the CPU: `make_model`, fused AdamW and FP32 unless told otherwise."""
+    options = {"optimizer": fused_adamw, "policy": "fp32", "device": "cpu", **options}
+    return Engine(options.pop("model", None) or make_model(), loss, **options)
+
+
+def train(
+    engine: Engine, steps: int, sizes: Sequence[Sequence[Sequence[int]]], first: int = 0
+) -> list[StepNumbers]:
+    """Take steps on this rank's part of each step's samples; return their numbers."""
+    return [
+        engine.step(microbatches(step, sizes[step % len(sizes)], engine.world.rank)).numbers
+        for step in range(first, first + steps)
+    ]
+
+
+def weights(engine: Engine) -> dict[str, Tensor]:
+    """Return a copy of the FP32 weights, whole."""
+    return {
+        name.removeprefix("model/"): whole(tensor)
+        for name, tensor in engine.state_dict().items()
+        if name.startswith("model/")
+    }
+
+
+def snapshot(engine: Engine) -> dict[str, Tensor]:
+    """Return a copy of everything that training continues from, whole."""
+    return {name: whole(tensor) for name, tensor in engine.state_dict().items()}
+
+
+def trained(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights and the optimizer's state of a snapshot."""
+    return {k: v for k, v in state.items() if k.startswith(("model/", "optimizer/"))}
+
+
+def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert different == []
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a copy of a tensor, or of what a DTensor or slice is a part of; all ranks call it."""
+    if isinstance(tensor, FlatSlice):
+        flat = torch.zeros(tensor.whole_shape.numel(), dtype=tensor.dtype, device=tensor.device)
+        flat[tensor.start : tensor.start + tensor.numel()] = tensor
+        if dist.is_initialized():
+            dist.all_reduce(flat)
+        return flat.view(tensor.whole_shape)
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def plain_training(
+    steps: int,
+    sizes: Sequence[Sequence[Sequence[int]]],
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    max_norm: float | None = None,
+) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
+    """Train in float64 on each step's samples in one batch, the way torch's documentation does.
+
+    Returns:
+        Weights, and loss and norm of the gradient of each step.
+    """
+    model = make_model().double()
+    stepper = optimizer(model.parameters())
+    numbers = []
+    for step in range(steps):
+        batch = samples(step, sum(map(sum, sizes[step % len(sizes)])))
+        stepper.zero_grad()
+        mean = F.cross_entropy(model(batch.inputs.double()), batch.labels)
+        mean.backward()
+        limit = float("inf") if max_norm is None else max_norm
+        norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
+        stepper.step()
+        numbers.append((mean.item(), norm.item()))
+    return {name: value.detach() for name, value in model.named_parameters()}, numbers
+
+
+def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the distance of two weights relative to how far training has moved the second."""
+    assert found.keys() == expected.keys()
+    start = dict(make_model().named_parameters())
+    apart = torch.cat([(found[k].double() - expected[k].double()).flatten() for k in expected])
+    moved = torch.cat([(expected[k].double() - start[k].double()).flatten() for k in expected])
+    return float((apart.norm() / moved.norm()).detach())

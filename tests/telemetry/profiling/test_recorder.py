@@ -1,0 +1,227 @@
+"""Real steps of one and two ranks, recorded."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmp.distributed.progress import activity
+from distmp.distributed.world import World
+from distmp.engine import Engine
+from distmp.telemetry.profiling.recorder import StepProfiler
+from distmp.telemetry.profiling.settings import ProfileConfig
+from distmp.telemetry.profiling.summary import Summary
+from tests import reference
+from tests.ranks import run_ranks
+from tests.reference import TWO_RANKS, fused_adamw, make_model, microbatches
+
+STEPS = 4
+WINDOW = "2:3"
+SLEEP_SECONDS = 0.3
+CPU = World(0, 1, torch.device("cpu"), None)
+
+
+class Slow:
+    """A place in which one rank sleeps in every step that is recorded."""
+
+    def __init__(self, place: str) -> None:
+        self._place = place
+
+    def at(self, place: str) -> None:
+        recorded = activity.now.step in ProfileConfig(WINDOW).window
+        if recorded and place == self._place and World.current("cpu").rank == 1:
+            time.sleep(SLEEP_SECONDS)
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, float]:
+        self.at("forward")
+        return reference.loss(model, batch)
+
+
+def train(
+    folder: Path, strategy: str, place: str, steps: str | None
+) -> tuple[list[float], list[str]]:
+    """Train with one slow rank; return losses and norms, and what was said."""
+    told: list[str] = []
+    slow = Slow(place)
+    engine = Engine(
+        make_model(), slow.loss, fused_adamw, policy="fp32", strategy=strategy, device="cpu"
+    )
+    outcomes = []
+    with StepProfiler(ProfileConfig(steps), folder, engine.world, told.append) as profiler:
+        for step in range(1, STEPS + 1):
+            profiler.before(step)
+            activity.begin_step(step, first=step == 1)
+            slow.at("data")
+            batches = microbatches(step, TWO_RANKS[0], engine.world.rank)
+            outcomes.append(engine.step(batches).numbers)
+    assert activity.observer is None
+    return [number for one in outcomes for number in (one.loss, one.grad_norm)], told
+
+
+def profiled(folder: Path) -> dict[str, Any]:
+    plain, _ = train(folder / "none", "ddp", "", None)
+    found: dict[str, Any] = {"plain": plain}
+    for strategy, place in (("ddp", "data"), ("ddp", "forward"), ("fsdp", "forward")):
+        name = f"{strategy} {place}"
+        found[name] = train(folder / name, strategy, place, WINDOW)
+    found["fsdp"] = train(folder / "none", "fsdp", "", None)[0]
+    return found
+
+
+def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path: Path) -> None:
+    first, second = run_ranks(profiled, 2, tmp_path, timeout=100)
+    # Recording changes no number.
+    assert first["ddp data"][0] == first["ddp forward"][0] == first["plain"]
+    assert first["fsdp forward"][0] == first["fsdp"]
+    assert not (tmp_path / "none").exists()
+    for name, part in (("ddp data", "data"), ("ddp forward", "idle"), ("fsdp forward", "idle")):
+        summary = Summary.read(tmp_path / name / "summary.json")
+        assert (summary.first_step, summary.last_step) == (2, 3)
+        fast, slow = (rank.seconds for rank in summary.ranks)
+        # In every microbatch of a forward; data are loaded once in a step.
+        slept = SLEEP_SECONDS * (2 if "forward" in name else 1)
+        assert getattr(slow, part) >= slept
+        assert getattr(slow, part) > 2 * getattr(fast, part)
+        assert fast.exposed > slept / 2
+        assert fast.exposed > 2 * slow.exposed
+        assert slow.computation > 0
+        assert slow.optimizer > 0
+        (said,) = first[name][1]
+        assert said.startswith("profile of steps 2 to 3 on 2 ranks, ")
+        assert "rank 1 on " in said
+        assert f"by itself, most of it {part}" in said
+        assert second[name][1] == []
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [
+            *("memory-rank0.json", "memory-rank1.json", "summary.json"),
+            *("trace-rank0.json", "trace-rank1.json"),
+        ]
+    # The phases of a step stand in the trace, one after the other inside the step.
+    events = json.loads((tmp_path / "ddp data" / "trace-rank1.json").read_text())["traceEvents"]
+    ranges = {e["name"]: e for e in events if e.get("cat") == "user_annotation"}
+    outer = ranges["step 3"]
+    end = outer["ts"]
+    for phase in (
+        *("loading data", "beginning of the step", "forward of microbatch 1"),
+        *("backward of microbatch 1", "forward of microbatch 2", "backward of microbatch 2"),
+        *("reduction of the gradients", "verdict", "update"),
+    ):
+        assert ranges[phase]["ts"] >= end
+        end = ranges[phase]["ts"] + ranges[phase]["dur"]
+    assert end <= outer["ts"] + outer["dur"]
+    assert "step 1" not in ranges
+    assert "step 4" not in ranges
+
+
+def recorded(folder: Path, steps: str, first: int, last: int, fails_in: int = 0) -> list[str]:
+    """Take steps that allocate; return what was said."""
+    told: list[str] = []
+    with StepProfiler(ProfileConfig(steps), folder, CPU, told.append) as profiler:
+        for step in range(first, last + 1):
+            profiler.before(step)
+            activity.begin_step(step, first=step == first)
+            torch.zeros(1 << 20, dtype=torch.uint8)
+            activity.enter("update")
+            kept = [torch.zeros(2 << 20, dtype=torch.uint8) for _ in range(3)]
+            if step == fails_in:
+                raise ValueError("a fault")
+            del kept
+    return told
+
+
+def test_memory_of_real_steps(tmp_path: Path) -> None:
+    (said,) = recorded(tmp_path, "2:3", 1, 4)
+    assert "memory at its peak: 6.0 MiB, in update of step " in said
+    memory = json.loads((tmp_path / "memory-rank0.json").read_text())
+    assert memory["peak_bytes"] == 6 << 20
+    assert memory["largest"][0]["nbytes"] == 6 << 20
+    assert (memory["largest"][0]["number"], memory["largest"][0]["operator"]) == (3, "aten::zeros")
+    assert max(memory["in_use"]) == 6 << 20
+    assert memory["in_use"][-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "last", "said"),
+    [
+        ("2:3", 1, 2, ["profile of step 2 on one rank"]),  # the run ends
+        ("2", 1, 2, ["profile of step 2 on one rank"]),
+        ("2:4", 3, 5, ["goes on with step 3, and records from there to step 4", "steps 3 to 4"]),
+        ("2:3", 4, 5, ["goes on with step 4, and records nothing"]),
+        ("4:5", 1, 3, ["nothing is recorded, step 4 was not taken"]),
+        ("4:5", 6, 5, ["nothing is recorded, step 4 was not taken"]),
+    ],
+)
+def test_steps_that_are_not_all_taken(
+    tmp_path: Path, steps: str, first: int, last: int, said: list[str]
+) -> None:
+    told = recorded(tmp_path, steps, first, last)
+    assert len(told) == len(said)
+    for line, expected in zip(told, said, strict=True):
+        assert expected in line
+    assert (tmp_path / "summary.json").exists() == ("a step" in told[-1])
+
+
+def test_a_run_that_goes_back_is_recorded_once(tmp_path: Path) -> None:
+    told: list[str] = []
+    with StepProfiler(ProfileConfig("2:3"), tmp_path, CPU, told.append) as profiler:
+        for steps in ((1, 2), (1, 2, 3)):
+            for step in steps:
+                profiler.before(step)
+                activity.begin_step(step, first=False)
+            profiler.finish()
+    (said,) = told
+    assert said.startswith("profile of step 2 on one rank")
+
+
+def test_a_run_that_fails_leaves_what_it_has(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ValueError, match="a fault"):
+        recorded(tmp_path, "2:4", 1, 4, fails_in=3)
+    assert activity.observer is None
+    assert str(activity.now) == "step 3, update"
+    events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
+    assert {"step 2", "step 3"} <= {event["name"] for event in events}
+    assert json.loads((tmp_path / "memory-rank0.json").read_text())["peak_bytes"] == 6 << 20
+    assert not (tmp_path / "summary.json").exists()
+    assert f"what was recorded until the error is in {tmp_path}" in caplog.text
+
+
+def test_a_disk_that_takes_nothing_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "file"
+    folder.write_text("in the way")
+    assert recorded(folder, "2", 1, 3) == []
+    assert "cannot write the profile: " in caplog.text
+    assert caplog.text.count("\n") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
+    told: list[str] = []
+    engine = Engine(make_model(), reference.loss, fused_adamw, policy="fp32", device="cuda")
+    with StepProfiler(ProfileConfig("3:4"), tmp_path, engine.world, told.append) as profiler:
+        for step in range(1, 6):
+            profiler.before(step)
+            activity.begin_step(step, first=step == 1)
+            if step > 2:
+                time.sleep(SLEEP_SECONDS)
+            kept = torch.zeros(1 << 26, dtype=torch.uint8, device="cuda")
+            engine.step(microbatches(step, [(4,)]))
+            del kept
+    (rank,) = Summary.read(tmp_path / "summary.json").ranks
+    assert rank.seconds.data >= 0.9 * SLEEP_SECONDS
+    assert rank.seconds.computation > 0
+    assert rank.seconds.optimizer > 0
+    assert rank.seconds.hidden == rank.seconds.exposed == 0
+    assert (rank.peak_bytes or 0) >= 1 << 26
+    assert any(operator.name.startswith("aten::") for operator in rank.operators)
+    assert (tmp_path / "memory-rank0.pickle").stat().st_size > 0
+    assert "ms a step" in told[0]

@@ -1,0 +1,209 @@
+"""A rank that fails, hangs or dies ends all of them, and the cause is told once."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distmp.config import RunConfig
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, CheckpointError, SetupError
+from distmp.training import failures
+from tests import faulty_runs
+from tests.elastic import Done, Job, run_jobs
+from tests.torchrun import python, run
+
+FAILURE_SECONDS = 30
+WATCHED = "--watchdog-seconds=4"
+
+# What happens, options of the run, and the rank that is the cause.
+FAILING = {
+    "others in a collective": ("1 forward raise", [], 1),
+    "first rank": ("0 forward raise", ["--strategy=fsdp"], 0),
+    "all ranks at once": ("0 forward raise, 1 forward raise", [], None),
+    "others in user code": ("1 forward raise, 0 forward sleep", [], 1),
+    "others in the data loader": ("1 forward raise, 0 data sleep", ["--data.workers=1"], 1),
+    "others in a save": ("1 save raise", ["--checkpoint.every=2"], 1),
+    "others in validation": ("1 validation raise", ["--validation.every=2"], 1),
+}
+SAVING = "--checkpoint.every=2"
+HANGING = {
+    "asleep": ("0 forward sleep", [], 0, "step 3, forward of microbatch 1"),
+    "in its data": ("1 data sleep", ["--strategy=fsdp"], 1, "step 3, loading data"),
+    "in a save": (
+        "1 save sleep",
+        [SAVING, "--checkpoint.asynchronous=false"],
+        1,
+        "step 2, saving a checkpoint",
+    ),
+    "in the background": ("1 save sleep", [SAVING], 1, "step 4, saving a checkpoint"),
+    "stopped": ("1 forward stop", [], 1, "step 3, forward of microbatch 1"),
+    "in native code": ("0 forward spin", [], 0, "step 3, forward of microbatch 1"),
+}
+# What the other rank waits in.
+WAITING = {
+    "asleep": "work.wait (finish, distmp/buckets/reduction.py:",
+    "in its data": "work.wait (__call__, distmp/parallel/fsdp.py:",
+    "in a save": "all_gather_object (gather, distmp/distributed/ranks.py:",
+    "in the background": "all_gather_object (gather, distmp/distributed/ranks.py:",
+    "stopped": "work.wait (finish, distmp/buckets/reduction.py:",
+    "in native code": "work.wait (finish, distmp/buckets/reduction.py:",
+}
+
+
+def job(fault: str, *arguments: str, ranks: int = 2) -> Job:
+    return Job(
+        [*faulty_runs.ARGUMENTS, *arguments],
+        entry="tests.faulty_runs:train",
+        ranks=ranks,
+        variables={"FAULT": fault},
+    )
+
+
+def seconds_after_the_fault(done: Done, folder: Path) -> float:
+    return done.ended - max(float(file.read_text()) for file in folder.glob("fault-*"))
+
+
+@pytest.mark.timeout(300)
+def test_an_exception_ends_all_ranks_and_is_told_once(tmp_path: Path) -> None:
+    jobs = [job(fault, *arguments) for fault, arguments, _ in FAILING.values()]
+    done = run_jobs(jobs, tmp_path, timeout=280)
+    for number, (name, (_, _, rank)) in enumerate(FAILING.items()):
+        told = done[number].stderr
+        assert seconds_after_the_fault(done[number], tmp_path / str(number)) < FAILURE_SECONDS, name
+        assert told.count("ValueError: a fault of the model") == 1, (name, told)
+        assert told.startswith("distmp: rank "), (name, told)
+        assert told.count("distmp:") == 1, (name, told)
+        if rank is not None:
+            assert told.startswith(f"distmp: rank {rank} of 2 failed:\n"), (name, told)
+            assert done[number].exit_codes[rank] == 1, name
+
+
+@pytest.mark.timeout(300)
+def test_a_hang_is_found_and_described(tmp_path: Path) -> None:
+    jobs = [job(fault, WATCHED, *arguments) for fault, arguments, _, _ in HANGING.values()]
+    done = run_jobs(jobs, tmp_path, timeout=280)
+    for number, (name, (_, _, late, doing)) in enumerate(HANGING.items()):
+        told = done[number].stderr
+        assert told.count("distmp: nothing has moved on any rank for ") == 1, (name, told)
+        assert told.count("is late") == 1, (name, told)
+        assert f"rank {late} of 2 is late" in told, (name, told)
+        assert doing in told, (name, told)
+        assert f"rank {1 - late} waits in {WAITING[name]}" in told, (name, told)
+        # The reporting rank ends, and the silent one is killed, in the same moment.
+        (code,) = done[number].exit_codes.values()
+        assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in told), name
+    asleep, _, _, background, stopped, native = (result.stderr for result in done)
+    assert "in _sleep\n" in asleep
+    assert "in _sleep\n" in background
+    assert "does not answer: its process is stopped (SIGSTOP" in stopped
+    assert "keeps Python's lock, in native code" in native
+    assert "in _spin\n" in native
+
+
+@pytest.mark.timeout(200)
+def test_what_else_can_happen(tmp_path: Path) -> None:
+    """A kill, no memory, a rank alone that hangs, and a slow run that does not."""
+    jobs = [
+        job("1 forward kill"),
+        job("1 forward allocate"),
+        job("0 forward sleep", WATCHED, ranks=1),
+        job("0 validation pause, 1 forward pause", WATCHED, "--validation.every=1"),
+    ]
+    killed, full, alone, slow = run_jobs(jobs, tmp_path, timeout=180)
+    assert killed.stderr.count("distmp:") == 1
+    assert killed.stderr.startswith("distmp: rank 1 is gone without a message (process ")
+    assert killed.exit_codes[1] == -9
+    assert full.stderr.count("distmp:") == 1
+    assert "Traceback" not in full.stderr
+    assert "rank 1 of 2 ran out of main memory in step 3, forward of microbatch 1" in full.stderr
+    assert "1024 TiB more were asked for" in full.stderr
+    assert "batch.microbatch_size = 1 instead of 2" in full.stderr
+    assert "rank 0 of 1 is late: step 2, forward of microbatch 1" in alone.stderr
+    assert alone.exit_codes == {0: HANG_EXIT_CODE}
+    assert slow.exit_codes == {}
+    assert slow.stderr == ""
+
+
+def test_a_crash_in_native_code_shows_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAULT", "0 forward crash")
+    done = run(python("-m", "distmp.train", *faulty_runs.ARGUMENTS), tmp_path)
+    assert done.returncode == -signal.SIGSEGV
+    assert "in _crash\n" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[pair.cc:552] Connection closed by peer [127.0.0.1]:1"), True),
+        (RuntimeError("Connection reset by peer"), True),
+        (dist.DistNetworkError("recv failed"), True),
+        (dist.DistBackendError("NCCL error: remote process exited\nncclRemoteError: A call"), True),
+        (RuntimeError("shapes do not fit"), False),
+        (ValueError("Connection closed by peer"), False),
+    ],
+)
+def test_a_lost_connection_is_told_from_a_cause(error: Exception, lost: bool) -> None:
+    assert failures.is_lost_connection(error) is lost
+    wrapped = KeyError("what DCP makes of it")
+    wrapped.__cause__ = error
+    assert failures.is_lost_connection(wrapped) is lost
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "local_rank", "speaks"),
+    [
+        (CheckpointError("no"), 0, 0, True),
+        (CheckpointError("no"), 2, 0, True),
+        (SetupError({0: "no"}, 2), 2, 0, False),
+        (SetupError({0: "no"}, 2), 0, 0, True),
+        (ValueError("no"), 3, 1, True),
+    ],
+)
+def test_ranks_that_have_not_met_do_not_repeat_each_other(
+    error: Exception,
+    rank: int,
+    local_rank: int,
+    speaks: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(failures, "GRACE_SECONDS", 0.01)
+    failures.report(RankEnvironment(rank, local_rank, 4, 2), error)
+    assert (capsys.readouterr().err != "") is speaks
+
+
+def test_a_rank_that_lost_another_and_knows_no_more_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(failures, "GRACE_SECONDS", 0.01)
+    monkeypatch.setattr(failures, "MESSAGE_SECONDS", 0.01)
+    error = RuntimeError("Connection closed by peer")
+    assert failures.report(RankEnvironment(1, 1, 2, 2), error) == LOST_PEER_EXIT_CODE
+    assert capsys.readouterr().err == (
+        "distmp: rank 1 of 2 stopped because it lost another rank, which left no message\n"
+    )
+
+
+def test_the_watchdog_of_a_run_alone_ends_with_it() -> None:
+    world = failures.World(0, 1, torch.device("cpu"), None)
+    failures.watch(world, seconds=100, first_seconds=100)
+    before = time.monotonic()
+    failures.stop_watching()
+    assert time.monotonic() - before < 60
+
+
+def test_watchdog_seconds() -> None:
+    assert RunConfig(timeout_minutes=4).watched_seconds == 120
+    assert RunConfig(watchdog_seconds=7).watched_seconds == 7
+    assert RunConfig(watchdog_seconds=0).watched_seconds == 0
+    for seconds in (-1.0, 600.0, float("nan")):
+        with pytest.raises(ValueError, match=r"watchdog_seconds = .*from 0 to timeout_minutes"):
+            RunConfig(watchdog_seconds=seconds)

@@ -1,0 +1,313 @@
+"""Runs that are asked to stop: the real trainer on real ranks, and whole jobs from outside."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distmp.checkpoint import store
+from distmp.config import load
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.errors import SetupError
+from distmp.telemetry import Console, read_records
+from distmp.training.time_budget import TimeBudget
+from distmp.training.train import main
+from distmp.training.trainer import Trainer
+from tests.ranks import ranks, run_ranks
+from tests.reference import assert_same_bits, snapshot
+from tests.torchrun import TINY, corpus, environment, python, run, torchrun
+
+STEPS = 8
+
+
+def trainer(folder: Path, *arguments: str) -> Trainer:
+    config = load(
+        [
+            *TINY,
+            f"--data.path={folder / 'corpus'}",
+            f"--run-dir={folder / 'run'}",
+            f"--steps={STEPS}",
+            "--log.no-curves",
+            *arguments,
+        ]
+    )
+    world = World.current("cpu")
+    return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+
+
+def around(function: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
+    def wrapped(*arguments: Any, **options: Any) -> Any:
+        before()
+        return function(*arguments, **options)
+
+    return wrapped
+
+
+def uninterrupted(folder: Path) -> dict[str, torch.Tensor]:
+    whole = trainer(folder, f"--run-dir={folder / 'whole'}")
+    assert whole.run(StopSignals())
+    return snapshot(whole.engine)
+
+
+def stopped_and_resumed(folder: Path, number: int, target: int, step: int) -> None:
+    """Signal one rank during a step, and again in the middle of the save that follows."""
+    world = World.current("cpu")
+
+    def send() -> None:
+        if world.rank == target:
+            os.kill(os.getpid(), number)
+
+    with StopSignals() as stop:
+        stopped = trainer(folder)
+        stopped.engine.step = around(  # type: ignore[method-assign]
+            stopped.engine.step, lambda: send() if stopped.progress.step + 1 == step else None
+        )
+        stopped.engine.state_dict = around(stopped.engine.state_dict, send)  # type: ignore[method-assign]
+        assert not stopped.run(stop)
+    assert (stop.received == number) == (world.rank == target)
+    # The signal came after the step had begun: the next one carries the request to all ranks.
+    assert stopped.progress.step == step + 1
+    resumed = trainer(folder, "--resume=auto")
+    assert resumed.progress.step == step + 1
+    assert resumed.run(StopSignals())
+    assert_same_bits(snapshot(resumed.engine), uninterrupted(folder))
+    if world.rank == 0:
+        records = read_records(folder / "run" / "steps.jsonl")
+        assert [record.step for record in records] == [*range(1, STEPS + 1)]
+
+
+def test_a_signal_to_any_rank_stops_all_and_nothing_is_lost(tmp_path: Path) -> None:
+    corpus(tmp_path / "corpus")
+    number = random.choice([signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2])
+    target, step = random.randrange(2), random.randrange(1, STEPS - 1)
+    sys.stdout.write(f"signal {number!r} to rank {target} in step {step}\n")
+    run_ranks(stopped_and_resumed, 2, tmp_path, number, target, step)
+
+
+@ranks(2)
+def _time_is_over_on_rank_1(folder: Path) -> None:
+    limited = trainer(folder, "--max-minutes=5")
+    minutes = 5.0 if limited.world.rank == 1 else None
+    # A minute for each step: in the fifth there is not enough left for a save.
+    limited.budget = TimeBudget(minutes, 0, 0.0, clock=lambda: 60.0 * limited.progress.step)
+    assert not limited.run(StopSignals())
+    assert limited.progress.step == 6
+    assert limited.writer.saved_step == 6
+    # A job that has no time at all does not begin.
+    late = trainer(folder, "--max-minutes=5", "--resume=auto")
+    late.budget = TimeBudget(5.0, 0, 0.0, clock=lambda: 600.0)
+    late.engine.step = lambda *_, **__: pytest.fail("a step")  # type: ignore[method-assign]
+    assert not late.run(StopSignals())
+
+
+def test_a_time_limit_stops_all_ranks(tmp_path: Path) -> None:
+    corpus(tmp_path / "corpus")
+    _time_is_over_on_rank_1(tmp_path)
+
+
+@ranks(2)
+def _stopped_jobs(folder: Path) -> None:
+    def job(*, stop_in_step: int = 0) -> Trainer:
+        """A start by a scheduler; rank 1 is asked to stop in that step, or before the first."""
+        stop = StopSignals()
+        started = trainer(folder, "--resume=auto")
+
+        def ask() -> None:
+            if started.world.rank == 1 and started.progress.step >= stop_in_step - 1:
+                stop.received = signal.SIGUSR1
+
+        ask()
+        started.engine.step = around(started.engine.step, ask)  # type: ignore[method-assign]
+        assert not started.run(stop)
+        return started
+
+    for _ in range(2):
+        assert job().progress.step == 0
+    assert job(stop_in_step=2).progress.step == 3
+    for _ in range(2):
+        assert job().progress.step == 3
+    with pytest.raises(SetupError) as futile:
+        job()
+    assert futile.value.exit_code == 1
+    assert re.fullmatch(
+        r"3 times in a row the run ended after step 3, the last time because of this: another rank "
+        r"was asked to, \d+ s after the job had begun; it is not started again\. Give a job more "
+        rf"time than its start, .*, and go on with --resume {folder}/run/checkpoints",
+        str(futile.value),
+    )
+    # The next one that gains a step has the right to be stopped again.
+    assert job(stop_in_step=5).progress.step == 6
+    assert job().progress.step == 6
+    assert not (folder / "run-2").exists()
+
+
+def test_jobs_that_gain_no_step_are_not_started_for_ever(tmp_path: Path) -> None:
+    corpus(tmp_path / "corpus")
+    _stopped_jobs(tmp_path)
+
+
+@ranks(2)
+def _stop_in_the_last_validation(folder: Path) -> None:
+    stop = StopSignals()
+    asked = trainer(folder)
+
+    def ask() -> None:
+        if asked.world.rank == 1:
+            stop.received = signal.SIGTERM
+
+    asked.engine.evaluate = around(asked.engine.evaluate, ask)  # type: ignore[method-assign]
+    assert not asked.run(stop)
+    assert asked.progress.step == STEPS
+    if asked.world.rank == 0:
+        assert read_records(folder / "run" / "steps.jsonl")[-1].validation_loss is None
+    resumed = trainer(folder, "--resume=auto")
+    assert resumed.run(StopSignals())
+    whole = trainer(folder, f"--run-dir={folder / 'whole'}")
+    assert whole.run(StopSignals())
+    if asked.world.rank == 0:
+        *_, last = read_records(folder / "run" / "steps.jsonl")
+        *_, expected = read_records(folder / "whole" / "steps.jsonl")
+        assert (last.step, last.validation_loss) == (STEPS, expected.validation_loss)
+
+
+def test_a_validation_that_is_left_off_is_done_later(tmp_path: Path) -> None:
+    corpus(tmp_path / "corpus")
+    _stop_in_the_last_validation(tmp_path)
+
+
+SIGNALLING = """
+import os
+import signal
+from pathlib import Path
+
+import torch
+
+class Samples:
+    def __init__(self, target, number):
+        self.target, self.number, self.read = target, number, 0
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        self.read += 1
+        # The fourth step of 8 samples on two ranks.
+        if self.read == 13 and os.environ.get("RANK", "0") == str(self.target):
+            with Path("signals").open("a") as file:
+                file.write("sent ")
+            os.kill(os.getpid(), self.number)
+        return torch.randn(4), torch.randn(1)
+
+def samples(split, sequence_length, target, number):
+    return Samples(target, number) if split == "train" else None
+
+def linear():
+    return torch.nn.Linear(4, 1)
+
+def squared(model, batch):
+    return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
+"""
+
+
+def signalling(folder: Path, target: int, number: int) -> list[str]:
+    """A run on data that sends a signal to the rank that reads it."""
+    (folder / "signalling.py").write_text(SIGNALLING)
+    return [
+        "--data.source=signalling:samples",
+        f"--data.options={{target: {target}, number: {number}}}",
+        "--model.name=signalling:linear",
+        "--model.loss=signalling:squared",
+        "--batch.global-batch-size=8",
+        "--batch.microbatch-size=4",
+        "--precision.policy=fp32",
+        "--schedule.warmup-steps=0",
+        "--steps=500",
+        "--run-dir=run",
+    ]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
+def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
+    arguments = signalling(tmp_path, random.randrange(2), signal.SIGUSR1)
+    restarts = "--max-restarts=1"
+    command = torchrun(*arguments)
+    if launcher == "torchrun":
+        command.insert(command.index("-m", 3), restarts)
+    else:
+        command = python("-m", "distmp", "launch", restarts, "--", *arguments)
+    done = run(command, tmp_path)
+    assert (tmp_path / "signals").read_text() == "sent ", done.stdout + done.stderr
+    checkpoint = store.latest(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None
+    step = store.read_numbers(checkpoint)["step"]
+    assert 4 <= step < 10
+    assert f"stopped after step {step} (" in done.stdout
+    assert not (tmp_path / "run-2").exists()
+    if launcher == "torchrun":
+        # torchrun itself turns every failure into 1; what it started again did not train.
+        assert done.returncode == 1
+        assert "exitcode  : 75" in done.stderr
+        assert "the run was stopped in order and is not started again" in done.stdout
+    else:
+        assert done.returncode == 75, done.stderr
+        assert "distmp launch: stopped in order" in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
+    """By torchrun, which would wait half a minute for it, and let others start without it."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = python("-m", "distmp.train", *TINY, "--preflight=never")
+    variables = {**environment(), **place, **where}
+    with subprocess.Popen(command, cwd=tmp_path, env=variables) as rank:
+        deadline = time.monotonic() + 60
+        while not _listens(port):
+            assert time.monotonic() < deadline
+            assert rank.poll() is None
+            time.sleep(0.05)
+        rank.send_signal(signal.SIGTERM)
+        try:
+            assert rank.wait(30) == -signal.SIGTERM
+        finally:
+            rank.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)]
+)
+def test_exit_codes_of_a_process_alone(
+    number: int,
+    expected: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(signalling(tmp_path, 0, number)) == expected
+    assert (
+        f"({signal.Signals(number).name}); continue with --resume auto" in capsys.readouterr().out
+    )
+    assert store.latest(tmp_path / "run" / "checkpoints") is not None

@@ -1,0 +1,98 @@
+"""What is said when memory has run out."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from distmp.config import BatchConfig, RunConfig
+from distmp.training.out_of_memory import _asked, advice, is_out_of_memory
+
+CUDA = (
+    "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
+    "which 1.25 GiB is free."
+)
+
+
+def text(config: RunConfig | None, world_size: int = 4) -> str:
+    told = advice(torch.OutOfMemoryError(CUDA), config, world_size, "step 3, verdict")
+    assert told is not None
+    return told
+
+
+def test_real_errors_of_the_host_are_known() -> None:
+    with pytest.raises(RuntimeError) as torchs:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    with pytest.raises(MemoryError) as numpys:
+        np.empty(1 << 50, dtype=np.uint8)
+    for error in (torchs.value, numpys.value):
+        told = advice(error, None, 1, "setup")
+        assert told is not None
+        assert "ran out of main memory in setup: 1024 TiB more were asked for" in told
+        assert re.search(r"held: [\d.]+ [MG]iB by this rank; [\d.]+ [MGT]iB of", told)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError(CUDA), True),
+        (MemoryError(), True),
+        (RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("an illegal memory access was encountered"), False),
+        (ValueError("can't allocate memory"), False),
+    ],
+)
+def test_what_is_out_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+    assert (advice(error, None, 1, "setup") is not None) is expected
+
+
+@pytest.mark.parametrize(
+    ("message", "count"),
+    [
+        (CUDA, 20 * 2**30),
+        ("Tried to allocate 512.00 MiB", 512 * 2**20),
+        ("you tried to allocate 4096 bytes. Error code 12", 4096),
+        ("out of memory", None),
+    ],
+)
+def test_how_much_was_asked(message: str, count: int | None) -> None:
+    assert _asked(message) == count
+
+
+def test_advice_names_the_values_in_force() -> None:
+    told = text(RunConfig(batch=BatchConfig(global_batch_size=96, microbatch_size=6)))
+    assert "batch.microbatch_size = 3 instead of 6: the same global batch of 96 in 2 times" in told
+    assert "activation_checkpointing = blocks instead of none" in told
+    assert "shard_optimizer = true" in told
+    assert "strategy = fsdp instead of auto" in told
+    assert "`distmp explain`" in told
+
+
+def test_advice_leaves_out_what_is_done_already() -> None:
+    sharded = RunConfig(
+        strategy="fsdp",
+        activation_checkpointing="blocks",
+        batch=BatchConfig(global_batch_size=4, microbatch_size=1),
+    )
+    told = text(sharded)
+    for word in ("microbatch_size", "activation_checkpointing", "shard_optimizer", "strategy"):
+        assert word not in told
+    assert "more ranks than 4" in told
+    alone = text(RunConfig(), world_size=1)
+    assert "shard_optimizer" not in alone
+    assert "fsdp" not in alone
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 9, 15, 16])
+def test_the_smaller_microbatch_is_one_that_runs(size: int) -> None:
+    config = RunConfig(batch=BatchConfig(global_batch_size=4 * size, microbatch_size=size))
+    found = re.search(r"microbatch_size = (\d+) instead", text(config))
+    assert found is not None
+    smaller = int(found[1])
+    assert 1 <= smaller <= size // 2
+    RunConfig(batch=BatchConfig(global_batch_size=4 * size, microbatch_size=smaller))

@@ -1,0 +1,292 @@
+"""Runs that are killed and restarted end as those that are not."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from distmp.checkpoint import store
+from distmp.distributed.progress import activity
+from distmp.distributed.rendezvous_store import HashStore, PrefixStore, of_attempt
+from distmp.errors import TrainingError
+from distmp.faults.peers import Ending, Peers
+from distmp.telemetry import RecordWriter, read_records
+from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
+from distmp.training.run_directory import RunDirectory, create_run
+from tests import elastic, faulty_runs
+from tests.elastic import Job, run_jobs
+from tests.telemetry.samples import record
+from tests.torchrun import TINY, corpus, environment, torchrun
+
+KILLS = 50
+STEPS = 450
+SEED = 20261121
+LONG = [
+    *(word for word in faulty_runs.ARGUMENTS if not word.startswith("--steps")),
+    f"--steps={STEPS}",
+    "--checkpoint.every=2",
+    "--log.every=100",
+    "--model.name=tests.training.test_restarts:Noisy",
+]
+
+
+class Noisy(torch.nn.Sequential):
+    """A model whose loss depends on the random numbers of every step."""
+
+    def __init__(self) -> None:
+        width = 16
+        super().__init__(
+            torch.nn.Linear(faulty_runs.SIZE, width),
+            torch.nn.Dropout(0.2),
+            torch.nn.Linear(width, faulty_runs.SIZE),
+        )
+
+
+def killed(arguments: list[str]) -> None:
+    """Be a rank of `distmp.train`; in each of the first attempts one of the ranks is killed."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    chance = random.Random(SEED + attempt)
+    victim = chance.randrange(int(os.environ["WORLD_SIZE"]))
+    delay = chance.random()
+    if attempt < KILLS and os.environ["RANK"] == str(victim):
+        if attempt % 10 == 5:
+            _kill_after(0.5 * delay, "start")
+        elif attempt % 2:
+            _kill_in_save(0.05 * delay)
+        else:
+            threading.Thread(target=_kill_in_step, args=(0.05 * delay,), daemon=True).start()
+    elastic.train(arguments)
+
+
+def _kill_after(seconds: float, when: str) -> None:
+    def die() -> None:
+        with Path("kills").open("a") as file:
+            file.write(f"{when}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    timer = threading.Timer(seconds, die)
+    timer.daemon = True
+    timer.start()
+
+
+def _kill_in_save(seconds: float) -> None:
+    """Be killed so long after the beginning of the attempt's second save."""
+    own, saves = store.save, []
+
+    def save(*args: Any, **options: Any) -> Any:
+        saves.append(args)
+        if len(saves) == 2:
+            _kill_after(seconds, "save")
+        return own(*args, **options)
+
+    store.save = save  # type: ignore[assignment]
+
+
+def _kill_in_step(seconds: float) -> None:
+    """Be killed so long after the beginning of the attempt's fourth step.
+
+    It is one that no attempt has come to before: too many without gain end a run.
+    """
+    records = Path("run/steps.jsonl")
+    reached = len(records.read_text().splitlines()) if records.exists() else 0
+    first = 0
+    while not first or activity.now.step < max(first, reached) + 3:
+        first = first or activity.now.step
+        time.sleep(0.001)
+    _kill_after(seconds, "step")
+
+
+@pytest.mark.timeout(600)
+def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
+    jobs = [
+        Job(LONG),
+        Job(LONG, entry="tests.training.test_restarts:killed", max_restarts=KILLS + 10),
+    ]
+    whole, mended = run_jobs(jobs, tmp_path, timeout=570)
+    assert whole.exit_codes == {}
+    assert mended.exit_codes == {}, mended.stderr
+    kills = (tmp_path / "1" / "kills").read_text().split()
+    assert len(kills) == KILLS
+    assert set(kills) == {"start", "save", "step"}
+    assert [path.name for path in (tmp_path / "1").glob("run*")] == ["run"]
+    assert f"restart {KILLS} of {KILLS + 10}: " in mended.stdout
+    first, second = (_weights(tmp_path / number / "run") for number in "01")
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    losses = [
+        [(entry.step, entry.loss) for entry in read_records(tmp_path / number / "run/steps.jsonl")]
+        for number in "01"
+    ]
+    assert losses[0] == losses[1]
+    assert [step for step, _ in losses[1]] == list(range(1, STEPS + 1))
+
+
+def _weights(run: Path) -> dict[str, torch.Tensor]:
+    """Return everything that the run's last checkpoint holds."""
+    checkpoint = store.latest(run / "checkpoints")
+    assert checkpoint is not None
+    assert store.read_numbers(checkpoint)["step"] == STEPS
+    found = {
+        name: torch.zeros(shape, dtype=dtype)
+        for name, (shape, dtype) in store.stored_tensors(checkpoint).items()
+    }
+    store.load(checkpoint, found)
+    return found
+
+
+@pytest.mark.timeout(300)
+def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
+    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=60"]
+    arguments += ["--checkpoint.every=5", "--run-dir=run"]
+    command = torchrun(*arguments)
+    command.insert(command.index("-m", 3), "--max-restarts=3")
+    with (tmp_path / "log").open("w+") as log:
+        job = subprocess.Popen(
+            command, cwd=tmp_path, env=environment(), stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            for kill in range(2):
+                _kill_a_rank(job, tmp_path / "run", after_step=12 + 20 * kill, rank=kill)
+            assert job.wait(timeout=120) == 0
+        finally:
+            if job.poll() is None:
+                for process in [*psutil.Process(job.pid).children(recursive=True), job]:
+                    process.kill()
+                job.wait()
+        log.seek(0)
+        told = log.read()
+    assert re.search(r"restart 1 of 3: .*; going on from step [1-9]", told), told
+    assert re.search(r"restart 2 of 3: .*; going on from step [1-9]", told), told
+    assert "Traceback" not in told
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    assert [entry.step for entry in records] == list(range(1, 61))
+    assert not (tmp_path / "run-2").exists()
+
+
+def _kill_a_rank(job: subprocess.Popen[bytes], run: Path, after_step: int, rank: int) -> None:
+    """Kill a rank once the run has come to a step."""
+    deadline = time.monotonic() + 100
+    records = run / "steps.jsonl"
+    while not (records.exists() and f'"step":{after_step},' in records.read_text()):
+        assert job.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline, "the run does not get on"
+        time.sleep(0.02)
+    for process in psutil.Process(job.pid).children():
+        if process.environ().get("RANK") == str(rank):
+            process.kill()
+
+
+@pytest.mark.timeout(200)
+def test_a_fault_that_comes_again_ends_the_restarts(tmp_path: Path) -> None:
+    job = Job(
+        [*faulty_runs.ARGUMENTS, "--checkpoint.every=1"],
+        entry="tests.faulty_runs:train",
+        max_restarts=RESTARTS_WITHOUT_GAIN + 4,
+        variables={"FAULT": "1 forward raise"},
+    )
+    # The fault comes in the third step of each attempt: with checkpoints the run gets on.
+    without = replace(job, arguments=[*job.arguments, "--checkpoint.every=0"])
+    lucky, told = run_jobs([job, without], tmp_path, timeout=150)
+    assert lucky.exit_codes == {}
+    assert 1 in told.exit_codes.values()
+    message = (
+        f"{RESTARTS_WITHOUT_GAIN + 1} times in a row the run ended after step 2, the last time "
+        "because of this: ValueError: a fault of the model"
+    )
+    assert told.stderr.count(message) == 1
+    assert told.stderr.count("Traceback") == RESTARTS_WITHOUT_GAIN + 1
+    for restart in range(1, RESTARTS_WITHOUT_GAIN):
+        line = f"restart {restart} of {job.max_restarts}: ValueError: a fault of the model; "
+        assert told.stdout.count(f"{line}there was no checkpoint yet") == 1
+    assert [path.name for path in (tmp_path / "1").glob("run*")] == ["run"]
+
+
+def attempt(memory: HashStore, count: int) -> Restarts:
+    return Restarts(memory, count, 9, world_size=2)
+
+
+def test_where_nothing_restarts_there_is_nothing_to_say(tmp_path: Path) -> None:
+    alone = Restarts.of_this_job(world_size=1)
+    assert alone.checkpoint(lambda: tmp_path) == tmp_path
+    assert alone.announce(3) is None
+    assert alone.given_up() is None
+    alone.begin(RunDirectory(tmp_path), None)
+    alone.note_saved()
+
+
+def test_a_restarted_run_goes_on_with_its_own_folder_only(tmp_path: Path) -> None:
+    memory = HashStore()
+    first = attempt(memory, 0)
+    assert first.directory is None
+    mine = create_run(str(tmp_path / "run"))
+    first.begin(mine, None)
+    # Somebody else's run of the same name, newer and with a checkpoint.
+    other = create_run(str(tmp_path / "run"))
+    _pretend_checkpoint(other, 70)
+    second = attempt(memory, 1)
+    assert second.directory is not None
+    assert second.directory.path == mine.path
+    assert second.checkpoint(lambda: pytest.fail("not by the configuration")) is None
+    second.begin(mine, None)
+    second.note_saved()
+    saved = _pretend_checkpoint(mine, 10)
+    assert attempt(memory, 2).checkpoint(lambda: pytest.fail("not by the configuration")) == saved
+
+
+def test_before_its_first_save_it_begins_where_the_first_attempt_began(tmp_path: Path) -> None:
+    """A run that was sent back to an earlier checkpoint does not leap to a later one."""
+    run = create_run(str(tmp_path / "run"))
+    early, late = _pretend_checkpoint(run, 10), _pretend_checkpoint(run, 20)
+    memory = HashStore()
+    attempt(memory, 0).begin(run, early)
+    again = attempt(memory, 1)
+    assert again.checkpoint(lambda: late) == early
+    again.note_saved()
+    assert attempt(memory, 2).checkpoint(lambda: early) == late
+
+
+def test_the_cause_of_the_last_attempt_is_told(tmp_path: Path) -> None:
+    memory = HashStore()
+    attempt(memory, 0).begin(RunDirectory(tmp_path), None)
+    assert "ranks were killed" in str(attempt(memory, 1).announce(0))
+    Peers(PrefixStore("peers", of_attempt(memory, 0, 2)), 1, 2).end(Ending(1, 4, "a cause", 1))
+    assert attempt(memory, 1).announce(3) == "restart 1 of 9: a cause; going on from step 3"
+    assert "a cause" not in str(attempt(memory, 2).announce(3))
+
+
+def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
+    """Steps that attempts reach, one after the other, and after which of them it is enough."""
+    run = create_run(str(tmp_path / "run"))
+    memory = HashStore()
+    attempt(memory, 0).begin(run, None)
+    reached = [5, 5, 3, 6, 6, 2, 6]
+    for count, step in enumerate(reached, 1):
+        run.records.unlink(missing_ok=True)
+        with RecordWriter(run.records, resume_after_step=0) as records:
+            records.write(record(step))
+        if count < len(reached):
+            attempt(memory, count).begin(run, None)
+            assert attempt(memory, count).given_up() is None
+        else:
+            with pytest.raises(TrainingError, match=r"4 times in a row .* after step 6"):
+                attempt(memory, count).begin(run, None)
+    assert attempt(memory, len(reached) + 1).given_up() == 1
+
+
+def _pretend_checkpoint(run: RunDirectory, step: int) -> Path:
+    assert isinstance(run.checkpoints, Path)
+    found = store.save(run.checkpoints, step, {"weight": torch.ones(1)}, {"step": step}, keep=9)
+    assert isinstance(found, Path)
+    return found

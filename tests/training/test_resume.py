@@ -1,0 +1,395 @@
+"""A run that stops and goes on, with the real trainer: what it sees, and what comes out."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distmp.checkpoint import store
+from distmp.config import RunConfig
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.errors import SetupError
+from distmp.telemetry import Console, StepRecord, read_records
+from distmp.training.trainer import Trainer
+from distmp.utils.settings import from_mapping
+from tests.ranks import ranks, run_ranks
+from tests.reference import CLASSES, INPUTS, Classifier, assert_same_bits, snapshot
+
+HERE = "tests.training.test_resume"
+SIZE, GLOBAL_BATCH, MICROBATCH = 40, 8, 2
+
+# The indices of each microbatch that this process has trained on.
+consumed: list[list[int]] = []
+
+
+class Samples:
+    """Sample i knows that it is i; its inputs are cut in another way each time, if asked for."""
+
+    def __init__(self, augmented: bool, poison: float) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.inputs = torch.randn(SIZE, INPUTS, generator=generator)
+        self.labels = torch.randint(CLASSES, (SIZE,), generator=generator)
+        self.inputs[7] *= poison
+        self.augmented = augmented
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        noise = torch.randn(INPUTS) if self.augmented else 0.0
+        return {
+            "index": torch.tensor(index),
+            "inputs": self.inputs[index] + noise,
+            "targets": self.labels[index],
+        }
+
+
+def samples(
+    split: str, sequence_length: int, augmented: bool = False, poison: float = 1.0
+) -> Samples | None:
+    return Samples(augmented, poison)
+
+
+class WithDropout(Classifier):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(F.dropout(x, self.dropout, self.training))
+
+
+def model(dropout: float = 0.0) -> nn.Module:
+    return WithDropout(dropout)
+
+
+def loss(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    if module.training and torch.is_grad_enabled():  # not what the first step tries out
+        consumed.append(batch["index"].tolist())
+    logits = module(batch["inputs"]).float()
+    kept = batch["targets"] >= 0
+    return F.cross_entropy(logits, batch["targets"], reduction="sum", ignore_index=-100), kept.sum()
+
+
+def configuration(run_dir: Path, **values: Any) -> RunConfig:
+    """Return the settings of a tiny run, with sections and settings replaced."""
+    sections: dict[str, Any] = {
+        "run_dir": str(run_dir),
+        "model": {"name": f"{HERE}:model", "loss": f"{HERE}:loss"},
+        "data": {"source": f"{HERE}:samples"},
+        "batch": {"global_batch_size": GLOBAL_BATCH, "microbatch_size": MICROBATCH},
+        "precision": {"policy": "fp32"},
+        "optim": {"lr": 0.01},
+        "schedule": {"name": "constant", "warmup_steps": 2},
+        "validation": {"final_samples": 4},
+        "log": {"curves": False},
+    }
+    for name, value in values.items():
+        both = isinstance(value, dict) and name in sections
+        sections[name] = sections[name] | value if both else value
+    return from_mapping(RunConfig, sections)
+
+
+def train(config: RunConfig) -> Trainer:
+    """Train on the ranks of this process group, or alone."""
+    trainer = Trainer(config, World.current("cpu"), Console(config.log, quiet=True))
+    assert trainer.run(StopSignals())
+    return trainer
+
+
+# At the same number of ranks: the same bits.
+
+
+AUGMENTED = {"data": {"options": {"augmented": True}}}
+STRADDLED = {"name": "cosine", "warmup_steps": 6}
+CASES: dict[str, dict[str, Any]] = {
+    "ddp, dropout, a schedule, validation in between": {
+        "model": {"options": {"dropout": 0.3}},
+        "schedule": STRADDLED,
+        "validation": {"every": 3},
+    },
+    "fp16, the loss scale grows and backs off": {
+        "precision": {
+            "policy": "fp16",
+            "loss_scale": {"init": 2.0**14, "growth_interval": 3, "growth_factor": 4.0},
+        },
+        "model": {"options": {"dropout": 0.3}},
+        "schedule": STRADDLED,
+    },
+    "fsdp, bf16": {
+        "strategy": "fsdp",
+        "precision": {"policy": "bf16"},
+        "model": {"options": {"dropout": 0.3}},
+    },
+    "ddp with a sharded optimizer, bf16": {
+        "shard_optimizer": True,
+        "precision": {"policy": "bf16"},
+        "schedule": STRADDLED,
+    },
+    "reproducible, fp16-autocast, a sharded optimizer": {
+        "shard_optimizer": True,
+        "reproducible": True,
+        "precision": {"policy": "fp16-autocast"},
+        "model": {"options": {"dropout": 0.3}},
+    },
+    "microbatches left out": {
+        "precision": {"policy": "fp16", "on_nonfinite": "drop_microbatch"},
+        "data": {"options": {"poison": float("nan")}},
+    },
+    "samples with random numbers": AUGMENTED,
+}
+
+
+def same(record: StepRecord) -> dict[str, Any]:
+    """Return what does not depend on how fast a step was."""
+    timed = ("tokens_per_second", "step_seconds", "memory_bytes")
+    return {name: value for name, value in vars(record).items() if name not in timed}
+
+
+@ranks(2, timeout=150)
+def check_resuming(tmp_path: Path) -> None:
+    for number, (name, values) in enumerate(CASES.items()):
+        _check_that_it_happened(name, interrupted(tmp_path / str(number), values, values))
+
+
+def interrupted(
+    folder: Path, values: dict[str, Any], values_resumed: dict[str, Any]
+) -> list[StepRecord]:
+    """Compare a run with one that was killed in its last step; return the records of both."""
+    first, second = folder / "whole", folder / "resumed"
+    common = {"steps": 10, "checkpoint": {"every": 5, "keep": 3}}
+    whole = train(configuration(first, **common, **values))
+    _barrier()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        shutil.copytree(first, second)
+        shutil.rmtree(second / "checkpoints" / "step-000010")
+    _barrier()
+    resumed = train(configuration(second, resume="auto", **common, **values_resumed))
+    assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
+    records = [read_records(path / "steps.jsonl") for path in (first, second)]
+    assert [same(r) for r in records[1]] == [same(r) for r in records[0]]
+    return records[0]
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _check_that_it_happened(name: str, records: list[StepRecord]) -> None:
+    """Make sure that a case is what it is called, on both sides of the checkpoint."""
+    if "loss scale" in name:
+        scales = [record.loss_scale for record in records]
+        assert max(scales) > scales[0]
+        assert any(r.skipped for r in records[:5]) or any(r.skipped for r in records[5:])
+    if "left out" in name:
+        assert any(r.dropped for r in records[:5])
+        assert any(r.dropped for r in records[5:])
+    if "validation" in name:
+        assert [r.step for r in records if r.validation_loss is not None] == [3, 6, 9, 10]
+
+
+@pytest.mark.timeout(200)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    check_resuming(tmp_path)
+
+
+def test_workers_that_prepare_samples_change_no_bit_either(tmp_path: Path) -> None:
+    workers = {"data": {"options": {"augmented": True}, "workers": 1}}
+    interrupted(tmp_path, AUGMENTED, workers)
+
+
+# With another configuration.
+
+
+def go_on(folder: Path, **values: Any) -> Trainer:
+    """Train three steps as configured by default, then up to the sixth with other values."""
+    if not (folder / "run").exists():
+        train(configuration(folder / "run", steps=3))
+    return train(configuration(folder / "run", **{"steps": 6, "resume": "auto", **values}))
+
+
+def test_another_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
+    go_on(tmp_path)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    with pytest.raises(SetupError) as caught:
+        go_on(tmp_path, seed=2, data={"options": {"poison": 2.0}}, optim={"name": "sgd"}, steps=9)
+    assert caught.value.exit_code == 2
+    told = str(caught.value)
+    assert "step-000006" in told
+    lines = [line.strip().split(" (")[0] for line in told.splitlines() if line.startswith("  ")]
+    assert lines == [
+        "seed: 1 -> 2",
+        'data.options: {} -> {"poison": 2.0}',
+        "optim.name: adamw -> sgd",
+    ]
+    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    assert after == before
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_forced_run_goes_on_with_another_optimizer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = go_on(tmp_path, seed=2, optim={"name": "sgd"}, resume_force=True)
+    assert "changed: seed: 1 -> 2" in caplog.text
+    assert "changed: optim.name: adamw -> sgd" in caplog.text
+    assert [r.step for r in read_records(tmp_path / "run" / "steps.jsonl")] == list(range(1, 7))
+    state = trainer.engine.state_dict()
+    assert int(state["engine/counts"][0]) == 6
+    assert not [name for name in state if "exp_avg" in name]
+
+
+def test_allowed_changes_are_told_once_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(configuration(tmp_path / "run", steps=3))
+    capsys.readouterr()
+    config = configuration(
+        tmp_path / "run",
+        steps=6,
+        resume="auto",
+        optim={"lr": 0.02},
+        log={"console": "plain", "every": 3},
+        precision={"policy": "fp16", "loss_scale": {"growth_interval": 100}},
+    )
+    Trainer(config, World.current("cpu"), Console(config.log))
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
+    assert told == [
+        "changed: precision.policy: fp32 -> fp16",
+        "changed: log.every: 10 -> 3",
+        "changed: log.console: auto -> plain",
+    ]
+    warned = [r.getMessage().split(" (")[0] for r in caplog.records if r.name == "distmp"]
+    assert warned == [
+        "changed: steps: 3 -> 6",
+        "changed: precision.loss_scale.growth_interval: 2000 -> 100",
+        "changed: optim.lr: 0.01 -> 0.02",
+        "changed: precision in force: fp32 -> fp16",
+    ]
+
+
+def test_a_checkpoint_of_an_older_version_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = train(configuration(tmp_path / "whole", steps=6, checkpoint={"every": 3}))
+    old = snapshot_at(tmp_path / "whole", 3)
+    del old["loss_scale/overflows_in_a_row"]
+    numbers = {"step": 3, "samples": 3 * GLOBAL_BATCH}
+    store.save(tmp_path / "old" / "checkpoints", 3, old, numbers, keep=1)
+    config = configuration(tmp_path / "old", steps=6, resume="auto", log={"console": "plain"})
+    resumed = Trainer(config, World.current("cpu"), Console(config.log))
+    assert "the checkpoint is too old to tell its configuration" in capsys.readouterr().out
+    assert "loss_scale/overflows_in_a_row starts anew" in caplog.text
+    assert resumed.run(StopSignals())
+    assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
+
+
+def snapshot_at(folder: Path, step: int) -> dict[str, Tensor]:
+    """Return all tensors in a checkpoint."""
+    path = folder / "checkpoints" / f"step-{step:06d}"
+    found = {
+        name: torch.empty(shape, dtype=dtype)
+        for name, (shape, dtype) in store.stored_tensors(path).items()
+    }
+    store.load(path, found)
+    return found
+
+
+# At other numbers of ranks and with other strategies: the same samples in the same order.
+
+
+class Leg(NamedTuple):
+    """A part of a run: on how many ranks, and how."""
+
+    ranks: int
+    plain: dict[str, Any]
+    reproducible: dict[str, Any]
+
+
+STEPS = 3
+LEGS = (
+    Leg(1, {"strategy": "single"}, {"strategy": "single"}),
+    Leg(2, {"strategy": "ddp"}, {"strategy": "ddp"}),
+    Leg(4, {"strategy": "fsdp"}, {"strategy": "ddp", "shard_optimizer": True}),
+    Leg(2, {"strategy": "ddp", "shard_optimizer": True}, {"strategy": "ddp"}),
+)
+
+
+class Travelled(NamedTuple):
+    consumed: list[list[int]]
+    weights: dict[str, Tensor]
+
+
+def travel(
+    folder: Path, plain: dict[str, Any], reproducible: dict[str, Any], steps: int
+) -> dict[str, Travelled]:
+    """Train two runs up to a step, from where they stand."""
+    found = {}
+    for name, values in (
+        ("plain", plain),
+        # Dropout draws by microbatch there, so that it is the same wherever that is computed.
+        ("reproducible", {**reproducible, "model": {"options": {"dropout": 0.3}}}),
+    ):
+        consumed.clear()
+        config = configuration(
+            folder / name,
+            steps=steps,
+            resume="auto",
+            reproducible=name == "reproducible",
+            **values,
+        )
+        weights = snapshot(train(config).engine)
+        found[name] = Travelled(list(consumed), weights)
+    return found
+
+
+def global_batches(leg: list[Travelled]) -> list[list[int]]:
+    """Put together what the ranks have seen, a list for each step."""
+    each = GLOBAL_BATCH // MICROBATCH // len(leg)
+    return [
+        [
+            index
+            for rank in leg
+            for microbatch in rank.consumed[step * each : (step + 1) * each]
+            for index in microbatch
+        ]
+        for step in range(len(leg[0].consumed) // each)
+    ]
+
+
+@pytest.mark.timeout(200)
+def test_changing_world_size_and_strategy_changes_no_sample_and_no_bit(tmp_path: Path) -> None:
+    alone = {"strategy": "single"}
+    total = STEPS * len(LEGS)
+    (reference,) = run_ranks(travel, 1, tmp_path / "stayed", alone, alone, total)
+    journey = [
+        run_ranks(travel, leg.ranks, tmp_path / "moved", leg.plain, leg.reproducible, steps)
+        for leg, steps in zip(LEGS, range(STEPS, total + 1, STEPS), strict=True)
+    ]
+    for name in ("plain", "reproducible"):
+        stayed = global_batches([reference[name]])
+        moved = [batch for leg in journey for batch in global_batches([rank[name] for rank in leg])]
+        assert len(stayed) == total
+        assert moved == stayed
+        # Not by our own order alone: an epoch has every sample once.
+        flat = [index for batch in moved for index in batch]
+        for start in range(0, len(flat) - SIZE + 1, SIZE):
+            assert sorted(flat[start : start + SIZE]) == list(range(SIZE))
+        # Nor are the epochs alike.
+        assert flat[:SIZE] != flat[SIZE : 2 * SIZE]
+    losses = [
+        [r.loss for r in read_records(tmp_path / run / "plain" / "steps.jsonl")]
+        for run in ("stayed", "moved")
+    ]
+    assert len(losses[0]) == total
+    assert losses[1] == pytest.approx(losses[0], rel=2e-5)
+    assert_same_bits(journey[-1][1]["reproducible"].weights, reference["reproducible"].weights)

@@ -1,0 +1,217 @@
+"""Runs that go back to a checkpoint and on with other data: the real trainer, on real ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import Tensor, nn
+
+from distmp.checkpoint import store
+from distmp.config import load
+from distmp.data.order import sample_indices
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.errors import TrainingError
+from distmp.telemetry import Console, StepRecord, read_records
+from distmp.training.trainer import Trainer
+from tests.ranks import ranks
+from tests.reference import assert_same_bits, snapshot, trained
+
+BATCH = 8
+SAMPLES = 160
+SEED = 3
+
+
+class Samples:
+    """Noisy points of a line; those at some positions of the order are poisoned."""
+
+    def __init__(self, poisoned: list[int], poison: float) -> None:
+        self.inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+        self.targets = self.inputs.sum(1, keepdim=True)
+        order = sample_indices(SEED, 0, SAMPLES, SAMPLES)
+        self.targets[[int(order[position]) for position in poisoned]] = poison
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.inputs[index], "targets": self.targets[index]}
+
+
+def dataset(
+    split: str, sequence_length: int, poisoned: list[int] | None = None, poison: float = 0.0
+) -> Samples | None:
+    return Samples(poisoned or [], poison) if split == "train" else None
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
+
+
+def squared(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return (module(batch["inputs"]) - batch["targets"]).square().sum(), len(batch["inputs"])
+
+
+def trainer(folder: Path, *arguments: str, poisoned: list[int], poison: float = 1e4) -> Trainer:
+    config = load(
+        [
+            f"--data.source={__name__}:dataset",
+            f"--data.options={{poisoned: {poisoned}, poison: {yaml.dump(poison)[:-5]}}}",
+            f"--model.name={__name__}:model",
+            f"--model.loss={__name__}:squared",
+            f"--batch.global-batch-size={BATCH}",
+            "--batch.microbatch-size=2",
+            "--precision.policy=fp32",
+            f"--seed={SEED}",
+            "--steps=14",
+            "--schedule.warmup-steps=2",
+            "--checkpoint.every=3",
+            # A few noisy steps make a rough statistic; the poison is a million times as large.
+            "--divergence.warmup-steps=6",
+            "--divergence.loss-threshold=100",
+            "--divergence.norm-threshold=30",
+            "--log.console=plain",
+            "--log.every=1",
+            "--log.no-curves",
+            f"--run-dir={folder / 'run'}",
+            *arguments,
+        ]
+    )
+    world = World.current("cpu")
+    return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+
+
+def run(folder: Path, *arguments: str, **data: Any) -> Trainer:
+    found = trainer(folder, *arguments, **data)
+    assert found.run(StopSignals())
+    return found
+
+
+def records(folder: Path) -> list[StepRecord]:
+    return read_records(folder / "run" / "steps.jsonl")
+
+
+def samples_of(step: int) -> list[int]:
+    """The positions of the samples of a step, counted from 1, of a run that never goes back."""
+    return [*range((step - 1) * BATCH, step * BATCH)]
+
+
+ROLLBACK = ("--divergence.on-spike=rollback",)
+
+
+def never_saw(folder: Path, last: int, first: int, *arguments: str) -> Trainer:
+    """Train `last` steps, and on with the samples from `first`: in a run of two halves."""
+    begun = trainer(folder, *arguments, poisoned=[])
+    for until, start in ((last, 0), (begun.config.steps, first)):
+        begun.config = dataclasses.replace(begun.config, steps=until)
+        begun.progress.samples = start
+        with begun.writer:
+            begun.train(StopSignals())
+    return begun
+
+
+@ranks(2, timeout=100)
+def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
+    rank = World.current("cpu").rank
+    for strategy in ("ddp", "fsdp"):
+        folder, other = tmp_path / strategy, tmp_path / f"{strategy}-other"
+        arguments = (*ROLLBACK, f"--strategy={strategy}")
+        # Step 9 is bad. The last checkpoint before is that of step 6: steps 7 to 9 are passed over.
+        found = run(folder, *arguments, poisoned=[samples_of(9)[5]])
+        clean = never_saw(other, 6, 9 * BATCH, f"--strategy={strategy}")
+        assert_same_bits(trained(snapshot(found.engine)), trained(snapshot(clean.engine)))
+        assert (found.progress.step, found.progress.samples) == (14, 17 * BATCH)
+        assert found.progress.rollbacks == 1
+        if rank:
+            continue
+        told = records(folder)
+        assert [record.step for record in told] == [*range(1, 15)]
+        assert [record.samples for record in told] == [
+            BATCH * (step if step <= 6 else step + 3) for step in range(1, 15)
+        ]
+        first = told[6].divergence
+        assert first is not None
+        assert "is above its limit of" in first["rolled_back"].pop("problem")
+        assert first == {
+            "rolled_back": {"from_step": 9, "to_step": 6, "samples_passed_over": 3 * BATCH}
+        }
+        assert {record.divergence is None for record in told if record.step != 7} == {True}
+        numbers = store.read_numbers(folder / "run" / "checkpoints" / "step-000014")
+        assert (numbers["rollbacks"], numbers["rolled_back_to"]) == (1, 6)
+
+
+@ranks(2, timeout=100)
+def test_after_a_rollback_the_run_does_not_come_to_the_place_again(tmp_path: Path) -> None:
+    """Wherever it is killed: what it resumes from is behind the place."""
+    bad = [samples_of(9)[0]]
+    whole = run(tmp_path / "whole", *ROLLBACK, poisoned=bad)
+    killed = trainer(tmp_path / "killed", *ROLLBACK, poisoned=bad)
+    train_on = killed._train_on
+
+    def die_after_the_rollback() -> None:
+        if killed.progress.rollbacks:
+            raise ArithmeticError
+        train_on()
+
+    killed._train_on = die_after_the_rollback  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError), killed.writer:
+        killed.train(StopSignals())
+    resumed = trainer(tmp_path / "killed", *ROLLBACK, "--resume=auto", poisoned=bad)
+    assert (resumed.progress.step, resumed.progress.samples) == (6, 9 * BATCH)
+    assert resumed.run(StopSignals())
+    assert resumed.progress == whole.progress
+    assert resumed.progress.rollbacks == 1
+    assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
+
+
+@ranks(2, timeout=100)
+def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
+    # Steps 9 to 11 are bad. Back to 6 and on with 10: bad. That checkpoint has been tried: back to
+    # 3 and on with 11, which is bad too.
+    bad = [sample for step in (9, 10, 11) for sample in samples_of(step)]
+    limited = trainer(tmp_path, *ROLLBACK, "--divergence.max-rollbacks=2", poisoned=bad)
+    with pytest.raises(TrainingError) as caught:
+        limited.run(StopSignals())
+    message = str(caught.value)
+    assert message.startswith("divergence.max_rollbacks = 2: step 4: ")
+    assert "the run has gone back 2 times already" in message
+    assert (limited.progress.rollbacks, limited.progress.rolled_back_to) == (2, 3)
+    # Going on with more of them, it passes over the third as well. There are no older ones.
+    resumed = run(tmp_path, *ROLLBACK, "--resume=auto", poisoned=bad)
+    assert (resumed.progress.rollbacks, resumed.progress.rolled_back_to) == (3, 3)
+    assert resumed.progress.samples == (11 + 11) * BATCH
+    # All three windows at once, had it been told.
+    once = run(tmp_path / "o", *ROLLBACK, "--divergence.pass-over=2", poisoned=bad)
+    assert (once.progress.rollbacks, once.progress.rolled_back_to) == (1, 6)
+    assert once.progress.samples == (11 + 8) * BATCH
+    # A spike before the first checkpoint leads back to the start, and nothing of it stays.
+    early = run(tmp_path / "e", *ROLLBACK, "--divergence.warmup-steps=1", poisoned=samples_of(2))
+    assert (early.progress.rolled_back_to, early.progress.samples) == (0, 16 * BATCH)
+
+
+@ranks(1)
+def test_a_loss_that_is_not_finite_and_a_spike_that_is_only_reported(tmp_path: Path) -> None:
+    bad = [samples_of(9)[3]]
+    nonfinite = ("--divergence.on-nonfinite-loss=rollback",)
+    found = run(tmp_path / "nan", *nonfinite, poisoned=bad, poison=float("inf"))
+    clean = never_saw(tmp_path / "clean", 6, 9 * BATCH)
+    assert_same_bits(trained(snapshot(found.engine)), trained(snapshot(clean.engine)))
+
+    warned = run(tmp_path / "warned", poisoned=bad)
+    told = records(tmp_path / "warned")
+    marked = [record for record in told if record.divergence is not None]
+    assert [record.step for record in marked] == [9]
+    assert marked[0].divergence is not None
+    assert marked[0].divergence["action"] == "warn"
+    assert warned.progress.rollbacks == 0
+    assert not marked[0].skipped
+
+    skipped = run(tmp_path / "skipped", "--divergence.on-spike=skip", poisoned=bad)
+    told = records(tmp_path / "skipped")
+    assert [record.step for record in told if record.skipped] == [9]
+    assert skipped.progress.samples == 14 * BATCH

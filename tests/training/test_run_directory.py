@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distmp.checkpoint.location import locate
+from distmp.errors import ConfigError
+from distmp.training.run_directory import RunDirectory, create_run, latest_run
+
+
+def test_everything_has_its_place(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    assert {run.config, run.records, run.curves, run.checkpoints} == {
+        tmp_path / name for name in ("config.yaml", "steps.jsonl", "curves.png", "checkpoints")
+    }
+
+
+@pytest.mark.parametrize("name", ["run", "deep/er/run", "run/", "run-x", "[run]", "run*", "r.1"])
+def test_every_run_gets_a_folder_of_its_own(tmp_path: Path, name: str) -> None:
+    wanted = f"{tmp_path}/{name}"
+    first = Path(wanted)
+    assert latest_run(wanted) is None
+    for number in range(1, 13):
+        expected = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        assert create_run(wanted).path == expected
+        assert expected.is_dir()
+        newest = latest_run(wanted)
+        assert newest is not None
+        assert newest.path == expected
+
+
+def test_a_relative_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert [create_run("runs/a").path for _ in range(2)] == [Path("runs/a"), Path("runs/a-2")]
+    newest = latest_run("runs/a")
+    assert newest is not None
+    assert newest.path == Path("runs/a-2")
+
+
+def test_what_is_not_a_run_does_not_count(tmp_path: Path) -> None:
+    wanted = str(tmp_path / "run")
+    create_run(wanted)
+    (tmp_path / "run-7").write_text("a file")
+    for other in ("run-old", "run-2b", "run-", "runs-9", "run-8-9"):
+        (tmp_path / other).mkdir()
+    newest = latest_run(wanted)
+    assert newest is not None
+    assert newest.path == Path(wanted)
+
+
+def test_a_file_in_the_way_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("a file")
+    assert create_run(str(tmp_path / "run")).path == tmp_path / "run-2"
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_of_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"^run_dir = '.*/file/run': cannot be made \(Not a dir"):
+        create_run(str(tmp_path / "file" / "run"))
+
+
+def test_checkpoints_in_another_place(tmp_path: Path) -> None:
+    place, wanted = str(tmp_path / "scratch"), str(tmp_path / "run")
+    assert latest_run(wanted, place) is None
+    first = create_run(wanted, place)
+    assert first.checkpoints == tmp_path / "scratch" / "run"
+    assert first.owns(tmp_path / "scratch" / "run" / "step-000001")
+    assert not first.owns(tmp_path / "run" / "checkpoints" / "step-000001")
+    assert create_run(wanted, place).checkpoints == tmp_path / "scratch" / "run-2"
+    remote = create_run(wanted, "memory://bucket/folder")
+    assert remote.checkpoints == locate("checkpoint.path", "memory://bucket/folder/run-3")
+    assert remote.owns(remote.checkpoints / "step-000001")
+
+
+def test_a_run_whose_folder_is_on_another_machine_counts(tmp_path: Path) -> None:
+    place, wanted = tmp_path / "scratch", str(tmp_path / "here" / "run")
+    for name in ("run", "run-3", "other", "run-x"):
+        (place / name).mkdir(parents=True)
+    newest = latest_run(wanted, str(place))
+    assert newest is not None
+    assert newest.path == Path(f"{wanted}-3")
+    assert newest.checkpoints == place / "run-3"
+    assert [create_run(wanted, str(place)).path.name for _ in range(2)] == ["run-2", "run-4"]
+
+
+def test_a_place_that_cannot_be_read_is_an_error_of_the_setting(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^checkpoint\.path = 'nothing://x': cannot be reached"):
+        latest_run(str(tmp_path / "run"), "nothing://x")

@@ -1,0 +1,411 @@
+"""The training command from outside: what a user starts, sees and finds afterwards."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from distmp.checkpoint import store
+from distmp.config import RunConfig
+from distmp.telemetry import StepRecord, read_records
+from distmp.training.train import main
+from distmp.utils.settings import from_mapping, read_yaml
+from tests.torchrun import TINY, corpus, environment, python, run, torchrun
+
+ON_A_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+
+
+def losses(records: list[StepRecord]) -> list[float]:
+    return [record.loss for record in records]
+
+
+def trained(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[StepRecord]:
+    """Train through torchrun in `tmp_path`; return the records of `--run-dir` run."""
+    data = corpus(tmp_path / "corpus")
+    command = torchrun(*TINY, f"--data.path={data}", "--run-dir=run", *arguments, ranks=ranks)
+    done = run(command, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return read_records(tmp_path / "run" / "steps.jsonl")
+
+
+@pytest.mark.timeout(300)
+def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
+    arguments = ["--steps=30", "--optim.lr=1e-2", "--schedule.warmup-steps=5"]
+    runs = {
+        strategy: losses(trained(tmp_path / strategy, f"--strategy={strategy}", *arguments))
+        for strategy in ("ddp", "fsdp")
+    }
+    runs["single"] = losses(trained(tmp_path / "single", "--strategy=single", *arguments, ranks=1))
+    assert len(runs["ddp"]) == 30
+    assert runs["ddp"][0] > 5
+    assert runs["ddp"][-1] < 3.5
+    for strategy in ("ddp", "fsdp"):
+        torch.testing.assert_close(
+            torch.tensor(runs[strategy]), torch.tensor(runs["single"]), rtol=2e-4, atol=0
+        )
+        # Rounding is amplified by training; the first steps have had none of it.
+        torch.testing.assert_close(
+            torch.tensor(runs[strategy][:3]), torch.tensor(runs["single"][:3]), rtol=2e-6, atol=0
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.timeout(300)
+def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["--steps=10", "--optim.lr=1e-2", "--checkpoint.every=4"]
+    found = {
+        (strategy, ranks): trained(
+            tmp_path / f"{strategy} {ranks}", f"--strategy={strategy}", *arguments, ranks=ranks
+        )
+        for strategy, ranks in (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
+    }
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    expected = trained(tmp_path / "cpu", "--strategy=single", *arguments, ranks=1)
+    for case, records in found.items():
+        # On a GPU the tensors are counted, on a CPU the whole process.
+        assert 2 * records[-1].memory_bytes < expected[-1].memory_bytes, case
+        assert losses(records) == pytest.approx(losses(expected), rel=1e-3), case
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=ON_A_GPU), 2], ids=["one rank over nccl", "two ranks"]
+)
+def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ranks: int) -> None:
+    arguments = ["--strategy=fsdp", "--precision.policy=bf16", "--steps=10"]
+    whole = trained(tmp_path / "whole", *arguments, "--checkpoint.every=4", ranks=ranks)
+    resumed_in = tmp_path / "resumed"
+    resumed_in.mkdir()
+    # The other run is what is left of the first if it ends after its second checkpoint.
+    (tmp_path / "whole" / "run").rename(resumed_in / "run")
+    last, second = sorted((resumed_in / "run" / "checkpoints").glob("step-*"), reverse=True)[:2]
+    assert (last.name, second.name) == ("step-000010", "step-000008")
+    for file in last.iterdir():
+        file.unlink()
+    last.rmdir()
+    resumed = trained(resumed_in, *arguments, "--resume=auto", ranks=ranks)
+    assert [record.step for record in resumed] == list(range(1, 11))
+    assert losses(resumed) == losses(whole)
+    assert [record.grad_norm for record in resumed] == [record.grad_norm for record in whole]
+
+
+def test_a_run_leaves_everything_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = corpus(tmp_path / "corpus")
+    arguments = [*TINY, f"--data.path={data}", "--steps=3", "--run-dir=runs/here", "--log.every=1"]
+    threads = torch.get_num_threads()
+    assert main(arguments) == 0
+    assert torch.get_num_threads() == threads
+    told = capsys.readouterr().out
+    folder = tmp_path / "runs" / "here"
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoints",
+        "config.yaml",
+        "curves.png",
+        "logs",
+        "manifest.json",
+        "steps.jsonl",
+    }
+    config = from_mapping(RunConfig, read_yaml(folder / "config.yaml"))
+    assert (config.steps, config.data.path) == (3, str(data))
+    assert [record.step for record in read_records(folder / "steps.jsonl")] == [1, 2, 3]
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert store.latest(folder / "checkpoints") == folder / "checkpoints" / "step-000003"
+    for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
+        assert expected in told
+    assert "a sample of what it writes:\ndef " in told
+    # A second run of the same name stands beside the first.
+    assert main(arguments) == 0
+    assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
+
+
+def test_data_model_and_loss_by_import_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module = _module(tmp_path)
+    arguments = [
+        f"--data.source={module}:line",
+        "--data.options={slope: 3.0}",
+        f"--model.name={module}:affine",
+        f"--model.loss={module}:squared",
+        "--batch.global-batch-size=8",
+        "--batch.microbatch-size=4",
+        "--precision.policy=fp32",
+        "--optim.name=sgd",
+        "--optim.lr=0.3",
+        "--optim.weight-decay=0",
+        "--optim.max-norm=None",
+        "--schedule.name=constant",
+        "--steps=60",
+        "--run-dir=run",
+    ]
+    assert main(arguments) == 0
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    assert records[0].loss > 0.1
+    assert records[-1].loss < 1e-6
+    assert records[-1].validation_loss is not None
+    assert records[-1].validation_loss < 1e-6
+    assert records[-1].weight == 8
+
+
+def test_a_run_that_only_skips_gives_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [
+        f"--data.source={_module(tmp_path)}:line",
+        "--data.options={slope: .nan}",
+        "--model.name=users_models:affine",
+        "--model.loss=users_models:squared",
+        "--precision.policy=fp32",
+        "--precision.max-consecutive-skips=3",
+        "--run-dir=run",
+    ]
+    assert main(arguments) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("distmp: ")
+    assert "max_consecutive_skips" in told
+    assert "Traceback" not in told
+    assert [record.skipped for record in read_records(tmp_path / "run" / "steps.jsonl")] == [
+        True,
+        True,
+        True,
+    ]
+
+
+WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "unknown key": (
+        lambda tmp: ["--config", _file(tmp / "c.yaml", "optim:\n  learning_rate: 1\n")],
+        "optim.learning_rate = 1: unknown setting",
+    ),
+    "wrong type": (
+        lambda tmp: ["--config", _file(tmp / "c.yaml", "steps: soon\n")],
+        "steps = 'soon': must be a whole number",
+    ),
+    "negative steps": (lambda tmp: ["--steps=-1"], "steps = -1: use 1 or more"),
+    "missing data folder": (
+        lambda tmp: [f"--data.path={tmp / 'nowhere'}"],
+        "data.path = ",
+    ),
+    "empty data folder": (lambda tmp: [f"--data.path={_folder(tmp / 'empty')}"], "data.path = "),
+    "unreadable YAML": (
+        lambda tmp: ["--config", _file(tmp / "c.yaml", "steps: [1\nseed: 2\n")],
+        "line 2, column",
+    ),
+    "missing file": (lambda tmp: ["--config", str(tmp / "no.yaml")], "there is no such file"),
+    "unknown model path": (
+        lambda tmp: ["--model.name=no_such_module:Model"],
+        "model.name = 'no_such_module:Model': there is no module 'no_such_module'",
+    ),
+    "unknown strategy": (lambda tmp: ["--strategy=dpp"], "did you mean 'ddp'?"),
+    "batch that does not divide": (
+        lambda tmp: ["--batch.global-batch-size=6", "--batch.microbatch-size=4"],
+        "batch.global_batch_size = 6",
+    ),
+    "integer parameters in fp16": (
+        lambda tmp: [
+            *TINY,
+            "--precision.policy=fp16",
+            f"--data.path={corpus(tmp / 'corpus')}",
+            f"--model.name={_module(tmp)}:quantized",
+            *[f"--model.{name}=None" for name in ("layers", "dimension", "heads", "hidden")],
+        ],
+        "parameter 'codes' is int8",
+    ),
+    "resuming from nothing": (
+        lambda tmp: [
+            *TINY,
+            f"--data.path={corpus(tmp / 'corpus')}",
+            f"--resume={tmp / 'nowhere'}",
+        ],
+        "resume = ",
+    ),
+    "sharding one process": (
+        lambda tmp: [*TINY, f"--data.path={corpus(tmp / 'corpus')}", "--strategy=fsdp"],
+        "strategy = 'fsdp': is for several ranks, and this process is alone",
+    ),
+}
+
+
+def _file(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def _folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def _module(folder: Path) -> str:
+    """Write models that a user might bring; return the module's name."""
+    (folder / "users_models.py").write_text(
+        "import torch\n"
+        "from torch import nn\n"
+        "class Quantized(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        codes = torch.zeros(8, dtype=torch.int8)\n"
+        "        self.codes = nn.Parameter(codes, requires_grad=False)\n"
+        "        self.scale = nn.Parameter(torch.ones(8))\n"
+        "def quantized():\n"
+        "    return Quantized()\n"
+        "class Failing(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.table = nn.Embedding(257, 257)\n"
+        "        self.calls = 0\n"
+        "    def forward(self, tokens):\n"
+        "        self.calls += 1\n"
+        "        if self.calls == 5 and torch.distributed.get_rank() == 1:\n"
+        "            raise ValueError('a fault of the model')\n"
+        "        return self.table(tokens)\n"
+        "def failing():\n"
+        "    return Failing()\n"
+        "def line(split, sequence_length, slope):\n"
+        "    points = torch.linspace(-1, 1, 64 if split == 'train' else 8)\n"
+        "    return [(x.view(1), slope * x.view(1) + 1) for x in points]\n"
+        "def affine():\n"
+        "    return nn.Linear(1, 1)\n"
+        "def squared(model, batch):\n"
+        "    x, y = batch\n"
+        "    return (model(x) - y).square().sum(), len(x)\n"
+    )
+    return "users_models"
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_configuration_is_one_message_and_exit_code_2(
+    case: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments, message = WRONG[case]
+    assert main(arguments(tmp_path)) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith("distmp: ")
+    assert told.err.count("\n") == 1
+    assert message in told.err
+    assert told.out == ""
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "case", ["unknown key", "missing data folder", "integer parameters in fp16"]
+)
+def test_all_ranks_together_print_the_message_once(case: str, tmp_path: Path) -> None:
+    arguments, message = WRONG[case]
+    done = run(torchrun(*arguments(tmp_path)), tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count(message) == 1
+    first = re.search(r"Root Cause.*?exitcode +: (\S+)", done.stderr, flags=re.DOTALL)
+    assert first is not None, done.stderr
+    assert first[1] == "2"
+    launched = run(python("-m", "distmp", "launch", "--", *arguments(tmp_path)), tmp_path)
+    assert launched.returncode == 2
+    assert launched.stderr.count(message) == 1
+    assert "Traceback" not in launched.stderr
+
+
+def test_help_is_printed_once(tmp_path: Path) -> None:
+    done = run(torchrun("--help"), tmp_path)
+    assert done.returncode == 0
+    assert done.stdout.count("--optim.lr") == 1
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
+def test_the_first_cause_of_a_failure_stands_on_top(launcher: str, tmp_path: Path) -> None:
+    arguments = [
+        f"--data.path={corpus(tmp_path / 'corpus')}",
+        f"--model.name={_module(tmp_path)}:failing",
+        "--data.sequence-length=32",
+        "--precision.policy=fp32",
+        "--steps=50",
+    ]
+    command = (
+        torchrun(*arguments)
+        if launcher == "torchrun"
+        else python("-m", "distmp", "launch", "--", *arguments)
+    )
+    done = run(command, tmp_path, timeout=60)
+    assert done.returncode == 1
+    reports = [line for line in done.stderr.splitlines() if line.startswith("distmp: rank")]
+    assert reports == ["distmp: rank 1 of 2 failed:"]
+    assert done.stderr.count("ValueError: a fault of the model") == 1
+    assert "ValueError" in done.stderr.partition("Root Cause")[0]
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
+def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) -> None:
+    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=20000"]
+    arguments.append("--run-dir=run")
+    command = (
+        torchrun(*arguments)
+        if launcher == "torchrun"
+        else python("-m", "distmp", "launch", "--", *arguments)
+    )
+    with (tmp_path / "log").open("w+") as log:
+        job = subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=environment(),
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            _wait_for_steps(job, tmp_path / "run" / "steps.jsonl", 10)
+            ranks = psutil.Process(job.pid).children(recursive=True)
+            os.killpg(job.pid, signal.SIGINT)  # as a terminal does
+            code = job.wait(timeout=30)
+            assert not [rank for rank in ranks if rank.is_running()]
+        finally:
+            if job.poll() is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+        log.seek(0)
+        told = log.read()
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    checkpoint = store.latest(tmp_path / "run" / "checkpoints")
+    assert checkpoint is not None
+    assert store.read_numbers(checkpoint)["step"] == records[-1].step
+    assert f"stopped after step {records[-1].step}" in told
+    assert (tmp_path / "run" / "curves.png").exists()
+    if launcher == "torchrun":
+        # torchrun reports the signal with a traceback of its own; the ranks add none.
+        assert told.count("Traceback") <= 1
+        assert code != 0
+    else:
+        assert "Traceback" not in told
+        assert code == 128 + signal.SIGINT
+
+
+def _wait_for_steps(job: subprocess.Popen[bytes], records: Path, steps: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert job.poll() is None, "the run ended by itself"
+        if records.exists() and records.read_text().count("\n") >= steps:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {steps} steps in 60 seconds")

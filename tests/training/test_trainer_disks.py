@@ -1,0 +1,183 @@
+"""Runs whose disk fills up, becomes read-only or vanishes while they train."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmp.checkpoint import store
+from distmp.models.loss import next_token_loss
+from distmp.telemetry import read_records
+from distmp.training.train import main
+from tests.disks import disk, fill, mount, unmount
+from tests.torchrun import TINY, corpus, run, torchrun
+
+Batch = dict[str, Tensor]
+# What happens to the disk, by the number of the training step whose loss is computed.
+events: dict[int, Callable[[], object]] = {}
+calls = 0
+
+
+def eventful_loss(model: torch.nn.Module, batch: Batch) -> tuple[Tensor, Tensor | float]:
+    """The loss of language models, at whose n-th call something may happen."""
+    global calls
+    if model.training and torch.is_grad_enabled():  # not what the first step tries out
+        calls += 1
+        if calls in events:
+            for thread in threading.enumerate():
+                if thread.name.startswith("checkpoint"):  # of two steps ago
+                    thread.join()
+            events[calls]()
+    return next_token_loss(model, batch)
+
+
+def trained(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    what_happens: dict[int, Callable[[], object]],
+    *arguments: str,
+) -> int:
+    """Train 10 steps of one microbatch in `tmp_path`/disk/run; return the exit code."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(f"{__name__}.events", what_happens)
+    monkeypatch.setattr(f"{__name__}.calls", 0)
+    return main(
+        [
+            *TINY,
+            f"--data.path={corpus(tmp_path / 'corpus')}",
+            f"--model.loss={__name__}:eventful_loss",
+            "--batch.global-batch-size=2",
+            "--steps=10",
+            "--checkpoint.every=2",
+            "--run-dir=disk/run",
+            *arguments,
+        ]
+    )
+
+
+def saved_steps(run_directory: Path) -> list[int]:
+    """Return the steps of the checkpoints, all of which can be read."""
+    steps = []
+    for path in sorted((run_directory / "checkpoints").glob("step-*")):
+        found = {"engine/counts": torch.zeros(3, dtype=torch.int64)}
+        store.load(path, found)
+        steps.append(store.read_numbers(path)["step"])
+        assert found["engine/counts"][0] == steps[-1]
+    return steps
+
+
+def failures(told: str) -> list[tuple[int, str, str]]:
+    """Return step, cause and what there was, for each failed save that was told."""
+    lines = re.findall(r"NOT SAVED: cannot save \S+/step-(\d+): (.*?); (.*)", told)
+    return [(int(step), cause, there_is) for step, cause, there_is in lines]
+
+
+@pytest.mark.parametrize("asynchronous", ["asynchronous", "no-asynchronous"])
+def test_a_run_goes_on_when_the_disk_is_full_and_saves_again_when_it_is_not(
+    asynchronous: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with disk(tmp_path / "disk", "size=8m") as folder:
+        happens = {4: lambda: fill(folder), 8: lambda: (folder / "ballast").unlink()}
+        code = trained(tmp_path, monkeypatch, happens, f"--checkpoint.{asynchronous}")
+        told = capsys.readouterr().out
+        assert code == 0, told
+        failed = failures(told)
+        assert [step for step, *_ in failed] == [4, 6]
+        for _, cause, there_is in failed:
+            assert "No space left on device" in cause
+            assert there_is == "the last checkpoint is of step 2; the run goes on"
+        assert saved_steps(folder / "run") == [8, 10]
+        assert [r.step for r in read_records(folder / "run" / "steps.jsonl")] == [*range(1, 11)]
+        assert (folder / "run" / "curves.png").exists()
+
+
+def test_a_run_that_cannot_save_its_end_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with disk(tmp_path / "disk", "size=8m") as folder:
+        code = trained(tmp_path, monkeypatch, {6: lambda: fill(folder)})
+        told = capsys.readouterr()
+        assert code == 1, told.out
+        assert [step for step, *_ in failures(told.out)] == [6, 8, 10]
+        assert told.err.count("\n") == 1
+        assert told.err.startswith("distmp: cannot save ")
+        assert "the last checkpoint is of step 4" in told.err
+        assert "held-out loss" in told.out, "the run has gone on to its end"
+        assert "curves.png: [Errno 28]" in told.out
+        assert saved_steps(folder / "run") == [2, 4]
+
+
+def test_a_read_only_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoints = tmp_path / "disk" / "run" / "checkpoints"
+    happens = {6: lambda: mount(checkpoints, "ro"), 10: lambda: unmount(checkpoints)}
+    try:
+        assert trained(tmp_path, monkeypatch, happens) == 0
+    finally:
+        if checkpoints.is_mount():
+            unmount(checkpoints)
+    failed = failures(capsys.readouterr().out)
+    assert [step for step, *_ in failed] == [6, 8]
+    assert all("Read-only file system" in cause for _, cause, _ in failed)
+    assert saved_steps(checkpoints.parent) == [4, 10]
+
+
+def test_a_folder_that_vanishes_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "disk" / "run"
+    assert trained(tmp_path, monkeypatch, {6: lambda: shutil.rmtree(folder)}) == 0
+    assert "steps.jsonl has vanished" in capsys.readouterr().out
+    assert saved_steps(folder) == [8, 10]
+    assert [record.step for record in read_records(folder / "steps.jsonl")] == [*range(6, 11)]
+
+
+def test_a_disk_that_is_full_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with disk(tmp_path / "disk", "size=8m") as folder:
+        (folder / "run").mkdir()
+        fill(folder)
+        assert trained(tmp_path, monkeypatch, {4: lambda: (folder / "ballast").unlink()}) == 0
+        assert "config.yaml: [Errno 28]" in capsys.readouterr().out
+        assert [r.step for r in read_records(folder / "run-2" / "steps.jsonl")] == [*range(1, 11)]
+
+
+@pytest.mark.timeout(200)
+def test_a_run_that_is_told_to_stops_on_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "users_loss.py").write_text(
+        "from pathlib import Path\n"
+        "from distmp.models.loss import next_token_loss\n"
+        "def loss(model, batch):\n"
+        "    folder = Path('run/checkpoints')\n"
+        "    if not folder.exists():\n"
+        "        folder.touch()\n"  # a file, where a folder is to be made
+        "    return next_token_loss(model, batch)\n"
+    )
+    arguments = ["--steps=20000", "--checkpoint.every=5", "--checkpoint.on-failure=stop"]
+    data = f"--data.path={corpus(tmp_path / 'corpus')}"
+    arguments += ["--run-dir=run", "--model.loss=users_loss:loss"]
+    done = run(torchrun(*TINY, data, *arguments), tmp_path)
+    steps = [record.step for record in read_records(tmp_path / "run" / "steps.jsonl")]
+    assert 5 < steps[-1] < 20
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = failures(done.stdout)
+    assert [step for step, *_ in failed] == [5, steps[-1]]
+    for *_, there_is in failed:
+        assert there_is == "nothing has been saved yet; the run stops (checkpoint.on_failure)"
+    messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
+    assert len(messages) == 1
+    assert "nothing has been saved yet" in messages[0]
+    codes = set(re.findall(r"exitcode +: (\S+)", done.stderr))
+    assert codes <= {"1", "-15"}, "no rank is aborted"

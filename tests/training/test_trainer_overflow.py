@@ -1,0 +1,59 @@
+"""What a training run says and records about steps that overflow, from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distmp.telemetry import read_records
+from distmp.training.train import main
+from tests.torchrun import TINY, corpus, run, torchrun
+
+FP16 = [*TINY, "--precision.policy=fp16", "--precision.loss-scale.init=16777216", "--run-dir=run"]
+
+
+def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*FP16, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=12"]) == 0
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    skipped = [record for record in records if record.skipped]
+    assert 0 < len(skipped) < len(records)
+    told = capsys.readouterr().out.splitlines()
+    for record in records:
+        lines = [line for line in told if line.startswith(f"step {record.step} skipped: ")]
+        assert len(lines) == (1 if record.skipped else 0)
+        assert (record.overflow is not None) == record.skipped
+    overflow = skipped[0].overflow
+    assert overflow is not None
+    assert (overflow["cause"], overflow["exact"]) == ("scale_too_high", True)
+    assert overflow["parameters"][0]["name"].endswith("weight")
+    assert f"step 1 skipped: {overflow['diagnosis']}; {overflow['advice']}" in told
+
+
+def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_path: Path) -> None:
+    rules = ["--precision.loss-scale.no-dynamic", "--precision.max-consecutive-skips=3"]
+    data = f"--data.path={corpus(tmp_path / 'corpus')}"
+    done = run(torchrun(*FP16, *rules, data, "--steps=20"), tmp_path)
+    assert done.returncode != 0
+    messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
+    assert len(messages) == 1, done.stderr
+    assert "precision.max_consecutive_skips = 3: so many steps in a row" in messages[0]
+    assert "loss scale 2^24 was too high" in messages[0]
+    assert "first in the gradient of '" in messages[0]
+    assert "on all 2 ranks" in messages[0]
+    assert "lower precision.loss_scale.init" in messages[0]
+    assert len(read_records(tmp_path / "run" / "steps.jsonl")) == 3
+
+
+def test_attribution_can_be_switched_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [*FP16, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=2"]
+    assert main([*arguments, "--precision.no-attribution"]) == 0
+    records = read_records(tmp_path / "run" / "steps.jsonl")
+    assert [(record.skipped, record.overflow) for record in records] == [(True, None)] * 2
+    assert "skipped: " not in capsys.readouterr().out

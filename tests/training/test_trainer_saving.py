@@ -1,0 +1,42 @@
+"""When a run saves, from outside."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distmp.checkpoint import store
+from distmp.training.train import main
+from tests.torchrun import TINY, corpus
+
+
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[int]:
+    """Train 6 steps; return the steps of the checkpoints."""
+    monkeypatch.chdir(tmp_path)
+    data = f"--data.path={corpus(tmp_path / 'corpus')}"
+    fixed = [*TINY, data, "--steps=6", "--run-dir=run", "--checkpoint.keep=99"]
+    assert main([*fixed, *arguments]) == 0
+    paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    return [store.read_numbers(path)["step"] for path in paths]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], [6]),
+        (["--checkpoint.every=4"], [4, 6]),
+        (["--checkpoint.every=3", "--checkpoint.no-asynchronous"], [3, 6]),
+        (["--checkpoint.every-minutes=60"], [6]),
+    ],
+)
+def test_steps_between_checkpoints(
+    arguments: list[str], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert saved(tmp_path, monkeypatch, *arguments) == expected
+
+
+def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Less than a step takes, and a save is waited for.
+    arguments = ["--checkpoint.every-minutes=1e-6", "--checkpoint.no-asynchronous"]
+    assert saved(tmp_path, monkeypatch, *arguments) == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from distmp.checkpoint import store
+from distmp.errors import CheckpointError
+from distmp.utils.flat_shard import FlatSlice, rectangles, whole_shape
+from tests.ranks import run_ranks
+
+
+@given(
+    shape=st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple),
+    ends=st.tuples(st.integers(0, 700), st.integers(0, 700)),
+)
+def test_rectangles_cover_the_run_once_and_in_its_order(
+    shape: tuple[int, ...], ends: tuple[int, int]
+) -> None:
+    size = math.prod(shape)
+    start, stop = sorted(end % (size + 1) for end in ends)
+    whole = torch.arange(size).view(shape)
+    pieces: list[Tensor] = []
+    for part in rectangles(shape, start, stop):
+        region = tuple(
+            slice(offset, offset + length)
+            for offset, length in zip(part.offsets, part.sizes, strict=True)
+        )
+        piece = whole[region].reshape(-1)
+        assert part.start == sum(len(before) for before in pieces)
+        pieces.append(piece)
+    found = torch.cat([torch.arange(0), *pieces])
+    assert found.tolist() == list(range(start, stop))
+    assert len(pieces) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_slice_is_a_plain_tensor_to_every_operation() -> None:
+    values = torch.arange(6.0)
+    part = FlatSlice.of(values, torch.Size([4, 5]), 7)
+    assert whole_shape(part) == (4, 5)
+    assert whole_shape(values) == (6,)
+    assert type(part + 1) is Tensor
+    again = pickle.loads(pickle.dumps(part))
+    assert (type(again), again.start, again.whole_shape) == (FlatSlice, 7, (4, 5))
+    assert torch.equal(again + 0, values)
+    part.copy_(torch.ones(6))
+    assert values.tolist() == [1.0] * 6
+
+
+SHAPES = {"matrix": (7, 5), "cube": (3, 4, 5), "vector": (11,), "one": (1,)}
+
+
+def whole(name: str) -> Tensor:
+    return torch.arange(math.prod(SHAPES[name]), dtype=torch.float32).view(SHAPES[name]) + 0.5
+
+
+def part_of(name: str, values: Tensor) -> Tensor:
+    """Return this rank's run of elements; one rank has none of the smallest tensor."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    size = values.numel()
+    start, stop = rank * size // world_size, (rank + 1) * size // world_size
+    return FlatSlice.of(values.reshape(-1)[start:stop].clone(), values.shape, start)
+
+
+def save(directory: Path) -> None:
+    store.save(directory, 1, {name: part_of(name, whole(name)) for name in SHAPES}, {}, keep=1)
+
+
+def load(path: Path, *, as_slices: bool) -> None:
+    found = {
+        name: part_of(name, torch.zeros(shape)) if as_slices else torch.zeros(shape)
+        for name, shape in SHAPES.items()
+    }
+    store.load(path, found)
+    for name, tensor in found.items():
+        expected = part_of(name, whole(name)) if as_slices else whole(name)
+        assert torch.equal(torch.as_tensor(tensor), torch.as_tensor(expected))
+
+
+def test_a_copy_of_a_slice_is_a_slice_of_the_same_place() -> None:
+    slice_ = FlatSlice.of(torch.arange(4.0), torch.Size([3, 2]), 1)
+    state = copy.deepcopy({"first": slice_, "again": slice_})
+    assert state["first"] is state["again"]
+    copied = state["first"]
+    assert isinstance(copied, FlatSlice)
+    assert (copied.whole_shape, copied.start) == (slice_.whole_shape, slice_.start)
+    copied.zero_()
+    assert slice_.tolist() == [0, 1, 2, 3]
+
+
+def test_slices_are_saved_and_loaded_at_other_world_sizes(tmp_path: Path) -> None:
+    for world_size in (1, 2, 4):
+        directory = tmp_path / str(world_size)
+        if world_size == 1:
+            save(directory)
+        else:
+            run_ranks(save, world_size, directory)
+        checkpoint = store.latest(directory)
+        assert checkpoint is not None
+        assert store.stored_tensors(checkpoint)["cube"] == ((3, 4, 5), torch.float32)
+        load(checkpoint, as_slices=False)
+        load(checkpoint, as_slices=True)
+        for other in {2, 4} - {world_size}:
+            run_ranks(_load_slices, other, checkpoint)
+
+
+def _load_slices(path: Path) -> None:
+    load(path, as_slices=True)
+
+
+def test_a_slice_of_another_shape_does_not_fit(tmp_path: Path) -> None:
+    save(tmp_path)
+    checkpoint = store.latest(tmp_path)
+    assert checkpoint is not None
+    wrong = FlatSlice.of(torch.zeros(35), torch.Size([5, 7]), 0)
+    with pytest.raises(CheckpointError, match=r"'matrix' has shape \[7, 5\] in it, not \[5, 7\]"):
+        store.load(checkpoint, {"matrix": wrong})

@@ -1,0 +1,57 @@
+"""The line of the user's code that a thread executes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import torch
+
+from distmp.utils import frames
+
+
+def sleeping(event: threading.Event) -> None:
+    event.wait()
+
+
+def test_line_of_a_thread_that_waits_in_the_standard_library() -> None:
+    event = threading.Event()
+    thread = threading.Thread(target=sleeping, args=[event])
+    thread.start()
+    try:
+        line = frames.user_line(thread.ident or 0)
+    finally:
+        event.set()
+        thread.join()
+    number = sleeping.__code__.co_firstlineno + 1
+    assert line == f"{__file__}:{number} in sleeping (`event.wait()`)"
+    assert frames.user_line(thread.ident or 0) == ""
+
+
+def test_line_below_an_installed_package() -> None:
+    lines = []
+    parameter = torch.ones((), requires_grad=True)
+    parameter.register_hook(lambda _: lines.append(frames.user_line(threading.get_ident())))
+    parameter.square().backward()
+    assert lines[0].startswith(f"{__file__}:")
+    assert "lines.append(" in lines[0]
+
+
+def test_line_of_an_error() -> None:
+    try:
+        json.loads("{")
+    except ValueError as error:
+        line = frames.user_line_of_error(error)
+    assert line.endswith('in test_line_of_an_error (`json.loads("{")`)')
+
+
+def test_innermost_line_where_no_code_is_the_users(tmp_path: Path) -> None:
+    finished = threading.Event()
+    timer = threading.Timer(60, finished.set)
+    timer.start()
+    try:
+        assert "threading.py" in frames.user_line(timer.ident or 0)
+    finally:
+        timer.cancel()
+        timer.join()
