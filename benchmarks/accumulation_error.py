@@ -146,7 +146,7 @@ def _accelerate_policy() -> MixedPrecisionPolicy:
 
 _FP32_REDUCE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
-WAYS: dict[str, Callable[[Sequence[Batch]], list[Tensor]]] = {
+METHODS: dict[str, Callable[[Sequence[Batch]], list[Tensor]]] = {
     "torch DDP, bf16 parameters, reduced once": lambda b: ddp(b, every=False),
     "torch DDP, bf16 parameters, reduced every microbatch": lambda b: ddp(b, every=True),
     "FSDP1, bf16 compute, fp32 reduce, reduced once": fsdp1,
@@ -178,7 +178,7 @@ class Rank:
         """Return the errors of a way, one for each entry of COUNTS."""
         errors = []
         for batches, exact in zip(self._batches, self._exact, strict=True):
-            errors.append(((_flat(WAYS[way](batches)) - exact).norm() / exact.norm()).item())
+            errors.append(((_flat(METHODS[way](batches)) - exact).norm() / exact.norm()).item())
         return errors
 
 
@@ -192,7 +192,7 @@ def main() -> int:
     device = parser(__doc__).parse_args().device
     errors: dict[str, list[float]] = {}
     with Ranks("benchmarks.accumulation_error", "all", RANKS, device=device.type) as ranks:
-        for way in WAYS:
+        for way in METHODS:
             found = largest(way, ranks, way)
             if found is not None:
                 errors[way] = found

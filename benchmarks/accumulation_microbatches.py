@@ -23,7 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.accumulation_ways import DDP_AUTOCAST, DDP_BF16, WAYS, Task, Way, regression
+from benchmarks.accumulation_ways import (
+    DDP_AUTOCAST,
+    DDP_BF16,
+    METHODS,
+    AccumulationMethod,
+    Task,
+    regression,
+)
 from benchmarks.device import parse, parser
 from benchmarks.memory import LiveStorages
 from benchmarks.peak import model_flops
@@ -53,7 +60,7 @@ class Rank:
 
     def __init__(self, way: str, world: World) -> None:
         self._world = world
-        self._build, self._autocast = WAYS[way], way == DDP_AUTOCAST
+        self._build, self._autocast = METHODS[way], way == DDP_AUTOCAST
         shape = SHAPES[world.device.type]
         # Kernels are made, and libraries loaded, for good; all layers are alike.
         self._build(self._make_task(shape._replace(depth=1, batches=2))).step(2)
@@ -115,7 +122,7 @@ class Rank:
             peak = live.peak
         return peak / sum(parameter.numel() for parameter in self._task.make_model().parameters())
 
-    def _settled(self) -> Way:
+    def _settled(self) -> AccumulationMethod:
         """Return a new way that has taken its first steps; DDP sorts its buckets in the second."""
         way = self._build(self._task)
         for _ in range(2):
@@ -148,13 +155,13 @@ def main() -> int:
 def _measure(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
     """Return error, bytes per parameter and seconds by way and number of microbatches."""
     ways: dict[str, dict[str, dict[str, Any]]] = {
-        way: {str(count): {} for count in COUNTS} for way in WAYS
+        way: {str(count): {} for count in COUNTS} for way in METHODS
     }
     with ExitStack() as stack:
         module, device = "benchmarks.accumulation_microbatches", arguments.device.type
         alive = {
             way: stack.enter_context(Ranks(module, way, arguments.ranks, device=device))
-            for way in WAYS
+            for way in METHODS
         }
         for count in COUNTS:
             for way, found in ways.items():

@@ -53,7 +53,7 @@ class _Use(torch.autograd.Function):
         return passing, ctx.gradient, None
 
 
-class Way(ABC):
+class AccumulationMethod(ABC):
     """A way to accumulate, with parameters of its own.
 
     Args:
@@ -80,7 +80,7 @@ class Way(ABC):
         passing.backward()
 
 
-class Buckets(Way):
+class Buckets(AccumulationMethod):
     """distmp's; nothing is scaled, because the optimizer's kernel divides."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
@@ -101,7 +101,7 @@ class Buckets(Way):
         return [found[str(index)] * SCALE for index in range(len(self.parameters))]
 
 
-class Zeroed(Way):
+class Zeroed(AccumulationMethod):
     """Set to zero, add all, scale."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
@@ -151,7 +151,7 @@ class InPlace(Zeroed):
             parameter.grad = view
 
 
-class Dropped(Way):
+class Dropped(AccumulationMethod):
     """Nothing is accumulated."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
@@ -167,7 +167,7 @@ class Dropped(Way):
         return []
 
 
-WAYS: dict[str, type[Way]] = {
+METHODS: dict[str, type[AccumulationMethod]] = {
     "distmp.Fp32GradBuckets": Buckets,
     "memset, main_grad hook, scale": MainGrad,
     "the same with float32 gradients": MainGradFp32,
@@ -181,7 +181,7 @@ def main() -> int:
     torch.set_num_threads(1)
     device = arguments.device
     gradients = _gradients(arguments.size, device)
-    ways = {name: way(gradients) for name, way in WAYS.items()}
+    ways = {name: way(gradients) for name, way in METHODS.items()}
     clock = elapsed if device.type == "cuda" else _cpu_time
     milliseconds = in_turns(
         list(ways),
@@ -243,7 +243,7 @@ def _cpu_time(work: Callable[[], object], _: torch.device) -> float:
     return time.process_time() - started
 
 
-def _check(ways: dict[str, Way]) -> None:
+def _check(ways: dict[str, AccumulationMethod]) -> None:
     """Refuse to report on ways that do not compute the same."""
     expected, *others = (way.sums() for way in ways.values())
     for found in filter(None, others):

@@ -24,11 +24,11 @@ from benchmarks import memory
 from benchmarks.accumulation_ways import (
     DDP_AUTOCAST,
     DDP_BF16,
+    METHODS,
     VOCABULARY,
-    WAYS,
+    AccumulationMethod,
     DistmpEngine,
     Task,
-    Way,
     transformer,
 )
 from benchmarks.device import parse, parser
@@ -51,7 +51,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {"cpu": Shape("22m", 1, 128), "cuda": Shape("350m", 4, 1024)}
-OPTIMIZERS: dict[str, Callable[[Task], Way]] = {
+OPTIMIZERS: dict[str, Callable[[Task], AccumulationMethod]] = {
     "AdamW": lambda task: DistmpEngine(task, torch.optim.AdamW),
     "AdamW, shard_optimizer": lambda task: DistmpEngine(
         task, torch.optim.AdamW, shard_optimizer=True
@@ -73,7 +73,7 @@ class Rank:
         way, size = described.split("|")
         self._device = world.device
         self._shape = SHAPES[world.device.type]._replace(size=size)
-        self._build = {**WAYS, **OPTIMIZERS}[way]
+        self._build = {**METHODS, **OPTIMIZERS}[way]
         self._parameters = self._warm_up()
         self._build(self._task("1m")).step(MICROBATCHES)
         self._base = begin_peak(self._device)
@@ -120,7 +120,7 @@ class Rank:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _settle(way: Way) -> None:
+def _settle(way: AccumulationMethod) -> None:
     """Take the steps after which nothing new is allocated; DDP sorts its buckets in the second."""
     for _ in range(2):
         way.step(1)
@@ -139,7 +139,7 @@ def main() -> int:
         "microbatches": MICROBATCHES,
         "tokens_per_microbatch": shape.samples * shape.length,
         "flops": MICROBATCHES * transformer_flops(*shape, VOCABULARY),
-        "memory": _memory(list(WAYS), arguments, arguments.ranks, *orders),
+        "memory": _memory(list(METHODS), arguments, arguments.ranks, *orders),
         "memory_with_adamw": _memory_with_adamw(arguments),
         "references": {"autocast": DDP_AUTOCAST, "bf16": DDP_BF16},
         "seconds": _times(arguments),
@@ -183,7 +183,9 @@ def _memory_with_adamw(arguments: argparse.Namespace) -> dict[str, dict[int, dic
 
 def _times(arguments: argparse.Namespace) -> dict[str, list[float]]:
     with ExitStack() as stack:
-        ways = {way: stack.enter_context(_started(way, arguments, arguments.ranks)) for way in WAYS}
+        ways = {
+            way: stack.enter_context(_started(way, arguments, arguments.ranks)) for way in METHODS
+        }
         return take_turns(ways, "time", arguments.rounds)
 
 

@@ -137,7 +137,7 @@ def _squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
     return F.mse_loss(model(inputs).float(), targets.float(), reduction="sum"), inputs.numel()
 
 
-class Way(ABC):
+class AccumulationMethod(ABC):
     """A model that trains by plain SGD, so that no optimizer state counts, on all ranks."""
 
     def __init__(self, task: Task) -> None:
@@ -153,7 +153,7 @@ class Way(ABC):
         """Return the mean gradients over microbatches and ranks that a step has, whole, by name."""
 
 
-class ByHand(Way):
+class ByHand(AccumulationMethod):
     """A way that accumulates, and updates after that."""
 
     _optimizer: torch.optim.Optimizer
@@ -244,7 +244,7 @@ class Buckets(ByHand):
         return {name: total / self._buckets.world_size for name, total in sums.items()}
 
 
-class DistmpEngine(Way):
+class DistmpEngine(AccumulationMethod):
     """distmp's whole step, with FP32 masters.
 
     Without attribution, whose 5 KB for the random generators of each microbatch would be much
@@ -290,7 +290,7 @@ class DistmpEngine(Way):
 DDP_BF16 = "torch DDP, bf16 parameters"
 DDP_AUTOCAST = "torch DDP, fp32 parameters, bf16 autocast"
 
-WAYS: dict[str, Callable[[Task], Way]] = {
+METHODS: dict[str, Callable[[Task], AccumulationMethod]] = {
     DDP_BF16: lambda task: TorchDDP(task, autocast=False),
     DDP_AUTOCAST: lambda task: TorchDDP(task, autocast=True),
     "FSDP2, bf16 compute, fp32 reduce": Fsdp2,

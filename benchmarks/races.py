@@ -41,7 +41,7 @@ def check_same_work(name: str, race: Found, loop: Found) -> None:
 
 
 def rendered(name: str, race: Found) -> str:
-    """Return table and verdict of a race as Markdown."""
+    """Return table and decision of a race as Markdown."""
     missing = [f"- {loop} is not there: {reason}." for loop, reason in race["absent"].items()]
     peers = _peers(race)
     if not peers:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.device import synchronize
 from benchmarks.report import in_turns
-from distmp.distributed.world import World, carrier, leave, local_device
+from distmp.distributed.world import World, backend_for, leave, local_device
 
 
 class RankError(SystemExit):
@@ -149,7 +149,7 @@ def serve(make: Callable[[str, World], Callable[[str], Any]]) -> int:
         init_method=f"file://{meeting}",
         rank=int(rank),
         world_size=int(world_size),
-        **carrier(device, int(world_size)),
+        **backend_for(device, int(world_size)),
     )
     answer = functools.cache(lambda: make(way, World.current(device)))
     for order in _orders():

@@ -30,7 +30,7 @@ from distmp import Engine
 from distmp.config import RunConfig, load
 from distmp.distributed.world import World
 from distmp.training.setup import Progress, build_engine, prepare, training_batches
-from distmp.utils.flat_shard import FlatSlice
+from distmp.utils.flat_shard import FlatShard
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 MICROBATCHES = 8
@@ -132,7 +132,7 @@ def _digest(engine: Engine, world: World) -> str:
 
 
 def _whole(tensor: Tensor, world: World) -> Tensor:
-    if not isinstance(tensor, FlatSlice):
+    if not isinstance(tensor, FlatShard):
         return tensor
     parts: list[Any] = [None] * world.world_size
     dist.all_gather_object(parts, (tensor.start, tensor.as_subclass(Tensor).clone()), world.group)

@@ -23,8 +23,8 @@ from distmp.scaling import (
     GradientPart,
     LossScale,
     LossScaleConfig,
-    decide,
-    measure,
+    decide_step,
+    local_stats,
 )
 from distmp.scaling.norms import chunk_norms
 
@@ -81,12 +81,12 @@ class Work:
         """Do what `Engine` does after backward."""
         one = torch.ones((), dtype=torch.float64, device=self.device)
         part = GradientPart(self.buckets, replicas=1)
-        total = measure([part], one, one, stop=False, device=self.device)
-        verdict = decide(total, self.loss_scale.value, 1.0, MAX_NORM)
-        self.optimizer.grad_scale = verdict.grad_scale  # type: ignore[attr-defined]
-        self.optimizer.found_inf = verdict.found_inf  # type: ignore[attr-defined]
+        total = local_stats([part], one, one, stop=False, device=self.device)
+        decision = decide_step(total, self.loss_scale.value, 1.0, MAX_NORM)
+        self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
+        self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
         self.optimizer.step()
-        self.loss_scale.update(verdict.overflow, verdict.empty)
+        self.loss_scale.update(decision.overflow, decision.empty)
         del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
 
     def distributed_grad_scaler(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
-from distmp.engine.rank_consistency import LockstepConfig
+from distmp.engine.rank_consistency import RankConsistencyConfig
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, nearest
 from distmp.models.settings import ModelConfig
@@ -180,7 +180,9 @@ class RunConfig:
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
-    lockstep: LockstepConfig = field(default_factory=LockstepConfig)
+    rank_consistency: RankConsistencyConfig = field(
+        default_factory=RankConsistencyConfig, metadata={"formerly": "lockstep"}
+    )
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     sample: SampleConfig = field(default_factory=SampleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -200,10 +202,10 @@ class RunConfig:
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
         self.sharding.check(self.strategy)
         self.parallel(microbatches=None)
-        if self.lockstep.every and self.strategy == "fsdp1":
+        if self.rank_consistency.every and self.strategy == "fsdp1":
             raise ConfigError(
-                "lockstep.every",
-                self.lockstep.every,
+                "rank_consistency.every",
+                self.rank_consistency.every,
                 "FSDP1 does not tell which of its tensors ranks have in common; use strategy = "
                 "'fsdp', or 0",
             )

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from distmp.engine import Engine
 from distmp.engine.outcome import StepNumbers
-from distmp.utils.flat_shard import FlatSlice
+from distmp.utils.flat_shard import FlatShard
 
 # Tensors are so small here that a second thread would cost more than it brings.
 torch.set_num_threads(1)
@@ -165,7 +165,7 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 def whole(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, or of what a DTensor or slice is a part of; all ranks call it."""
-    if isinstance(tensor, FlatSlice):
+    if isinstance(tensor, FlatShard):
         flat = torch.zeros(tensor.whole_shape.numel(), dtype=tensor.dtype, device=tensor.device)
         flat[tensor.start : tensor.start + tensor.numel()] = tensor
         if dist.is_initialized():

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, plan_buckets
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
-from distmp.buckets.reduction import Exchange, Native, Reduction
+from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
 from distmp.buckets.used import UsedParameters
 from distmp.distributed.collectives import reduces_in_parts
 from distmp.distributed.compare_ranks import check_same, described_parameters
@@ -296,7 +296,7 @@ class Fp32GradBuckets:
             if self._sums is not None:
                 self._total = self._sums.total_after(self._leaf)
             self._agree_on_order()
-            self._used.agree()
+            self._used.exchange_flags()
         for slot in self._slots:
             self._hand_over(slot)
 
@@ -416,10 +416,10 @@ class Fp32GradBuckets:
             return None
         copies = self.sharded and not reduces_in_parts(self.layouts[0].device)
         if wire == torch.float32 and not pairwise and not copies:
-            return Native(self.group, shard=self.sharded)
-        return Exchange(self.group, shard=self.sharded, wire_dtype=wire, pairwise=pairwise)
+            return AllReduce(self.group, shard=self.sharded)
+        return AllToAllReduce(self.group, shard=self.sharded, wire_dtype=wire, pairwise=pairwise)
 
-    # What ranks agree on
+    # What ranks exchange_flags on
 
     def _agree_on_order(self) -> None:
         """Start reductions in the order that rank 0 observed, from the second step on."""

@@ -13,7 +13,7 @@ from distmp.distributed.collectives import all_gather
 from distmp.errors import ConfigError
 
 
-class _Place:
+class _ParameterPlace:
     """Where a parameter was put, so that one is noticed that is no longer there.
 
     Args:
@@ -94,7 +94,7 @@ class FlatParameters:
         self.named: dict[str, Tensor] = {}
         self.shares: dict[str, slice] = {}
         self._flat: list[_Flat] = []
-        self._places: list[_Place] = []
+        self._places: list[_ParameterPlace] = []
         for index, layout in enumerate(buckets.layouts):
             if buckets.sharded or layout.parameters[0].dtype != torch.float32:
                 self._lay_out(index, layout, values)
@@ -103,7 +103,7 @@ class FlatParameters:
         self.publish()
 
     def check_places(self) -> None:
-        """Refuse parameters that are not where they were put, see `_Place.check`."""
+        """Refuse parameters that are not where they were put, see `_ParameterPlace.check`."""
         for place in self._places:
             place.check()
 
@@ -148,7 +148,9 @@ class FlatParameters:
             views[index].copy_(value)
             layout.parameters[index].data = views[index]
             has_master = dtype != torch.float32
-            self._places.append(_Place(name, layout.parameters[index], has_master=has_master))
+            self._places.append(
+                _ParameterPlace(name, layout.parameters[index], has_master=has_master)
+            )
             # An optimizer wants a leaf of its own; it shares the memory of the flat buffer.
             self.named[name] = master.detach().requires_grad_()
             self._buckets.attach(bucket, index, self.named[name])
@@ -173,17 +175,17 @@ class PureParameters:
         self.named: dict[str, Tensor] = {}
         self.shares: dict[str, slice] = {}
         self._rounded: list[tuple[nn.Parameter, Tensor]] = []
-        self._places: list[_Place] = []
+        self._places: list[_ParameterPlace] = []
         for layout in buckets.layouts:
             for name, parameter in zip(layout.names, layout.parameters, strict=True):
                 self.named[name] = parameter
                 if parameter.dtype != torch.float32:
                     self.named[name] = parameter.detach().requires_grad_()
                     self._rounded.append((parameter, self.named[name]))
-                    self._places.append(_Place(name, parameter, has_master=False))
+                    self._places.append(_ParameterPlace(name, parameter, has_master=False))
 
     def check_places(self) -> None:
-        """Refuse parameters that are not where they were put, see `_Place.check`."""
+        """Refuse parameters that are not where they were put, see `_ParameterPlace.check`."""
         for place in self._places:
             place.check()
 

@@ -46,7 +46,7 @@ class Reduction(ABC):
         return bucket[self.rank * length : (self.rank + 1) * length]
 
 
-class Native(Reduction):
+class AllReduce(Reduction):
     """The backend's own FP32 all-reduce, or reduce-scatter."""
 
     def __init__(self, group: dist.ProcessGroup, *, shard: bool) -> None:
@@ -74,7 +74,7 @@ class _Exchanged(NamedTuple):
     work: dist.Work
 
 
-class _Gathered(NamedTuple):
+class PendingGather(NamedTuple):
     """A bucket whose sums are on their way back to all ranks."""
 
     bucket: Tensor
@@ -82,7 +82,7 @@ class _Gathered(NamedTuple):
     work: dist.Work
 
 
-class Exchange(Reduction):
+class AllToAllReduce(Reduction):
     """All-to-all, a sum in FP32 on the rank that owns the shard, all-gather.
 
     As many bytes as a ring all-reduce of the wire's dtype. On a 16-bit wire every rank's value is
@@ -103,7 +103,7 @@ class Exchange(Reduction):
         self.wire_dtype = wire_dtype
         self._sum = _sum_pairwise if pairwise else sum_in_order
         self._exchanged: _Exchanged | None = None
-        self._gathered: list[_Gathered] = []
+        self._gathered: list[PendingGather] = []
         self._stream: torch.cuda.Stream | None = None
 
     def launch(self, bucket: Tensor) -> None:
@@ -128,7 +128,7 @@ class Exchange(Reduction):
                 assert self._stream is not None
                 torch.cuda.current_stream(device).wait_stream(self._stream)
 
-    def _outstanding(self) -> list[_Exchanged | _Gathered]:
+    def _outstanding(self) -> list[_Exchanged | PendingGather]:
         return [*self._gathered, *([self._exchanged] if self._exchanged else [])]
 
     def _sum_previous(self) -> None:
@@ -145,7 +145,7 @@ class Exchange(Reduction):
         if self.wire_dtype != bucket.dtype:
             arriving, own = received, own.to(self.wire_dtype)
         work = all_gather(arriving, own, self.group)
-        self._gathered.append(_Gathered(bucket, arriving, work))
+        self._gathered.append(PendingGather(bucket, arriving, work))
 
     def _take_gathered(self, *, all_but: int = 0) -> None:
         while len(self._gathered) > all_but:

@@ -23,9 +23,9 @@ class UsedParameters(Generic[Key]):
     A dropped microbatch and a skipped step leave no trace, so they do not count as use.
 
     In each step call `begin_step`; for each microbatch `note` for each gradient, then
-    `end_microbatch`; then `agree`; and `end_step` when it is known whether the step was skipped. As
-    long as there are unused parameters, `agree` exchanges a flag for each of them, and the host
-    waits for the answer. Once all are used, nothing is exchanged.
+    `end_microbatch`; then `exchange_flags`; and `end_step` when it is known whether the step was
+    skipped. While there are unused parameters, `exchange_flags` reduces one flag for each of them
+    and the host waits for the result. Once all are used, nothing is exchanged.
 
     Args:
         parameters: What stands for parameters that nobody has used yet, as their names do; on all
@@ -76,7 +76,7 @@ class UsedParameters(Generic[Key]):
             self._droppable.append((self._now, kept))
         self._now = set()
 
-    def agree(self) -> None:
+    def exchange_flags(self) -> None:
         """Find out what all ranks together have used in this step; every rank has to call it."""
         self._settle()
         if not self._unused:

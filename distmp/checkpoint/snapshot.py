@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError
-from distmp.utils.flat_shard import FlatSlice
+from distmp.utils.flat_shard import FlatShard
 
 # From this size on memory is pinned where it lies. For small tensors that is not worth a call of
 # the driver, but torch's own pinned memory comes in powers of two.
@@ -32,7 +32,7 @@ PINNED_IN_PLACE_BYTES = 1 << 20
 class HostParts(Tensor):
     """Parts of a tensor in host memory, which torch.distributed.checkpoint (DCP) writes.
 
-    The tensor itself is empty. DCP asks a DTensor or a `FlatSlice` what to write; here the answers
+    The tensor itself is empty. DCP asks a DTensor or a `FlatShard` what to write; here the answers
     have been noted.
 
     Attributes:
@@ -194,7 +194,7 @@ def written_here(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> d
     finds the same without asking the others, as all have the same names.
 
     Args:
-        tensors: All tensors of the state: `FlatSlice`s, DTensors, and plain ones, which all ranks
+        tensors: All tensors of the state: `FlatShard`s, DTensors, and plain ones, which all ranks
             have.
         rank: This rank.
         world_size: Number of ranks.
@@ -204,7 +204,7 @@ def written_here(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> d
     found: dict[str, Tensor] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
-        if isinstance(tensor, FlatSlice):
+        if isinstance(tensor, FlatShard):
             if tensor.numel():
                 found[name] = tensor
             continue

@@ -65,7 +65,7 @@ def save(
     Args:
         directory: Holds the run's checkpoints; on storage that all ranks share.
         step: Number of steps done.
-        tensors: Each a DTensor or a `FlatSlice`, of which every rank writes its part, or a plain
+        tensors: Each a DTensor or a `FlatShard`, of which every rank writes its part, or a plain
             tensor that is the same on all ranks. A rank may leave out what others write; any shape
             and device.
         numbers: What JSON can hold. Rank 0's are written.

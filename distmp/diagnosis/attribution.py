@@ -62,7 +62,7 @@ class ParameterOverflow:
 
 
 @dataclass(frozen=True)
-class RankEvidence:
+class RankOverflowStats:
     """What one rank saw; each list has an entry per microbatch.
 
     Attributes:
@@ -98,7 +98,7 @@ class RankEvidence:
 
 
 @dataclass(frozen=True)
-class StepFacts:
+class OverflowContext:
     """What all ranks know about the step.
 
     Attributes:
@@ -211,7 +211,7 @@ class _Finding:
     module: str | None = None
 
 
-def diagnose(evidence: Sequence[RankEvidence], facts: StepFacts) -> OverflowReport:
+def diagnose(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> OverflowReport:
     """Draw the conclusion from what all ranks saw.
 
     Args:
@@ -262,7 +262,7 @@ def _where(finding: _Finding, world_size: int) -> str:
     return text if finding.microbatch is None else f"{text}, microbatch {finding.microbatch}"
 
 
-def _bad_input(evidence: Sequence[RankEvidence]) -> _Finding | None:
+def _bad_input(evidence: Sequence[RankOverflowStats]) -> _Finding | None:
     found = {rank: seen.bad_inputs for rank, seen in enumerate(evidence) if any(seen.bad_inputs)}
     if not found:
         return None
@@ -277,7 +277,7 @@ def _bad_input(evidence: Sequence[RankEvidence]) -> _Finding | None:
     )
 
 
-def _bad_weight(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | None:
+def _bad_weight(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _Finding | None:
     if 0 <= facts.weight < math.inf:
         return None
     bad = {
@@ -299,7 +299,7 @@ def _counts(weight: float) -> bool:
     return 0 <= weight < math.inf
 
 
-def _bad_parameter(evidence: Sequence[RankEvidence]) -> _Finding | None:
+def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> _Finding | None:
     found = {rank: seen.bad_parameters for rank, seen in enumerate(evidence) if seen.bad_parameters}
     if not found:
         return None
@@ -325,7 +325,7 @@ def _ranks_with(name: str, names: Sequence[Sequence[str]]) -> tuple[int, ...]:
     return tuple(rank for rank, held in enumerate(names) if name in held)
 
 
-def _forward(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | None:
+def _forward(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _Finding | None:
     bad = _first_losses(evidence, lambda finite, finite_again: not (finite or finite_again))
     if not bad:
         return None
@@ -343,7 +343,7 @@ def _forward(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | N
 
 
 def _first_losses(
-    evidence: Sequence[RankEvidence], wanted: Callable[[bool, bool], bool]
+    evidence: Sequence[RankOverflowStats], wanted: Callable[[bool, bool], bool]
 ) -> dict[int, int]:
     """Return the first microbatch of each rank that has one whose loss is as wanted.
 
@@ -362,7 +362,7 @@ def _first_losses(
     return found
 
 
-def _forward_advice(origin: ForwardOverflow | None, facts: StepFacts) -> str:
+def _forward_advice(origin: ForwardOverflow | None, facts: OverflowContext) -> str:
     if origin is None:
         return "look for an overflow or a division by zero in the loss function"
     if facts.is_fp16:
@@ -378,7 +378,7 @@ def _origin(origin: ForwardOverflow | None) -> str:
     return f", first at the {origin.side} of {module}"
 
 
-def _other_loss(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | None:
+def _other_loss(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _Finding | None:
     """Conclude from a loss that was finite only in the step, or only in its repetition."""
     found = _first_losses(evidence, operator.ne)
     if not found:
@@ -393,8 +393,8 @@ def _other_loss(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding 
 
 
 def _backward(
-    evidence: Sequence[RankEvidence],
-    facts: StepFacts,
+    evidence: Sequence[RankOverflowStats],
+    facts: OverflowContext,
     fitting: float | None,
     lost: float | None,
 ) -> _Finding | None:
@@ -409,7 +409,7 @@ def _backward(
 
 
 def _backward_cause(
-    facts: StepFacts, fitting: float | None, lost: float | None
+    facts: OverflowContext, fitting: float | None, lost: float | None
 ) -> tuple[Cause, str, str]:
     """Return cause, text and advice for a finite loss whose gradients are not."""
     if not facts.is_fp16:
@@ -448,7 +448,7 @@ def _scale(value: float) -> str:
     return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
 
 
-def _reduction(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding | None:
+def _reduction(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _Finding | None:
     largest = max(seen.largest for seen in evidence)
     # The norm is summed from squares: in float32 it ends at the root of the largest number.
     if largest < torch.finfo(torch.float32).max ** 0.5:
@@ -463,19 +463,19 @@ def _reduction(evidence: Sequence[RankEvidence], facts: StepFacts) -> _Finding |
     )
 
 
-def _not_repeated(facts: StepFacts) -> _Finding:
+def _not_repeated(facts: OverflowContext) -> _Finding:
     advice = f"if it recurs, look for {_suspects(facts)}"
     if facts.scale > facts.lowest:
         advice = f"loss scale {_scale(facts.scale)} may be at the edge of what fits; {advice}"
     return _Finding("not_repeated", _did_not_recur(facts), advice)
 
 
-def _did_not_recur(facts: StepFacts) -> str:
+def _did_not_recur(facts: OverflowContext) -> str:
     moved = "" if facts.exact else ", with weights that one update has moved since"
     return f"an overflow that did not recur when the step was repeated{moved}"
 
 
-def _suspects(facts: StepFacts) -> str:
+def _suspects(facts: OverflowContext) -> str:
     """Return what makes a step and its repetition differ."""
     copies = (
         "a value written into a 16-bit parameter (gone by now: parameters are copied from FP32 "
@@ -489,7 +489,7 @@ def _suspects(facts: StepFacts) -> str:
     )
 
 
-def _fitting_scale(evidence: Sequence[RankEvidence], facts: StepFacts) -> float | None:
+def _fitting_scale(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> float | None:
     """Return the highest power of two at which all ranks' gradients fit, if they do at all."""
     largest = [seen.largest_at_lowest for seen in evidence]
     measured = [value for value in largest if value is not None and math.isfinite(value)]
@@ -502,7 +502,7 @@ def _fitting_scale(evidence: Sequence[RankEvidence], facts: StepFacts) -> float 
     return max(2.0 ** math.floor(limit), facts.lowest)
 
 
-def _lost_share(evidence: Sequence[RankEvidence], scale: float, fitting: float) -> float:
+def _lost_share(evidence: Sequence[RankOverflowStats], scale: float, fitting: float) -> float:
     """Return which share of the finite values other than zero would be zero at `fitting`."""
     total = reduce(operator.add, (seen.histogram for seen in evidence))
     return total.shares(round(math.log2(fitting / scale))).zero

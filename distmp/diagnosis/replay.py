@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.diagnosis.attribution import ParameterOverflow, RankEvidence
+from distmp.diagnosis.attribution import ParameterOverflow, RankOverflowStats
 from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
 from distmp.parallel import Strategy
@@ -40,7 +40,7 @@ from distmp.parallel.strategy import parameter_name
 Backward = Callable[[Any, Tensor], Tensor]
 
 
-class StepIngredients(NamedTuple):
+class StepInputs(NamedTuple):
     """What a step was made of, by reference.
 
     Attributes:
@@ -65,7 +65,7 @@ def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
     return states
 
 
-class Replay:
+class StepReplay:
     """Repeats one step on this rank; with a sharded strategy all ranks have to do it together.
 
     Args:
@@ -75,21 +75,21 @@ class Replay:
         rank: The rank of this process, for the report.
     """
 
-    def __init__(
-        self, strategy: Strategy, backward: Backward, step: StepIngredients, rank: int
-    ) -> None:
+    def __init__(self, strategy: Strategy, backward: Backward, step: StepInputs, rank: int) -> None:
         self._strategy = strategy
         self._backward = backward
         self._step = step
         self._rank = rank
 
-    def evidence(self, scale: float, lowest: float, compute_dtype: torch.dtype) -> RankEvidence:
+    def evidence(
+        self, scale: float, lowest: float, compute_dtype: torch.dtype
+    ) -> RankOverflowStats:
         """Return what this rank sees at the step's scale and, if it is lower, at `lowest`."""
         probes, repeated_losses = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
         weights = self._strategy.optimizer_parameters()
-        return RankEvidence(
+        return RankOverflowStats(
             losses=losses,
             repeated_losses=[float(loss) for loss in repeated_losses],
             loss_weights=[float(weight) for weight in self._step.weights],

@@ -1,6 +1,6 @@
 """The time of a step that is a rank's own: without waiting for others.
 
-It is measured from the end of one verdict, which all ranks reach together, to the beginning of the
+It is measured from the end of one decision, which all ranks reach together, to the beginning of the
 next one; what lies between is the update, the data, forward and backward. Waiting for collectives
 in between is taken apart. On CUDA these are times of the device, read when they are past: the host
 does not wait for them.
@@ -21,7 +21,7 @@ STEPS = 5
 
 
 class OwnTime(NamedTuple):
-    """Times of a rank between two verdicts, in seconds.
+    """Times of a rank between two decisions, in seconds.
 
     Attributes:
         between: From the one to the other.
@@ -55,13 +55,13 @@ class StepClock:
         self._intervals: deque[_Interval] = deque(maxlen=STEPS)
 
     def begin(self) -> None:
-        """Note that a verdict has been reached."""
+        """Note that a decision has been reached."""
         waiting.active = self.active
         waiting.take()
         self._begin = Moment(self._device) if self.active else None
 
     def end(self) -> None:
-        """Note that this rank is ready for the next verdict."""
+        """Note that this rank is ready for the next decision."""
         if self._begin is not None:
             self._intervals.append(_Interval(self._begin, Moment(self._device), waiting.take()))
             self._begin = None

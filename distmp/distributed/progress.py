@@ -14,14 +14,14 @@ T = TypeVar("T")
 
 # Phases that a profile of steps tells apart.
 DATA = "loading data"
-VERDICT = "verdict"
+DECISION = "decision"
 UPDATE = "update"
 VALIDATION = "validation"
 COMPARISON = "comparison of ranks"
 SAVING = "saving a checkpoint"
 
 
-class Doing(NamedTuple):
+class CurrentPhase(NamedTuple):
     """Where the main thread is.
 
     Attributes:
@@ -59,22 +59,24 @@ class Activity:
     """
 
     def __init__(self) -> None:
-        self.observer: Callable[[Doing], object] | None = None
+        self.observer: Callable[[CurrentPhase], object] | None = None
         self.restart()
 
     def restart(self) -> None:
         """Begin from nothing, as a new process does."""
-        self.now = Doing("setup", 0, time.monotonic(), 0, False, True)
+        self.now = CurrentPhase("setup", 0, time.monotonic(), 0, False, True)
         self.collective = ""
 
     def enter(self, phase: str, number: int = 0, *, transfers: bool = False) -> None:
         """Say what is done from now on."""
         before = self.now
-        self._is(Doing(phase, number, time.monotonic(), before.step, transfers, before.starting))
+        self._is(
+            CurrentPhase(phase, number, time.monotonic(), before.step, transfers, before.starting)
+        )
 
     def begin_step(self, step: int, *, first: bool) -> None:
         """Say that a step begins, which starts with loading its data."""
-        self._is(Doing(DATA, 0, time.monotonic(), step, False, first))
+        self._is(CurrentPhase(DATA, 0, time.monotonic(), step, False, first))
 
     def touch(self) -> None:
         """Say that the same phase goes on and has got further."""
@@ -87,7 +89,7 @@ class Activity:
             self.touch()
             yield item
 
-    def _is(self, doing: Doing) -> None:
+    def _is(self, doing: CurrentPhase) -> None:
         self.now = doing
         if self.observer is not None:
             self.observer(doing)

@@ -94,7 +94,7 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
-def carrier(device: torch.device, local_world_size: int) -> dict[str, Any]:
+def backend_for(device: torch.device, local_world_size: int) -> dict[str, Any]:
     """Return the backend for `init_process_group`, with the device that it is bound to, if any.
 
     NCCL carries CUDA tensors where every rank of the machine has a GPU of its own; gloo carries CPU
@@ -132,7 +132,7 @@ def world_of_process(device: torch.device | str | None = None) -> World:
     _check_address(environment.world_size)
     chosen = _device_of_rank(device, environment.local_rank)
     try:
-        dist.init_process_group(**carrier(chosen, environment.local_world_size))
+        dist.init_process_group(**backend_for(chosen, environment.local_world_size))
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise SetupError(
@@ -199,7 +199,7 @@ def join(local_rank: int, *, timeout_seconds: float) -> World:
             place = {"store": store, "rank": rank, "world_size": world_size}
         dist.init_process_group(
             timeout=timedelta(seconds=timeout_seconds),
-            **carrier(device, local_world_size),
+            **backend_for(device, local_world_size),
             **place,
         )
     return World.current(device)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.diagnosis.attribution import OverflowReport, StepFacts, diagnose
-from distmp.diagnosis.replay import Replay, StepIngredients, generator_states, generators_as
+from distmp.diagnosis.attribution import OverflowContext, OverflowReport, diagnose
+from distmp.diagnosis.replay import StepInputs, StepReplay, generator_states, generators_as
 from distmp.distributed.compare_ranks import (
     Fingerprint,
     check_same,
@@ -27,12 +27,12 @@ from distmp.distributed.compare_ranks import (
 )
 from distmp.distributed.lost_peers import lost_peers_explained
 from distmp.distributed.own_time import StepClock
-from distmp.distributed.progress import UPDATE, VALIDATION, VERDICT, activity
+from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, activity
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import check_failed_everywhere, world_of_process
 from distmp.engine.outcome import StepNumbers, StepOutcome
 from distmp.engine.settings import EngineSettings, check_max_norm
-from distmp.engine.spike_check import DivergenceConfig, DivergenceGuard, Judgement
+from distmp.engine.spike_check import DivergenceConfig, DivergenceGuard, SpikeCheck
 from distmp.engine.step_checks import (
     FirstStep,
     backward_errors_explained,
@@ -69,11 +69,11 @@ from distmp.precision.switches import product_switches
 from distmp.scaling import (
     LossScale,
     LossScaleConfig,
-    Verdict,
-    agree,
-    decide,
+    StepDecision,
+    all_reduce_stats,
+    decide_step,
+    local_stats,
     loss_scale_rules,
-    measure,
     ordered_total,
     pack,
     unused_rules,
@@ -85,7 +85,7 @@ logger = logging.getLogger("distmp")
 # The outcome of a step is read at the latest when the next one has been started.
 STEPS_KEPT = 2
 
-# Numbers that `distmp.scaling.measure` returns; behind them are those of the fingerprint.
+# Numbers that `distmp.scaling.local_stats` returns; behind them are those of the fingerprint.
 MEASURED = 6
 
 # Steps skipped in a row after which the engine warns, where nobody calls `check`.
@@ -221,7 +221,7 @@ class Engine:
         self.nominal_weight = None if nominal_weight is None else _power_of_two(nominal_weight)
         self.max_consecutive_skips = max_consecutive_skips
         self.attribution = attribution
-        self._recent: deque[tuple[StepOutcome, StepIngredients]] = deque(maxlen=STEPS_KEPT)
+        self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
         self._loss = loss
         self.reproducible = reproducible
         if reproducible:
@@ -245,7 +245,7 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
-        # Offloaded parameters are stepped on the host, which then has to wait for the verdict.
+        # Offloaded parameters are stepped on the host, which then has to wait for the decision.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
         self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
         self._stepped = SteppedTensors(self.optimizer, parameters)
@@ -345,29 +345,29 @@ class Engine:
         rate = self._learning_rates.set(self._counts[0], self._most_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
-        gathered = self._accumulate(microbatches, scale)
-        activity.enter(VERDICT)
+        stats = self._accumulate(microbatches, scale)
+        activity.enter(DECISION)
         self.clock.end()
         fingerprint = Fingerprint(self._numbers_of_rank(), self.world.world_size)
-        total = self._measure(gathered, fingerprint, stop=stop)
+        total = self._measure(stats, fingerprint, stop=stop)
         self.clock.begin()
-        verdict = decide(total[:MEASURED], scale, self.nominal_weight or 1.0, self.max_norm)
+        decision = decide_step(total[:MEASURED], scale, self.nominal_weight or 1.0, self.max_norm)
         differ = fingerprint.differs(total[MEASURED:])
-        judgement = self.divergence.judge(verdict)
-        verdict = verdict.skipping(judgement.skip | differ)
+        spike_check = self.divergence.check(decision)
+        decision = decision.skipping(spike_check.skip | differ)
         activity.enter(UPDATE)
-        self._update(verdict)
-        self._buffers.end_step(verdict.found_inf)
-        self._strategy.end_step(verdict.found_inf)
-        exhausted = self.loss_scale.update(verdict.overflow | (verdict.dropped > 0), verdict.empty)
-        self.divergence.remember(verdict)
-        exhausted = exhausted & verdict.overflow
-        outcome = self._outcome(verdict, judgement, differ, rate, scale, exhausted)
+        self._update(decision)
+        self._buffers.end_step(decision.found_inf)
+        self._strategy.end_step(decision.found_inf)
+        exhausted = self.loss_scale.update(
+            decision.overflow | (decision.dropped > 0), decision.empty
+        )
+        self.divergence.remember(decision)
+        exhausted = exhausted & decision.overflow
+        outcome = self._outcome(decision, spike_check, differ, rate, scale, exhausted)
         if self.attribution:
-            ingredients = StepIngredients(
-                tuple(microbatches), gathered.generators, gathered.losses, gathered.weights
-            )
-            self._recent.append((outcome, ingredients))
+            inputs = StepInputs(tuple(microbatches), stats.generators, stats.losses, stats.weights)
+            self._recent.append((outcome, inputs))
         return outcome
 
     def _check_unchanged(self) -> None:
@@ -464,10 +464,10 @@ class Engine:
         """
         check_outcome(outcome)
         if outcome.overflow_report is None and outcome.numbers.overflow:
-            for recent, ingredients in self._recent:
+            for recent, inputs in self._recent:
                 if recent is outcome:
                     with self._call("explain"):
-                        outcome.overflow_report = self._repeat(outcome.numbers, ingredients)
+                        outcome.overflow_report = self._repeat(outcome.numbers, inputs)
         return outcome.overflow_report
 
     def check(self, outcome: StepOutcome) -> None:
@@ -496,8 +496,8 @@ class Engine:
             )
         raise TrainingError(f"{problem}; {self.explain(outcome) or _general_advice(numbers)}")
 
-    def _repeat(self, numbers: StepNumbers, ingredients: StepIngredients) -> OverflowReport:
-        facts = StepFacts(
+    def _repeat(self, numbers: StepNumbers, inputs: StepInputs) -> OverflowReport:
+        facts = OverflowContext(
             scale=numbers.loss_scale,
             weight=numbers.weight,
             floor=self.loss_scale.floor,
@@ -505,7 +505,7 @@ class Engine:
             has_masters=self.policy.has_masters,
             exact=int(self._counts[0]) == numbers.applied_total,
         )
-        replay = Replay(self._strategy, self._repeat_microbatch, ingredients, self.world.rank)
+        replay = StepReplay(self._strategy, self._repeat_microbatch, inputs, self.world.rank)
         evidence = replay.evidence(facts.scale, facts.lowest, facts.compute_dtype)
         everyone: list[Any] = [evidence]
         if self.world.group is not None:
@@ -518,19 +518,19 @@ class Engine:
         self._backward(loss, scale)
         return loss.detach().clone()
 
-    def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> _Gathered:
+    def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> MicrobatchStats:
         """Run forward and backward; return what this rank has to say about it."""
         strategy = self._strategy
         strategy.announce(len(microbatches))
         strategy.begin_step()
-        gathered = _Gathered([], [], [], [], [])
+        stats = MicrobatchStats([], [], [], [], [])
         seed = int(torch.randint(2**62, ())) if self.reproducible else None
         for index, batch in enumerate(microbatches):
             strategy.begin_microbatch(last=index == len(microbatches) - 1)
             if seed is not None:
                 torch.manual_seed(seed + self.world.rank * len(microbatches) + index)
             if self.attribution:
-                gathered.generators.append(generator_states(self.device))
+                stats.generators.append(generator_states(self.device))
             activity.enter("forward of microbatch", index + 1)
             loss, weight = self._forward(batch)
             if index == 0 and self.nominal_weight is None:
@@ -539,15 +539,15 @@ class Engine:
             self._backward(loss, scale)
             # A copy, because torch's mse_loss sums into the memory of all of its terms.
             loss = loss.detach().clone()
-            gathered.losses.append(loss)
-            gathered.add(loss, weight, strategy.end_microbatch())
+            stats.losses.append(loss)
+            stats.add(loss, weight, strategy.end_microbatch())
         activity.enter("reduction of the gradients")
         strategy.finish_gradients()
         if not self._has_gradients:
-            self._check_gradients(gathered)
-        return gathered
+            self._check_gradients(stats)
+        return stats
 
-    def _check_gradients(self, gathered: _Gathered) -> None:
+    def _check_gradients(self, stats: MicrobatchStats) -> None:
         """Refuse a loss that depends on nothing that is trained.
 
         Raises:
@@ -558,7 +558,7 @@ class Engine:
             tensor.grad is not None for tensor in (*trained, *self.module.parameters())
         )
         # What is dropped does not count as use. Read only here: the host waits for it.
-        if not (self._has_gradients or any(bool(flag) for flag in gathered.dropped)):
+        if not (self._has_gradients or any(bool(flag) for flag in stats.dropped)):
             raise ConfigError(
                 "loss",
                 getattr(self._loss, "__name__", type(self._loss).__name__),
@@ -566,31 +566,31 @@ class Engine:
                 "that it is called with, not another one, and return what depends on its output",
             )
 
-    def _measure(self, gathered: _Gathered, fingerprint: Fingerprint, *, stop: bool) -> Tensor:
+    def _measure(self, stats: MicrobatchStats, fingerprint: Fingerprint, *, stop: bool) -> Tensor:
         """Return what all ranks together have measured, and the sums of their fingerprints."""
-        dropped = sum(gathered.dropped) if gathered.dropped else 0.0
+        dropped = sum(stats.dropped) if stats.dropped else 0.0
         if self.reproducible:
             return ordered_total(
                 self._strategy.gradient_shards(),
-                gathered.loss_sums,
-                gathered.weights,
+                stats.loss_sums,
+                stats.weights,
                 stop=stop,
                 dropped=dropped,
                 more=fingerprint.terms,
                 group=self.world.group,
                 device=self.device,
             )
-        measured = measure(
+        measured = local_stats(
             self._strategy.gradients(),
-            pack(*gathered.loss_sums, device=self.device).sum(),
-            pack(*gathered.weights, device=self.device).sum(),
+            pack(*stats.loss_sums, device=self.device).sum(),
+            pack(*stats.weights, device=self.device).sum(),
             stop=stop,
             dropped=dropped,
             device=self.device,
         )
         if fingerprint.terms:
             measured = torch.cat([measured, pack(*fingerprint.terms, device=self.device)])
-        return agree(measured, self.world.group)
+        return all_reduce_stats(measured, self.world.group)
 
     def _numbers_of_rank(self) -> object:
         """Return what this rank takes the step with, as far as the host knows it."""
@@ -643,51 +643,51 @@ class Engine:
         total = weight.item()
         return _power_of_two(total) if 0 < total < math.inf else None
 
-    def _update(self, verdict: Verdict) -> None:
-        """Step the optimizer, or leave everything as it is, as the verdict says."""
+    def _update(self, decision: StepDecision) -> None:
+        """Step the optimizer, or leave everything as it is, as the decision says."""
         if self._skips_on_device:
             self._most_applied += 1
             # What torch's fused optimizers look for: they divide by the one and skip for the other.
-            self.optimizer.grad_scale = verdict.grad_scale  # type: ignore[attr-defined]
-            self.optimizer.found_inf = verdict.found_inf  # type: ignore[attr-defined]
-            self._strategy.hand_over_gradients()
+            self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
+            self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
+            self._strategy.prepare_optimizer_grads()
             self._stepped.step()
-        elif verdict.found_inf.item() == 0:
+        elif decision.found_inf.item() == 0:
             self._most_applied += 1
             for part in self._strategy.gradients():
                 if part.tensors:
-                    divisor = verdict.grad_scale.to(part.tensors[0].device)
+                    divisor = decision.grad_scale.to(part.tensors[0].device)
                     torch._foreach_div_(part.tensors, divisor)
-            self._strategy.hand_over_gradients()
+            self._strategy.prepare_optimizer_grads()
             self._stepped.step()
-        self._strategy.publish_parameters()
+        self._strategy.copy_master_to_model()
 
     def _outcome(
         self,
-        verdict: Verdict,
-        judgement: Judgement,
+        decision: StepDecision,
+        spike_check: SpikeCheck,
         differ: Tensor,
         rate: Tensor,
         scale: Tensor,
         exhausted: Tensor,
     ) -> StepOutcome:
-        skipped = verdict.found_inf.to(torch.int64)
+        skipped = decision.found_inf.to(torch.int64)
         self._counts = self._counts + torch.stack([1 - skipped, skipped, skipped])
         self._counts[2] *= skipped
         return StepOutcome(
             {
-                "loss": verdict.loss,
-                "weight": verdict.weight,
-                "grad_norm": verdict.grad_norm,
+                "loss": decision.loss,
+                "weight": decision.weight,
+                "grad_norm": decision.grad_norm,
                 "learning_rate": rate,
                 "loss_scale": scale,
-                "overflow": verdict.overflow,
-                "dropped": verdict.dropped,
+                "overflow": decision.overflow,
+                "dropped": decision.dropped,
                 "skipped": skipped,
-                "spike": judgement.spike,
-                "loss_limit": judgement.loss_limit,
-                "norm_limit": judgement.norm_limit,
-                "stop": verdict.stop,
+                "spike": spike_check.spike,
+                "loss_limit": spike_check.loss_limit,
+                "norm_limit": spike_check.norm_limit,
+                "stop": decision.stop,
                 "applied_total": self._counts[0],
                 "skipped_total": self._counts[1],
                 "skipped_in_a_row": self._counts[2],
@@ -724,7 +724,7 @@ class Engine:
         """Return everything that training continues from, as flat names and live tensors.
 
         Weights are the FP32 ones under the names of the model's parameters, so that a state can be
-        loaded under another policy or strategy. Sharded tensors are DTensors, or `FlatSlice`s of a
+        loaded under another policy or strategy. Sharded tensors are DTensors, or `FlatShard`s of a
         sharded optimizer.
         """
         state = {
@@ -857,10 +857,10 @@ class Engine:
             )
         self._most_applied = int(self._counts[0])
         self.nominal_weight = float(live["engine/nominal_weight"]) or None
-        self._strategy.publish_parameters()
+        self._strategy.copy_master_to_model()
 
 
-class _Gathered(NamedTuple):
+class MicrobatchStats(NamedTuple):
     """What the microbatches of a step left behind on this rank, a list entry for each of them.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""The lockstep guard: whether ranks that should hold the same values hold the same bits.
+"""Compares the bits of values that ranks should have in common.
 
 Replicated training stays equal by induction: equal weights, equal reduced gradients, equal updates.
 Faulty memory, a library that is not deterministic or a change that only one rank made end that
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import ConfigError, TrainingError
-from distmp.utils.flat_shard import FlatSlice
+from distmp.utils.flat_shard import FlatShard
 
 if TYPE_CHECKING:
     from distmp.distributed.world import World
@@ -48,7 +48,7 @@ logger = logging.getLogger("distmp")
 
 
 @dataclass(frozen=True)
-class LockstepConfig:
+class RankConsistencyConfig:
     """When ranks compare what they should have in common."""
 
     every: int = 0
@@ -59,9 +59,11 @@ class LockstepConfig:
 
     def __post_init__(self) -> None:
         if self.every < 0:
-            raise ConfigError("lockstep.every", self.every, "use 0 or more steps")
+            raise ConfigError("rank_consistency.every", self.every, "use 0 or more steps")
         if self.on_difference not in ("stop", "repair"):
-            raise ConfigError("lockstep.on_difference", self.on_difference, "use stop or repair")
+            raise ConfigError(
+                "rank_consistency.on_difference", self.on_difference, "use stop or repair"
+            )
 
 
 class Trained(Protocol):
@@ -262,7 +264,7 @@ def _in_common(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tens
 
 def _local(tensor: Tensor) -> Tensor | None:
     """Return the values of a tensor that every rank holds whole, None for a shard of one."""
-    if isinstance(tensor, FlatSlice):
+    if isinstance(tensor, FlatShard):
         return None
     if not is_traceable_wrapper_subclass(tensor):
         return tensor
@@ -318,5 +320,5 @@ def _advice(difference: Difference) -> str:
         return message + "they do not even have the same tensors: give every rank the same model"
     return message + (
         "continue from a checkpoint with --resume, and suspect that machine if it "
-        "happens again; lockstep.on_difference = repair goes on with the values of rank 0"
+        "happens again; rank_consistency.on_difference = repair goes on with the values of rank 0"
     )

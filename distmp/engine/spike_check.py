@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from distmp.errors import ConfigError
-from distmp.scaling.verdict import Verdict
+from distmp.scaling.step_decision import StepDecision
 from distmp.utils.annotations import check_types
 
 # Steps that the bounds are taken from.
@@ -66,7 +66,7 @@ class DivergenceConfig:
     max_rollbacks: int = 5
     """Rollbacks of a run; the next one would end it."""
 
-    pass_over: int = 0
+    skip_data_steps: int = field(default=0, metadata={"formerly": "pass_over"})
     """Steps of data behind the spike that a rollback passes over as well."""
 
     def __post_init__(self) -> None:
@@ -79,7 +79,7 @@ class DivergenceConfig:
                 self._refuse(name, "use a number above 0")
         if self.warmup_steps < 1:
             self._refuse("warmup_steps", "use 1 or more steps")
-        for name in ("max_rollbacks", "pass_over"):
+        for name in ("max_rollbacks", "skip_data_steps"):
             if getattr(self, name) < 0:
                 self._refuse(name, "use 0 or more")
 
@@ -92,7 +92,7 @@ class DivergenceConfig:
         raise ConfigError(f"divergence.{name}", getattr(self, name), problem)
 
 
-class Judgement(NamedTuple):
+class SpikeCheck(NamedTuple):
     """What the guard says about a step; 0-dim tensors on the device.
 
     Attributes:
@@ -109,7 +109,7 @@ class Judgement(NamedTuple):
 
 
 class DivergenceGuard:
-    """Judges steps, and remembers them to judge the next ones.
+    """Judges steps, and remembers them to check the next ones.
 
     Steps with an overflow, without any weight, or with a loss that is not finite are not
     remembered; spikes are, so that the bounds follow a run that stays at a new level.
@@ -134,25 +134,25 @@ class DivergenceGuard:
         self._infinite = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._limits = self._infinite
 
-    def judge(self, verdict: Verdict) -> Judgement:
+    def check(self, decision: StepDecision) -> SpikeCheck:
         """Judge a step before its update; the host does not wait."""
         config = self.config
         if config is None:
-            return Judgement(self._never, self._never, *self._infinite.unbind())
+            return SpikeCheck(self._never, self._never, *self._infinite.unbind())
         spike = self._never
         if config.on_spike != "ignore":
-            spike = (_values(verdict) > self._limits).any() & _usable(verdict)
+            spike = (_values(decision) > self._limits).any() & _usable(decision)
         skip = spike if config.on_spike == "skip" else self._never
         if config.on_nonfinite_loss == "skip":
-            skip = skip | ~verdict.loss.isfinite()
-        return Judgement(spike, skip, self._limits[0], self._limits[1].exp())
+            skip = skip | ~decision.loss.isfinite()
+        return SpikeCheck(spike, skip, self._limits[0], self._limits[1].exp())
 
-    def remember(self, verdict: Verdict) -> None:
+    def remember(self, decision: StepDecision) -> None:
         """Let a step count for the bounds of those after it."""
         if self.config is None:
             return
-        usable = _usable(verdict)
-        moved = torch.cat([self._values[:, 1:], _values(verdict)[:, None]], 1)
+        usable = _usable(decision)
+        moved = torch.cat([self._values[:, 1:], _values(decision)[:, None]], 1)
         # In place: the state that a checkpoint was read into stays the live one.
         self._values.copy_(torch.where(usable, moved, self._values))
         self._seen += usable
@@ -188,10 +188,10 @@ class DivergenceGuard:
         return torch.where(self._seen >= config.warmup_steps, limits, math.inf)
 
 
-def _values(verdict: Verdict) -> Tensor:
-    return torch.stack([verdict.loss, verdict.grad_norm.log()])
+def _values(decision: StepDecision) -> Tensor:
+    return torch.stack([decision.loss, decision.grad_norm.log()])
 
 
-def _usable(verdict: Verdict) -> Tensor:
+def _usable(decision: StepDecision) -> Tensor:
     """Whether loss and norm are numbers to compare; a norm of 0 has no logarithm."""
-    return _values(verdict).isfinite().all() & ~(verdict.overflow | verdict.empty)
+    return _values(decision).isfinite().all() & ~(decision.overflow | decision.empty)

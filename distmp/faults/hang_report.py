@@ -28,7 +28,7 @@ class Silence(NamedTuple):
     stack: str = ""
 
 
-class Report(NamedTuple):
+class HangReport(NamedTuple):
     """What is said.
 
     Attributes:
@@ -45,7 +45,7 @@ def report(
     answers: Mapping[int, Answer],
     silent: Mapping[int, Silence],
     world_size: int,
-) -> Report:
+) -> HangReport:
     """Put together what ranks have answered.
 
     Late are the ranks that do not answer, those that are in no collective while others wait in one,
@@ -76,7 +76,7 @@ def report(
         lines.append(f"  late as well: {_ranks(late[SHOWN:])}")
     lines += _waiting(waiting)
     lines.append(f"  {_advice(late, silent, waiting)}")
-    return Report(summary, "\n".join(lines))
+    return HangReport(summary, "\n".join(lines))
 
 
 def _late_in_words(late: list[int]) -> str:

@@ -15,7 +15,7 @@ from distmp.distributed.rendezvous_store import Store
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlace:
     """Where a rank runs: its machine and process, and the file descriptor for its stack."""
 
     host: str
@@ -96,16 +96,16 @@ class Peers:
         self.world_size = world_size
         self._store = store
 
-    def introduce(self, place: Place) -> None:
+    def introduce(self, place: RankPlace) -> None:
         """Say where this rank runs, after a first sign of life."""
         self._put(f"place/{self.rank}", asdict(place))
 
-    def places(self) -> dict[int, Place] | None:
+    def places(self) -> dict[int, RankPlace] | None:
         """Return where every rank runs, or None before all have said so."""
         keys = [f"place/{rank}" for rank in range(self.world_size)]
         if not self._store.check(keys):
             return None
-        return {rank: Place(**value) for rank, value in enumerate(self._get(keys))}
+        return {rank: RankPlace(**value) for rank, value in enumerate(self._get(keys))}
 
     def beat(self, status: Status) -> None:
         """Give a sign of life."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from distmp.distributed.progress import Activity
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
 from distmp.faults import hang_report, stacks
-from distmp.faults.peers import Answer, Ending, Peers, Place, Status
+from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
 from distmp.utils.frames import collective
 
 INTERVAL_SECONDS = 1.0
@@ -75,7 +75,7 @@ class Watchdog:
         self._last_turn = time.monotonic()
         self._transferred = 0
         self._answered = False
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, RankPlace] = {}
         self._suspects: set[int] = set()
         self._observes = peers.rank in (0, peers.world_size - 1)
         self._observer = Observer()
@@ -85,7 +85,7 @@ class Watchdog:
         self._activity.restart()
         self._stack = stacks.SharedStack()
         self._beat()
-        place = Place(socket.gethostname(), os.getpid(), self._stack.descriptor)
+        place = RankPlace(socket.gethostname(), os.getpid(), self._stack.descriptor)
         self.peers.introduce(place)
         self._thread.start()
 
@@ -241,7 +241,7 @@ class Watchdog:
         os._exit(ending.exit_code if own else LOST_PEER_EXIT_CODE)
 
 
-def died(rank: int, place: Place) -> str:
+def died(rank: int, place: RankPlace) -> str:
     """Say that a process is gone that left no message."""
     return (
         f"rank {rank} is gone without a message (process {place.pid} on {place.host}): it was "

@@ -20,7 +20,7 @@ from typing import IO, TextIO
 
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
 from distmp.errors import STOPPED_EXIT_CODE, ConfigError
-from distmp.launcher.choice import Choice
+from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
 from distmp.launcher.messages import say
 from distmp.launcher.network import Network, join_port
@@ -93,7 +93,7 @@ class HostsPlan:
     """The command for each host, and the reasons of what is in them."""
 
     commands: Mapping[str, list[str]]
-    choices: tuple[Choice[str], ...]
+    choices: tuple[ExplainedValue[str], ...]
     fewest: int
 
     def shown(self) -> str:
@@ -156,21 +156,23 @@ def plan_hosts(
 
 def _meeting_point(
     hosts: list[Host], ssh: list[str], given: Given, network: Network
-) -> tuple[Choice[str], ...]:
+) -> tuple[ExplainedValue[str], ...]:
     run_id = given.rdzv_id or f"hosts-{uuid.uuid4().hex[:12]}"
-    port = Choice(given.port, "--port") if given.port else port_of(run_id)
+    port = ExplainedValue(given.port, "--port") if given.port else port_of(run_id)
     choices = []
     if given.nnodes is None:
-        choices.append(Choice(f"--nnodes={len(hosts)}", "hosts in --hosts"))
+        choices.append(ExplainedValue(f"--nnodes={len(hosts)}", "hosts in --hosts"))
     if given.rdzv_endpoint is None:
         names = tuple(_network_name(host, ssh) for host in hosts)
         job = Job("hosts", "--hosts", hosts=names)
-        head = Choice(names[0], "first of --hosts")
-        address, reason = address_of(head, Choice(0, "--hosts"), job, network)
+        head = ExplainedValue(names[0], "first of --hosts")
+        address, reason = address_of(head, ExplainedValue(0, "--hosts"), job, network)
         endpoint = join_port(address, port.value)
-        choices.append(Choice(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}"))
+        choices.append(
+            ExplainedValue(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}")
+        )
     if given.rdzv_id is None:
-        choices.append(Choice(f"--rdzv-id={run_id}", "new for every launch"))
+        choices.append(ExplainedValue(f"--rdzv-id={run_id}", "new for every launch"))
     return tuple(choices)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from distmp.errors import ConfigError
-from distmp.launcher.choice import Choice
+from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.network import AddressError
 from distmp.launcher.nodelist import expand
 
@@ -40,10 +40,10 @@ class Job:
 
     environment: str
     evidence: str
-    nodes: Choice[int] | None = None
-    node_rank: Choice[int] | None = None
-    head: Choice[str] | None = None
-    name: Choice[str] | None = None
+    nodes: ExplainedValue[int] | None = None
+    node_rank: ExplainedValue[int] | None = None
+    head: ExplainedValue[str] | None = None
+    name: ExplainedValue[str] | None = None
     hosts: tuple[str, ...] = ()
     names_appear: bool = False
     spread: bool = False
@@ -103,7 +103,7 @@ def _skypilot_evidence(variables: Variables) -> str:
 
 def _skypilot(variables: Variables, hostname: str) -> Job:
     addresses = _required(variables, "SKYPILOT_NODE_IPS").split()
-    nodes = Choice(len(addresses), "addresses in SKYPILOT_NODE_IPS")
+    nodes = ExplainedValue(len(addresses), "addresses in SKYPILOT_NODE_IPS")
     if "SKYPILOT_NUM_NODES" in variables and _number(variables, "SKYPILOT_NUM_NODES") != len(
         addresses
     ):
@@ -117,7 +117,7 @@ def _skypilot(variables: Variables, hostname: str) -> Job:
         _skypilot_evidence(variables),
         nodes=nodes,
         node_rank=_rank(variables, "SKYPILOT_NODE_RANK", nodes.value),
-        head=Choice(addresses[0], "first of SKYPILOT_NODE_IPS"),
+        head=ExplainedValue(addresses[0], "first of SKYPILOT_NODE_IPS"),
         name=_first(variables, "SKYPILOT_TASK_ID", "SKYPILOT_INTERNAL_JOB_ID"),
         hosts=tuple(addresses),
     )
@@ -149,9 +149,9 @@ def _kubernetes(variables: Variables, hostname: str) -> Job:
     return Job(
         "kubernetes",
         _kubernetes_evidence(variables),
-        node_rank=Choice(index, "JOB_COMPLETION_INDEX"),
-        head=Choice(head, f"index 0 of the Job to which pod {pod} belongs"),
-        name=Choice(name, f"the Job's name, from pod {pod}"),
+        node_rank=ExplainedValue(index, "JOB_COMPLETION_INDEX"),
+        head=ExplainedValue(head, f"index 0 of the Job to which pod {pod} belongs"),
+        name=ExplainedValue(name, f"the Job's name, from pod {pod}"),
         names_appear=True,
     )
 
@@ -194,21 +194,21 @@ def _mpi(variables: Variables, hostname: str) -> Job:
     return Job(
         "mpi",
         _mpi_evidence(variables),
-        nodes=Choice(nodes, size),
+        nodes=ExplainedValue(nodes, size),
         node_rank=_rank(variables, rank, nodes),
         head=_mpi_head(variables),
         name=_first(variables, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID", "PMI_JOBID"),
     )
 
 
-def _mpi_head(variables: Variables) -> Choice[str] | None:
+def _mpi_head(variables: Variables) -> ExplainedValue[str] | None:
     """MPI itself does not tell where its first process is."""
     if "MASTER_ADDR" in variables:
-        return Choice(variables["MASTER_ADDR"], "MASTER_ADDR")
+        return ExplainedValue(variables["MASTER_ADDR"], "MASTER_ADDR")
     for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
         if name in variables:
             first = expand(variables[name], setting=name)[0]
-            return Choice(first, f"first of {name}, where mpirun puts its first process")
+            return ExplainedValue(first, f"first of {name}, where mpirun puts its first process")
     return None
 
 
@@ -237,7 +237,7 @@ def _slurm(variables: Variables, hostname: str) -> Job:
 def _slurm_allocation(variables: Variables, job: str) -> Job:
     """A batch script, which runs on the first machine of its job, or a shell of salloc."""
     names = [name for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES") if name in variables]
-    nodes = Choice(
+    nodes = ExplainedValue(
         _number(variables, names[0], least=1) if names else 1, names[0] if names else "one machine"
     )
     on_a_node = "SLURM_NODEID" in variables or "SLURMD_NODENAME" in variables
@@ -245,7 +245,7 @@ def _slurm_allocation(variables: Variables, job: str) -> Job:
         "slurm",
         _slurm_evidence(variables),
         nodes=nodes,
-        name=Choice(job, "SLURM_JOB_ID"),
+        name=ExplainedValue(job, "SLURM_JOB_ID"),
         hosts=_slurm_hosts(variables, "SLURM_JOB_NODELIST", "SLURM_NODELIST"),
         spread=nodes.value > 1 or not on_a_node,
         notes=()
@@ -263,7 +263,7 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
         raise ConfigError(
             "SLURM_STEP_NODELIST", None, f"is not set although SLURM_STEP_ID = {step} is"
         )
-    nodes = Choice(len(hosts), "machines in the step's list")
+    nodes = ExplainedValue(len(hosts), "machines in the step's list")
     tasks = variables.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if {part.partition("(")[0] for part in tasks.split(",")} != {"1"}:
         raise ConfigError(
@@ -277,8 +277,8 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
         _slurm_evidence(variables),
         nodes=nodes,
         node_rank=_rank(variables, "SLURM_NODEID", nodes.value),
-        head=Choice(hosts[0], "first machine in the step's list"),
-        name=Choice(f"{job}.{step}", "SLURM_JOB_ID and SLURM_STEP_ID"),
+        head=ExplainedValue(hosts[0], "first machine in the step's list"),
+        name=ExplainedValue(f"{job}.{step}", "SLURM_JOB_ID and SLURM_STEP_ID"),
         hosts=hosts,
     )
 
@@ -361,17 +361,17 @@ def _number(variables: Variables, name: str, least: int = 0) -> int:
     return int(text)
 
 
-def _rank(variables: Variables, name: str, nodes: int) -> Choice[int]:
+def _rank(variables: Variables, name: str, nodes: int) -> ExplainedValue[int]:
     rank = _number(variables, name)
     if rank >= nodes:
         raise ConfigError(name, rank, f"but there are {nodes} machines, numbered from 0")
-    return Choice(rank, name)
+    return ExplainedValue(rank, name)
 
 
-def _first(variables: Variables, *names: str) -> Choice[str] | None:
+def _first(variables: Variables, *names: str) -> ExplainedValue[str] | None:
     for name in names:
         if variables.get(name):
-            return Choice(variables[name], name)
+            return ExplainedValue(variables[name], name)
     return None
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
-from distmp.launcher.choice import Choice
+from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import detect, slurm_resolver
 from distmp.launcher.messages import say
 from distmp.launcher.network import Network
@@ -163,11 +163,11 @@ def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
     job = detect(os.environ, network.hostname, options.environment)
     if given.ranks is None:
         count, reason = default_ranks()
-        ranks = Choice(count, f"{reason}; choose with --nproc-per-node")
+        ranks = ExplainedValue(count, f"{reason}; choose with --nproc-per-node")
         if not options.dry_run:
             say(f"{count} rank{'s' if count > 1 else ''} ({ranks.reason})")
     else:
-        ranks = Choice(given.ranks, "--nproc-per-node")
+        ranks = ExplainedValue(given.ranks, "--nproc-per-node")
     if job.environment == "slurm":
         network = replace(network, resolve=slurm_resolver(network.resolve))
     if job.names_appear and not options.dry_run:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distmp.errors import ConfigError
-from distmp.launcher.choice import Choice
+from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
 from distmp.launcher.network import AddressError, Network, is_loopback, join_port
 
@@ -63,8 +63,8 @@ class Machine:
 
     network: Network
     cores: int
-    ranks: Choice[int]
-    binding: Choice[str] | None = None
+    ranks: ExplainedValue[int]
+    binding: ExplainedValue[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ class Plan:
     """
 
     job: Job
-    options: tuple[Choice[str], ...]
+    options: tuple[ExplainedValue[str], ...]
     words: tuple[str, ...]
-    variables: Mapping[str, Choice[str]]
+    variables: Mapping[str, ExplainedValue[str]]
     endpoint: Endpoint | None = None
     notes: tuple[str, ...] = ()
 
@@ -130,7 +130,7 @@ class Plan:
         """Return the command with its environment, to be pasted into a shell, and the reasons."""
         variables = [f"{name}={shlex.quote(c.value)}" for name, c in self.variables.items()]
         reasons = [choice.reason for choice in self.variables.values()]
-        choices = [*self.options, *map(Choice, variables, reasons)]
+        choices = [*self.options, *map(ExplainedValue, variables, reasons)]
         width = max((len(choice.value) for choice in choices), default=0)
         lines = [f"# environment: {self.job.environment} ({self.job.evidence})"]
         lines += [f"# note: {note}" for note in (*self.job.notes, *self.notes)]
@@ -159,7 +159,9 @@ def make_plan(given: Given, job: Job, machine: Machine, variables: Mapping[str, 
     """
     options = []
     if given.ranks is None:
-        options.append(Choice(f"--nproc-per-node={machine.ranks.value}", machine.ranks.reason))
+        options.append(
+            ExplainedValue(f"--nproc-per-node={machine.ranks.value}", machine.ranks.reason)
+        )
     if machine.binding is not None and given.numa_binding is None:
         options.append(machine.binding)
     plan = Plan(job, tuple(options), given.words, _threads(given, machine, variables))
@@ -173,7 +175,7 @@ def make_plan(given: Given, job: Job, machine: Machine, variables: Mapping[str, 
     one = nodes in (None, 1)
     if one and not _has_port(given.rdzv_endpoint):
         if given.nnodes is None and given.rdzv_endpoint is None:
-            plan = _with(plan, Choice("--standalone", "one machine"))
+            plan = _with(plan, ExplainedValue("--standalone", "one machine"))
         return plan
     plan = _several(plan, given, machine.network, variables)
     if one and plan.endpoint is not None and not plan.endpoint.is_host:
@@ -194,19 +196,23 @@ def _has_port(endpoint: str | None) -> bool:
 
 def _threads(
     given: Given, machine: Machine, variables: Mapping[str, str]
-) -> dict[str, Choice[str]]:
+) -> dict[str, ExplainedValue[str]]:
     if "OMP_NUM_THREADS" in variables:
         return {}
     ranks = given.ranks or machine.ranks.value
     reason = f"{_count(machine.cores, 'core')} / {_count(ranks, 'rank')}"
-    return {"OMP_NUM_THREADS": Choice(str(max(1, machine.cores // ranks)), reason)}
+    return {"OMP_NUM_THREADS": ExplainedValue(str(max(1, machine.cores // ranks)), reason)}
 
 
 def _several(plan: Plan, given: Given, network: Network, variables: Mapping[str, str]) -> Plan:
     """Let this machine meet others."""
     job = plan.job
     head, port = _head_and_port(given, job)
-    rank = Choice(given.node_rank, "--node-rank") if given.node_rank is not None else job.node_rank
+    rank = (
+        ExplainedValue(given.node_rank, "--node-rank")
+        if given.node_rank is not None
+        else job.node_rank
+    )
     conf = dict(given.rdzv_conf or {})
     address, address_reason = address_of(head, rank, job, network)
     is_host, host_reason = _is_host(conf, address, rank, network)
@@ -226,20 +232,22 @@ def _several(plan: Plan, given: Given, network: Network, variables: Mapping[str,
         silence_seconds=_seconds(conf, "read_timeout", _SILENCE_SECONDS),
     )
     if given.nnodes is None and job.nodes is not None:
-        plan = _with(plan, Choice(f"--nnodes={job.nodes.value}", job.nodes.reason))
+        plan = _with(plan, ExplainedValue(f"--nnodes={job.nodes.value}", job.nodes.reason))
     if not given.rdzv_backend:
-        plan = _with(plan, Choice("--rdzv-backend=c10d", "torchrun's own, which can restart"))
+        plan = _with(
+            plan, ExplainedValue("--rdzv-backend=c10d", "torchrun's own, which can restart")
+        )
     if given.rdzv_endpoint is None:
         reason = f"{address_reason}; port: {port.reason}"
-        plan = _with(plan, Choice(f"--rdzv-endpoint={endpoint}", reason))
+        plan = _with(plan, ExplainedValue(f"--rdzv-endpoint={endpoint}", reason))
     if given.rdzv_id is None:
         reason = job.name.reason if job.name else "torchrun's default"
-        plan = _with(plan, Choice(f"--rdzv-id={run_id}", reason))
+        plan = _with(plan, ExplainedValue(f"--rdzv-id={run_id}", reason))
     if given.local_addr is None:
-        plan = _with(plan, Choice(f"--local-addr={local_address}", local_reason))
+        plan = _with(plan, ExplainedValue(f"--local-addr={local_address}", local_reason))
     conf = {"is_host": str(is_host).lower(), **conf}
     option = "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items())
-    plan = _with(plan, Choice(option, host_reason))
+    plan = _with(plan, ExplainedValue(option, host_reason))
     if given.rdzv_conf:
         # Of several, torchrun takes the last one whole.
         plan = replace(plan, words=(*given.words, option), options=plan.options[:-1])
@@ -248,16 +256,18 @@ def _several(plan: Plan, given: Given, network: Network, variables: Mapping[str,
     return replace(plan, endpoint=endpoint, variables=variables_chosen, notes=notes)
 
 
-def _with(plan: Plan, option: Choice[str]) -> Plan:
+def _with(plan: Plan, option: ExplainedValue[str]) -> Plan:
     return replace(plan, options=(*plan.options, option))
 
 
-def _head_and_port(given: Given, job: Job) -> tuple[Choice[str], Choice[int]]:
+def _head_and_port(given: Given, job: Job) -> tuple[ExplainedValue[str], ExplainedValue[int]]:
     if given.rdzv_endpoint is not None:
         if given.port is not None:
             raise ConfigError("--port", given.port, "write the port into --rdzv-endpoint HOST:PORT")
         host, port = split_endpoint(given.rdzv_endpoint)
-        return Choice(host, "--rdzv-endpoint"), Choice(port or _DEFAULT_PORT, "--rdzv-endpoint")
+        return ExplainedValue(host, "--rdzv-endpoint"), ExplainedValue(
+            port or _DEFAULT_PORT, "--rdzv-endpoint"
+        )
     if job.head is None:
         raise ConfigError(
             "--rdzv-endpoint",
@@ -266,9 +276,9 @@ def _head_and_port(given: Given, job: Job) -> tuple[Choice[str], Choice[int]]:
             "on each of them, or start them all from one with --hosts HOST,HOST,...",
         )
     if given.port is not None:
-        return job.head, Choice(given.port, "--port")
+        return job.head, ExplainedValue(given.port, "--port")
     if job.name is None:
-        return job.head, Choice(_DEFAULT_PORT, "torchrun's default")
+        return job.head, ExplainedValue(_DEFAULT_PORT, "torchrun's default")
     return job.head, port_of(job.name.value)
 
 
@@ -286,14 +296,16 @@ def split_endpoint(endpoint: str) -> tuple[str, int | None]:
     return parts[1] or parts[2], int(parts[3]) if parts[3] else None
 
 
-def port_of(name: str) -> Choice[int]:
+def port_of(name: str) -> ExplainedValue[int]:
     """Return a port for a job: the same on all its machines, hardly ever that of another job."""
     digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
-    return Choice(_PORTS[digest % len(_PORTS)], f"from the job's name {name}; change with --port")
+    return ExplainedValue(
+        _PORTS[digest % len(_PORTS)], f"from the job's name {name}; change with --port"
+    )
 
 
 def address_of(
-    head: Choice[str], rank: Choice[int] | None, job: Job, network: Network
+    head: ExplainedValue[str], rank: ExplainedValue[int] | None, job: Job, network: Network
 ) -> tuple[str, str]:
     """Return the first machine's address for all, and the reason.
 
@@ -331,7 +343,7 @@ def _means_this_machine(head: str, job: Job, network: Network) -> bool:
 
 
 def _is_host(
-    conf: Mapping[str, str], address: str, rank: Choice[int] | None, network: Network
+    conf: Mapping[str, str], address: str, rank: ExplainedValue[int] | None, network: Network
 ) -> tuple[bool, str]:
     if "is_host" in conf:
         word = conf["is_host"].lower()
@@ -373,7 +385,7 @@ def _local_address(given: Given, address: str, network: Network) -> tuple[str, s
 
 def _interface(
     local_address: str, network: Network, variables: Mapping[str, str]
-) -> tuple[dict[str, Choice[str]], tuple[str, ...]]:
+) -> tuple[dict[str, ExplainedValue[str]], tuple[str, ...]]:
     """Choose one interface for gloo and NCCL, and look at what the user has chosen."""
     interface = network.interface_of(local_address)
     if interface is None:
@@ -382,7 +394,9 @@ def _interface(
     # "=" makes NCCL compare whole names: eth1 would mean eth10 too.
     wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     chosen = {
-        name: Choice(value, reason) for name, value in wanted.items() if not variables.get(name)
+        name: ExplainedValue(value, reason)
+        for name, value in wanted.items()
+        if not variables.get(name)
     }
     notes: tuple[str, ...] = ()
     given = variables.get("GLOO_SOCKET_IFNAME")

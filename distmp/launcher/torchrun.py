@@ -11,7 +11,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from distmp.errors import ConfigError
-from distmp.launcher.choice import Choice
+from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.plan import Given
 
 # Options with which a user arranges a rendezvous that is not the one worked out here.
@@ -99,7 +99,7 @@ def parse(
     return options
 
 
-def binding(ranks: int) -> Choice[str] | None:
+def binding(ranks: int) -> ExplainedValue[str] | None:
     """Return the option that keeps each rank on the part of the machine that its GPU is near to.
 
     None where there is nothing to gain (one part, or ranks without a GPU of their own), or where
@@ -114,7 +114,7 @@ def binding(ranks: int) -> Choice[str] | None:
     known = {name for action in get_args_parser()._actions for name in action.option_strings}
     if "--numa-binding" not in known:
         return None
-    return Choice("--numa-binding=node", f"{parts} NUMA nodes, and a GPU for each rank")
+    return ExplainedValue("--numa-binding=node", f"{parts} NUMA nodes, and a GPU for each rank")
 
 
 def _read_conf(text: str | None) -> dict[str, str] | None:

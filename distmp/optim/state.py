@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
-from distmp.utils.flat_shard import FlatSlice, whole_shape
+from distmp.utils.flat_shard import FlatShard, whole_shape
 
 # The optimizers whose fused kernels DTensor can call (torch 2.13).
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
@@ -132,7 +132,7 @@ def check_shapes(state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> Non
 
 
 def _is_part(tensor: Tensor) -> bool:
-    return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, FlatSlice)
+    return is_traceable_wrapper_subclass(tensor) or isinstance(tensor, FlatShard)
 
 
 def create_state(

@@ -20,14 +20,14 @@ Place = Literal["sharded", "unsharded", "hybrid"]
 SHARE_OF_FREE_MEMORY = 0.25
 
 
-class Choice(NamedTuple):
+class AccumulationChoice(NamedTuple):
     """A place, and in words why it was chosen."""
 
     place: Place
     reason: str
 
 
-class Facts(NamedTuple):
+class AccumulationMemory(NamedTuple):
     """What the choice depends on; the same on every rank.
 
     Attributes:
@@ -51,7 +51,7 @@ class Facts(NamedTuple):
     microbatches: int | None
 
 
-def choose(wanted: Accumulation, facts: Facts) -> Choice:
+def choose(wanted: Accumulation, memory: AccumulationMemory) -> AccumulationChoice:
     """Return where gradients are accumulated.
 
     One reduction per step is the least traffic, and needs FP32 gradients of the whole model on
@@ -60,15 +60,15 @@ def choose(wanted: Accumulation, facts: Facts) -> Choice:
 
     Args:
         wanted: "auto", or the place to take.
-        facts: What it depends on.
+        memory: What it depends on.
 
     Raises:
         ConfigError: If the place that is wanted is not FP32 there.
     """
-    hybrid = facts.replicas > 1
-    if facts.weight_bytes < 4:
+    hybrid = memory.replicas > 1
+    if memory.weight_bytes < 4:
         # FSDP rounds a reduced gradient to the type of the weights.
-        if wanted == "sharded" and facts.microbatches != 1:
+        if wanted == "sharded" and memory.microbatches != 1:
             raise ConfigError(
                 "sharding.accumulate",
                 wanted,
@@ -76,42 +76,44 @@ def choose(wanted: Accumulation, facts: Facts) -> Choice:
                 f"'{'hybrid' if hybrid else 'unsharded'}' or a policy with param=fp32",
             )
         if wanted == "auto":
-            return Choice("hybrid" if hybrid else "unsharded", "FP32 sums for 16-bit weights")
+            return AccumulationChoice(
+                "hybrid" if hybrid else "unsharded", "FP32 sums for 16-bit weights"
+            )
     if wanted != "auto":
-        return Choice(wanted, "configured")
-    if facts.microbatches == 1:
-        return Choice("sharded", "a step is one microbatch")
+        return AccumulationChoice(wanted, "configured")
+    if memory.microbatches == 1:
+        return AccumulationChoice("sharded", "a step is one microbatch")
     frequent: Place = "hybrid" if hybrid else "sharded"
-    if facts.gradient_bytes <= facts.wire_bytes < 4:
-        bits = 8 * facts.wire_bytes
-        return Choice(
+    if memory.gradient_bytes <= memory.wire_bytes < 4:
+        bits = 8 * memory.wire_bytes
+        return AccumulationChoice(
             frequent,
             f"of one microbatch they lose nothing in {bits} bits on the wire, a sum of several "
             "would",
         )
-    whole = 4 * facts.elements
-    share = f"{_size(whole)} of {_size(facts.free_bytes)} of free memory"
-    if whole > SHARE_OF_FREE_MEMORY * facts.free_bytes:
-        return Choice(frequent, f"whole in FP32 they would take {share}")
-    once, often = (_size(bytes_per_step(place, facts)) for place in ("unsharded", frequent))
-    per = "microbatch" if facts.microbatches is None else "step"
-    return Choice(
+    whole = 4 * memory.elements
+    share = f"{_size(whole)} of {_size(memory.free_bytes)} of free memory"
+    if whole > SHARE_OF_FREE_MEMORY * memory.free_bytes:
+        return AccumulationChoice(frequent, f"whole in FP32 they would take {share}")
+    once, often = (_size(bytes_per_step(place, memory)) for place in ("unsharded", frequent))
+    per = "microbatch" if memory.microbatches is None else "step"
+    return AccumulationChoice(
         "unsharded",
         f"a rank sends {once} per step instead of {often} per {per}; whole in FP32 they take "
         f"{share}",
     )
 
 
-def bytes_per_step(place: str, facts: Facts) -> int:
+def bytes_per_step(place: str, memory: AccumulationMemory) -> int:
     """Return what a rank sends to reduce the gradients of a step, as ring algorithms do it.
 
     Without a known number of microbatches: of a step with one.
     """
-    microbatches = facts.microbatches or 1
-    scatter = facts.elements * facts.wire_bytes * (facts.shard_size - 1) // facts.shard_size
+    microbatches = memory.microbatches or 1
+    scatter = memory.elements * memory.wire_bytes * (memory.shard_size - 1) // memory.shard_size
     # FP32, of this rank's shard, there and back.
-    shard = facts.elements // facts.shard_size
-    across = 2 * 4 * shard * (facts.replicas - 1) // facts.replicas
+    shard = memory.elements // memory.shard_size
+    across = 2 * 4 * shard * (memory.replicas - 1) // memory.replicas
     scatters = 1 if place == "unsharded" else microbatches
     return scatters * scatter + (microbatches if place == "sharded" else 1) * across
 

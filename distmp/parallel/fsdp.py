@@ -28,7 +28,7 @@ from distmp.distributed.collectives import all_gather
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel import fsdp_internals
-from distmp.parallel.accumulation import Facts, choose, least_free_bytes
+from distmp.parallel.accumulation import AccumulationMemory, choose, least_free_bytes
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
 from distmp.parallel.reduce_scatter import reduce_scatter_sum
@@ -104,7 +104,7 @@ class FullySharded(ShardedStrategy):
         self._known = KnownParameters(module)
         self.accumulation = choose(
             config.sharding.accumulate,
-            Facts(
+            AccumulationMemory(
                 elements=sum(parameter.numel() for _, parameter in self._trainable),
                 free_bytes=least_free_bytes(world),
                 shard_size=shards,
@@ -194,7 +194,7 @@ class FullySharded(ShardedStrategy):
     def gradient_memory(self) -> list[Tensor]:
         return [*super().gradient_memory(), *fsdp_internals.waiting_gradients(self.module)]
 
-    def publish_parameters(self) -> None:
+    def copy_master_to_model(self) -> None:
         """Nothing to publish: the next forward gathers and casts the shards."""
 
     def units(self) -> list[tuple[str, nn.Module]]:

@@ -40,7 +40,7 @@ from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name
-from distmp.utils.flat_shard import FlatSlice
+from distmp.utils.flat_shard import FlatShard
 
 
 class FullySharded1(ShardedStrategy):
@@ -124,7 +124,7 @@ class FullySharded1(ShardedStrategy):
         ]
         return [GradientPart(pieces, replicas=1)]
 
-    def publish_parameters(self) -> None:
+    def copy_master_to_model(self) -> None:
         """Nothing to publish: the next forward gathers and casts the pieces."""
 
     def units(self) -> list[tuple[str, nn.Module]]:
@@ -148,7 +148,7 @@ class FullySharded1(ShardedStrategy):
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         start, size = self._places[name]
         return (
-            tensor if tensor.shape != (size,) else FlatSlice.of(tensor, self._shapes[name], start)
+            tensor if tensor.shape != (size,) else FlatShard.of(tensor, self._shapes[name], start)
         )
 
     def _watch_gradients(self, unit: Any, args: Any, output: Any) -> None:

@@ -53,16 +53,16 @@ def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None
     block.forward = torch.compiler.disable(recomputed) if options else recomputed
 
 
-class _Place(NamedTuple):
+class _BufferPlace(NamedTuple):
     """Where a buffer is registered."""
 
     holder: nn.Module
     name: str
 
 
-def _registered(block: nn.Module) -> dict[_Place, Tensor]:
+def _registered(block: nn.Module) -> dict[_BufferPlace, Tensor]:
     return {
-        _Place(holder, name): buffer
+        _BufferPlace(holder, name): buffer
         for holder in block.modules()
         for name, buffer in holder.named_buffers(recurse=False, remove_duplicate=False)
     }
@@ -87,7 +87,7 @@ class _Forward:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self.found: dict[_Place, Tensor] = {}
+        self.found: dict[_BufferPlace, Tensor] = {}
 
     def __enter__(self) -> None:
         self._before = _registered(self._block)
@@ -105,7 +105,7 @@ class _Forward:
 class _Recomputation:
     """Has a block run on copies of its buffers; may be entered several times."""
 
-    def __init__(self, block: nn.Module, found: dict[_Place, Tensor]) -> None:
+    def __init__(self, block: nn.Module, found: dict[_BufferPlace, Tensor]) -> None:
         self._block = block
         self._found = found
 

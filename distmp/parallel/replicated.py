@@ -29,7 +29,7 @@ from distmp.precision.builders import prepare
 from distmp.precision.keep import storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
-from distmp.utils.flat_shard import FlatSlice
+from distmp.utils.flat_shard import FlatShard
 
 logger = logging.getLogger("distmp")
 
@@ -191,12 +191,12 @@ class Replicated(Strategy):
     def gradient_shards(self) -> list[Tensor]:
         return [shard for part in self._parts for shard in part.buckets.shards]
 
-    def hand_over_gradients(self) -> None:
+    def prepare_optimizer_grads(self) -> None:
         for part in self._parts:
             if isinstance(part.parameters, PureParameters):
                 part.parameters.round_gradients()
 
-    def publish_parameters(self) -> None:
+    def copy_master_to_model(self) -> None:
         for part in self._parts:
             part.parameters.publish()
 
@@ -218,7 +218,7 @@ class Replicated(Strategy):
         for part in self._parts:
             share = part.parameters.shares.get(name)
             if share is not None and tensor.shape == (share.stop - share.start,):
-                return FlatSlice.of(tensor, self._shapes[name], share.start)
+                return FlatShard.of(tensor, self._shapes[name], share.start)
         return tensor
 
 

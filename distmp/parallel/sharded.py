@@ -47,7 +47,7 @@ class ShardedStrategy(Strategy):
 
     def finish_gradients(self) -> None:
         # Nothing to wait for: FSDP waits at the end of each backward.
-        self._used.agree()
+        self._used.exchange_flags()
         for name, parameter in self._trainable:
             if self._used.leaves_alone(name) or not parameter.requires_grad:
                 # FSDP reduces a group as a whole, also for what has been frozen since.

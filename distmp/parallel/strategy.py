@@ -85,8 +85,8 @@ class Strategy(ABC):
     """Prepares a module for distributed training and carries its gradients through one step.
 
     A step calls, in this order: `announce`; `begin_step`; for every microbatch `begin_microbatch`,
-    forward, backward and `end_microbatch`; `finish_gradients`; `hand_over_gradients`; the
-    optimizer; `publish_parameters`; `end_step`.
+    forward, backward and `end_microbatch`; `finish_gradients`; `prepare_optimizer_grads`; the
+    optimizer; `copy_master_to_model`; `end_step`.
 
     Attributes:
         module: The prepared module; forward goes through it.
@@ -178,11 +178,11 @@ class Strategy(ABC):
         """Return a tensor of a parameter's state as checkpoints know it: as a part of the whole."""
         return tensor
 
-    def hand_over_gradients(self) -> None:  # noqa: B027 - most have nothing to do
+    def prepare_optimizer_grads(self) -> None:  # noqa: B027 - most have nothing to do
         """Give the optimizer the final gradients, where it steps weights in 16 bits."""
 
     @abstractmethod
-    def publish_parameters(self) -> None:
+    def copy_master_to_model(self) -> None:
         """Make what the optimizer stepped visible to the next forward."""
 
     @abstractmethod

@@ -25,6 +25,8 @@ PolicyLike = PrecisionPolicy | str | Mapping[str, Any]
 # How a field is called in text and in mappings.
 _KEYS = {field.name: field.name.removesuffix("_dtype") for field in fields(PrecisionPolicy)}
 _FIELDS = {key: name for name, key in _KEYS.items()}
+# Other words for a key, which are read and never written.
+_ALIASES = {"fp32_modules": "keep_fp32"}
 _DTYPES = DTYPE_WORDS | {dtype_name(dtype): dtype for dtype in DTYPE_WORDS.values()}
 _SWITCHES = {"true": True, "false": False}
 
@@ -34,9 +36,9 @@ def policy(wanted: str | Mapping[str, Any]) -> PrecisionPolicy:
 
     Text is a list of `key=value`, separated by commas, that may begin with the name of a preset;
     what is not said is as in the preset, or as in `fp32`. The keys are `param`, `compute`,
-    `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (patterns
-    separated by `|`), `cast_inputs`, `tf32` and `name`; types are `fp32`, `bf16`, `fp16`. A mapping
-    has the same keys, and `preset`.
+    `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (or
+    `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32` and `name`; types are
+    `fp32`, `bf16`, `fp16`. A mapping has the same keys, and `preset`.
 
     Raises:
         ConfigError: If there is no such preset, key or value ("auto" needs a device, see
@@ -105,6 +107,10 @@ def _split(text: str) -> dict[str, Any]:
 
 def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
     base = _preset(items.pop("preset", "fp32"))
+    for alias, key in _ALIASES.items():
+        if alias in items and key in items:
+            raise ConfigError(f"{SETTING}.{alias}", items[alias], f"means {key}; give one of them")
+    items = {_ALIASES.get(key, key): value for key, value in items.items()}
     for key in items:
         if key not in _FIELDS:
             problem = nearest(str(key), [*_FIELDS, "preset"])

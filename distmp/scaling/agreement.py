@@ -93,7 +93,7 @@ class HostCopy:
         return self._values.tolist()
 
 
-class Report:
+class IterationFlags:
     """What the host wants to know of an iteration, copied without waiting for the device."""
 
     def __init__(

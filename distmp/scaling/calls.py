@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distmp.distributed.compare_ranks import FINGERPRINT_BITS
-from distmp.scaling.optimizer_identity import Identity, all_identities, identify
+from distmp.scaling.optimizer_identity import OptimizerIdentity, all_identities, identify
 
 ADVICE = "make the same calls of the scaler in the same order on every rank"
 
@@ -36,7 +36,7 @@ class Decision(NamedTuple):
     doing: str
     before: str
     changes: tuple[str, ...]
-    new: tuple[Identity, ...]
+    new: tuple[OptimizerIdentity, ...]
     digest: int
 
     @property
@@ -49,7 +49,7 @@ class Decision(NamedTuple):
     def from_json(cls, values: Any) -> Decision:
         """Return a decision that has been JSON in between, in which tuples are lists."""
         iteration, doing, before, changes, new, digest = values
-        identities = tuple(Identity(*identity) for identity in new)
+        identities = tuple(OptimizerIdentity(*identity) for identity in new)
         return cls(iteration, doing, before, tuple(changes), identities, digest)
 
 
@@ -129,7 +129,7 @@ class CallLog:
         self._digest = zlib.crc32(f"{before}|{doing}|".encode(), self._digest)
         return Decision(self.iteration, doing, before, changes, new, self._digest)
 
-    def _number(self, members: Iterable[torch.optim.Optimizer]) -> tuple[Identity, ...]:
+    def _number(self, members: Iterable[torch.optim.Optimizer]) -> tuple[OptimizerIdentity, ...]:
         new = [optimizer for optimizer in members if optimizer not in self._numbers]
         for optimizer in new:
             self._numbers[optimizer] = self._numbered
@@ -189,7 +189,7 @@ def _different_order(
 ) -> str | None:
     """Return which optimizers ranks use, if some have one like another rank's and use another."""
     first = min(decisions)
-    ranks_by_order: dict[tuple[Identity, ...], list[int]] = {}
+    ranks_by_order: dict[tuple[OptimizerIdentity, ...], list[int]] = {}
     is_other_order = False
     for rank, decision in decisions.items():
         ranks_by_order.setdefault(decision.new, []).append(rank)

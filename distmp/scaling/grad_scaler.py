@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import OptState
 from distmp.distributed import rank_monitor
 from distmp.distributed.rank_monitor import RankMonitor, Waiting
 from distmp.errors import CheckpointError, ConfigError, TrainingError
-from distmp.scaling.agreement import HostCopy, Inspected, Report, Total, sum_over_ranks
+from distmp.scaling.agreement import HostCopy, Inspected, IterationFlags, Total, sum_over_ranks
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import local_gradients, non_finite_names, square_sum, unscale
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
@@ -37,7 +37,7 @@ from distmp.scaling.scaler_arguments import (
     check_state,
     check_switches,
 )
-from distmp.scaling.verdict import CLIP_EPSILON
+from distmp.scaling.step_decision import CLIP_EPSILON
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -182,7 +182,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         # Skips in a row and in total; on the device of the scale, made with it.
         self._skips: Tensor | None = None
         self._latest_found_inf: Tensor | None = None
-        self._unread: Report | None = None
+        self._unread: IterationFlags | None = None
         self._calls = CallLog()
         self._unsettled: list[_Unsettled] = []
         # What was set with `update(new_scale)` last.
@@ -349,13 +349,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._set_scale(new_scale)
         elif not self._totals:
             raise AssertionError("No inf checks were recorded prior to update.")
-        report = self._follow(moves=new_scale is None) if self._totals else None
+        flags = self._follow(moves=new_scale is None) if self._totals else None
         optimizers = [inspected.optimizer for inspected in self._inspected.values()]
         self._per_optimizer_states.clear()
         self._calls.updates(sets_scale=new_scale is not None)
         self._begin_iteration()
-        if report is not None:
-            self._read(report, optimizers)
+        if flags is not None:
+            self._read(flags, optimizers)
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
         """Call `scheduler.step(*args)` unless the latest step was skipped; waits for the device."""
@@ -603,7 +603,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     # The scale
 
-    def _follow(self, *, moves: bool) -> Report:
+    def _follow(self, *, moves: bool) -> IterationFlags:
         """Let the scale and the counts follow the iteration."""
         assert self._loss_scale is not None
         assert self._skips is not None
@@ -617,7 +617,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._growth_tracker = self._loss_scale.clean_steps
         consecutive = torch.where(empty, self._skips[0], (self._skips[0] + 1) * skipped)
         self._skips = torch.stack([consecutive, self._skips[1] + skipped])
-        return Report(
+        return IterationFlags(
             partial=skipped & (flags.amin() == 0),
             exhausted=exhausted,
             disagree=torch.stack([total.disagree for total in self._totals]).any(),
@@ -625,13 +625,13 @@ class DistributedGradScaler(torch.amp.GradScaler):
             consecutive_skips=consecutive,
         )
 
-    def _read(self, report: Report, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    def _read(self, flags: IterationFlags, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Warn or raise as the last iteration demands; on CUDA the one before, which is over."""
-        if report.on_device:
-            report, self._unread = self._unread, report  # type: ignore[assignment]
-            if report is None:
+        if flags.on_device:
+            flags, self._unread = self._unread, flags  # type: ignore[assignment]
+            if flags is None:
                 return
-        partial, exhausted, disagree, never_scaled, consecutive_skips = report.read()
+        partial, exhausted, disagree, never_scaled, consecutive_skips = flags.read()
         if partial and not self._warned_of_partial_update:
             self._warned_of_partial_update = True
             logger.warning(

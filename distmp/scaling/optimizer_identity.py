@@ -23,7 +23,7 @@ SAMPLED_PARAMETERS = 32
 SAMPLED_VALUES = 4
 
 
-class Identity(NamedTuple):
+class OptimizerIdentity(NamedTuple):
     """What replicas of one optimizer have in common.
 
     Attributes:
@@ -35,7 +35,7 @@ class Identity(NamedTuple):
     text: str
 
 
-def identify(optimizer: torch.optim.Optimizer) -> Identity:
+def identify(optimizer: torch.optim.Optimizer) -> OptimizerIdentity:
     """Return the identity of an optimizer as it is now; waits for the device."""
     shapes = [tuple(parameter.shape) for parameter in parameters(optimizer)]
     options = [
@@ -46,7 +46,7 @@ def identify(optimizer: torch.optim.Optimizer) -> Identity:
     everything = repr((name, options, shapes, _sampled_values(optimizer)))
     count = f"{len(shapes)} parameter{'s' if len(shapes) != 1 else ''}"
     first = f", the first of shape {shapes[0]}" if shapes else ""
-    return Identity(zlib.crc32(everything.encode()), f"{name} with {count}{first}")
+    return OptimizerIdentity(zlib.crc32(everything.encode()), f"{name} with {count}{first}")
 
 
 def all_identities() -> list[int]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.scaling.norms import CHUNK
-from distmp.scaling.verdict import pack
+from distmp.scaling.step_decision import pack
 
 # Elements that are squared at once: what fits into a CPU's cache in FP64.
 BLOCK = 16 * CHUNK
@@ -31,7 +31,7 @@ def ordered_total(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
-    """Return what `measure` and `agree` return together, bit by bit the same at any 2^k ranks.
+    """Return the sum of `local_stats` over all ranks, bitwise the same at any 2^k ranks.
 
     Args:
         shards: This rank's shard of every gradient bucket, FP32, of a multiple of `CHUNK` elements.

@@ -11,7 +11,7 @@ from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import TrainingError
 
 
-class Finding(NamedTuple):
+class SpikeAction(NamedTuple):
     """A step that is out of bounds.
 
     Attributes:
@@ -27,7 +27,7 @@ class Finding(NamedTuple):
         return self._asdict()
 
 
-def look(numbers: StepNumbers, config: DivergenceConfig) -> Finding | None:
+def look(numbers: StepNumbers, config: DivergenceConfig) -> SpikeAction | None:
     """Return what is to be said and done about a step, None if nothing; the same on every rank."""
     if numbers.weight > 0 and not math.isfinite(numbers.loss):
         problem, action = f"the loss is {numbers.loss}", config.on_nonfinite_loss
@@ -35,7 +35,7 @@ def look(numbers: StepNumbers, config: DivergenceConfig) -> Finding | None:
         problem, action = _spike_in_words(numbers), config.on_spike
     else:
         return None
-    return None if action == "ignore" else Finding(problem, action)
+    return None if action == "ignore" else SpikeAction(problem, action)
 
 
 def _spike_in_words(numbers: StepNumbers) -> str:
@@ -47,7 +47,7 @@ def _spike_in_words(numbers: StepNumbers) -> str:
     return " and ".join(found)
 
 
-def check_limit(step: int, finding: Finding, rollbacks: int, config: DivergenceConfig) -> None:
+def check_limit(step: int, spike: SpikeAction, rollbacks: int, config: DivergenceConfig) -> None:
     """Raise if a run has gone back often enough.
 
     Raises:
@@ -55,7 +55,7 @@ def check_limit(step: int, finding: Finding, rollbacks: int, config: DivergenceC
     """
     if rollbacks >= config.max_rollbacks:
         raise TrainingError(
-            f"divergence.max_rollbacks = {config.max_rollbacks}: step {step}: {finding.problem}, "
+            f"divergence.max_rollbacks = {config.max_rollbacks}: step {step}: {spike.problem}, "
             f"and the run has gone back {rollbacks} times already; lower optim.lr or "
             "optim.max_norm, or look at the data, and go on with --resume auto and a larger "
             "divergence.max_rollbacks, or with the path of an earlier checkpoint"

@@ -14,7 +14,7 @@ from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
 from distmp.training.resume_compat import Changes, compare
 from distmp.utils.environment_info import versions
-from distmp.utils.settings import leaf_names, to_mapping
+from distmp.utils.settings import current_name, former_names, leaf_names, to_mapping
 from distmp.utils.settings.flat import digest, flat
 
 # What is compared besides settings, and how it is called.
@@ -72,10 +72,15 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     if "configuration" not in before:
         return Changes(note="the checkpoint is too old to tell its configuration: none is compared")
     leaves = frozenset(leaf_names(RunConfig))
+    former = former_names(RunConfig)
+    settings_before = {
+        current_name(name, former): value
+        for name, value in flat(before["configuration"], leaves).items()
+    }
     facts_before, facts_now = _facts(before), _facts(now)
     known = [name for name in facts_now if name in facts_before]
     return compare(
-        flat(before["configuration"], leaves) | {name: facts_before[name] for name in known},
+        settings_before | {name: facts_before[name] for name in known},
         flat(now["configuration"], leaves) | {name: facts_now[name] for name in known},
         defaults=flat(as_numbers(RunConfig()), leaves),
     )

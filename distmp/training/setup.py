@@ -25,7 +25,7 @@ from distmp.precision import PolicyLike
 from distmp.training.run_directory import RunDirectory, latest_run
 
 
-class Parts(NamedTuple):
+class RunComponents(NamedTuple):
     """What a run is made of, before anything is distributed."""
 
     datasets: Datasets
@@ -51,7 +51,7 @@ class Progress:
     rolled_back_to: int | None = None
 
 
-def prepare(config: RunConfig, world: World) -> Parts:
+def prepare(config: RunConfig, world: World) -> RunComponents:
     """Build everything that needs no other rank.
 
     Raises:
@@ -66,7 +66,7 @@ def prepare(config: RunConfig, world: World) -> Parts:
     datasets = build_datasets(config.data)
     torch.manual_seed(config.seed)
     model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
-    return Parts(datasets, model, build_loss(config.model), microbatches)
+    return RunComponents(datasets, model, build_loss(config.model), microbatches)
 
 
 def start_from_weights(config: RunConfig, model: nn.Module) -> None:
@@ -84,7 +84,7 @@ def start_from_weights(config: RunConfig, model: nn.Module) -> None:
 
 def build_engine(
     config: RunConfig,
-    parts: Parts,
+    parts: RunComponents,
     world: World,
     *,
     policy: PolicyLike,
@@ -126,7 +126,7 @@ def build_engine(
 
 
 def training_batches(
-    config: RunConfig, parts: Parts, world: World, progress: Progress
+    config: RunConfig, parts: RunComponents, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
     """Return the microbatches of this rank for each step from `progress` on; close it when done."""
     return step_batches(

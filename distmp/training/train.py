@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import NoReturn, TypeVar
 
@@ -134,8 +135,17 @@ def _header(environment: RankEnvironment) -> str:
     return f"--- {now}: {who}, pid {os.getpid()}"
 
 
-def _speaking_once(local_rank: int) -> contextlib.AbstractContextManager[object]:
-    """Let only the first rank of each machine print the help."""
+@contextlib.contextmanager
+def _speaking_once(local_rank: int) -> Iterator[None]:
+    """Let only the first rank of each machine print the help, and warn about settings."""
     if local_rank == 0:
-        return contextlib.nullcontext()
-    return contextlib.redirect_stdout(open(os.devnull, "w"))  # ends with the process
+        yield
+        return
+    logger = logging.getLogger("distmp")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(open(os.devnull, "w")):  # ends with the process
+            yield
+    finally:
+        logger.setLevel(level)

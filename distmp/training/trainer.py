@@ -20,7 +20,7 @@ from distmp.config import RunConfig
 from distmp.distributed.progress import COMPARISON, SAVING, activity
 from distmp.distributed.stopping import StopSignals, asked_on_some_rank
 from distmp.distributed.world import World, all_or_none, from_rank_0
-from distmp.engine import rank_consistency as lockstep
+from distmp.engine import rank_consistency
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import CheckpointError
 from distmp.models.architecture import architecture
@@ -41,7 +41,7 @@ from distmp.training import manifest, rollback
 from distmp.training.accelerate_launch import overruled
 from distmp.training.restarts import Restarts
 from distmp.training.resume_compat import Changes
-from distmp.training.rollback import Finding
+from distmp.training.rollback import SpikeAction
 from distmp.training.run_directory import RunDirectory, create_run, latest_run
 from distmp.training.run_fingerprint import changes_since, origin
 from distmp.training.setup import (
@@ -202,8 +202,11 @@ class Trainer:
                 self.budget.add_step(unread.seconds)
                 if self.out_of_bounds is not None:
                     break
-                if config.lockstep.every and progress.step % config.lockstep.every == 0:
-                    self._check_lockstep()
+                if (
+                    config.rank_consistency.every
+                    and progress.step % config.rank_consistency.every == 0
+                ):
+                    self._check_rank_consistency()
                 last = progress.step == config.steps
                 if last or self._is_due(config.validation.every):
                     self._report(unread, self._validate(last=last))
@@ -246,7 +249,7 @@ class Trainer:
     def _roll_back(self, found: _OutOfBounds) -> None:
         """Go back to a checkpoint, and on from there with the data behind a step."""
         config, step, rollbacks = self.config, found.unread.step, self.progress.rollbacks
-        rollback.check_limit(step, found.finding, rollbacks, config.divergence)
+        rollback.check_limit(step, found.spike, rollbacks, config.divergence)
         activity.enter("going back to a checkpoint", transfers=True)
         self.writer.finish()
         checkpoint = rollback.checkpoint_before(self.directory.checkpoints, step)
@@ -257,7 +260,7 @@ class Trainer:
         guard.load_state_dict(learned)
         first = self.progress.samples
         self.progress.samples = found.unread.samples + (
-            config.divergence.pass_over * config.batch.global_batch_size
+            config.divergence.skip_data_steps * config.batch.global_batch_size
         )
         self.progress.rollbacks = rollbacks + 1
         self.progress.rolled_back_to = self.progress.step
@@ -269,11 +272,11 @@ class Trainer:
         self.rolled_back = {
             "from_step": step,
             "to_step": self.progress.step,
-            "problem": found.finding.problem,
-            "samples_passed_over": self.progress.samples - first,
+            "problem": found.spike.problem,
+            "samples_skipped": self.progress.samples - first,
         }
         self.console.message(
-            f"step {step}: {found.finding.problem}; back to step {self.progress.step}, and on with "
+            f"step {step}: {found.spike.problem}; back to step {self.progress.step}, and on with "
             f"sample {self.progress.samples} in place of {first} (rollback "
             f"{self.progress.rollbacks} of at most {config.divergence.max_rollbacks})"
         )
@@ -304,7 +307,7 @@ class Trainer:
         numbers = unread.outcome.numbers
         with self.timer.paused():
             report = self.engine.explain(unread.outcome)
-        finding = rollback.look(numbers, self.config.divergence)
+        spike = rollback.look(numbers, self.config.divergence)
         record = StepRecord(
             step=unread.step,
             samples=unread.samples,
@@ -322,7 +325,7 @@ class Trainer:
             memory_bytes=peak_memory_bytes(self.world.device),
             validation_loss=validation_loss,
             overflow=None if report is None else report.to_record(),
-            divergence=self._divergence_record(finding),
+            divergence=self._divergence_record(spike),
             rank_seconds=self.stragglers.seconds(unread.step),
         )
         self.log.write(record)
@@ -333,26 +336,26 @@ class Trainer:
                 f"step {unread.step}: {numbers.dropped} microbatches left out, their gradients "
                 "were not finite"
             )
-        if finding is not None and finding.action != "rollback":
+        if spike is not None and spike.action != "rollback":
             self.console.message(
-                f"step {unread.step}{' skipped' if numbers.skipped else ''}: {finding.problem}"
+                f"step {unread.step}{' skipped' if numbers.skipped else ''}: {spike.problem}"
             )
         self.stopping = self.stopping or numbers.stop
         self.engine.check(unread.outcome)
-        if finding is not None and finding.action == "rollback" and self.out_of_bounds is None:
-            self.out_of_bounds = _OutOfBounds(unread, finding)
+        if spike is not None and spike.action == "rollback" and self.out_of_bounds is None:
+            self.out_of_bounds = _OutOfBounds(unread, spike)
 
-    def _divergence_record(self, finding: Finding | None) -> dict[str, Any] | None:
+    def _divergence_record(self, spike: SpikeAction | None) -> dict[str, Any] | None:
         """Return what the guard has found, and in the first step after a rollback where from."""
-        found = {} if finding is None else finding.to_record()
+        found = {} if spike is None else spike.to_record()
         if self.rolled_back is not None:
             found["rolled_back"], self.rolled_back = self.rolled_back, None
         return found or None
 
-    def _check_lockstep(self) -> None:
+    def _check_rank_consistency(self) -> None:
         activity.enter(COMPARISON)
         with self.timer.paused():
-            lockstep.check(self.engine, self.config.lockstep.on_difference)
+            rank_consistency.check(self.engine, self.config.rank_consistency.on_difference)
 
     def _validate(self, *, last: bool) -> float | None:
         """Return the mean loss on held-out data, or None where there is none."""
@@ -514,4 +517,4 @@ class _OutOfBounds(NamedTuple):
     """A step that the run has to go back from."""
 
     unread: _Unread
-    finding: Finding
+    spike: SpikeAction

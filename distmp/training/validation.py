@@ -13,7 +13,7 @@ from distmp.distributed.stopping import until_asked
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.models.sampling import generate
-from distmp.training.setup import Parts
+from distmp.training.setup import RunComponents
 
 
 class Validation:
@@ -33,7 +33,7 @@ class Validation:
     def __init__(
         self,
         config: RunConfig,
-        parts: Parts,
+        parts: RunComponents,
         engine: Engine,
         world: World,
         asked: Callable[[], bool],

@@ -64,7 +64,7 @@ def _in_row(
     ]
 
 
-class FlatSlice(Tensor):
+class FlatShard(Tensor):
     """A 1-dim tensor that holds the elements from `start` on of a flattened tensor.
 
     torch.distributed.checkpoint asks it for its rectangles. Every operation sees a plain tensor;
@@ -81,9 +81,9 @@ class FlatSlice(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(values: Tensor, whole_shape: torch.Size, start: int) -> FlatSlice:
+    def of(values: Tensor, whole_shape: torch.Size, start: int) -> FlatShard:
         """Return `values`, 1-dim, as a slice; memory is shared."""
-        found = torch.Tensor._make_subclass(FlatSlice, values.detach())
+        found = torch.Tensor._make_subclass(FlatShard, values.detach())
         found.whole_shape, found.start = whole_shape, start
         return found
 
@@ -97,12 +97,12 @@ class FlatSlice(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the values and where they belong."""
-        return FlatSlice.of, (self.as_subclass(Tensor), self.whole_shape, self.start)
+        return FlatShard.of, (self.as_subclass(Tensor), self.whole_shape, self.start)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FlatSlice:
+    def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         """Copy the values; torch's own way needs `new_empty` to return this class."""
         values = self.as_subclass(Tensor).detach().clone()
-        memo[id(self)] = found = FlatSlice.of(values, self.whole_shape, self.start)
+        memo[id(self)] = found = FlatShard.of(values, self.whole_shape, self.start)
         return found
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
@@ -148,12 +148,12 @@ class FlatSlice(Tensor):
 
 def whole_shape(tensor: Tensor) -> torch.Size:
     """Return the shape of the tensor that `tensor` is a part of, as checkpoints have it."""
-    return tensor.whole_shape if isinstance(tensor, FlatSlice) else tensor.shape
+    return tensor.whole_shape if isinstance(tensor, FlatShard) else tensor.shape
 
 
 def gathered(tensor: Tensor) -> Tensor:
     """Return the whole of a DTensor or slice, bit by bit; every rank that has a part calls it."""
-    if isinstance(tensor, FlatSlice):
+    if isinstance(tensor, FlatShard):
         size = math.prod(tensor.whole_shape)
         flat = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
         flat[tensor.start : tensor.start + tensor.numel()] = tensor.as_subclass(Tensor)

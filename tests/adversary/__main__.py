@@ -26,10 +26,10 @@ def main() -> int:
     failures = 0
     for cases in _batches(seed, options.cases, options.batch):
         begun = time.monotonic()
-        verdicts = run_cases(cases)
+        decisions = run_cases(cases)
         seconds = time.monotonic() - begun
         print(f"{len(cases)} cases on {cases[0].world_size} ranks in {seconds:.0f} s", flush=True)
-        for case, complaints in zip(cases, verdicts, strict=True):
+        for case, complaints in zip(cases, decisions, strict=True):
             if complaints:
                 failures += 1
                 print(describe(case, complaints, options.shrink), flush=True)

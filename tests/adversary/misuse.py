@@ -68,7 +68,7 @@ PRELOADED = (
 
 
 @dataclass
-class Verdict:
+class StepDecision:
     """Whether a case has ended as it may, and how each rank has."""
 
     case: Case
@@ -158,12 +158,12 @@ def perform(case: Case, rank: int) -> Any:
     return script.run()
 
 
-def try_out(case: Case) -> Verdict:
+def try_out(case: Case) -> StepDecision:
     started = time.monotonic()
     endings = run_trial(
         functools.partial(perform, case), case.world_size, group=case.world_size > 1
     )
-    return Verdict(case, judge(case, endings), endings, time.monotonic() - started)
+    return StepDecision(case, judge(case, endings), endings, time.monotonic() - started)
 
 
 def judge(case: Case, endings: Sequence[Ending]) -> str:
@@ -205,35 +205,35 @@ def _as_torch(ending: Ending) -> Ending:
     return ending
 
 
-def try_all(cases: Sequence[Case]) -> list[Verdict]:
+def try_all(cases: Sequence[Case]) -> list[StepDecision]:
     """Try cases in a process that has nothing but imports behind it."""
     for name in PRELOADED:
         importlib.import_module(name)
     return [try_out(case) for case in cases]
 
 
-def run(cases: Sequence[Case], timeout: float) -> list[Verdict]:
+def run(cases: Sequence[Case], timeout: float) -> list[StepDecision]:
     """Try cases, one after the other."""
     return run_ranks(try_all, 1, list(cases), timeout=timeout, initialize=False)[0]
 
 
-def simplest(verdict: Verdict) -> Verdict:
+def simplest(decision: StepDecision) -> StepDecision:
     """Return a case with less in it that ends with the same problem."""
-    kind = verdict.problem.partition(":")[0]
+    kind = decision.problem.partition(":")[0]
     plain = {"extra": "", "policy": "fp32", "model": "layernorm", "optimizer": "sgd"}
     for change in (
-        *({"mistakes": (name,)} for name in verdict.case.mistakes),
+        *({"mistakes": (name,)} for name in decision.case.mistakes),
         *({name: value} for name, value in plain.items()),
     ):
-        simpler = replace(verdict.case, **change)
-        if simpler != verdict.case and all(
+        simpler = replace(decision.case, **change)
+        if simpler != decision.case and all(
             not MISTAKES[name].policies or simpler.policy in MISTAKES[name].policies
             for name in simpler.mistakes
         ):
             (tried,) = run([simpler], timeout=100)
             if tried.problem.partition(":")[0] == kind:
-                verdict = tried
-    return verdict
+                decision = tried
+    return decision
 
 
 def main() -> int:
@@ -262,12 +262,12 @@ def main() -> int:
     for start in range(0, len(cases), 50):
         if failed >= wanted.failures:
             break
-        for verdict in run(cases[start : start + 50], timeout=50 * 60):
-            failed += bool(verdict.problem)
-            if verdict.problem and not wanted.replay and failed <= wanted.failures:
-                verdict = simplest(verdict)
-            if verdict.problem or wanted.verbose or wanted.replay:
-                print(f"{verdict}\n", flush=True)
+        for decision in run(cases[start : start + 50], timeout=50 * 60):
+            failed += bool(decision.problem)
+            if decision.problem and not wanted.replay and failed <= wanted.failures:
+                decision = simplest(decision)
+            if decision.problem or wanted.verbose or wanted.replay:
+                print(f"{decision}\n", flush=True)
         print(f"{min(start + 50, len(cases))} cases, {failed} failed", flush=True)
     return failed > 0
 

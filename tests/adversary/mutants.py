@@ -52,25 +52,25 @@ class Mutant:
 MUTANTS = [
     Mutant(
         "the squared norm is not divided by the replicas",
-        "distmp/scaling/verdict.py",
+        "distmp/scaling/step_decision.py",
         "norms.square().sum() / part.replicas",
         "norms.square().sum()",
     ),
     Mutant(
         "norm and overflow of other ranks are ignored",
-        "distmp/scaling/verdict.py",
+        "distmp/scaling/step_decision.py",
         "dist.all_reduce(measured, group=group)",
         "dist.all_reduce(measured[2:], group=group)",
     ),
     Mutant(
         "a weight that is not finite is no overflow",
-        "distmp/scaling/verdict.py",
+        "distmp/scaling/step_decision.py",
         "bad_weight = ~weight.isfinite() | (weight < 0)",
         "bad_weight = weight < 0",
     ),
     Mutant(
         "clipping compares the scaled norm",
-        "distmp/scaling/verdict.py",
+        "distmp/scaling/step_decision.py",
         "(max_norm / (grad_norm + CLIP_EPSILON))",
         "(max_norm / (scaled_norm + CLIP_EPSILON))",
     ),
@@ -149,14 +149,14 @@ MUTANTS = [
     Mutant(
         "an optimizer that is not fused steps although the step is skipped",
         "distmp/engine/engine.py",
-        "elif verdict.found_inf.item() == 0:",
+        "elif decision.found_inf.item() == 0:",
         "else:",
     ),
     Mutant(
         "a fused optimizer is not told of the skip",
         "distmp/engine/engine.py",
-        "self.optimizer.found_inf = verdict.found_inf ",
-        "self.optimizer.found_inf = torch.zeros_like(verdict.found_inf) ",
+        "self.optimizer.found_inf = decision.found_inf ",
+        "self.optimizer.found_inf = torch.zeros_like(decision.found_inf) ",
     ),
     Mutant(
         "skipped steps consume the schedule",

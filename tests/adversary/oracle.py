@@ -3,7 +3,7 @@
 - The gradient is that of the global mean: sums over all microbatches and ranks, divided once by the
   global weight (docs/numerics.md, "The mean that is meant").
 - A step is skipped on all ranks if a gradient or the weight of any rank is not finite, or the
-  global weight is 0 ("The verdict"). A skipped step writes nothing: no weight, moment, buffer or
+  global weight is 0 ("The decision"). A skipped step writes nothing: no weight, moment, buffer or
   schedule.
 - Clipping multiplies by min(1, max_norm / (norm + 1e-6)).
 - The loss scale changes last, by the rules of `LossScaleConfig`. A step without any weight leaves

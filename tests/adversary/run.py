@@ -85,14 +85,14 @@ class Record:
 
 def run_cases(cases: Sequence[Case], seconds: float = 900.0) -> list[list[str]]:
     """Run cases of one world size; return the complaints about each."""
-    verdicts: dict[int, list[str]] = {}
+    decisions: dict[int, list[str]] = {}
     deadline = time.monotonic() + seconds
     first = 0
     while first < len(cases):
         found = _run_from(cases, first, max(30.0, deadline - time.monotonic()))
-        verdicts |= found
+        decisions |= found
         first = max(found) + 1
-    return [verdicts[index] for index in range(len(cases))]
+    return [decisions[index] for index in range(len(cases))]
 
 
 def _run_from(cases: Sequence[Case], first: int, seconds: float) -> dict[int, list[str]]:
@@ -179,7 +179,7 @@ def _attempt(case: Case) -> tuple[Record | None, str | None]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return run_case(case), None
-    except Exception:  # noqa: BLE001  (whatever it is, it becomes the verdict)
+    except Exception:  # noqa: BLE001  (whatever it is, it becomes the decision)
         return None, "error: " + traceback.format_exc()
     finally:
         # What reproducible cases set for the whole process.

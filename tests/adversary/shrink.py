@@ -70,11 +70,11 @@ def shrink(
     while progress and time.monotonic() < deadline:
         progress = False
         for batch in _batches(case):
-            verdicts = run(batch)
+            decisions = run(batch)
             failing = [
-                (smaller, verdict)
-                for smaller, verdict in zip(batch, verdicts, strict=True)
-                if kinds(verdict) & wanted
+                (smaller, decision)
+                for smaller, decision in zip(batch, decisions, strict=True)
+                if kinds(decision) & wanted
             ]
             if failing:
                 case, found = min(failing, key=lambda item: len(dumps(item[0])))

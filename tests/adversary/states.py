@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from distmp.utils.flat_shard import FlatSlice
+from distmp.utils.flat_shard import FlatShard
 
 # The history by which spikes are judged; no case judges them.
 IGNORED = "divergence/"
@@ -56,7 +56,7 @@ def pieces(state: Mapping[str, Tensor]) -> State:
 
 
 def _piece(tensor: Tensor) -> Piece:
-    if isinstance(tensor, FlatSlice):
+    if isinstance(tensor, FlatShard):
         values = tensor.detach().as_subclass(Tensor).clone()
         return Piece(values, torch.Size(tensor.whole_shape), (tensor.start,), flat=True)
     if isinstance(tensor, DTensor):

@@ -18,7 +18,7 @@ PER_TEST = 30
 @pytest.mark.parametrize("first", range(0, CASES, PER_TEST))
 def test_misuse_ends_in_right_numbers_or_one_message(first: int) -> None:
     cases = list(generate(CASES, SEED))[first : first + PER_TEST]
-    wrong = [verdict for verdict in run(cases, timeout=800) if verdict.problem]
+    wrong = [decision for decision in run(cases, timeout=800) if decision.problem]
     if wrong:
         reports = "\n\n".join(map(str, wrong[:3]))
         total = f"{len(wrong)} of {len(cases)} cases failed, MISUSE_SEED={SEED}"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.accumulation_microbatches import SHAPES, Rank, Shape
-from benchmarks.accumulation_ways import DDP_BF16, WAYS, regression
+from benchmarks.accumulation_ways import DDP_BF16, METHODS, regression
 from distmp.distributed.world import World
 from distmp.scaling.norms import CHUNK
 from tests.ranks import ranks
@@ -28,7 +28,7 @@ def test_every_way_has_the_gradient_of_the_mean(count: int) -> None:
         apart = exact(inputs.double()) - targets.double()
         (apart.square().mean() / (2 * count)).backward()
     expected = {name: parameter.grad for name, parameter in exact.named_parameters()}
-    for way, build in WAYS.items():
+    for way, build in METHODS.items():
         found = build(task).gradients(count)
         assert found.keys() == expected.keys(), way
         for name, gradient in expected.items():
@@ -41,7 +41,7 @@ def test_every_way_has_the_gradient_of_the_mean(count: int) -> None:
 def test_the_error_is_that_of_accumulating_alone() -> None:
     SHAPES["cpu"] = Shape(WIDTH, 2, 64, SAMPLES)
     world = World.current("cpu")
-    errors = {way: Rank(way, world).answer("error 64") for way in WAYS}
+    errors = {way: Rank(way, world).answer("error 64") for way in METHODS}
     assert errors.pop(DDP_BF16) > 1e-3
     assert max(errors.values()) < 1e-6
 
@@ -52,7 +52,7 @@ def test_memory_grows_with_the_microbatches_only_where_sums_are_kept_apart() -> 
     world = World.current("cpu")
     parameters = 2 * (128 * 128 + 128)
     padded = math.ceil(parameters / (2 * CHUNK)) * 2 * CHUNK
-    for way in WAYS:
+    for way in METHODS:
         few, many = (Rank(way, world).answer(f"peak {count}") for count in (8, 64))
         # One more set of FP32 buckets, of whole chunks for each rank, with each doubling.
         expected = 3 * 4 * padded / parameters if "reproducible" in way else 0

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.buckets.reduction import Exchange, Native, Reduction
+from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
 from tests.ranks import ranks
 
 SIZES = (64, 4096, 1024)
@@ -48,9 +48,9 @@ def all_kinds(*, sharded: bool) -> list[tuple[Reduction, float]]:
         for pairwise in (False, True)
     ]
     return [
-        (Native(group(), shard=sharded), 1e-7),
+        (AllReduce(group(), shard=sharded), 1e-7),
         *(
-            (Exchange(group(), shard=sharded, wire_dtype=wire, pairwise=pairwise), error)
+            (AllToAllReduce(group(), shard=sharded, wire_dtype=wire, pairwise=pairwise), error)
             for wire, pairwise, error in exchanges
         ),
     ]
@@ -82,7 +82,7 @@ def test_every_kind_on_four_ranks() -> None:
     expected = exact(4096, sharded=False)
     ring = bucket.bfloat16()
     dist.all_reduce(ring)
-    exchange = Exchange(group(), shard=True, wire_dtype=torch.bfloat16, pairwise=False)
+    exchange = AllToAllReduce(group(), shard=True, wire_dtype=torch.bfloat16, pairwise=False)
     exchange.launch(bucket)
     exchange.finish()
     once = relative_error(exchange.shard(bucket), exact(4096, sharded=True))
@@ -98,7 +98,7 @@ def test_sums_in_order_and_pairwise() -> None:
     found = []
     for pairwise in (False, True):
         bucket = mine.clone()
-        exchange = Exchange(group(), shard=False, wire_dtype=torch.float32, pairwise=pairwise)
+        exchange = AllToAllReduce(group(), shard=False, wire_dtype=torch.float32, pairwise=pairwise)
         exchange.launch(bucket)
         exchange.finish()
         found.append(bucket[0].item())

@@ -23,7 +23,7 @@ def step(
         for letter in letters:
             used.note(letter)
         used.end_microbatch(None if kept is None else torch.tensor(kept))
-    used.agree()
+    used.exchange_flags()
     used.end_step(skipped)
     return "".join(letter for letter in "abcd" if used.leaves_alone(letter))
 

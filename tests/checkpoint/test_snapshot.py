@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from distmp.checkpoint import store
 from distmp.checkpoint.snapshot import HostBuffers, HostParts, Snapshot, _whole_pages, written_here
 from distmp.errors import CheckpointError
-from distmp.utils.flat_shard import FlatSlice
+from distmp.utils.flat_shard import FlatShard
 from tests.checkpoint.test_store import assert_all_equal, plain_tensors
 from tests.ranks import ranks
 
 
-def uneven(rank: int, whole: Tensor) -> FlatSlice:
+def uneven(rank: int, whole: Tensor) -> FlatShard:
     """Return what rank 0 (a little) or 1 (the rest) of a sharded optimizer has of a tensor."""
     cut = whole.numel() // 3
     part = slice(0, cut) if rank == 0 else slice(cut, whole.numel())
-    return FlatSlice.of(whole.flatten()[part].clone(), whole.shape, part.start)
+    return FlatShard.of(whole.flatten()[part].clone(), whole.shape, part.start)
 
 
 def every_kind(rank: int) -> dict[str, Tensor]:
@@ -99,7 +99,7 @@ def test_the_memory_is_that_of_what_a_rank_writes_and_is_used_again() -> None:
     mesh = init_device_mesh("cpu", (2,))
     live: dict[str, Tensor] = {f"plain {n}": torch.randn(1000) for n in range(6)}
     live["sharded"] = distribute_tensor(torch.randn(200, 10), mesh, [Shard(0)])
-    live["slice"] = FlatSlice.of(torch.randn(1000), torch.Size([2000]), 1000 * rank)
+    live["slice"] = FlatShard.of(torch.randn(1000), torch.Size([2000]), 1000 * rank)
     buffers = HostBuffers()
     copied = complete(Snapshot(written_here(live, rank, 2), set(live), buffers))
     for tensor in copied.values():

@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from distmp.diagnosis.attribution import (
+    OverflowContext,
     OverflowReport,
     ParameterOverflow,
-    RankEvidence,
-    StepFacts,
+    RankOverflowStats,
     diagnose,
 )
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.diagnosis.probe import ForwardOverflow
 
 
-def facts(**changes: Any) -> StepFacts:
+def facts(**changes: Any) -> OverflowContext:
     values: dict[str, Any] = {
         "scale": 65536.0,
         "weight": 8.0,
@@ -28,10 +28,10 @@ def facts(**changes: Any) -> StepFacts:
         "has_masters": True,
         "exact": True,
     }
-    return StepFacts(**{**values, **changes})
+    return OverflowContext(**{**values, **changes})
 
 
-def seen(*values: float, **changes: Any) -> RankEvidence:
+def seen(*values: float, **changes: Any) -> RankOverflowStats:
     """What a rank saw in two microbatches whose finite gradients are `values`."""
     evidence: dict[str, Any] = {
         "losses": [1.0, 2.0],
@@ -47,7 +47,7 @@ def seen(*values: float, **changes: Any) -> RankEvidence:
         "histogram": ExponentHistogram(count_exponents(torch.tensor(values))),
         "largest_at_lowest": 1.0,
     }
-    return RankEvidence(**{**evidence, **changes})
+    return RankOverflowStats(**{**evidence, **changes})
 
 
 def overflow(name: str = "layers.3.weight", rank: int = 0, inf: int = 2) -> ParameterOverflow:

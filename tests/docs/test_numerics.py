@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.figures import ROOT
 from distmp.scaling import LossScaleConfig
-from distmp.scaling.verdict import CLIP_EPSILON, measure
+from distmp.scaling.step_decision import CLIP_EPSILON, local_stats
 
 PAGE = (ROOT / "docs" / "numerics.md").read_text()
 
@@ -36,6 +36,8 @@ def test_the_numbers_of_the_verdict_and_the_scale() -> None:
     assert f"doubles after {rules.growth_interval:,} clean steps" in PAGE
     assert (rules.growth_factor, rules.backoff_factor) == (2, 0.5)
     assert f"max_norm / (|g| + {CLIP_EPSILON:.0e}))".replace("e-06", "e-6") in PAGE
-    numbers = measure([], torch.zeros(()), torch.zeros(()), stop=False, device=torch.device("cpu"))
+    numbers = local_stats(
+        [], torch.zeros(()), torch.zeros(()), stop=False, device=torch.device("cpu")
+    )
     words = {6: "six", 7: "seven", 8: "eight"}
     assert f"One all-reduce of {words[numbers.numel()]} FP64 numbers" in PAGE

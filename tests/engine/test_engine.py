@@ -506,7 +506,7 @@ def test_one_small_collective_beside_the_gradients(strategy: str) -> None:
     of_fsdp = {"_allgather_base_", "alltoall_base_"}
     own = [name for name in collectives.names() if name not in of_fsdp]
     if strategy == "ddp":
-        assert own == ["allreduce_"] * 2  # the one bucket, and the verdict
+        assert own == ["allreduce_"] * 2  # the one bucket, and the decision
         assert len(collectives.found) == 2
     else:
         assert own == ["allreduce_"]

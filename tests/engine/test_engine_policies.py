@@ -68,7 +68,7 @@ def trained_as_said(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     assert {name: p.dtype for name, p in engine.module.named_parameters()} == expected
     stepped = {name: FP32 if chosen.has_masters else dtype for name, dtype in expected.items()}
     assert {name: weight.dtype for name, weight in weights(engine).items()} == stepped
-    # The verdict is smaller, and so is what ranks agree on in the first step.
+    # The decision is smaller, and so is what ranks agree on in the first step.
     assert {dtype for dtype, count in collectives.sent if count > 32} == {chosen.reduce_dtype}
     assert all(buffer.dtype == FP32 for buffer in engine._strategy.gradients()[0].tensors)
     state = snapshot(engine)

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from distmp.config import LockstepConfig, load
+from distmp.config import RankConsistencyConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
-from distmp.engine import Engine
-from distmp.engine import rank_consistency as lockstep
+from distmp.engine import Engine, rank_consistency
 from distmp.engine.rank_consistency import ROW, ROWS_AT_ONCE, compare, digests
 from distmp.errors import ConfigError, TrainingError
 from distmp.telemetry import Console
@@ -204,7 +203,7 @@ def test_the_first_difference_and_its_ranks_are_named() -> None:
     tensors["model/b"][3] += 1.0 if rank == 1 else 0.0
     tensors["model/c"][0] += 1.0 if rank == 2 else 0.0
     difference = compare(tensors, group(), CPU)
-    assert difference == lockstep.Difference("model/b", (1,), (0, 2), 2, 3, repairable=True)
+    assert difference == rank_consistency.Difference("model/b", (1,), (0, 2), 2, 3, repairable=True)
     assert str(difference) == (
         "parameter 'b' of rank 1 differs from that of ranks 0, 2 (2 of 3 tensors differ)"
     )
@@ -251,7 +250,7 @@ def test_ranks_of_a_smaller_group_are_named_as_in_the_world() -> None:
         difference = compare(tensors, smaller, CPU)
         assert difference is not None
         assert (difference.deviating, difference.others) == ((2,), (1,))
-        lockstep.broadcast(tensors, smaller, CPU)
+        rank_consistency.broadcast(tensors, smaller, CPU)
         assert tensors["x"] == 1
 
 
@@ -259,7 +258,7 @@ def test_ranks_of_a_smaller_group_are_named_as_in_the_world() -> None:
 def test_broadcast_keeps_memory_and_strides() -> None:
     base = torch.full((3, 4), float(dist.get_rank() + 1))
     view = base.t()[1:]
-    lockstep.broadcast({"view": view}, group(), CPU)
+    rank_consistency.broadcast({"view": view}, group(), CPU)
     assert (view == 1).all()
     assert (base[:, 0] == dist.get_rank() + 1).all()
 
@@ -299,18 +298,18 @@ CORRUPTIONS = {
 def test_each_kind_of_difference_stops_the_run_or_is_repaired() -> None:
     engine = make_engine(policy="fp16", strategy="ddp")
     train(engine, 2, TWO_RANKS)
-    assert lockstep.check(engine) is None
+    assert rank_consistency.check(engine) is None
     for what, named in CORRUPTIONS.items():
         before = snapshot(engine)
         if engine.world.rank == 1:
             corrupt(engine, what)
         with pytest.raises(TrainingError) as stopped:
-            lockstep.check(engine)
+            rank_consistency.check(engine)
         assert f"{named} of rank 1 differs from that of rank 0 (1 of " in str(stopped.value)
-        repaired = lockstep.check(engine, "repair")
+        repaired = rank_consistency.check(engine, "repair")
         assert repaired is not None
         assert repaired.deviating == (1,)
-        assert lockstep.check(engine) is None
+        assert rank_consistency.check(engine) is None
         assert_same_bits(snapshot(engine), before)
         for name, parameter in engine.module.named_parameters():
             assert torch.equal(parameter, before[f"model/{name}"].half()), what
@@ -327,7 +326,7 @@ def test_a_repaired_run_goes_on_as_one_that_was_never_broken(
     if engine.world.rank == 2:
         for tensor in engine.state_dict().values():
             flip_a_bit(tensor)
-    lockstep.check(engine, "repair")
+    rank_consistency.check(engine, "repair")
     train(engine, 2, FOUR_RANKS, first=2)
     train(untouched, 4, FOUR_RANKS)
     assert_same_bits(snapshot(engine), snapshot(untouched))
@@ -342,7 +341,7 @@ def test_the_repair_is_said_once() -> None:
     said: list[tuple[str, str]] = []
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
     logging.getLogger("distmp").addHandler(handler)
-    difference = lockstep.check(engine, "repair")
+    difference = rank_consistency.check(engine, "repair")
     expected = ("ERROR", f"ranks were out of step: {difference}; all ranks go on as rank 0")
     assert "'first.bias' of rank 1" in expected[1]
     assert said == ([expected] if engine.world.rank == 0 else [])
@@ -355,7 +354,7 @@ def test_a_rank_with_other_optimizer_state_cannot_be_repaired() -> None:
         weight = engine.optimizer.param_groups[0]["params"][0]
         engine.optimizer.state[weight]["extra"] = torch.ones(2)
     with pytest.raises(TrainingError, match="not even have the same tensors"):
-        lockstep.check(engine, "repair")
+        rank_consistency.check(engine, "repair")
 
 
 class _WithBuffer(nn.Module):
@@ -373,20 +372,20 @@ def test_buffers_and_shards_may_differ() -> None:
     model = _WithBuffer()
     engine = make_engine(model=model, strategy="ddp")
     model.seen += engine.world.rank
-    assert lockstep.check(engine) is None
+    assert rank_consistency.check(engine) is None
     sharded = make_engine(strategy="fsdp")
     train(sharded, 1, TWO_RANKS)
-    assert lockstep.check(sharded) is None
+    assert rank_consistency.check(sharded) is None
     if engine.world.rank == 1:
         corrupt(sharded, "engine/counts")
-    difference = lockstep.check(sharded, "repair")
+    difference = rank_consistency.check(sharded, "repair")
     assert difference is not None
     assert difference.name == "engine/counts"
-    assert lockstep.check(sharded) is None
+    assert rank_consistency.check(sharded) is None
 
 
 def test_a_process_alone_compares_nothing() -> None:
-    assert lockstep.check(make_engine()) is None
+    assert rank_consistency.check(make_engine()) is None
 
 
 # A whole run
@@ -421,12 +420,14 @@ def _corrupt_after(trainer: Trainer, step: int) -> None:
 
 @ranks(2)
 def _train_and_break(directory: str) -> None:
-    stopping = _trainer(directory, "--lockstep.every=2")
+    stopping = _trainer(directory, "--rank-consistency.every=2")
     _corrupt_after(stopping, 3)
     with pytest.raises(TrainingError, match=r"'norm.weight' of rank 1 differs"):
         stopping.train(StopSignals())
     assert stopping.progress.step == 4
-    repairing = _trainer(directory, "--lockstep.every=2", "--lockstep.on-difference=repair")
+    repairing = _trainer(
+        directory, "--rank-consistency.every=2", "--rank-consistency.on-difference=repair"
+    )
     _corrupt_after(repairing, 2)
     untouched = _trainer(directory)
     repairing.train(StopSignals())
@@ -446,12 +447,12 @@ def test_the_trainer_looks_every_so_many_steps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"every": -1}, "lockstep.every = -1: use 0 or more steps"),
-        ({"on_difference": "mend"}, "lockstep.on_difference = 'mend': use stop or repair"),
+        ({"every": -1}, "rank_consistency.every = -1: use 0 or more steps"),
+        ({"on_difference": "mend"}, "rank_consistency.on_difference = 'mend': use stop or repair"),
     ],
 )
 def test_settings_are_checked(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        LockstepConfig(**options)  # type: ignore[arg-type]
+        RankConsistencyConfig(**options)  # type: ignore[arg-type]
     assert str(caught.value) == message
-    assert dataclasses.asdict(LockstepConfig()) == {"every": 0, "on_difference": "stop"}
+    assert dataclasses.asdict(RankConsistencyConfig()) == {"every": 0, "on_difference": "stop"}

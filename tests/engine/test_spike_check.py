@@ -13,16 +13,18 @@ from hypothesis import strategies as st
 from distmp.engine import spike_check as divergence
 from distmp.engine.spike_check import DivergenceConfig, DivergenceGuard
 from distmp.errors import ConfigError
-from distmp.scaling.verdict import Verdict
+from distmp.scaling.step_decision import StepDecision
 
 CPU = torch.device("cpu")
 
 
-def verdict(loss: float, norm: float, *, overflow: bool = False, empty: bool = False) -> Verdict:
+def decision(
+    loss: float, norm: float, *, overflow: bool = False, empty: bool = False
+) -> StepDecision:
     def number(value: float) -> torch.Tensor:
         return torch.tensor(value, dtype=torch.float64)
 
-    return Verdict(
+    return StepDecision(
         overflow=torch.tensor(overflow),
         dropped=number(0),
         empty=torch.tensor(empty),
@@ -81,8 +83,8 @@ def test_limits_are_those_of_a_plain_reference(
         guard = DivergenceGuard(config, CPU)
         usable: list[tuple[float, float]] = []
         for loss, norm, kind in steps:
-            step = verdict(loss, norm, overflow=kind == "overflow", empty=kind == "empty")
-            found = guard.judge(step)
+            step = decision(loss, norm, overflow=kind == "overflow", empty=kind == "empty")
+            found = guard.check(step)
             expected = reference_limits(usable, config, window)
             limits = (float(found.loss_limit), float(found.norm_limit))
             assert limits == pytest.approx(expected, rel=1e-9)
@@ -112,13 +114,13 @@ def test_only_skip_leaves_an_update_out(action: str) -> None:
     config = DivergenceConfig(action, action, warmup_steps=2)  # type: ignore[arg-type]
     guard = DivergenceGuard(config, CPU)
     for loss in (2.0, 2.1, 1.9):
-        guard.remember(verdict(loss, 1.0))
-    for bad in (verdict(50.0, 1.0), verdict(2.0, 50.0)):
-        found = guard.judge(bad)
+        guard.remember(decision(loss, 1.0))
+    for bad in (decision(50.0, 1.0), decision(2.0, 50.0)):
+        found = guard.check(bad)
         assert bool(found.spike) == (action != "ignore")
         assert bool(found.skip) == (action == "skip")
         assert float(bad.skipping(found.skip).found_inf) == (action == "skip")
-    found = guard.judge(verdict(math.nan, 1.0))
+    found = guard.check(decision(math.nan, 1.0))
     assert not found.spike
     assert bool(found.skip) == (action == "skip")
 
@@ -127,27 +129,27 @@ def test_a_third_of_a_window_of_spikes_does_not_move_the_limits_far() -> None:
     guard = DivergenceGuard(DivergenceConfig(), CPU)
     generator = np.random.default_rng(1)
     for _ in range(200):
-        guard.remember(verdict(2 + 0.02 * generator.standard_normal(), 1.0))
-    before = float(guard.judge(verdict(2.0, 1.0)).loss_limit)
+        guard.remember(decision(2 + 0.02 * generator.standard_normal(), 1.0))
+    before = float(guard.check(decision(2.0, 1.0)).loss_limit)
     for _ in range(divergence.WINDOW // 3):
-        step = verdict(9.0, 1.0)
-        assert guard.judge(step).spike
+        step = decision(9.0, 1.0)
+        assert guard.check(step).spike
         guard.remember(step)
-    assert float(guard.judge(verdict(2.0, 1.0)).loss_limit) < before + 0.3
+    assert float(guard.check(decision(2.0, 1.0)).loss_limit) < before + 0.3
     # A run that stays where it is, is left in peace.
     for _ in range(divergence.WINDOW // 3):
-        guard.remember(verdict(9.0, 1.0))
-    assert not guard.judge(verdict(9.0, 1.0)).spike
+        guard.remember(decision(9.0, 1.0))
+    assert not guard.check(decision(9.0, 1.0)).spike
 
 
 def test_a_guard_without_rules_finds_nothing() -> None:
     guard = DivergenceGuard(None, CPU)
     for loss in (2.0, 900.0, math.nan):
-        found = guard.judge(verdict(loss, loss))
+        found = guard.check(decision(loss, loss))
         assert not found.spike
         assert not found.skip
         assert math.isinf(found.loss_limit)
-        guard.remember(verdict(loss, loss))
+        guard.remember(decision(loss, loss))
     assert not guard.state_dict()["values"].any()
 
 
@@ -160,7 +162,7 @@ def test_a_guard_without_rules_finds_nothing() -> None:
         ({"norm_threshold": math.nan}, "divergence.norm_threshold = nan: use a number above 0"),
         ({"warmup_steps": 0}, "divergence.warmup_steps = 0: use 1 or more steps"),
         ({"max_rollbacks": -1}, "divergence.max_rollbacks = -1: use 0 or more"),
-        ({"pass_over": -1}, "divergence.pass_over = -1: use 0 or more"),
+        ({"skip_data_steps": -1}, "divergence.skip_data_steps = -1: use 0 or more"),
     ],
 )
 def test_settings_are_checked(options: dict[str, object], message: str) -> None:

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from distmp.distributed.progress import Activity
 from distmp.distributed.rendezvous_store import HashStore
 from distmp.faults import stacks, watchdog
-from distmp.faults.hang_report import Report, Silence, report
-from distmp.faults.peers import Answer, Ending, Peers, Place, Status
+from distmp.faults.hang_report import HangReport, Silence, report
+from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
 from distmp.faults.watchdog import Observer, Watchdog
 from distmp.utils import frames
 from tests.ranks import ranks
@@ -64,29 +64,34 @@ def test_while_some_rank_gets_further_there_is_no_hang(events: list[tuple[int, f
     assert observer.see(seen, now + 10.1)
 
 
-def answer(waits_in: str = "", collectives: int = 7, doing: str = "step 3, verdict") -> Answer:
+def answer(waits_in: str = "", collectives: int = 7, doing: str = "step 3, decision") -> Answer:
     return Answer(doing, 12.0, waits_in, collectives, "all_reduce", '  File "x.py", line 1\n')
 
 
-def told(answers: dict[int, Answer], silent: dict[int, Silence] | None = None) -> Report:
+def told(answers: dict[int, Answer], silent: dict[int, Silence] | None = None) -> HangReport:
     everyone = statuses(*[12.0] * (len(answers) + len(silent or {})))
     return report(everyone, answers, silent or {}, len(everyone))
 
 
-WAITS = answer("all_reduce (agree, verdict.py:1)")
+WAITS = answer("all_reduce (all_reduce_stats, decision.py:1)")
 
 
 def test_a_rank_in_no_collective_is_late() -> None:
     said = told({0: WAITS, 1: answer(doing="step 3, loading data"), 2: WAITS})
-    assert said.summary == ("rank 1 late for 12 s; ranks 0, 2 in all_reduce (agree, verdict.py:1)")
+    assert said.summary == (
+        "rank 1 late for 12 s; ranks 0, 2 in all_reduce (all_reduce_stats, decision.py:1)"
+    )
     assert "rank 1 of 3 is late: step 3, loading data for 12 s\n" in said.text
     assert 'File "x.py", line 1' in said.text
-    assert "ranks 0, 2 wait in all_reduce (agree, verdict.py:1): step 3, verdict" in said.text
+    assert (
+        "ranks 0, 2 wait in all_reduce (all_reduce_stats, decision.py:1): step 3, decision"
+        in said.text
+    )
 
 
 def test_a_rank_in_an_earlier_collective_is_late() -> None:
     said = told({0: WAITS, 1: answer("broadcast (begin, x.py:2)", collectives=6)})
-    assert "rank 1 of 2 is late: step 3, verdict for 12 s, waiting in broadcast" in said.text
+    assert "rank 1 of 2 is late: step 3, decision for 12 s, waiting in broadcast" in said.text
 
 
 def test_ranks_in_different_collectives_do_not_run_the_same_code() -> None:
@@ -98,7 +103,10 @@ def test_ranks_in_different_collectives_do_not_run_the_same_code() -> None:
 def test_all_ranks_in_one_collective_wait_for_the_network() -> None:
     said = told({0: WAITS, 1: WAITS})
     assert "look at the network" in said.text
-    assert said.summary == "all ranks wait for 12 s; they in all_reduce (agree, verdict.py:1)"
+    assert (
+        said.summary
+        == "all ranks wait for 12 s; they in all_reduce (all_reduce_stats, decision.py:1)"
+    )
 
 
 def test_of_many_late_ranks_a_few_are_shown() -> None:
@@ -274,7 +282,7 @@ def test_a_process_that_is_gone_is_named_unless_it_had_left(
     mine, others = Peers(store, 0, 2), Peers(store, 1, 2)
     for peers, pid in ((mine, os.getpid()), (others, 2**22 + 1)):
         peers.beat(Status(1, 0.0, LIMIT, ""))
-        peers.introduce(Place(socket.gethostname(), pid, 0))
+        peers.introduce(RankPlace(socket.gethostname(), pid, 0))
     others.leave()
     dog = watch(mine, Activity())
     assert not dog.bury()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from distmp.errors import ConfigError
-from distmp.launcher.choice import Choice
+from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job, detect
 from distmp.launcher.network import AddressError, Network
 from distmp.launcher.plan import Given, Machine, Plan, make_plan, port_of, split_endpoint
@@ -18,13 +18,15 @@ LOCAL = Job("local", "nothing")
 SECOND = Job(
     "slurm",
     "SLURM_JOB_ID=7",
-    nodes=Choice(2, "nodes"),
-    node_rank=Choice(1, "SLURM_NODEID"),
-    head=Choice("n1", "list"),
-    name=Choice("7.0", "job"),
+    nodes=ExplainedValue(2, "nodes"),
+    node_rank=ExplainedValue(1, "SLURM_NODEID"),
+    head=ExplainedValue("n1", "list"),
+    name=ExplainedValue("7.0", "job"),
     hosts=("n1", "n2"),
 )
-FIRST = replace(SECOND, node_rank=Choice(0, "SLURM_NODEID"), head=Choice("n2", "list"))
+FIRST = replace(
+    SECOND, node_rank=ExplainedValue(0, "SLURM_NODEID"), head=ExplainedValue("n2", "list")
+)
 
 
 def plan(
@@ -33,7 +35,7 @@ def plan(
     machines: Network | None = None,
     variables: dict[str, str] | None = None,
 ) -> Plan:
-    machine = Machine(machines or network(), 16, Choice(4, "GPUs"))
+    machine = Machine(machines or network(), 16, ExplainedValue(4, "GPUs"))
     return make_plan(given, job, machine, variables or {})
 
 
@@ -77,7 +79,7 @@ def test_the_first_machine_is_known_by_its_address_not_its_name() -> None:
 def test_both_machines_agree() -> None:
     """All but `is_host`, the address and the interface must be the same on every machine."""
     first = plan(
-        replace(SECOND, node_rank=Choice(0, "SLURM_NODEID")),
+        replace(SECOND, node_rank=ExplainedValue(0, "SLURM_NODEID")),
         machines=network(interfaces={"lo": ("127.0.0.1",), "ib0": ("10.0.0.1",)}),
     )
     own = ("--local-addr", "--rdzv-conf")
@@ -160,7 +162,7 @@ def test_a_wrong_interface_is_named(interface: str, problem: str) -> None:
 
 def test_a_head_without_an_address_is_an_error() -> None:
     with pytest.raises(AddressError, match="'n9' has no address here") as error:
-        plan(replace(SECOND, head=Choice("n9", "list")))
+        plan(replace(SECOND, head=ExplainedValue("n9", "list")))
     assert "--rdzv-endpoint" in str(error.value)
 
 
@@ -187,7 +189,7 @@ def test_machines_that_are_all_this_one() -> None:
 
 def test_a_first_machine_with_another_address_is_an_error() -> None:
     with pytest.raises(ConfigError, match="this is the first host") as error:
-        plan(replace(FIRST, head=Choice("n1", "list")))
+        plan(replace(FIRST, head=ExplainedValue("n1", "list")))
     assert "eth1 (10.0.0.2)" in str(error.value)
 
 

@@ -6,10 +6,15 @@ import pytest
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel.accumulation import Facts, bytes_per_step, choose, least_free_bytes
+from distmp.parallel.accumulation import (
+    AccumulationMemory,
+    bytes_per_step,
+    choose,
+    least_free_bytes,
+)
 from tests.ranks import ranks
 
-FACTS = Facts(
+FACTS = AccumulationMemory(
     elements=1_000_000_000,
     free_bytes=100_000_000_000,
     shard_size=8,
@@ -50,11 +55,11 @@ def test_what_is_configured_is_taken() -> None:
 
 
 def test_bytes_are_those_of_rings() -> None:
-    facts = FACTS._replace(elements=800, replicas=2, microbatches=3)
+    memory = FACTS._replace(elements=800, replicas=2, microbatches=3)
     scatter, across = 7 * 100 * 4, 2 * 100 * 4 // 2
-    assert bytes_per_step("unsharded", facts) == scatter + across
-    assert bytes_per_step("hybrid", facts) == 3 * scatter + across
-    assert bytes_per_step("sharded", facts) == 3 * (scatter + across)
+    assert bytes_per_step("unsharded", memory) == scatter + across
+    assert bytes_per_step("hybrid", memory) == 3 * scatter + across
+    assert bytes_per_step("sharded", memory) == 3 * (scatter + across)
 
 
 @ranks(2)

@@ -32,7 +32,10 @@ def world(size: int) -> World:
         ("--sharding.offload --strategy fsdp1", "is for the strategies fsdp and hsdp, and"),
         ("--compile block", "compile = 'block'"),
         ("--activation-checkpointing all", "activation_checkpointing = 'all'"),
-        ("--lockstep.every 5 --strategy fsdp1", "lockstep.every = 5: FSDP1 does not tell"),
+        (
+            "--rank-consistency.every 5 --strategy fsdp1",
+            "rank_consistency.every = 5: FSDP1 does not tell",
+        ),
     ],
 )
 def test_what_would_be_ignored_or_wrong_is_refused(arguments: str, message: str) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.checkpoint import store
-from distmp.engine import rank_consistency as lockstep
+from distmp.engine import rank_consistency
 from distmp.errors import ConfigError
 from tests.ranks import run_ranks
 from tests.reference import (
@@ -63,7 +63,7 @@ def compare_with_replicated() -> None:
                 assert parameter.dtype == parameters[name].dtype
                 torch.testing.assert_close(parameter, parameters[name], rtol=1e-2, atol=1e-5)
             # Parameters that the module computes with are the same everywhere.
-            assert lockstep.check(sharded) is None
+            assert rank_consistency.check(sharded) is None
             check_shares(sharded, world_size)
 
 

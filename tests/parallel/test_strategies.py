@@ -138,7 +138,7 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
             if options["strategy"] != "ddp":
                 assert observed.gathered() == {GATHERED[precision]}
                 assert travels["alltoall_base_"] == {FP32}
-            # The verdict, and what goes between the copies of hsdp.
+            # The decision, and what goes between the copies of hsdp.
             between = {FP32} if options["strategy"] in ("hsdp", "ddp") else set()
             reduced = {dtype for dtype in travels["allreduce_"] if dtype.is_floating_point}
             assert reduced == {torch.float64} | between

@@ -282,11 +282,11 @@ def load(engine: Engine, saved: dict[str, Tensor]) -> None:
 def fill(tensor: Tensor, whole: Tensor) -> None:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    from distmp.utils.flat_shard import FlatSlice
+    from distmp.utils.flat_shard import FlatShard
 
     if isinstance(tensor, DTensor):
         tensor.copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements))
-    elif isinstance(tensor, FlatSlice):
+    elif isinstance(tensor, FlatShard):
         flat = whole.reshape(-1)[tensor.start : tensor.start + tensor.numel()]
         tensor.copy_(flat.view(tensor.shape))
     else:

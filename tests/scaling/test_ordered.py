@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distmp.scaling import GradientPart, measure, ordered_total
+from distmp.scaling import GradientPart, local_stats, ordered_total
 from distmp.scaling.norms import CHUNK
 from distmp.scaling.ordered import chunk_squares, pairwise_sum
 from tests.ranks import run_ranks
@@ -89,7 +89,7 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
         assert run_ranks(totals, world_size) == [alone] * world_size
     for seed in SEEDS:
         losses, weights = leaf_numbers(seed)
-        expected = measure(
+        expected = local_stats(
             [GradientPart(buckets(seed), replicas=1)],
             losses.sum(),
             weights.sum(),

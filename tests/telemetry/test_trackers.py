@@ -86,7 +86,7 @@ def start(names: list[str], folder: Path, complaints: list[str], **options: Any)
 def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None:
     complaints: list[str] = []
     loggers = start([NAME], tmp_path, complaints)
-    loggers.write(record(step=1, skipped=True, overflow={"verdict": "x"}))
+    loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
     loggers.write(record(step=2, validation_loss=1.5))
     loggers.close()
     project, _, configuration, first, second, finished = told(tmp_path)

@@ -18,7 +18,7 @@ CUDA = (
 
 
 def text(config: RunConfig | None, world_size: int = 4) -> str:
-    told = advice(torch.OutOfMemoryError(CUDA), config, world_size, "step 3, verdict")
+    told = advice(torch.OutOfMemoryError(CUDA), config, world_size, "step 3, decision")
     assert told is not None
     return told
 

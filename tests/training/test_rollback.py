@@ -138,7 +138,7 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
         assert first is not None
         assert "is above its limit of" in first["rolled_back"].pop("problem")
         assert first == {
-            "rolled_back": {"from_step": 9, "to_step": 6, "samples_passed_over": 3 * BATCH}
+            "rolled_back": {"from_step": 9, "to_step": 6, "samples_skipped": 3 * BATCH}
         }
         assert {record.divergence is None for record in told if record.step != 7} == {True}
         numbers = store.read_numbers(folder / "run" / "checkpoints" / "step-000014")

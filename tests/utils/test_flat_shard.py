@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.errors import CheckpointError
-from distmp.utils.flat_shard import FlatSlice, rectangles, whole_shape
+from distmp.utils.flat_shard import FlatShard, rectangles, whole_shape
 from tests.ranks import run_ranks
 
 
@@ -44,12 +44,12 @@ def test_rectangles_cover_the_run_once_and_in_its_order(
 
 def test_a_slice_is_a_plain_tensor_to_every_operation() -> None:
     values = torch.arange(6.0)
-    part = FlatSlice.of(values, torch.Size([4, 5]), 7)
+    part = FlatShard.of(values, torch.Size([4, 5]), 7)
     assert whole_shape(part) == (4, 5)
     assert whole_shape(values) == (6,)
     assert type(part + 1) is Tensor
     again = pickle.loads(pickle.dumps(part))
-    assert (type(again), again.start, again.whole_shape) == (FlatSlice, 7, (4, 5))
+    assert (type(again), again.start, again.whole_shape) == (FlatShard, 7, (4, 5))
     assert torch.equal(again + 0, values)
     part.copy_(torch.ones(6))
     assert values.tolist() == [1.0] * 6
@@ -68,7 +68,7 @@ def part_of(name: str, values: Tensor) -> Tensor:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = values.numel()
     start, stop = rank * size // world_size, (rank + 1) * size // world_size
-    return FlatSlice.of(values.reshape(-1)[start:stop].clone(), values.shape, start)
+    return FlatShard.of(values.reshape(-1)[start:stop].clone(), values.shape, start)
 
 
 def save(directory: Path) -> None:
@@ -87,11 +87,11 @@ def load(path: Path, *, as_slices: bool) -> None:
 
 
 def test_a_copy_of_a_slice_is_a_slice_of_the_same_place() -> None:
-    slice_ = FlatSlice.of(torch.arange(4.0), torch.Size([3, 2]), 1)
+    slice_ = FlatShard.of(torch.arange(4.0), torch.Size([3, 2]), 1)
     state = copy.deepcopy({"first": slice_, "again": slice_})
     assert state["first"] is state["again"]
     copied = state["first"]
-    assert isinstance(copied, FlatSlice)
+    assert isinstance(copied, FlatShard)
     assert (copied.whole_shape, copied.start) == (slice_.whole_shape, slice_.start)
     copied.zero_()
     assert slice_.tolist() == [0, 1, 2, 3]
@@ -121,6 +121,6 @@ def test_a_slice_of_another_shape_does_not_fit(tmp_path: Path) -> None:
     save(tmp_path)
     checkpoint = store.latest(tmp_path)
     assert checkpoint is not None
-    wrong = FlatSlice.of(torch.zeros(35), torch.Size([5, 7]), 0)
+    wrong = FlatShard.of(torch.zeros(35), torch.Size([5, 7]), 0)
     with pytest.raises(CheckpointError, match=r"'matrix' has shape \[7, 5\] in it, not \[5, 7\]"):
         store.load(checkpoint, {"matrix": wrong})

@@ -16,7 +16,7 @@ SAME_SPEED = 1.05
 
 
 @dataclass(frozen=True)
-class Measured:
+class PolicyResult:
     """A policy that the run can have.
 
     Attributes:
@@ -45,7 +45,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Refused:
+class PolicyRefused:
     """A policy that the run cannot have, and why."""
 
     reason: str
@@ -58,12 +58,12 @@ class Comparison:
     steps: int
     world_size: int
     tolerance: float
-    found: dict[str, Measured | Refused]
+    found: dict[str, PolicyResult | PolicyRefused]
 
     @property
-    def measured(self) -> dict[str, Measured]:
+    def measured(self) -> dict[str, PolicyResult]:
         """Policies that ran."""
-        return {name: one for name, one in self.found.items() if isinstance(one, Measured)}
+        return {name: one for name, one in self.found.items() if isinstance(one, PolicyResult)}
 
     def apart(self, name: str) -> float:
         """Return the relative difference of a policy's last loss from that of the first."""
@@ -97,7 +97,7 @@ class Comparison:
             "reason": reason,
             "policies": {
                 name: {"refused": one.reason}
-                if isinstance(one, Refused)
+                if isinstance(one, PolicyRefused)
                 else {
                     "reason": one.reason,
                     "losses": [loss if math.isfinite(loss) else None for loss in one.losses],
@@ -115,7 +115,7 @@ def report(compared: Comparison) -> str:
     head = ("policy", "ms a step", "memory", "last loss", "apart", "skipped", "")
     rows = [head]
     for name, one in compared.found.items():
-        if isinstance(one, Refused):
+        if isinstance(one, PolicyRefused):
             rows.append((name, "", "", "", "", "", f"refused: {one.reason}"))
             continue
         rows.append(

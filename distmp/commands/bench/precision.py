@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from distmp.commands.bench.comparison import Comparison, Measured, Refused, draw, report
+from distmp.commands.bench.comparison import Comparison, PolicyRefused, PolicyResult, draw, report
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, all_or_none, join, leave
@@ -106,7 +106,7 @@ def compare(config: BenchPrecisionConfig, world: World) -> Comparison:
 
 def measure(
     config: BenchPrecisionConfig, world: World, name: str, *, steps: int
-) -> Measured | Refused:
+) -> PolicyResult | PolicyRefused:
     """Train under one policy; every rank has to call it.
 
     Returns:
@@ -120,7 +120,7 @@ def measure(
             lambda: build_engine(config, parts, world, policy=name, attribution=False),
         )
     except SetupError as error:
-        return Refused(str(error))
+        return PolicyRefused(str(error))
     losses, seconds, skipped = [], [], 0
     with closing(training_batches(config, parts, world, Progress())) as batches:
         for _ in range(steps):
@@ -135,7 +135,7 @@ def measure(
     if world.group is not None:
         torch.distributed.all_reduce(memory, torch.distributed.ReduceOp.MAX, world.group)
     _, reason = resolve(name, world.device)
-    return Measured(reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped)
+    return PolicyResult(reason, tuple(losses), tuple(seconds[WARM_UP:]), int(memory), skipped)
 
 
 if __name__ == "__main__":

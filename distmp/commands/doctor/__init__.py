@@ -1,1 +1,1 @@
-"""Whether this machine is fit to train: facts are gathered first, then judged one by one."""
+"""Whether this machine is fit to train: machine are gathered first, then judged one by one."""

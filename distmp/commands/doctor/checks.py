@@ -1,4 +1,4 @@
-"""What follows from the facts: each check is a pure function of them."""
+"""What follows from the machine: each check is a pure function of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from ipaddress import ip_address
 from typing import Literal, NamedTuple
 
-from distmp.commands.doctor.machine_info import Facts
+from distmp.commands.doctor.machine_info import MachineInfo
 from distmp.utils.units import bytes_text
 
 Status = Literal["PASS", "WARN", "FAIL"]
@@ -41,7 +41,7 @@ _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OFF = ("", "0", "false", "no", "off")
 
 
-class Finding(NamedTuple):
+class CheckResult(NamedTuple):
     """What a check says.
 
     Attributes:
@@ -56,285 +56,287 @@ class Finding(NamedTuple):
     remedy: str = ""
 
 
-Check = Callable[[Facts], "Iterator[Finding]"]
+Check = Callable[[MachineInfo], "Iterator[CheckResult]"]
 
 
-def _versions(facts: Facts) -> Iterator[Finding]:
-    told = ", ".join(f"{name} {version or 'none'}" for name, version in facts.versions.items())
+def _versions(machine: MachineInfo) -> Iterator[CheckResult]:
+    told = ", ".join(f"{name} {version or 'none'}" for name, version in machine.versions.items())
     for name, oldest in (("python", OLDEST_PYTHON), ("torch", OLDEST_TORCH)):
-        if _release(facts.versions[name] or "0") < oldest:
+        if _release(machine.versions[name] or "0") < oldest:
             wanted = ".".join(map(str, oldest))
-            yield Finding("FAIL", told, f"distmp needs {name} {wanted} or later")
+            yield CheckResult("FAIL", told, f"distmp needs {name} {wanted} or later")
             return
-    yield Finding("PASS", told)
+    yield CheckResult("PASS", told)
 
 
-def _cuda(facts: Facts) -> Iterator[Finding]:
-    if facts.cuda_driver is None and facts.cuda_devices == 0:
-        yield Finding("PASS", "no GPU; runs use the CPU")
-    elif facts.cuda_build is None:
-        yield Finding(
+def _cuda(machine: MachineInfo) -> Iterator[CheckResult]:
+    if machine.cuda_driver is None and machine.cuda_devices == 0:
+        yield CheckResult("PASS", "no GPU; runs use the CPU")
+    elif machine.cuda_build is None:
+        yield CheckResult(
             "FAIL",
-            f"the driver runs CUDA {facts.cuda_driver}, but this torch is built without CUDA",
+            f"the driver runs CUDA {machine.cuda_driver}, but this torch is built without CUDA",
             "install a build of torch for CUDA",
         )
-    elif facts.cuda_driver and _release(facts.cuda_driver)[0] < _release(facts.cuda_build)[0]:
-        yield Finding(
+    elif machine.cuda_driver and _release(machine.cuda_driver)[0] < _release(machine.cuda_build)[0]:
+        yield CheckResult(
             "FAIL",
-            f"torch is built for CUDA {facts.cuda_build}, the driver runs up to "
-            f"{facts.cuda_driver}",
-            f"install a newer driver, or a torch built for CUDA {_release(facts.cuda_driver)[0]}",
+            f"torch is built for CUDA {machine.cuda_build}, the driver runs up to "
+            f"{machine.cuda_driver}",
+            f"install a newer driver, or a torch built for CUDA {_release(machine.cuda_driver)[0]}",
         )
-    elif facts.cuda_devices == 0:
-        yield Finding(
+    elif machine.cuda_devices == 0:
+        yield CheckResult(
             "FAIL",
             "there is a driver, but torch sees no GPU",
             "look at CUDA_VISIBLE_DEVICES, at nvidia-smi, and whether this container was given any",
         )
     else:
-        driver = facts.cuda_driver or "of an unknown version"
-        yield Finding(
+        driver = machine.cuda_driver or "of an unknown version"
+        yield CheckResult(
             "PASS",
-            f"{facts.cuda_devices} devices; torch for CUDA {facts.cuda_build}, driver {driver}",
+            f"{machine.cuda_devices} devices; torch for CUDA {machine.cuda_build}, driver {driver}",
         )
 
 
-def _gpus(facts: Facts) -> Iterator[Finding]:
-    kinds = sorted({gpu.name for gpu in facts.gpus})
+def _gpus(machine: MachineInfo) -> Iterator[CheckResult]:
+    kinds = sorted({gpu.name for gpu in machine.gpus})
     if len(kinds) > 1:
-        yield Finding(
+        yield CheckResult(
             "WARN",
             f"different GPUs: {', '.join(kinds)}",
             "a run goes at the speed of the slowest; choose with CUDA_VISIBLE_DEVICES",
         )
-    for index, gpu in enumerate(facts.gpus):
+    for index, gpu in enumerate(machine.gpus):
         name = f"GPU {index}, {gpu.name}"
         if gpu.ecc_errors:
-            yield Finding(
+            yield CheckResult(
                 "FAIL",
                 f"{name}: {gpu.ecc_errors} memory errors that could not be corrected",
                 "drain the machine and reset the GPU; replace it if they come back",
             )
         if gpu.throttled:
-            yield Finding(
+            yield CheckResult(
                 "WARN",
                 f"{name}: slowed down by heat or power",
                 "look at `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and at the cooling",
             )
         if gpu.memory_bytes and (gpu.used_bytes or 0) > BUSY_GPU_SHARE * gpu.memory_bytes:
-            yield Finding(
+            yield CheckResult(
                 "WARN",
                 f"{name}: {bytes_text(gpu.used_bytes or 0)} of its memory taken",
                 "see `nvidia-smi` for the processes that hold it",
             )
-    if facts.gpus:
-        memory = ", ".join(f"{g.name} {bytes_text(g.memory_bytes or 0)}" for g in facts.gpus)
-        yield Finding("PASS", memory)
+    if machine.gpus:
+        memory = ", ".join(f"{g.name} {bytes_text(g.memory_bytes or 0)}" for g in machine.gpus)
+        yield CheckResult("PASS", memory)
 
 
-def _dtypes(facts: Facts) -> Iterator[Finding]:
-    native = ", ".join(facts.native_dtypes) or "float32 only"
-    yield Finding("PASS", f"computed natively: {native}")
+def _dtypes(machine: MachineInfo) -> Iterator[CheckResult]:
+    native = ", ".join(machine.native_dtypes) or "float32 only"
+    yield CheckResult("PASS", f"computed natively: {native}")
 
 
-def _choices(facts: Facts) -> Iterator[Finding]:
-    yield Finding("PASS", f"policy {facts.policy}; strategy {facts.strategy}")
+def _choices(machine: MachineInfo) -> Iterator[CheckResult]:
+    yield CheckResult("PASS", f"policy {machine.policy}; strategy {machine.strategy}")
 
 
-def _cores(facts: Facts) -> Iterator[Finding]:
-    granted = min(facts.usable_cores, facts.core_quota or facts.cores)
-    if granted < facts.cores:
-        threads = facts.environment.get("OMP_NUM_THREADS")
-        message = f"{granted:g} of {facts.cores} cores may be used"
+def _cores(machine: MachineInfo) -> Iterator[CheckResult]:
+    granted = min(machine.usable_cores, machine.core_quota or machine.cores)
+    if granted < machine.cores:
+        threads = machine.environment.get("OMP_NUM_THREADS")
+        message = f"{granted:g} of {machine.cores} cores may be used"
         if threads is None:
-            yield Finding(
+            yield CheckResult(
                 "WARN",
                 f"{message}; libraries that count cores start too many threads",
                 "set OMP_NUM_THREADS to cores per rank; `distmp launch` does it by the cores that "
                 "a process may run on",
             )
             return
-        yield Finding("PASS", f"{message}; OMP_NUM_THREADS={threads}")
+        yield CheckResult("PASS", f"{message}; OMP_NUM_THREADS={threads}")
         return
-    yield Finding("PASS", f"{facts.cores} cores")
+    yield CheckResult("PASS", f"{machine.cores} cores")
 
 
-def _threads(facts: Facts) -> Iterator[Finding]:
-    text = facts.environment.get("OMP_NUM_THREADS")
+def _threads(machine: MachineInfo) -> Iterator[CheckResult]:
+    text = machine.environment.get("OMP_NUM_THREADS")
     if text is None:
-        yield Finding("PASS", "OMP_NUM_THREADS is not set; `distmp launch` sets it")
+        yield CheckResult("PASS", "OMP_NUM_THREADS is not set; `distmp launch` sets it")
     elif not text.isdecimal():
-        yield Finding("WARN", f"OMP_NUM_THREADS={text} is not a number", "set it to a number")
-    elif int(text) > facts.usable_cores:
-        yield Finding(
+        yield CheckResult("WARN", f"OMP_NUM_THREADS={text} is not a number", "set it to a number")
+    elif int(text) > machine.usable_cores:
+        yield CheckResult(
             "WARN",
-            f"OMP_NUM_THREADS={text}, with {facts.usable_cores} cores to use",
+            f"OMP_NUM_THREADS={text}, with {machine.usable_cores} cores to use",
             "set it to cores per rank, or unset it and use `distmp launch`",
         )
     else:
-        yield Finding("PASS", f"OMP_NUM_THREADS={text}")
+        yield CheckResult("PASS", f"OMP_NUM_THREADS={text}")
 
 
-def _memory(facts: Facts) -> Iterator[Finding]:
-    free = min(facts.available_bytes, facts.memory_limit or facts.available_bytes)
-    limit = f", limit {bytes_text(facts.memory_limit)}" if facts.memory_limit else ""
+def _memory(machine: MachineInfo) -> Iterator[CheckResult]:
+    free = min(machine.available_bytes, machine.memory_limit or machine.available_bytes)
+    limit = f", limit {bytes_text(machine.memory_limit)}" if machine.memory_limit else ""
     message = f"{bytes_text(free)} to use{limit}"
     if free < LITTLE_MEMORY_BYTES:
-        yield Finding("WARN", message, "end what else runs here, or raise the limit of the job")
+        yield CheckResult("WARN", message, "end what else runs here, or raise the limit of the job")
     else:
-        yield Finding("PASS", message)
+        yield CheckResult("PASS", message)
 
 
-def _shared_memory(facts: Facts) -> Iterator[Finding]:
-    if facts.shm_bytes is None:
-        yield Finding(
+def _shared_memory(machine: MachineInfo) -> Iterator[CheckResult]:
+    if machine.shm_bytes is None:
+        yield CheckResult(
             "FAIL",
             "there is no /dev/shm, through which data workers and NCCL pass data",
             "mount a tmpfs there (`docker run --shm-size=16g`; in Kubernetes an emptyDir with "
             "medium: Memory)",
         )
-    elif facts.shm_bytes < SMALL_SHM_BYTES:
-        yield Finding(
+    elif machine.shm_bytes < SMALL_SHM_BYTES:
+        yield CheckResult(
             "WARN",
-            f"/dev/shm has {bytes_text(facts.shm_bytes)}; data workers and NCCL may run out of it",
+            f"/dev/shm has {bytes_text(machine.shm_bytes)}; data workers and NCCL may fill it",
             "`docker run --shm-size=16g`, in Kubernetes an emptyDir with medium: Memory",
         )
     else:
-        yield Finding("PASS", f"/dev/shm has {bytes_text(facts.shm_bytes)}")
+        yield CheckResult("PASS", f"/dev/shm has {bytes_text(machine.shm_bytes)}")
 
 
-def _limits(facts: Facts) -> Iterator[Finding]:
-    files, processes = facts.limits["open_files"], facts.limits["processes"]
-    locked = facts.limits["locked_bytes"]
+def _limits(machine: MachineInfo) -> Iterator[CheckResult]:
+    files, processes = machine.limits["open_files"], machine.limits["processes"]
+    locked = machine.limits["locked_bytes"]
     if files is not None and files < FEW_FILES:
-        yield Finding("WARN", f"{files} open files at most", "`ulimit -n 65536` before the launch")
+        yield CheckResult(
+            "WARN", f"{files} open files at most", "`ulimit -n 65536` before the launch"
+        )
     if processes is not None and processes < FEW_PROCESSES:
-        yield Finding("WARN", f"{processes} processes at most", "`ulimit -u 65536`")
-    if locked is not None and facts.rdma_devices:
-        yield Finding(
+        yield CheckResult("WARN", f"{processes} processes at most", "`ulimit -u 65536`")
+    if locked is not None and machine.rdma_devices:
+        yield CheckResult(
             "FAIL",
-            f"{bytes_text(locked)} of locked memory at most, and {', '.join(facts.rdma_devices)} "
+            f"{bytes_text(locked)} of locked memory at most, and {', '.join(machine.rdma_devices)} "
             "has to lock its buffers",
             "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1`",
         )
-    told = ", ".join(f"{name} {_limit(limit)}" for name, limit in facts.limits.items())
-    yield Finding("PASS", told)
+    told = ", ".join(f"{name} {_limit(limit)}" for name, limit in machine.limits.items())
+    yield CheckResult("PASS", told)
 
 
-def _disk(facts: Facts) -> Iterator[Finding]:
-    folder = facts.folder
+def _disk(machine: MachineInfo) -> Iterator[CheckResult]:
+    folder = machine.folder
     message = f"{folder.path}: {bytes_text(folder.free_bytes)} free"
     if folder.problem is not None:
-        yield Finding(
+        yield CheckResult(
             "FAIL", f"{folder.path}: cannot be written ({folder.problem})", "choose another run_dir"
         )
     elif folder.free_bytes < NO_DISK_BYTES:
-        yield Finding("FAIL", message, "make room for checkpoints, or choose another run_dir")
+        yield CheckResult("FAIL", message, "make room for checkpoints, or choose another run_dir")
     elif folder.free_bytes < LITTLE_DISK_BYTES:
-        yield Finding("WARN", message, "make room for checkpoints, or choose another run_dir")
+        yield CheckResult("WARN", message, "make room for checkpoints, or choose another run_dir")
     else:
-        yield Finding("PASS", f"{message}, a file could be written")
+        yield CheckResult("PASS", f"{message}, a file could be written")
 
 
-def _clock(facts: Facts) -> Iterator[Finding]:
-    clock = facts.clock
+def _clock(machine: MachineInfo) -> Iterator[CheckResult]:
+    clock = machine.clock
     service = "switch on a time service (chrony, systemd-timesyncd); logs of machines do not match"
     if not clock.steady:
-        yield Finding(
+        yield CheckResult(
             "FAIL", "the monotonic clock goes back", "time-outs cannot work; use another machine"
         )
     elif abs(clock.offset_seconds or 0.0) > CLOCK_OFFSET_SECONDS:
-        yield Finding("WARN", f"the clock is off by {clock.offset_seconds:.3g} s", service)
+        yield CheckResult("WARN", f"the clock is off by {clock.offset_seconds:.3g} s", service)
     elif clock.synchronized is False:
-        yield Finding("WARN", "no time service keeps the clock", service)
+        yield CheckResult("WARN", "no time service keeps the clock", service)
     elif clock.synchronized is None:
-        yield Finding("PASS", "steady; no time service tells whether it is right")
+        yield CheckResult("PASS", "steady; no time service tells whether it is right")
     else:
-        yield Finding("PASS", "steady and kept by a time service")
+        yield CheckResult("PASS", "steady and kept by a time service")
 
 
-def _hostname(facts: Facts) -> Iterator[Finding]:
-    own = {address for addresses in facts.interfaces.values() for address in addresses}
-    if not facts.addresses:
-        yield Finding(
+def _hostname(machine: MachineInfo) -> Iterator[CheckResult]:
+    own = {address for addresses in machine.interfaces.values() for address in addresses}
+    if not machine.addresses:
+        yield CheckResult(
             "WARN",
-            f"{facts.hostname} does not resolve",
+            f"{machine.hostname} does not resolve",
             "add it to /etc/hosts; gloo and torchrun look for their own name",
         )
-    elif not _leading_out(facts):
-        yield Finding("PASS", f"{facts.hostname} resolves to {', '.join(facts.addresses)}")
-    elif all(address.startswith(("127.", "::1")) for address in facts.addresses):
-        yield Finding(
+    elif not _leading_out(machine):
+        yield CheckResult("PASS", f"{machine.hostname} resolves to {', '.join(machine.addresses)}")
+    elif all(address.startswith(("127.", "::1")) for address in machine.addresses):
+        yield CheckResult(
             "WARN",
-            f"{facts.hostname} resolves to {', '.join(facts.addresses)}, which other machines "
+            f"{machine.hostname} resolves to {', '.join(machine.addresses)}, which other machines "
             "cannot reach",
             "with several machines set GLOO_SOCKET_IFNAME, or mend /etc/hosts",
         )
-    elif not own & set(facts.addresses):
-        yield Finding(
+    elif not own & set(machine.addresses):
+        yield CheckResult(
             "WARN",
-            f"{facts.hostname} resolves to {', '.join(facts.addresses)}, which no interface has",
-            "mend /etc/hosts or DNS; with several machines set GLOO_SOCKET_IFNAME",
+            f"{machine.hostname} is {', '.join(machine.addresses)}, which no interface has",
+            "fix /etc/hosts or DNS; with several machines set GLOO_SOCKET_IFNAME",
         )
     else:
-        yield Finding("PASS", f"{facts.hostname} is {', '.join(facts.addresses)}")
+        yield CheckResult("PASS", f"{machine.hostname} is {', '.join(machine.addresses)}")
 
 
-def _network(facts: Facts) -> Iterator[Finding]:
-    names = facts.interfaces.keys()
-    told = ", ".join(f"{name} {facts.interfaces[name][0]}" for name in names) or "none"
-    gloo = facts.environment.get("GLOO_SOCKET_IFNAME")
+def _network(machine: MachineInfo) -> Iterator[CheckResult]:
+    names = machine.interfaces.keys()
+    told = ", ".join(f"{name} {machine.interfaces[name][0]}" for name in names) or "none"
+    gloo = machine.environment.get("GLOO_SOCKET_IFNAME")
     missing = [name for name in (gloo or "").split(",") if name and name not in names]
     if missing:
-        yield Finding(
+        yield CheckResult(
             "FAIL",
             f"GLOO_SOCKET_IFNAME={gloo}, and {', '.join(missing)} is not there; interfaces: {told}",
             "name one that is up, or unset it",
         )
-    nccl = facts.environment.get("NCCL_SOCKET_IFNAME")
+    nccl = machine.environment.get("NCCL_SOCKET_IFNAME")
     if nccl and not any(_nccl_takes(nccl, name) for name in names):
-        yield Finding(
+        yield CheckResult(
             "FAIL",
             f"NCCL_SOCKET_IFNAME={nccl} fits none of the interfaces: {told}",
             "name one that is up, or unset it",
         )
-    if not _leading_out(facts):
-        yield Finding(
+    if not _leading_out(machine):
+        yield CheckResult(
             "WARN",
             f"no interface that another machine could reach; interfaces: {told}",
             "runs on this machine alone will work; for several give it a network",
         )
     else:
-        yield Finding(
+        yield CheckResult(
             "PASS",
-            f"interfaces: {told}; gloo takes {gloo or _gloo_default(facts)}, NCCL "
-            f"{nccl or _nccl_default(facts)}",
+            f"interfaces: {told}; gloo takes {gloo or _gloo_default(machine)}, NCCL "
+            f"{nccl or _nccl_default(machine)}",
         )
 
 
-def _environment(facts: Facts) -> Iterator[Finding]:
-    variables = facts.environment
+def _environment(machine: MachineInfo) -> Iterator[CheckResult]:
+    variables = machine.environment
     for name, effect in _SLOW.items():
         if variables.get(name, "").lower() not in _OFF:
-            yield Finding("WARN", f"{name}={variables[name]} {effect}", f"unset {name}")
+            yield CheckResult("WARN", f"{name}={variables[name]} {effect}", f"unset {name}")
     for name, values in _CHATTY.items():
         if variables.get(name, "").upper() in values:
             message = f"{name}={variables[name]} writes a lot and slows runs down"
-            yield Finding("WARN", message, f"unset {name}")
+            yield CheckResult("WARN", message, f"unset {name}")
     for name in _NO_ERROR_HANDLING:
         if variables.get(name) == "0":
-            yield Finding(
+            yield CheckResult(
                 "FAIL", f"{name}=0: ranks wait for ever when one of them dies", f"unset {name}"
             )
     ranks = [name for name in _RANK_VARIABLES if name in variables]
     if ranks:
-        yield Finding(
+        yield CheckResult(
             "WARN",
             f"{', '.join(ranks)} is set: a process started here takes itself for a rank of a run",
             "unset it, unless this is one",
         )
     steering = [name for name in variables if name.startswith(("NCCL_", "GLOO_"))]
-    yield Finding("PASS", f"set for the network: {', '.join(steering) or 'nothing'}")
+    yield CheckResult("PASS", f"set for the network: {', '.join(steering) or 'nothing'}")
 
 
 # Name of each check, in the order in which they are shown.
@@ -357,14 +359,14 @@ CHECKS: dict[str, Check] = {
 }
 
 
-def judge(facts: Facts) -> list[tuple[str, Finding]]:
-    """Return the findings of every check, under its name; PASS only where nothing else is said."""
-    findings = []
+def run_checks(machine: MachineInfo) -> list[tuple[str, CheckResult]]:
+    """Return the results of every check, under its name; PASS only where nothing else is said."""
+    results = []
     for name, check in CHECKS.items():
-        found = list(check(facts))
-        problems = [finding for finding in found if finding.status != "PASS"]
-        findings += [(name, finding) for finding in problems or found]
-    return findings
+        found = list(check(machine))
+        problems = [result for result in found if result.status != "PASS"]
+        results += [(name, result) for result in problems or found]
+    return results
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -377,11 +379,11 @@ def _limit(limit: int | None) -> str:
     return "unlimited" if limit is None else str(limit)
 
 
-def _leading_out(facts: Facts) -> list[str]:
+def _leading_out(machine: MachineInfo) -> list[str]:
     """Return the interfaces by which another machine may be reached."""
     return [
         name
-        for name, addresses in facts.interfaces.items()
+        for name, addresses in machine.interfaces.items()
         if not all(own.is_loopback or own.is_link_local for own in map(ip_address, addresses))
     ]
 
@@ -396,17 +398,17 @@ def _nccl_takes(wanted: str, name: str) -> bool:
     return any(name.startswith(prefix) for prefix in names)
 
 
-def _gloo_default(facts: Facts) -> str:
+def _gloo_default(machine: MachineInfo) -> str:
     """Return the interface that carries the address of the hostname: gloo looks there first."""
-    for name, addresses in facts.interfaces.items():
-        if not {*addresses}.isdisjoint(facts.addresses):
+    for name, addresses in machine.interfaces.items():
+        if not {*addresses}.isdisjoint(machine.addresses):
             return name
     return "the loopback"
 
 
-def _nccl_default(facts: Facts) -> str:
+def _nccl_default(machine: MachineInfo) -> str:
     """Return what NCCL takes by itself: InfiniBand first, then anything, then Docker's bridge."""
-    names = _leading_out(facts)
+    names = _leading_out(machine)
     infiniband = [name for name in names if name.startswith("ib")]
     others = [name for name in names if not name.startswith("docker")]
     return ", ".join(infiniband or others or names)

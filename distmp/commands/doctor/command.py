@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distmp.commands.doctor.checks import Finding, judge
-from distmp.commands.doctor.machine_info import Facts, gather
+from distmp.commands.doctor.checks import CheckResult, run_checks
+from distmp.commands.doctor.machine_info import MachineInfo, gather
 from distmp.config import RunConfig
 from distmp.utils.settings import command_line
 
@@ -20,7 +20,7 @@ class DoctorConfig(RunConfig):
     """A training run for which a machine is looked at."""
 
     json: bool = False
-    """Print findings and facts as JSON."""
+    """Print results and machine as JSON."""
 
 
 load = functools.partial(
@@ -41,30 +41,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: If a setting is wrong.
     """
     config = load(sys.argv[1:] if argv is None else argv)
-    facts = gather(config.run_dir, config.precision.policy, config.strategy)
-    findings = judge(facts)
-    text = as_json(findings, facts) if config.json else report(findings)
+    machine = gather(config.run_dir, config.precision.policy, config.strategy)
+    results = run_checks(machine)
+    text = as_json(results, machine) if config.json else report(results)
     sys.stdout.write(text + "\n")
-    return int(any(finding.status == "FAIL" for _, finding in findings))
+    return int(any(result.status == "FAIL" for _, result in results))
 
 
-def report(findings: Sequence[tuple[str, Finding]]) -> str:
-    """Return a line for each finding, and one for its remedy."""
-    width = max(len(name) for name, _ in findings)
+def report(results: Sequence[tuple[str, CheckResult]]) -> str:
+    """Return a line for each result, and one for its remedy."""
+    width = max(len(name) for name, _ in results)
     lines = []
-    for name, finding in findings:
-        lines.append(f"{finding.status}  {name:{width}}  {finding.message}")
-        if finding.remedy:
-            lines.append(f"      {'':{width}}  -> {finding.remedy}")
+    for name, result in results:
+        lines.append(f"{result.status}  {name:{width}}  {result.message}")
+        if result.remedy:
+            lines.append(f"      {'':{width}}  -> {result.remedy}")
     return "\n".join(lines)
 
 
-def as_json(findings: Sequence[tuple[str, Finding]], facts: Facts) -> str:
-    """Return findings and facts as JSON."""
+def as_json(results: Sequence[tuple[str, CheckResult]], machine: MachineInfo) -> str:
+    """Return results and machine as JSON."""
     return json.dumps(
         {
-            "findings": [{"check": name, **finding._asdict()} for name, finding in findings],
-            "facts": dataclasses.asdict(facts),
+            "results": [{"check": name, **result._asdict()} for name, result in results],
+            "machine": dataclasses.asdict(machine),
         },
         indent=2,
     )

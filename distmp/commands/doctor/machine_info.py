@@ -87,7 +87,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineInfo:
     """What was found on this machine.
 
     Attributes:
@@ -140,7 +140,7 @@ class Facts:
     strategy: str
 
 
-def gather(run_dir: str, policy: object, strategy: str) -> Facts:
+def gather(run_dir: str, policy: object, strategy: str) -> MachineInfo:
     """Look at this machine. Changes nothing, and takes a second or two.
 
     Args:
@@ -152,7 +152,7 @@ def gather(run_dir: str, policy: object, strategy: str) -> Facts:
 
     header = _output("nvidia-smi")
     driver = re.search(r"CUDA[\w ]* Version\s*:\s*([\d.]+)", header)
-    return Facts(
+    return MachineInfo(
         hostname=(hostname := socket.gethostname()),
         addresses=_resolved(hostname),
         interfaces=interfaces(),

@@ -136,7 +136,7 @@ def _purpose(sent: Sent, *, shards: bool) -> str:
     if sent.kind == "broadcast":
         return "module buffers"
     if sent.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return "verdict" if sent.dtype == torch.float64 else "agreement"
+        return "decision" if sent.dtype == torch.float64 else "agreement"
     if sent.kind == "all-gather" and (shards or sent.updated):
         return "parameters"
     return "gradients"

@@ -154,7 +154,9 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
     Raises:
         ConfigError: As the run itself would raise it.
     """
-    config = replace(config, compile="none", lockstep=replace(config.lockstep, every=0))
+    config = replace(
+        config, compile="none", rank_consistency=replace(config.rank_consistency, every=0)
+    )
     device = local_device(0)
     policy, policy_reason = resolve(config.precision.policy, device)
     predicted = predict(config, policy, world_size, device)

@@ -34,7 +34,7 @@ from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel import reduce_scatter
 
-BACKEND = "pretended"
+BACKEND = "fake_ranks"
 # Tensors of integers up to this size (counts, token ids of a batch, orders of buckets) are real:
 # the host may read them.
 LARGEST_REAL = 2**20
@@ -42,7 +42,7 @@ LARGEST_REAL = 2**20
 aten = torch.ops.aten
 
 
-class Pretended(TorchDispatchMode):
+class FakeRanks(TorchDispatchMode):
     """Answers for everything that is not there: values, memory, other ranks."""
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
             {0: "explain pretends all ranks in one process; do not start it with torchrun"},
             exit_code=2,
         )
-    mode = Pretended()
+    mode = FakeRanks()
     group = group or world_size > 1
     if group:
         _register_backend()

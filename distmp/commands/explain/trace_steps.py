@@ -15,7 +15,7 @@ from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.precision import PrecisionPolicy
-from distmp.training.setup import Parts, Progress, build_engine, training_batches
+from distmp.training.setup import Progress, RunComponents, build_engine, training_batches
 
 # How many steps ago the oldest microbatches are that an engine keeps for attribution.
 STEPS_KEPT = 2
@@ -37,7 +37,7 @@ class Followed(NamedTuple):
 
 def follow(
     config: RunConfig,
-    parts: Parts,
+    parts: RunComponents,
     world: World,
     policy: PrecisionPolicy,
     *,
@@ -49,7 +49,7 @@ def follow(
     Args:
         config: The run.
         parts: What it is made of, see `distmp.training.setup.prepare`.
-        world: The ranks, which all have to call it, or which are pretended.
+        world: The ranks, which all have to call it, or which are fake_ranks.
         policy: Its policy, resolved.
         steps: How many; optimizer state and what ranks agree on once is there from the second on.
         microbatches: Take only the first of each step; None takes all.

@@ -1,4 +1,4 @@
-"""The preflight of a run: compare the ranks, have them meet, measure them."""
+"""The preflight of a run: compare the ranks, have them meet, measure_speed them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, join
-from distmp.launcher.preflight.comparison import Identity, compare
-from distmp.launcher.preflight.speed import SENT_BYTES, Measured, measure, slow_ranks, stride
-from distmp.launcher.preflight.store import Meeting
+from distmp.launcher.preflight.comparison import RankIdentity, compare
+from distmp.launcher.preflight.speed import SENT_BYTES, RankSpeed, measure_speed, slow_ranks, stride
+from distmp.launcher.preflight.store import PreflightStore
 from distmp.utils.units import bytes_text
 
 # All of the preflight, from when a rank begins it.
@@ -19,7 +19,7 @@ LIMIT_SECONDS = 50.0
 
 
 @dataclass(frozen=True)
-class Report:
+class PreflightReport:
     """What the preflight found; nothing of it keeps the run from starting.
 
     Attributes:
@@ -40,7 +40,7 @@ def is_wanted(config: RunConfig, environment: RankEnvironment) -> bool:
 
 def join_checked(
     config: RunConfig, environment: RankEnvironment, limit_seconds: float = LIMIT_SECONDS
-) -> tuple[World, Report]:
+) -> tuple[World, PreflightReport]:
     """Meet the other ranks as `join` does, with a preflight around it; every rank has to call it.
 
     It takes a second or two where all is well, and never longer than `limit_seconds`: then the
@@ -54,22 +54,24 @@ def join_checked(
         SetupError: On every rank, if versions or configurations differ; names ranks and settings.
     """
     started = time.monotonic()
-    meeting = Meeting(environment, limit_seconds)
+    meeting = PreflightStore(environment, limit_seconds)
     with meeting.watched():
         meeting.connect()
         meeting.enter("compare versions and configurations")
         warnings, identities = compare(meeting, config)
         meeting.enter("connect to the other ranks")
         world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
-        measured = measure(meeting, world, stride([who.local_world_size for who in identities]))
+        measured = measure_speed(
+            meeting, world, stride([who.local_world_size for who in identities])
+        )
         meeting.forget()
     hosts = [f"rank {rank} on {who.host}" for rank, who in enumerate(identities)]
     summary = _summary(measured, identities, world, time.monotonic() - started)
-    return world, Report(summary, [*warnings, *slow_ranks(measured, hosts)])
+    return world, PreflightReport(summary, [*warnings, *slow_ranks(measured, hosts)])
 
 
 def _summary(
-    measured: Sequence[Measured], identities: Sequence[Identity], world: World, seconds: float
+    measured: Sequence[RankSpeed], identities: Sequence[RankIdentity], world: World, seconds: float
 ) -> str:
     size = SENT_BYTES[world.device.type]
     hosts = len({who.host for who in identities})

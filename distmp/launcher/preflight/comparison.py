@@ -11,7 +11,7 @@ from typing import Any
 
 from distmp.config import RunConfig
 from distmp.errors import SetupError
-from distmp.launcher.preflight.store import Meeting, rank_names
+from distmp.launcher.preflight.store import PreflightStore, rank_names
 from distmp.utils import settings
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.settings.flat import digest, flat
@@ -32,7 +32,7 @@ _OWN_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Identity:
+class RankIdentity:
     """Who a rank is, and what it ought to have in common with the others.
 
     Attributes:
@@ -52,11 +52,11 @@ class Identity:
     environment: Mapping[str, str]
 
 
-def compare(meeting: Meeting, config: RunConfig) -> tuple[list[str], list[Identity]]:
+def compare(meeting: PreflightStore, config: RunConfig) -> tuple[list[str], list[RankIdentity]]:
     """Compare ranks through the store; return oddities, and who the ranks are."""
     environment = meeting.environment
     values = flat(settings.to_mapping(config))
-    mine = Identity(
+    mine = RankIdentity(
         host=socket.gethostname(),
         pid=os.getpid(),
         local_world_size=environment.local_world_size,
@@ -68,18 +68,18 @@ def compare(meeting: Meeting, config: RunConfig) -> tuple[list[str], list[Identi
     meeting.put(f"identity/{meeting.rank}", asdict(mine))
     if meeting.rank == 0:
         entries = [meeting.get(f"identity/{rank}") for rank in range(meeting.world_size)]
-        identities = [Identity(**entry) for entry in entries]
+        identities = [RankIdentity(**entry) for entry in entries]
         problems = differences(identities, lambda rank: meeting.get(f"config/{rank}"))
         warnings = odd_variables(identities)
         meeting.put("result", [problems, warnings, entries])
     problems, warnings, entries = meeting.get("result")
     if problems:
         raise SetupError({0: "preflight: " + "; ".join(problems)}, exit_code=2)
-    return warnings, [Identity(**entry) for entry in entries]
+    return warnings, [RankIdentity(**entry) for entry in entries]
 
 
 def differences(
-    identities: Sequence[Identity], configuration: Callable[[int], Mapping[str, Any]]
+    identities: Sequence[RankIdentity], configuration: Callable[[int], Mapping[str, Any]]
 ) -> list[str]:
     """Name what is not the same on all ranks: versions and settings, by rank and machine.
 
@@ -102,7 +102,7 @@ def differences(
     return problems
 
 
-def odd_variables(identities: Sequence[Identity]) -> list[str]:
+def odd_variables(identities: Sequence[RankIdentity]) -> list[str]:
     """Name environment variables that are not the same on all ranks, and should probably be."""
     names = sorted({name for who in identities for name in who.environment})
     return [
@@ -116,7 +116,7 @@ def odd_variables(identities: Sequence[Identity]) -> list[str]:
 
 
 def _disagreement(
-    name: str, values: Sequence[Any], identities: Sequence[Identity]
+    name: str, values: Sequence[Any], identities: Sequence[RankIdentity]
 ) -> Iterator[str]:
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):

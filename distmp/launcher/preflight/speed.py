@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.distributed.world import World
-from distmp.launcher.preflight.store import Meeting
+from distmp.launcher.preflight.store import PreflightStore
 
 # How many times slower than the median of the others is worth a word.
 SLOW_PRODUCT = 1.5
@@ -27,7 +27,7 @@ _REPETITIONS = 10
 _PRODUCT_SECONDS = 0.2
 
 
-class Measured(NamedTuple):
+class RankSpeed(NamedTuple):
     """How fast a rank was; times in seconds.
 
     Attributes:
@@ -41,7 +41,7 @@ class Measured(NamedTuple):
     all_reduce: float
 
 
-def measure(meeting: Meeting, world: World, stride: int) -> list[Measured]:
+def measure_speed(meeting: PreflightStore, world: World, stride: int) -> list[RankSpeed]:
     """Return how fast every rank is; all ranks get the same list."""
     device = world.device
     meeting.enter("multiply matrices")
@@ -58,10 +58,10 @@ def measure(meeting: Meeting, world: World, stride: int) -> list[Measured]:
     ]
     meeting.enter("add up data over all ranks")
     all_reduce = _best_time(lambda: dist.all_reduce(sent), device)
-    mine = Measured(product, min(links, default=0.0), all_reduce)
+    mine = RankSpeed(product, min(links, default=0.0), all_reduce)
     everyone: list[Any] = [None] * world.world_size
     dist.all_gather_object(everyone, tuple(mine), group=world.group)
-    return [Measured(*numbers) for numbers in everyone]
+    return [RankSpeed(*numbers) for numbers in everyone]
 
 
 def stride(local_sizes: Sequence[int]) -> int:
@@ -129,7 +129,7 @@ def _best_time(work: Callable[[], object], device: torch.device) -> float:
     return min(times)
 
 
-def slow_ranks(measured: Sequence[Measured], hosts: Sequence[str]) -> list[str]:
+def slow_ranks(measured: Sequence[RankSpeed], hosts: Sequence[str]) -> list[str]:
     """Name the ranks that are far slower than the median of the others.
 
     Args:

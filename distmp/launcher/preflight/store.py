@@ -36,7 +36,7 @@ class PreflightError(DistmpError):
     """Something that this rank has found before it could tell the others."""
 
 
-class Meeting:
+class PreflightStore:
     """What ranks tell each other through the store, beside any collective.
 
     Args:

@@ -39,7 +39,7 @@ class Breakdown(NamedTuple):
         return self.total - self.exposed
 
 
-class Parts(NamedTuple):
+class TimeParts(NamedTuple):
     """The same as `Breakdown`, as the times themselves."""
 
     computation: list[Interval]
@@ -61,7 +61,7 @@ def divide(
     communication: Sequence[Interval],
     optimizer: Sequence[Interval],
     computation: Sequence[Interval],
-) -> Parts:
+) -> TimeParts:
     """Give each moment of the window to one part.
 
     Waiting for data comes first, then communication, then the optimizer, then other computation.
@@ -74,10 +74,10 @@ def divide(
         found.append(intersection(left, part))
         left = difference(left, part)
     waiting, hidden, exposed, stepping, computing = found
-    return Parts(computing, hidden, exposed, stepping, waiting, left)
+    return TimeParts(computing, hidden, exposed, stepping, waiting, left)
 
 
-def of_trace(trace: Trace) -> Parts:
+def of_trace(trace: Trace) -> TimeParts:
     """Divide the time of the steps in a trace."""
     return divide(
         trace.window,
@@ -88,7 +88,7 @@ def of_trace(trace: Trace) -> Parts:
     )
 
 
-def most_idle_phase(trace: Trace, parts: Parts) -> str:
+def most_idle_phase(trace: Trace, parts: TimeParts) -> str:
     """Return in which phase of the main thread most of the idle time lies; empty without any."""
     names = dict.fromkeys(phase.name for phase in trace.phases)
     idle = {

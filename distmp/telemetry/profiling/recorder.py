@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distmp.distributed.progress import Doing, activity
+from distmp.distributed.progress import CurrentPhase, activity
 from distmp.distributed.world import World
 from distmp.telemetry.profiling import breakdown, cuda_memory, memory
 from distmp.telemetry.profiling.settings import ProfileConfig
@@ -187,7 +187,7 @@ class _Ranges:
         self._step: Any = None
         self._place: Any = None
 
-    def __call__(self, doing: Doing) -> None:
+    def __call__(self, doing: CurrentPhase) -> None:
         if self._step is None or doing.step != self.steps[1]:
             self.close()
             self.steps = (self.steps[0] or doing.step, doing.step)

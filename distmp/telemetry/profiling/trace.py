@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from distmp.distributed.progress import COMPARISON, DATA, SAVING, UPDATE, VALIDATION, VERDICT
+from distmp.distributed.progress import COMPARISON, DATA, DECISION, SAVING, UPDATE, VALIDATION
 from distmp.telemetry.profiling.intervals import Interval, difference, intersection, union
 
 # Not part of any step, although it may stand between two.
 PAUSES = (VALIDATION, COMPARISON, SAVING)
 # The norm of the gradients and the update.
-OPTIMIZER = (VERDICT, UPDATE)
+OPTIMIZER = (DECISION, UPDATE)
 
 _ON_HOST = ("cpu_op", "user_annotation")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

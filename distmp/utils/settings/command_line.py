@@ -14,12 +14,15 @@ from distmp.errors import ConfigError
 from distmp.utils.annotations import members_of, wanted
 from distmp.utils.settings.convert import (
     annotation_of,
+    current_name,
     did_you_mean,
+    former_names,
     from_mapping,
     join,
     option_setting,
     setting_names,
     unknown_setting,
+    warn_former,
 )
 from distmp.utils.settings.yaml_files import dictionary_as_line, dictionary_from_line, read_yaml
 
@@ -46,6 +49,7 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
         SystemExit: With code 0 after `--help`.
     """
     path, overrides = _split_config(argv)
+    overrides = _renamed(cls, overrides)
     values = {} if path is None else read_yaml(path)
     config = from_mapping(cls, values)
     # Without overrides the import of tyro, a third of a second on every rank, is saved.
@@ -69,6 +73,21 @@ def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
             raise ConfigError("--config", value, f"is given twice; the first is {path!r}")
         path = value
     return path, overrides
+
+
+def _renamed(cls: type[Any], overrides: list[str]) -> list[str]:
+    """Write options with the names that settings have today."""
+    former = former_names(cls)
+    words = []
+    for word in overrides:
+        option, equals, value = word.partition("=")
+        old = _setting_of(option)
+        new = current_name(old, former)
+        if word.startswith("--") and new != old:
+            warn_former(old, new)
+            word = f"--{new.replace('_', '-')}{equals}{value}"
+        words.append(word)
+    return words
 
 
 def _override(cls: type[T], config: T, overrides: list[str], prog: str, description: str) -> T:

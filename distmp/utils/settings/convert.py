@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
@@ -12,6 +13,8 @@ from distmp.errors import ConfigError, nearest
 from distmp.utils.annotations import accepts, field_annotations, hint, members_of, wanted
 
 T = TypeVar("T")
+
+logger = logging.getLogger("distmp")
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
@@ -86,11 +89,61 @@ def annotation_of(cls: type[Any], setting: str) -> Any:
     return annotation_of(cast("type[Any]", section), rest)
 
 
+def former_names(cls: type[Any]) -> dict[str, str]:
+    """Return former dotted names of settings and sections, and what they are called today.
+
+    A field says in its metadata what it was called: `field(metadata={"formerly": NAME})`.
+    """
+    names = {}
+    for full in setting_names(cls):
+        section, _, name = full.rpartition(".")
+        holder = cls if not section else _section_class(cls, section)
+        fields = {field.name: field for field in dataclasses.fields(holder)}
+        if former := fields[name].metadata.get("formerly"):
+            names[join(section, former)] = full
+    return names
+
+
+def current_name(setting: str, former: Mapping[str, str]) -> str:
+    """Return what a setting is called today.
+
+    Args:
+        setting: Dotted name, perhaps a former one.
+        former: What `former_names` returned.
+    """
+    for old, new in former.items():
+        if setting == old or setting.startswith(f"{old}."):
+            return new + setting[len(old) :]
+    return setting
+
+
+def warn_former(old: str, new: str) -> None:
+    """Log that a setting has another name today."""
+    logger.warning("the setting %s is now %s; the old name works in this release only", old, new)
+
+
+def _section_class(cls: type[Any], setting: str) -> Any:
+    return next(
+        item for item in members_of(annotation_of(cls, setting)) if dataclasses.is_dataclass(item)
+    )
+
+
 def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> Any:
     fields = field_annotations(cls)
+    former = {
+        field.metadata["formerly"]: field.name
+        for field in dataclasses.fields(cls)
+        if "formerly" in field.metadata
+    }
     arguments = {}
     for name, value in values.items():
         setting = join(where, str(name))
+        if name in former:
+            name = former[name]
+            if name in values:
+                raise ConfigError(setting, value, f"is the former name of {name!r}; give only that")
+            warn_former(setting, join(where, name))
+            setting = join(where, name)
         if name not in fields:
             option = option_setting(cls, values, setting)
             problem = unknown_setting(setting, known) if option is None else did_you_mean(option)

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from distmp.commands.bench.comparison import Comparison, Measured, Refused, draw, report
+from distmp.commands.bench.comparison import Comparison, PolicyRefused, PolicyResult, draw, report
 
 
-def measured(last: float, milliseconds: float, memory: int, skipped: int = 0) -> Measured:
+def measured(last: float, milliseconds: float, memory: int, skipped: int = 0) -> PolicyResult:
     losses = (5.0, 4.0, 3.0, last)
-    return Measured("native", losses, (milliseconds / 1000,) * 3, memory, skipped)
+    return PolicyResult("native", losses, (milliseconds / 1000,) * 3, memory, skipped)
 
 
-def comparison(**found: Measured | Refused) -> Comparison:
+def comparison(**found: PolicyResult | PolicyRefused) -> Comparison:
     return Comparison(4, 2, 0.01, found)
 
 
@@ -29,18 +29,22 @@ def comparison(**found: Measured | Refused) -> Comparison:
         ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.0, 10.4, 50)}, "bf16"),
         ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.0, 10.6, 50)}, "fp32"),
         ({"fp32": measured(float("nan"), 10, 100)}, None),
-        ({"fp32": Refused("no")}, None),
+        ({"fp32": PolicyRefused("no")}, None),
         # A refused first policy leaves the next one to compare with.
-        ({"fp32": Refused("no"), "bf16": measured(2.0, 10, 1)}, "bf16"),
+        ({"fp32": PolicyRefused("no"), "bf16": measured(2.0, 10, 1)}, "bf16"),
     ],
 )
-def test_the_recommendation(found: dict[str, Measured | Refused], chosen: str | None) -> None:
+def test_the_recommendation(
+    found: dict[str, PolicyResult | PolicyRefused], chosen: str | None
+) -> None:
     assert comparison(**found).recommendation()[0] == chosen
 
 
 def test_the_table_has_a_line_for_each_policy_and_the_advice() -> None:
     compared = comparison(
-        fp32=measured(2.0, 10, 3 * 2**20), fp16=measured(2.2, 5, 2**20, 2), tf32=Refused("why not")
+        fp32=measured(2.0, 10, 3 * 2**20),
+        fp16=measured(2.2, 5, 2**20, 2),
+        tf32=PolicyRefused("why not"),
     )
     first, head, fp32, fp16, tf32, advice = report(compared).splitlines()
     assert first == "4 steps on 2 ranks"
@@ -63,7 +67,7 @@ def test_the_table_has_a_line_for_each_policy_and_the_advice() -> None:
 
 
 def test_json_and_picture(tmp_path: Path) -> None:
-    compared = comparison(fp32=measured(float("inf"), 10, 1), bf16=Refused("no"))
+    compared = comparison(fp32=measured(float("inf"), 10, 1), bf16=PolicyRefused("no"))
     text = json.dumps(compared.as_json(), allow_nan=False)
     assert json.loads(text)["policies"]["fp32"]["losses"] == [5.0, 4.0, 3.0, None]
     assert json.loads(text)["policies"]["bf16"] == {"refused": "no"}

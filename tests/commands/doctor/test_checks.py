@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from distmp.commands.doctor.checks import CHECKS, judge
-from distmp.commands.doctor.machine_info import Clock, Facts, Folder, Gpu
+from distmp.commands.doctor.checks import CHECKS, run_checks
+from distmp.commands.doctor.machine_info import Clock, Folder, Gpu, MachineInfo
 
 GIB = 1 << 30
 
 GPU = Gpu("NVIDIA H200", 140 * GIB, 0, 0, False, "580.1")
 
-HEALTHY = Facts(
+HEALTHY = MachineInfo(
     hostname="node1",
     addresses=("10.0.0.1",),
     interfaces={"lo": ("127.0.0.1", "::1"), "eth0": ("10.0.0.1", "fe80::1")},
@@ -161,21 +161,23 @@ ILL: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 
 def test_a_healthy_machine_passes_everything() -> None:
-    findings = judge(HEALTHY)
-    assert [name for name, _ in findings] == [*CHECKS]
-    assert {finding.status for _, finding in findings} == {"PASS"}
-    assert not any(finding.remedy for _, finding in findings)
+    results = run_checks(HEALTHY)
+    assert [name for name, _ in results] == [*CHECKS]
+    assert {result.status for _, result in results} == {"PASS"}
+    assert not any(result.remedy for _, result in results)
 
 
 @pytest.mark.parametrize("case", ILL)
 def test_an_ill_machine_is_told_what_and_what_to_do(case: str) -> None:
     changes, check, status, words = ILL[case]
-    problems = [entry for entry in judge(replace(HEALTHY, **changes)) if entry[1].status != "PASS"]
+    problems = [
+        entry for entry in run_checks(replace(HEALTHY, **changes)) if entry[1].status != "PASS"
+    ]
     # Only this check, and of it only the problem.
-    assert [(name, finding.status) for name, finding in problems] == [(check, status)]
-    (_, finding) = problems[0]
-    assert words in f"{finding.message} {finding.remedy}"
-    assert finding.remedy
+    assert [(name, result.status) for name, result in problems] == [(check, status)]
+    (_, result) = problems[0]
+    assert words in f"{result.message} {result.remedy}"
+    assert result.remedy
 
 
 def test_every_check_can_find_fault() -> None:
@@ -207,7 +209,7 @@ def test_every_check_can_find_fault() -> None:
     ],
 )
 def test_what_is_no_fault(changes: dict[str, Any]) -> None:
-    assert {finding.status for _, finding in judge(replace(HEALTHY, **changes))} == {"PASS"}
+    assert {result.status for _, result in run_checks(replace(HEALTHY, **changes))} == {"PASS"}
 
 
 @pytest.mark.parametrize(
@@ -234,6 +236,6 @@ def test_interfaces_that_libraries_take(
     interfaces = {
         name: (f"10.0.0.{number}" if number else "127.0.0.1",) for number, name in enumerate(names)
     }
-    facts = replace(HEALTHY, interfaces=interfaces, addresses=addresses, environment=environment)
-    (told,) = [finding.message for name, finding in judge(facts) if name == "network"]
+    machine = replace(HEALTHY, interfaces=interfaces, addresses=addresses, environment=environment)
+    (told,) = [result.message for name, result in run_checks(machine) if name == "network"]
     assert told.endswith(expected)

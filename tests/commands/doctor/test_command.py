@@ -17,11 +17,11 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     arguments = [f"--run-dir={tmp_path}", "--precision.policy=bf16", "--strategy=single", "--json"]
     code = command.main(arguments)
     told = json.loads(capsys.readouterr().out)
-    assert {finding["check"] for finding in told["findings"]} >= CHECKS.keys() - {"GPUs"}
-    assert code == any(finding["status"] == "FAIL" for finding in told["findings"])
-    assert told["facts"]["policy"].startswith("bf16 (configured")
-    assert told["facts"]["strategy"] == "single on 1 rank (as configured)"
-    assert told["facts"]["folder"]["path"] == str(tmp_path)
+    assert {result["check"] for result in told["results"]} >= CHECKS.keys() - {"GPUs"}
+    assert code == any(result["status"] == "FAIL" for result in told["results"])
+    assert told["machine"]["policy"].startswith("bf16 (configured")
+    assert told["machine"]["strategy"] == "single on 1 rank (as configured)"
+    assert told["machine"]["folder"]["path"] == str(tmp_path)
 
 
 def test_exit_code_and_remedy(

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from distmp.commands.doctor import machine_info as facts
+from distmp.commands.doctor import machine_info as machine
 from distmp.commands.doctor.machine_info import Gpu, gather, parse_gpus, parse_offset
 from distmp.utils.cgroups import core_quota, memory_limit
 
@@ -32,9 +32,9 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_folder_that_refuses_files(tmp_path: Path) -> None:
     # Root may write everywhere, but nobody may make files in /proc.
-    assert facts._try_folder(Path("/proc/runs")).problem is not None
+    assert machine._try_folder(Path("/proc/runs")).problem is not None
     (tmp_path / "file").write_text("")
-    found = facts._try_folder(tmp_path / "file" / "run")
+    found = machine._try_folder(tmp_path / "file" / "run")
     assert (found.path, found.problem) == (str(tmp_path), None)
 
 

@@ -25,14 +25,14 @@ def test_the_microbatches_that_were_not_run_are_like_the_second() -> None:
     def gather(microbatch: int) -> Sent:
         return Sent("all-gather", BF16, 10 * (microbatch + 1), 2, microbatch, updated=False)
 
-    verdict = Sent("all-reduce", FP64, 6, 2, microbatch=2, updated=False)
-    (gathered, agreed) = traffic([gather(0), gather(1), gather(2), verdict], 7, shards=True)
+    decision = Sent("all-reduce", FP64, 6, 2, microbatch=2, updated=False)
+    (gathered, agreed) = traffic([gather(0), gather(1), gather(2), decision], 7, shards=True)
     assert (gathered.purpose, gathered.calls, gathered.nbytes) == (
         "parameters",
         7,
         10 + 5 * 20 + 30,
     )
-    assert (agreed.purpose, agreed.calls, agreed.nbytes) == ("verdict", 1, 48)
+    assert (agreed.purpose, agreed.calls, agreed.nbytes) == ("decision", 1, 48)
 
 
 def test_what_is_gathered_is_told_apart() -> None:

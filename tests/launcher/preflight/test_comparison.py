@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from distmp.launcher.preflight.comparison import Identity, differences, odd_variables
+from distmp.launcher.preflight.comparison import RankIdentity, differences, odd_variables
 
 
 def test_what_may_differ() -> None:
-    def identity(environment: dict[str, str]) -> Identity:
-        return Identity("a", 1, 1, {"torch": "2"}, "same", environment)
+    def identity(environment: dict[str, str]) -> RankIdentity:
+        return RankIdentity("a", 1, 1, {"torch": "2"}, "same", environment)
 
     own = {"LOCAL_RANK": "0", "NCCL_SOCKET_IFNAME": "eth0"}
     identities = [

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.launcher.preflight.speed import Measured, partners, slow_ranks, stride
+from distmp.launcher.preflight.speed import RankSpeed, partners, slow_ranks, stride
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
@@ -28,15 +28,15 @@ def test_partners_meet_each_other(machines: int, local_size: int, data: st.DataO
 
 def test_slow_is_far_from_the_median_of_the_others() -> None:
     hosts = [f"rank {rank}" for rank in range(8)]
-    alike = [Measured(1.0 + 0.05 * rank, 2.0, 9.0) for rank in range(8)]
+    alike = [RankSpeed(1.0 + 0.05 * rank, 2.0, 9.0) for rank in range(8)]
     assert slow_ranks(alike, hosts) == []
-    alike[5] = Measured(2.4, 2.0, 9.0)
-    alike[6] = Measured(1.0, 5.0, 9.0)
+    alike[5] = RankSpeed(2.4, 2.0, 9.0)
+    alike[6] = RankSpeed(1.0, 5.0, 9.0)
     product, link = slow_ranks(alike, hosts)
     assert product == (
         "rank 5 is slow: a matrix product takes 2.4e+03 ms, 2.2 x the median of the others"
     )
     assert link.startswith("rank 6 is slow: an exchange of data takes 5e+03 ms, 2.5 x")
     # All but one may be slow: it is the one that differs, and nothing is wrong with it.
-    assert slow_ranks([Measured(1.0, 0.0, 1.0), *[Measured(3.0, 0.0, 1.0)] * 3], hosts) == []
-    assert slow_ranks([Measured(1.0, 0.0, 1.0)], hosts) == []
+    assert slow_ranks([RankSpeed(1.0, 0.0, 1.0), *[RankSpeed(3.0, 0.0, 1.0)] * 3], hosts) == []
+    assert slow_ranks([RankSpeed(1.0, 0.0, 1.0)], hosts) == []

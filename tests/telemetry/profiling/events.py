@@ -9,7 +9,7 @@ from distmp.telemetry.profiling.trace import Trace
 MAIN, ENGINE, GLOO, DEVICE = 1, 2, 3, 7
 PHASES = (
     *("loading data", "beginning of the step", "forward of microbatch 1"),
-    *("backward of microbatch 1", "reduction of the gradients", "verdict", "update"),
+    *("backward of microbatch 1", "reduction of the gradients", "decision", "update"),
     *("results of the step", "validation", "saving a checkpoint"),
 )
 

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.telemetry.profiling.breakdown import Breakdown, Parts, divide, most_idle_phase, of_trace
+from distmp.telemetry.profiling.breakdown import (
+    Breakdown,
+    TimeParts,
+    divide,
+    most_idle_phase,
+    of_trace,
+)
 from distmp.telemetry.profiling.intervals import Interval, union
 from distmp.telemetry.profiling.trace import Trace
 from tests.telemetry.profiling.events import (
@@ -50,7 +56,7 @@ def test_parts_add_up_to_the_whole(times: dict[str, list[Interval]]) -> None:
 @given(times_of(whole))
 def test_every_moment_goes_to_the_first_part_that_holds(times: dict[str, list[Interval]]) -> None:
     found = divide(**times)
-    expected: dict[str, set[int]] = {name: set() for name in Parts._fields}
+    expected: dict[str, set[int]] = {name: set() for name in TimeParts._fields}
     for time in moments(times["window"]):
         busy = time in moments(times["optimizer"]) | moments(times["computation"])
         if time in moments(times["data"]):
@@ -82,7 +88,7 @@ def test_a_step_on_a_cpu() -> None:
         gloo(50, 66),
         phase("reduction of the gradients", 70, 75),
         gloo(66, 74),
-        phase("verdict", 75, 80),
+        phase("decision", 75, 80),
         event("aten::_foreach_norm", 75, 77),
         gloo(77, 80),
         phase("update", 80, 95),
@@ -127,7 +133,7 @@ def test_steps_on_a_cuda_device() -> None:
         launch(2, 21, ENGINE),
         kernel("gemm", 30, 50, 2, **{"External id": 41}),
         kernel("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 40, 62, 3),
-        phase("verdict", 30, 35),
+        phase("decision", 30, 35),
         launch(4, 31),
         event("Memcpy DtoD", 62, 64, "gpu_memcpy", 7, correlation=4),
         phase("update", 35, 50),

@@ -109,7 +109,7 @@ def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path:
     for phase in (
         *("loading data", "beginning of the step", "forward of microbatch 1"),
         *("backward of microbatch 1", "forward of microbatch 2", "backward of microbatch 2"),
-        *("reduction of the gradients", "verdict", "update"),
+        *("reduction of the gradients", "decision", "update"),
     ):
         assert ranges[phase]["ts"] >= end
         end = ranges[phase]["ts"] + ranges[phase]["dur"]

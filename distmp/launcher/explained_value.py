@@ -9,7 +9,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
-class Choice(Generic[T_co]):
+class ExplainedValue(Generic[T_co]):
     """A value with its reason, for people: the variable it was read from, or a short sentence."""
 
     value: T_co

@@ -33,7 +33,7 @@ class GradientPart(NamedTuple):
     replicas: int
 
 
-class Verdict(NamedTuple):
+class StepDecision(NamedTuple):
     """What all ranks agreed on; every field is a 0-dim tensor on the device.
 
     Attributes:
@@ -60,12 +60,12 @@ class Verdict(NamedTuple):
     loss: Tensor
     stop: Tensor
 
-    def skipping(self, skip: Tensor) -> Verdict:
-        """Return the verdict with the update left out where `skip`, 0-dim bool, is true."""
+    def skipping(self, skip: Tensor) -> StepDecision:
+        """Return the decision with the update left out where `skip`, 0-dim bool, is true."""
         return self._replace(found_inf=self.found_inf.maximum(skip.to(torch.float32)))
 
 
-def measure(
+def local_stats(
     parts: Iterable[GradientPart],
     loss_sum: Tensor,
     weight: Tensor,
@@ -102,20 +102,20 @@ def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
     )
 
 
-def agree(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def all_reduce_stats(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum the contributions of all ranks in place; `group` None means a single process."""
     if group is not None:
         dist.all_reduce(measured, group=group)
     return measured
 
 
-def decide(
+def decide_step(
     total: Tensor, loss_scale: Tensor, nominal_weight: float, max_norm: float | None
-) -> Verdict:
+) -> StepDecision:
     """Draw the same conclusion from the same total on every rank, without waiting for the device.
 
     Args:
-        total: FP64 of shape (6,), the sum of what `measure` returned on every rank.
+        total: FP64 of shape (6,), the sum of what `local_stats` returned on every rank.
         loss_scale: 0-dim, the scale that backward ran with.
         nominal_weight: n0, the constant that backward divided by.
         max_norm: Clip the gradient to this norm; None leaves it as it is.
@@ -133,7 +133,7 @@ def decide(
     grad_scale = unscale
     if max_norm is not None:
         grad_scale = unscale / (max_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)
-    return Verdict(
+    return StepDecision(
         overflow=overflow,
         dropped=dropped,
         empty=empty,

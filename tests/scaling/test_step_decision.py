@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from distmp.scaling import GradientPart, Verdict, agree, decide, measure
+from distmp.scaling import GradientPart, StepDecision, all_reduce_stats, decide_step, local_stats
 from tests.ranks import ranks
 
 CPU = torch.device("cpu")
 
 
-def verdict(
+def decision(
     gradients: list[Tensor],
     *,
     loss_sum: float = 6.0,
@@ -26,15 +26,15 @@ def verdict(
     nominal: float = 1.0,
     max_norm: float | None = None,
     stop: bool = False,
-) -> Verdict:
-    measured = measure(
+) -> StepDecision:
+    measured = local_stats(
         [GradientPart(gradients, replicas=1)],
         torch.tensor(loss_sum),
         torch.tensor(weight),
         stop=stop,
         device=CPU,
     )
-    return decide(measured, torch.tensor(scale), nominal, max_norm)
+    return decide_step(measured, torch.tensor(scale), nominal, max_norm)
 
 
 def random_gradients(seed: int, sizes: tuple[int, ...] = (3, 1000, 1)) -> list[Tensor]:
@@ -64,7 +64,7 @@ def test_verdict_is_that_of_float64(
     scale, nominal = 2.0**scale_exponent, 2.0**nominal_exponent
     mean = [gradient / 7 for gradient in random_gradients(seed)]
     held = [gradient * (scale * weight / nominal) for gradient in mean]  # G = u g
-    found = verdict(
+    found = decision(
         held, loss_sum=2.5 * weight, weight=weight, scale=scale, nominal=nominal, max_norm=max_norm
     )
     norm = float64_norm(mean)
@@ -86,21 +86,21 @@ def test_clipping_is_that_of_torch() -> None:
     holder = torch.nn.Parameter(torch.zeros(1004))
     holder.grad = torch.cat(gradients) / 4
     norm = torch.nn.utils.clip_grad_norm_([holder], 0.5)
-    found = verdict(gradients, max_norm=0.5)
+    found = decision(gradients, max_norm=0.5)
     assert found.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
     torch.testing.assert_close(torch.cat(gradients) / found.grad_scale, holder.grad)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_zero_gradient_is_a_step_like_any_other(max_norm: float | None) -> None:
-    found = verdict([torch.zeros(5)], max_norm=max_norm)
+    found = decision([torch.zeros(5)], max_norm=max_norm)
     assert found.found_inf == 0
     assert found.grad_norm == 0
     assert found.grad_scale == 4
 
 
 def test_no_gradient_at_all() -> None:
-    assert verdict([]).grad_norm == 0
+    assert decision([]).grad_norm == 0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -109,7 +109,7 @@ def test_no_gradient_at_all() -> None:
 def test_one_element_that_is_not_finite(value: float, place: int, max_norm: float | None) -> None:
     gradients = random_gradients(1)
     gradients[place][-1] = value
-    found = verdict(gradients, max_norm=max_norm)
+    found = decision(gradients, max_norm=max_norm)
     assert found.overflow
     assert found.found_inf == 1
     assert not found.empty
@@ -118,29 +118,29 @@ def test_one_element_that_is_not_finite(value: float, place: int, max_norm: floa
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
 def test_a_weight_that_is_not_finite_or_negative(weight: float) -> None:
-    found = verdict(random_gradients(1), weight=weight)
+    found = decision(random_gradients(1), weight=weight)
     # Not empty, or the loss scale would stay.
     assert (found.empty, found.overflow, found.found_inf) == (False, True, 1)
 
 
 def test_nothing_to_learn_from() -> None:
-    found = verdict([torch.zeros(5)], weight=0.0, loss_sum=0.0, max_norm=1.0)
+    found = decision([torch.zeros(5)], weight=0.0, loss_sum=0.0, max_norm=1.0)
     assert (found.empty, found.overflow, found.found_inf) == (True, False, 1)
 
 
 def test_empty_and_overflowing_at_once_is_one_skip() -> None:
-    found = verdict([torch.tensor([math.nan])], weight=0.0)
+    found = decision([torch.tensor([math.nan])], weight=0.0)
     assert (found.empty, found.overflow, found.found_inf) == (True, True, 1)
 
 
 def test_small_gradients_are_not_lost_in_the_norm() -> None:
-    found = verdict([torch.full((1000,), 1e-18)], weight=1.0)
+    found = decision([torch.full((1000,), 1e-18)], weight=1.0)
     assert found.grad_norm.item() == pytest.approx(1e-18 * 1000**0.5, rel=1e-6)
 
 
 def test_norm_of_many_elements_is_precise() -> None:
     gradient = torch.rand(4_000_000, generator=torch.Generator().manual_seed(0)) + 0.5
-    assert verdict([gradient], weight=1.0).grad_norm.item() == pytest.approx(
+    assert decision([gradient], weight=1.0).grad_norm.item() == pytest.approx(
         float64_norm([gradient]), rel=2e-6
     )
 
@@ -152,14 +152,14 @@ def test_norm_of_many_elements_is_precise() -> None:
 def test_replicas_count_once_and_shards_add_up() -> None:
     rank = dist.get_rank()
     everywhere, shards = random_gradients(1), [random_gradients(2), random_gradients(3)]
-    measured = measure(
+    measured = local_stats(
         [GradientPart(everywhere, replicas=2), GradientPart(shards[rank], replicas=1)],
         torch.tensor([10.0, 3.0][rank]),
         torch.tensor([3, 1][rank]),
         stop=rank == 1,
         device=CPU,
     )
-    found = decide(agree(measured, dist.group.WORLD), torch.tensor(1.0), 1.0, None)
+    found = decide_step(all_reduce_stats(measured, dist.group.WORLD), torch.tensor(1.0), 1.0, None)
     norm = float64_norm([*everywhere, *shards[0], *shards[1]])
     assert found.grad_norm.item() == pytest.approx(norm / 4, rel=1e-6)
     assert found.loss.item() == 13 / 4
@@ -181,19 +181,21 @@ def test_every_rank_sees_what_is_not_finite_on_any() -> None:
             gradients = random_gradients(dist.get_rank())
             if dist.get_rank() == spoiled:
                 spoil(gradients[0])
-            measured = measure(
+            measured = local_stats(
                 [GradientPart(gradients, replicas=1)],
                 torch.tensor(1.0),
                 torch.tensor(1.0),
                 stop=False,
                 device=CPU,
             )
-            found = decide(agree(measured, dist.group.WORLD), torch.tensor(1.0), 1.0, 1.0)
+            found = decide_step(
+                all_reduce_stats(measured, dist.group.WORLD), torch.tensor(1.0), 1.0, 1.0
+            )
             assert found.found_inf == 1
             assert found.overflow
 
 
 def test_alone_nothing_is_added() -> None:
     measured = torch.arange(5.0)
-    assert agree(measured, None) is measured
+    assert all_reduce_stats(measured, None) is measured
     assert measured.tolist() == [0, 1, 2, 3, 4]

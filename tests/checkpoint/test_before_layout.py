@@ -1,0 +1,47 @@
+"""Files of the release before stay readable: its configurations and its checkpoints.
+
+`before_layout/` holds a configuration with names of that release and, for two strategies, the
+checkpoint of step 4 and the records of all 8 steps, as that release wrote them on 2 ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from distmp.config import load
+from tests.torchrun import run, torchrun
+
+FILES = Path(__file__).parent / "before_layout"
+
+
+def test_a_configuration_with_former_names(caplog: pytest.LogCaptureFixture) -> None:
+    config = load(["--config", str(FILES / "config.yaml"), "--divergence.pass-over=2"])
+    assert config.rank_consistency.every == 3
+    assert config.divergence.skip_data_steps == 2
+    assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
+        "the setting divergence.pass_over is now divergence.skip_data_steps",
+        "the setting lockstep is now rank_consistency",
+    ]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("resumed", ["ddp", "fsdp"])
+def test_a_run_resumes_from_a_checkpoint(strategy: str, resumed: str, tmp_path: Path) -> None:
+    shutil.copytree(FILES, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(FILES / strategy, tmp_path / "runs" / strategy)
+    arguments = ["--config=config.yaml", f"--strategy={resumed}", f"--run-dir=runs/{strategy}"]
+    done = run(torchrun(*arguments, "--resume=auto"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    # Neither former names nor new settings count as changes of the run.
+    changed = [line for line in done.stdout.splitlines() if line.startswith("changed: ")]
+    assert [line for line in changed if not line.startswith("changed: strategy")] == []
+    assert _losses(tmp_path / "runs" / strategy) == pytest.approx(_losses(FILES / strategy))
+
+
+def _losses(run: Path) -> list[float]:
+    records = [json.loads(line) for line in (run / "steps.jsonl").read_text().splitlines()]
+    return [record["loss"] for record in records if record["step"] > 4]
