@@ -167,8 +167,8 @@ MUTANTS = [
     Mutant(
         "only the first microbatch has a weight",
         "distmp/engine/engine.py",
-        "pack(*gathered.weights, device=self.device).sum(),",
-        "pack(*gathered.weights, device=self.device)[0] * len(gathered.weights),",
+        "pack(*stats.weights, device=self.device).sum(),",
+        "pack(*stats.weights, device=self.device)[0] * len(stats.weights),",
     ),
     Mutant(
         "a dropped microbatch keeps its weight",
