@@ -113,7 +113,7 @@ class Engine:
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
         policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
             or "auto" for what the device supports.
-        strategy: "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1" or "auto".
+        strategy: "single", "ddp", "fsdp", "hsdp", "fsdp1" or "auto".
         parallel: How the model is sharded, checkpointed and compiled.
         schedule: Builds a torch learning-rate scheduler on an optimizer.
         max_norm: Clip the norm of the global gradient to this.

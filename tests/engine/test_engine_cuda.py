@@ -50,7 +50,6 @@ REDUCED_IN_BF16 = PrecisionPolicy(
 )
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
-    "ddp-torch": {"strategy": "ddp-torch"},
     "fsdp, reduced once": sharded("fsdp", accumulate="unsharded"),
     "fsdp, reduced every microbatch": sharded("fsdp", accumulate="sharded"),
     "hsdp": sharded("hsdp", shard_size=1, accumulate="hybrid"),

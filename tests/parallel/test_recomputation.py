@@ -93,7 +93,6 @@ def ends(model: type[Model], **options: Any) -> list[dict[str, Tensor]]:
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "ddp"},
-    {"strategy": "ddp-torch"},
     {"strategy": "ddp", "on_nonfinite": "drop_microbatch"},
     {"strategy": "fsdp", "sharding": ShardingConfig(accumulate="sharded")},
     {"strategy": "fsdp", "sharding": ShardingConfig(accumulate="unsharded")},
