@@ -9,7 +9,7 @@ from torch import nn
 
 from distmp.distributed.lost_peers import lost_peers_explained
 from distmp.distributed.roll_call import RollCall
-from distmp.distributed.world import World, check_failed_everywhere
+from distmp.distributed.world import World
 from distmp.errors import TrainingError
 from distmp.precision.builders import autocast_off
 
@@ -56,7 +56,7 @@ class EngineCalls:
         try:
             with lost_peers_explained(self._world.group), autocast_off(self._world.device):
                 if self._failure is not None:
-                    check_failed_everywhere(self._world, self._failures, self._failure)
+                    self._roll_call.check_failed_everywhere(self._failures, self._failure)
                     self._failure = None
                 if waits:
                     self._roll_call.meet(f"engine.{name}()")
