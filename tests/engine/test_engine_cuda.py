@@ -43,7 +43,6 @@ from tests.reference import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
 ]
 
 REDUCED_IN_BF16 = PrecisionPolicy(

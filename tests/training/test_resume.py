@@ -197,7 +197,6 @@ def _check_that_it_happened(name: str, records: list[StepRecord]) -> None:
         assert [r.step for r in records if r.validation_loss is not None] == [3, 6, 9, 10]
 
 
-@pytest.mark.timeout(200)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     check_resuming(tmp_path)
 
@@ -366,7 +365,6 @@ def global_batches(leg: list[Travelled]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.timeout(200)
 def test_changing_world_size_and_strategy_changes_no_sample_and_no_bit(tmp_path: Path) -> None:
     alone = {"strategy": "single"}
     total = STEPS * len(LEGS)
