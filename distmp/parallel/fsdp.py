@@ -299,9 +299,9 @@ class _AllGather:
 class _ReduceScatter(_AllGather):
     """What FSDP reduces with: a sum in FP32, whatever travels."""
 
-    def __init__(self, order: CollectiveOrder | None, unit: int, wire_dtype: torch.dtype) -> None:
+    def __init__(self, order: CollectiveOrder | None, unit: int, comm_dtype: torch.dtype) -> None:
         super().__init__(order, unit)
-        self._wire_dtype = wire_dtype
+        self._comm_dtype = comm_dtype
 
     def __call__(  # type: ignore[override]
         self,
@@ -313,7 +313,7 @@ class _ReduceScatter(_AllGather):
     ) -> None:
         if self._order is not None:
             self._order.note(Collective("reduce", self._unit, input_tensor.numel()))
-        reduce_scatter_sum(output_tensor, input_tensor, group, self._wire_dtype)
+        reduce_scatter_sum(output_tensor, input_tensor, group, self._comm_dtype)
         if input_tensor.device.type == "cpu":
             # FSDP keeps it until the next group is reduced, for streams that CPUs do not have.
             input_tensor.untyped_storage().resize_(0)

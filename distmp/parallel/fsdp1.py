@@ -156,7 +156,7 @@ class FullySharded1(ShardedStrategy):
         if not torch.is_grad_enabled():
             return
         for parameter, view in fsdp_internals.views_of_last_forward(unit):
-            if view.requires_grad and self._used.awaits(self._names[id(parameter)]):
+            if view.requires_grad and self._used.tracks(self._names[id(parameter)]):
                 view.register_hook(_calling(self._note, parameter))
 
     def _find_places(self, world: World) -> dict[str, tuple[int, int]]:
@@ -171,7 +171,7 @@ class FullySharded1(ShardedStrategy):
             for (name, parameter), start in zip(self._trainable, before, strict=True)
         }
 
-    def _watch_collectives(self, world: World, wire_dtype: torch.dtype) -> CollectiveOrder:
+    def _watch_collectives(self, world: World, comm_dtype: torch.dtype) -> CollectiveOrder:
         """Sum over ranks in FP32, and compare the order of what ranks gather and reduce."""
         units = [
             part for part in self.module.modules() if isinstance(part, FullyShardedDataParallel)
@@ -183,7 +183,7 @@ class FullySharded1(ShardedStrategy):
         def reduce(_: Any, gradients: Tensor, output: Tensor) -> None:
             self._open = False
             order.note(Collective("reduce", len(units), gradients.numel()))
-            reduce_scatter_sum(output, gradients, self._group, wire_dtype)
+            reduce_scatter_sum(output, gradients, self._group, comm_dtype)
 
         def enter(unit: Any, args: Any) -> None:
             if unit is self.module:

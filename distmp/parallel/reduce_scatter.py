@@ -11,7 +11,7 @@ from distmp.distributed.collectives import all_to_all, reduce_scatter, reduces_i
 
 
 def reduce_scatter_sum(
-    output: Tensor, gradients: Tensor, group: dist.ProcessGroup, wire_dtype: torch.dtype
+    output: Tensor, gradients: Tensor, group: dist.ProcessGroup, comm_dtype: torch.dtype
 ) -> None:
     """Give every rank the sum over ranks of its part, FP32.
 
@@ -24,12 +24,12 @@ def reduce_scatter_sum(
         output: FP32, shape (n,); this rank's part of the sum.
         gradients: FP32, shape (ranks * n,); the parts of all ranks, one after the other.
         group: The ranks.
-        wire_dtype: What is sent.
+        comm_dtype: What is sent.
     """
-    if wire_dtype == gradients.dtype and reduces_in_parts(gradients.device):
+    if comm_dtype == gradients.dtype and reduces_in_parts(gradients.device):
         reduce_scatter(output, gradients, group).wait()
         return
-    sent = gradients.to(wire_dtype)
+    sent = gradients.to(comm_dtype)
     received = torch.empty_like(sent)
     all_to_all(received, sent, group).wait()
     sum_in_order(received.view(group.size(), -1), output)

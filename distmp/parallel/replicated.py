@@ -112,8 +112,8 @@ class Replicated(Strategy):
     def check_model(self) -> None:
         self._known.check(self.model)
         for part in self._parts:
-            part.parameters.check_places()
-            part.buckets.check_places()
+            part.parameters.check_storage()
+            part.buckets.check_storage()
 
     def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         return [entry for entry in trainable(self.model) if entry[0] not in self._shapes]

@@ -35,7 +35,7 @@ class ShardedStrategy(Strategy):
         """Take note that backward had a gradient of a parameter on this rank."""
         name = self._names.get(id(parameter))
         if name is not None:
-            self._used.note(name)
+            self._used.mark_used(name)
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
@@ -49,7 +49,7 @@ class ShardedStrategy(Strategy):
         # Nothing to wait for: FSDP waits at the end of each backward.
         self._used.exchange_flags()
         for name, parameter in self._trainable:
-            if self._used.leaves_alone(name) or not parameter.requires_grad:
+            if self._used.is_unused(name) or not parameter.requires_grad:
                 # FSDP reduces a group as a whole, also for what has been frozen since.
                 parameter.grad = None
             elif parameter.grad is None:

@@ -125,20 +125,20 @@ MUTANTS = [
     Mutant(
         "what was frozen during training goes on with its last gradient",
         "distmp/buckets/gradients.py",
-        "steps = slot.parameter.requires_grad and not self._used.leaves_alone(slot)",
-        "steps = not self._used.leaves_alone(slot)",
+        "steps = slot.parameter.requires_grad and not self._used.is_unused(slot)",
+        "steps = not self._used.is_unused(slot)",
     ),
     Mutant(
         "what nobody has ever used is stepped under fsdp",
         "distmp/parallel/sharded.py",
-        "if self._used.leaves_alone(name) or not parameter.requires_grad:",
+        "if self._used.is_unused(name) or not parameter.requires_grad:",
         "if not parameter.requires_grad:",
     ),
     Mutant(
         "what was frozen during training is stepped under fsdp",
         "distmp/parallel/sharded.py",
-        "if self._used.leaves_alone(name) or not parameter.requires_grad:",
-        "if self._used.leaves_alone(name):",
+        "if self._used.is_unused(name) or not parameter.requires_grad:",
+        "if self._used.is_unused(name):",
     ),
     Mutant(
         "a step without use counts for nothing",
