@@ -95,13 +95,13 @@ MUTANTS = [
     Mutant(
         "a skipped step keeps its batch statistics",
         "distmp/parallel/module_buffers.py",
-        "take_back(self._module, self._before, skipped.bool())",
+        "revert_buffers(self._module, self._before, skipped.bool())",
         "pass",
     ),
     Mutant(
         "a dropped microbatch keeps its batch statistics",
         "distmp/parallel/replicated.py",
-        "take_back(self.model, self._buffers, ~kept)",
+        "revert_buffers(self.model, self._buffers, ~kept)",
         "pass",
     ),
     Mutant(
