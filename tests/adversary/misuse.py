@@ -49,7 +49,7 @@ TORCH_SAYS = (
     "The source state dict is empty",
     "factor must be",
     "Attempted step but _scale is None",
-    "stands in place of unscale_()",
+    "call clip_grad_norm_() instead of unscale_()",
     "gradients changed after the ranks had decided",
 )
 # Of the cases, how many are correct use throughout, and how many have two mistakes.
