@@ -501,11 +501,11 @@ def test_one_process_needs_no_process_group(
     assert not scaler.step_skipped
 
 
-def test_clipping_stands_in_place_of_unscaling() -> None:
+def test_clipping_replaces_unscaling() -> None:
     optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="in place of unscale_"):
+    with pytest.raises(RuntimeError, match="instead of unscale_"):
         scaler.clip_grad_norm_(optimizer, 1.0)
 
 
