@@ -1,4 +1,28 @@
-"""FP32 gradient accumulation and the reduction over ranks, for replicated parameters."""
+"""Accumulates gradients in FP32 and reduces them over ranks, for replicated parameters."""
+
+# Note [Gradient hooks and the lifetime of .grad]
+#
+# Autograd calls the post-accumulate-grad hook of a parameter after it has summed all uses of the
+# parameter in a backward and written the sum to `.grad`. `grad_dtype` is FP32, so this sum is FP32
+# too. Our hook copies or adds `.grad` to the bucket and then sets `.grad` to None:
+#
+# - `.grad` has to be None when backward begins. Otherwise autograd adds to it, and the hook counts
+#   earlier gradients a second time. After a step, `.grad` is a view of the bucket, so autograd
+#   would even write into the bucket. `begin_step` therefore clears `.grad` of every parameter.
+# - The first gradient of a step is copied into the bucket, later ones are added. No pass over
+#   memory is needed to zero a bucket, except for parameters without a gradient (`_zero_missing`).
+# - The FP32 gradients of all parameters never exist at the same time beside the buckets.
+#
+# Hooks of a parameter run in order of registration. A post-accumulate hook that was registered
+# before ours sees the gradient of one microbatch, one that was registered after ours sees None. No
+# hook sees reduced gradients: they are in `.grad` from `finish` to the next `begin_step`.
+#
+# With reentrant checkpointing a shared parameter gets several gradients, and so several hook calls,
+# in one backward. That is correct until the reduction of the bucket starts. A gradient that arrives
+# afterwards cannot be part of the sum, so the hook raises an error.
+#
+# The hook refers to the buckets by a weak reference, because the parameter holds the hook and the
+# buckets hold the parameter. Buckets that are no longer used are freed, and their hooks do nothing.
 
 from __future__ import annotations
 
@@ -23,13 +47,17 @@ from distmp.scaling.norms import CHUNK, chunk_norms
 
 @dataclass(eq=False, slots=True)
 class _Slot:
-    """A parameter's place in the buckets.
+    """The position of a parameter in the buckets.
 
     Attributes:
-        target: The tensor that the optimizer steps: the parameter, its FP32 master, or this rank's
-            share of one of them (1-dim).
-        arrived: Whether its place holds a gradient of this step (of this microbatch where
-            microbatches are kept apart).
+        name: Name of the parameter in the model.
+        parameter: The parameter that backward computes gradients of.
+        bucket: Index of the bucket.
+        index: Index of the parameter within the bucket.
+        target: The tensor that the optimizer steps: the parameter, its FP32 master weight, or this
+            rank's shard of one of them (1-dim).
+        has_gradient: Whether the bucket holds a gradient of this parameter and step (of this
+            microbatch if microbatches are summed separately).
     """
 
     name: str
@@ -37,51 +65,54 @@ class _Slot:
     bucket: int
     index: int
     target: Tensor
-    arrived: bool = False
+    has_gradient: bool = False
 
 
 class Fp32GradBuckets:
-    """Flat FP32 buckets that take the gradients of all microbatches, summed over ranks.
+    """Accumulates the gradients of all microbatches in flat FP32 buckets and sums them over ranks.
 
-    No wrapper is needed around the module. A hook on each parameter takes its gradient as soon as
-    backward has it: the first microbatch of a step copies it into the bucket, later ones add, and
-    `.grad` is freed at once. Uses of one weight inside a backward sum in FP32 as well, also where
-    the parameter has 16 bits (`Tensor.grad_dtype`).
+    The module needs no wrapper. A hook on each parameter takes its gradient as soon as backward has
+    computed it: the first microbatch of a step copies it into the bucket, later ones add to it, and
+    `.grad` is freed at once. Several uses of one weight in a backward are summed in FP32 too, even
+    if the parameter has 16 bits (`Tensor.grad_dtype`).
 
-    During the last backward a bucket is reduced (SUM) as soon as all of its parameters are in,
-    while backward goes on. Reductions start in one order on every rank, whatever order gradients
-    arrive in: that of the buckets at first (reverse registration), then the one that rank 0
-    observed in the first step. A parameter without a gradient counts as zero, unless no rank ever
-    had one: then the optimizer finds None, as in plain torch. As long as there is such a parameter,
-    every step exchanges a flag for it and the host waits for the answer (`UsedParameters`).
+    During the last backward a bucket is reduced (SUM) as soon as it has the gradients of all its
+    parameters, while backward continues. Every rank starts the reductions in the same order,
+    independent of the order in which gradients arrive: in the order of the buckets (reverse
+    registration) in the first step, then in the order that rank 0 observed in the first step. A
+    parameter without a gradient counts as zero, unless no rank has ever had one: then its `.grad`
+    is None, as in plain torch. As long as there is such a parameter, every step exchanges a flag
+    for it and the host waits for the result (`UsedParameters`).
 
     A step is `begin_step`; for each microbatch `begin_microbatch`, forward, one backward and
-    `end_microbatch`; then `finish`. Afterwards the `.grad` of every parameter (or of what `attach`
-    put in its place) is a view of a bucket. If the optimizer skips the step, tell it by `end_step`.
+    `end_microbatch`; then `finish`. Afterwards the `.grad` of every parameter (or of the tensor
+    that `attach` assigned) is a view of a bucket. If the optimizer skips the step, call `end_step`.
 
     Args:
-        named_parameters: Trainable parameters with their names, in order of registration. All ranks
-            need the same. One that is frozen later counts as absent while it is.
+        named_parameters: Trainable parameters with their names, in order of registration, the same
+            on all ranks. A parameter that is frozen later has no gradient while it is frozen.
         group: Ranks to reduce over; None for a single process, which reduces nothing.
-        bucket_bytes: Size from which a bucket is closed; None takes 25 MiB, on CPUs 6 MiB.
-        reduce_dtype: What travels between ranks: float32, or bfloat16 or float16 by all-to-all,
-            summed in FP32 in the order of ranks, so that each value is rounded once before the sum.
+        bucket_bytes: A bucket is closed once it has this many bytes; None takes 25 MiB, on CPUs
+            6 MiB.
+        reduce_dtype: Communication dtype: float32, or bfloat16 or float16 by all-to-all, summed in
+            FP32 in rank order, so that each value is rounded once before the sum.
         shard: Reduce-scatter: only this rank's shard of each bucket is summed.
-        reproducible: The same bits however the microbatches of the global batch are spread over
-            ranks: they are the leaves of one binary tree, rank after rank. Needs powers of two of
-            ranks and of microbatches, and memory for log2(microbatches) more sets of buckets.
-        drop_non_finite: Keep every microbatch apart until `microbatch_is_finite` has told whether
-            it is to be left out. Needs memory for one more set of buckets, and nothing overlaps.
-        overlap: False reduces only in `finish`. Of several buckets on one group only the first may
-            overlap, or the order of their reductions would depend on timing.
+        reproducible: Compute the same bits for every distribution of the microbatches of the global
+            batch over ranks: they are the leaves of one binary tree, in rank order. The numbers of
+            ranks and of microbatches have to be powers of two. Needs memory for log2(microbatches)
+            more sets of buckets.
+        drop_non_finite: Hold every microbatch separately until `microbatch_is_finite` has returned
+            whether to drop it. Needs memory for one more set of buckets, and disables overlap.
+        overlap: False reduces only in `finish`. If several objects share one group, only the first
+            may overlap. Otherwise the order of their reductions would depend on timing.
 
     Attributes:
-        layouts: What stands in each bucket.
-        buffers: After `finish`: the flat FP32 buckets, shape (size of the layout,).
+        layouts: The parameters of each bucket and their offsets.
+        buffers: After `finish`: the flat FP32 buckets, each of shape (size of the layout,).
 
     Raises:
-        ConfigError: If an argument cannot work or differs between ranks, or `reproducible` does not
-            fit the number of ranks or the reduce dtype.
+        ConfigError: If an argument is invalid or differs between ranks, or if `reproducible` does
+            not work with the number of ranks or the reduce dtype.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
@@ -130,12 +161,15 @@ class Fp32GradBuckets:
         unit = CHUNK if reproducible else ALIGNMENT
         self.layouts = plan_buckets(named_parameters, bucket_bytes, unit * self.world_size)
         self._reduction = self._build_reduction(reduce_dtype, pairwise=reproducible)
-        # What backward writes to, and what holds the result; the same set unless sums are kept.
+        # The set of buffers that backward writes to, and the set that holds the result. They are
+        # the same unless microbatches are summed separately.
         self._leaf = self._total = FlatGradients(self.layouts)
         self._drop_non_finite = drop_non_finite
         self._overlap = overlap and not drop_non_finite
-        keeps_apart = reproducible or drop_non_finite
-        self._sums = PartialSums(self.layouts, pairwise=reproducible) if keeps_apart else None
+        separate = reproducible or drop_non_finite
+        self._sums = PartialSums(self.layouts, pairwise=reproducible) if separate else None
+        # Indices of the buckets in the order of their reductions, and in the order in which they
+        # got complete in the first step (None afterwards).
         self._order = list(range(len(self.layouts)))
         self._observed: list[int] | None = []
         self._slots = list(self._make_slots())
@@ -143,21 +177,24 @@ class Fp32GradBuckets:
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
         self._used = UsedParameters(self._slots, group, device)
-        self._waiting_for: list[set[_Slot]] = []
+        # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
+        self._missing: list[set[_Slot]] = []
+        # The first `_launched` buckets of `_order` are being reduced.
         self._launched = 0
         self._accumulating = False
         self._last_microbatch = False
-        # Of a step: "begun", "last" microbatch announced, "ended" but for `finish`; "" in between.
+        # "begun", "last" (microbatch announced), "ended" (only `finish` is missing), or "" between
+        # steps.
         self._stage = ""
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The flat FP32 buckets of the finished step; with `shard` only `shards` mean something."""
+        """The flat FP32 buckets of the finished step; with `shard` only `shards` are defined."""
         return self._total.buffers
 
     @property
     def partial_sums(self) -> list[Tensor]:
-        """What is held besides `buffers` where microbatches are kept apart."""
+        """Flat FP32 buffers besides `buffers`, if microbatches are summed separately."""
         if self._sums is None:
             return []
         held = [*self._leaf.buffers, *self._sums.buffers]
@@ -165,7 +202,7 @@ class Fp32GradBuckets:
 
     @property
     def shards(self) -> list[Tensor]:
-        """This rank's 1/ranks part of every bucket, contiguous."""
+        """This rank's shard of every bucket: FP32, contiguous, shape (size / ranks,)."""
         return [
             buffer[layout.shard(self.rank, self.world_size)]
             for layout, buffer in zip(self.layouts, self.buffers, strict=True)
@@ -182,36 +219,35 @@ class Fp32GradBuckets:
 
     @unused.setter
     def unused(self, names: Iterable[str]) -> None:
-        found = set(names)
-        self._used.unused = [slot for slot in self._slots if slot.name in found]
+        selected = set(names)
+        self._used.unused = [slot for slot in self._slots if slot.name in selected]
 
     def attach(self, bucket: int, index: int, target: Tensor) -> None:
-        """Give the gradient of a parameter to another tensor that the optimizer steps in its place.
+        """Assign the gradient of a parameter to another tensor, which the optimizer steps instead.
 
         Args:
-            bucket: Which bucket the parameter is in.
-            index: Which parameter of the bucket it is.
-            target: FP32; in the parameter's shape, or with `shard` this rank's share of its
-                elements, 1-dim.
+            bucket: Index of the bucket.
+            index: Index of the parameter within the bucket.
+            target: FP32, in the parameter's shape; with `shard` this rank's elements of it, 1-dim.
         """
         self._by_bucket[bucket][index].target = target
 
     def begin_step(self) -> None:
-        """Start from zero; what an unfinished step has left is discarded.
+        """Start from zero; the gradients of an unfinished step are discarded.
 
         Raises:
-            TrainingError: If only `finish` was left out of the step before.
+            TrainingError: If only `finish` is missing from the previous step.
         """
         if self._stage == "ended":
             raise TrainingError(
                 "finish() was not called after the last microbatch, so the gradients would be "
-                "lost; call it before the optimizer's step, or discard() to leave the step out"
+                "lost; call it before the optimizer's step, or call discard() to drop the step"
             )
         self.discard()
         self._stage = "begun"
         self._used.begin_step()
         for slot in self._slots:
-            slot.arrived = False
+            slot.has_gradient = False
             slot.parameter.grad = None
             slot.target.grad = None
 
@@ -219,13 +255,14 @@ class Fp32GradBuckets:
         """Announce a backward; buckets are reduced during the one announced as `last`.
 
         Raises:
-            TrainingError: Without `begin_step` before, or after one that was announced as `last`.
+            TrainingError: Before `begin_step`, or after a microbatch with `last=True`.
         """
         if self._stage != "begun":
             reason = "after one with last=True" if self._last_microbatch else "without begin_step()"
             raise TrainingError(
-                f"begin_microbatch() was called {reason}; a step is begin_step(), "
-                "begin_microbatch() for each microbatch, the last one with last=True, and finish()"
+                f"begin_microbatch() was called {reason}; call begin_step(), then "
+                "begin_microbatch() for each microbatch, with last=True for the last one, then "
+                "finish()"
             )
         self._stage = "last" if last else "begun"
         self._accumulating = True
@@ -233,35 +270,35 @@ class Fp32GradBuckets:
         self._launched = 0
         if self._sums is not None:
             for slot in self._slots:
-                slot.arrived = False
+                slot.has_gradient = False
         if last:
-            self._waiting_for = [
+            self._missing = [
                 {slot for slot in slots if slot.parameter.requires_grad}
                 for slots in self._by_bucket
             ]
 
     @torch.no_grad()
     def microbatch_is_finite(self) -> Tensor | None:
-        """Return whether all gradients of the microbatch that backward is through with are finite.
+        """Return whether all gradients of the last backward are finite.
 
         Returns:
-            With `drop_non_finite`, on the device, 0-dim bool. Otherwise None.
+            0-dim bool on the device with `drop_non_finite`, otherwise None.
         """
         if not self._drop_non_finite:
             return None
         for bucket in range(len(self.layouts)):
-            self._fill_absent(bucket)
+            self._zero_missing(bucket)
         return torch.stack(
             [chunk_norms([buffer]).isfinite().all() for buffer in self._leaf.buffers]
         ).all()
 
     @torch.no_grad()
     def end_microbatch(self, kept: Tensor | None = None) -> None:
-        """Take note that backward is over.
+        """End a microbatch, after its backward.
 
         Args:
-            kept: 0-dim bool, usually what `microbatch_is_finite` said; if False the microbatch is
-                left out, and so must be its loss and weight. None keeps it.
+            kept: 0-dim bool, usually the result of `microbatch_is_finite`; if False the microbatch
+                is dropped, and the caller has to drop its loss and weight. None keeps it.
         """
         self._used.end_microbatch(kept)
         if kept is not None:
@@ -271,21 +308,21 @@ class Fp32GradBuckets:
             self._stage = "ended"
         if self._sums is not None and not self._last_microbatch:
             for bucket in range(len(self.layouts)):
-                self._fill_absent(bucket)
+                self._zero_missing(bucket)
             self._leaf = self._sums.add(self._leaf)
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Launch what no gradient has arrived for, and wait for every reduction.
+        """Launch the remaining reductions, wait for all of them and set `.grad`.
 
         Raises:
             TrainingError: If no microbatch was announced as `last`.
-            LostPeerError: If another rank has ended.
+            LostPeerError: If another rank has exited.
         """
         if self._stage not in ("last", "ended"):
             raise TrainingError(
-                "finish() was called without a microbatch that begin_microbatch(last=True) has "
-                "announced; announce the last one of a step so"
+                "finish() was called before begin_microbatch(last=True); announce the last "
+                "microbatch of a step with last=True"
             )
         self._stage = ""
         with lost_peers_explained(self.group):
@@ -295,12 +332,12 @@ class Fp32GradBuckets:
             self._last_microbatch = self._accumulating = False
             if self._sums is not None:
                 self._total = self._sums.total_after(self._leaf)
-            self._agree_on_order()
+            self._sync_order()
             self._used.exchange_flags()
         for slot in self._slots:
-            self._hand_over(slot)
+            self._set_gradient(slot)
 
-    def check_places(self) -> None:
+    def check_storage(self) -> None:
         """Refuse gradients that are no longer in the buckets.
 
         Raises:
@@ -315,24 +352,24 @@ class Fp32GradBuckets:
                 raise ConfigError(
                     "model",
                     slot.name,
-                    "was converted or moved together with its gradient, as by model.to(); do that "
-                    "before the engine is built, or build another engine",
+                    "was converted or moved together with its gradient, for example by model.to(); "
+                    "convert or move the model before you build the engine, or build a new engine",
                 )
 
     def end_step(self, skipped: Tensor) -> None:
-        """Take note of whether the optimizer skipped the step; without a call it did not.
+        """Record whether the optimizer skipped the step; without a call it did not.
 
         Args:
-            skipped: 0-dim, not 0 if it did; the same on all ranks.
+            skipped: 0-dim, nonzero if the step was skipped; the same on all ranks.
         """
         self._used.end_step(skipped)
 
     @torch.no_grad()
     def discard(self) -> None:
-        """Leave nothing of an unfinished step; without effect after a finished one.
+        """Drop the gradients of an unfinished step; no effect after a finished one.
 
-        If the last microbatch was announced, the other ranks may have started reductions: the rest
-        of them are run, so every rank has to finish or to discard.
+        If the last microbatch was announced, other ranks may have started reductions, so this rank
+        runs its remaining ones. Every rank has to call either `finish` or `discard`.
         """
         if self._last_microbatch and self._reduction is not None:
             for bucket in self._order[self._launched :]:
@@ -356,8 +393,8 @@ class Fp32GradBuckets:
                 yield _Slot(name, parameter, bucket, index, target=parameter)
 
     @torch.no_grad()
-    def _arrived(self, slot: _Slot) -> None:
-        # A backward outside of a step, as of another engine on the same model, is not ours.
+    def _accumulate(self, slot: _Slot) -> None:
+        # Ignore a backward outside of a step, for example of another engine on the same model.
         if not self._accumulating:
             return
         if self._last_microbatch and slot.bucket in self._order[: self._launched]:
@@ -370,26 +407,27 @@ class Fp32GradBuckets:
         assert gradient is not None
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        place = self._leaf.views[slot.bucket][slot.index]
-        if slot.arrived:
-            place += gradient
+        view = self._leaf.views[slot.bucket][slot.index]
+        if slot.has_gradient:
+            view += gradient
         else:
-            place.copy_(gradient)
-        slot.arrived = True
-        self._used.note(slot)
+            view.copy_(gradient)
+        slot.has_gradient = True
+        self._used.mark_used(slot)
         slot.parameter.grad = None
         if self._last_microbatch and self._reduction is not None:
-            self._note_complete(slot)
+            self._mark_ready(slot)
 
-    def _note_complete(self, slot: _Slot) -> None:
-        waiting_for = self._waiting_for[slot.bucket]
-        waiting_for.discard(slot)
-        if waiting_for or not self._overlap:
+    def _mark_ready(self, slot: _Slot) -> None:
+        """Launch the reductions of all buckets that are complete and next in order."""
+        missing = self._missing[slot.bucket]
+        missing.discard(slot)
+        if missing or not self._overlap:
             return
         if self._observed is not None and slot.bucket not in self._observed:
             self._observed.append(slot.bucket)
         ready = self._launched
-        while ready < len(self._order) and not self._waiting_for[self._order[ready]]:
+        while ready < len(self._order) and not self._missing[self._order[ready]]:
             ready += 1
         self._launch_up_to(ready)
 
@@ -397,50 +435,52 @@ class Fp32GradBuckets:
 
     def _launch_up_to(self, end: int) -> None:
         for bucket in self._order[self._launched : end]:
-            # Noted first: a gradient that comes now comes too late.
+            # Count it first: from now on, a gradient for this bucket is an error.
             self._launched += 1
-            self._fill_absent(bucket)
+            self._zero_missing(bucket)
             total = self._leaf.buffers[bucket]
             if self._sums is not None:
                 total = self._sums.add_last(self._leaf, bucket)
             if self._reduction is not None:
                 self._reduction.launch(total)
 
-    def _fill_absent(self, bucket: int) -> None:
+    def _zero_missing(self, bucket: int) -> None:
         for slot in self._by_bucket[bucket]:
-            if not slot.arrived:
+            if not slot.has_gradient:
                 self._leaf.views[bucket][slot.index].zero_()
 
-    def _build_reduction(self, wire: torch.dtype, *, pairwise: bool) -> Reduction | None:
+    def _build_reduction(self, comm_dtype: torch.dtype, *, pairwise: bool) -> Reduction | None:
         if self.group is None:
             return None
         copies = self.sharded and not reduces_in_parts(self.layouts[0].device)
-        if wire == torch.float32 and not pairwise and not copies:
+        if comm_dtype == torch.float32 and not pairwise and not copies:
             return AllReduce(self.group, shard=self.sharded)
-        return AllToAllReduce(self.group, shard=self.sharded, wire_dtype=wire, pairwise=pairwise)
+        return AllToAllReduce(
+            self.group, shard=self.sharded, comm_dtype=comm_dtype, pairwise=pairwise
+        )
 
-    # What ranks exchange_flags on
-
-    def _agree_on_order(self) -> None:
-        """Start reductions in the order that rank 0 observed, from the second step on."""
+    def _sync_order(self) -> None:
+        """After the first step, set the order of reductions to the one that rank 0 observed."""
         if self._observed is None or self.group is None:
             return
         order = [*self._observed, *(b for b in self._order if b not in self._observed)]
-        agreed = torch.tensor(order, dtype=torch.int64, device=self.layouts[0].device)
-        dist.broadcast(agreed, dist.get_global_rank(self.group, 0), self.group)
-        self._order = agreed.tolist()
+        common = torch.tensor(order, dtype=torch.int64, device=self.layouts[0].device)
+        dist.broadcast(common, dist.get_global_rank(self.group, 0), self.group)
+        self._order = common.tolist()
         self._observed = None
 
-    def _hand_over(self, slot: _Slot) -> None:
-        steps = slot.parameter.requires_grad and not self._used.leaves_alone(slot)
+    def _set_gradient(self, slot: _Slot) -> None:
+        """Set `.grad` of a parameter and of its target to views of the reduced bucket."""
+        steps = slot.parameter.requires_grad and not self._used.is_unused(slot)
         view = self._total.views[slot.bucket][slot.index]
         if not self.sharded:
             slot.parameter.grad = view if steps else None
         if slot.target is not slot.parameter:
-            gradient = self._share(slot) if self.sharded else view
+            gradient = self._shard_view(slot) if self.sharded else view
             slot.target.grad = gradient if steps else None
 
-    def _share(self, slot: _Slot) -> Tensor:
+    def _shard_view(self, slot: _Slot) -> Tensor:
+        """Return this rank's elements of a gradient, a 1-dim view of the bucket."""
         layout = self.layouts[slot.bucket]
         share = layout.shares(layout.shard(self.rank, self.world_size))[slot.index]
         flat = self._total.buffers[slot.bucket]
@@ -450,14 +490,14 @@ class Fp32GradBuckets:
 def _hook(
     buckets: weakref.ref[Fp32GradBuckets], bucket: int, index: int
 ) -> Callable[[Tensor], None]:
-    """Return the hook of a parameter, which must keep alive neither the buckets nor itself."""
+    """Return the hook of a parameter, see Note [Gradient hooks and the lifetime of .grad]."""
 
-    def arrived(_: Tensor) -> None:
+    def accumulate(_: Tensor) -> None:
         alive = buckets()
         if alive is not None:
-            alive._arrived(alive._by_bucket[bucket][index])
+            alive._accumulate(alive._by_bucket[bucket][index])
 
-    return arrived
+    return accumulate
 
 
 def _check_options(switches: dict[str, object], bucket_bytes: object, reduce_dtype: object) -> None:
@@ -466,7 +506,7 @@ def _check_options(switches: dict[str, object], bucket_bytes: object, reduce_dty
             raise ConfigError(name, value, "must be True or False")
     is_count = isinstance(bucket_bytes, int) and not isinstance(bucket_bytes, bool)
     if bucket_bytes is not None and not (is_count and bucket_bytes > 0):  # type: ignore[operator]
-        raise ConfigError("bucket_bytes", bucket_bytes, "use a whole number above 0, or None")
+        raise ConfigError("bucket_bytes", bucket_bytes, "use an integer above 0, or None")
     if reduce_dtype not in SUMMED_DTYPES:
         raise ConfigError(
             "reduce_dtype", reduce_dtype, "use torch.float32, torch.bfloat16 or torch.float16"
@@ -483,7 +523,9 @@ def _check_group(group: object) -> None:
             "torch.distributed.group.WORLD, or a group of this rank alone",
         )
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ConfigError("group", group, "is no process group; use torch.distributed.group.WORLD")
+        raise ConfigError(
+            "group", group, "is not a process group; use torch.distributed.group.WORLD"
+        )
 
 
 def _check_reproducible(world_size: int, reduce_dtype: torch.dtype) -> None:
@@ -491,11 +533,13 @@ def _check_reproducible(world_size: int, reduce_dtype: torch.dtype) -> None:
         raise ConfigError(
             "reproducible",
             True,
-            f"sums along a binary tree, which {world_size} ranks do not make; use 1, 2, 4, 8 ...",
+            f"sums along a binary tree, which {world_size} ranks do not make; use 1, 2, 4, 8 ... "
+            "ranks",
         )
     if reduce_dtype != torch.float32:
         raise ConfigError(
             "reproducible",
             True,
-            "rounds nothing between ranks, whose number would show; use reduce_dtype float32",
+            "cannot reduce in 16 bits: the rounding would depend on the number of ranks; use "
+            "reduce_dtype float32",
         )

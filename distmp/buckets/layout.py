@@ -1,4 +1,4 @@
-"""Which parameter stands where in which flat bucket."""
+"""Assigns parameters to flat buckets, and to offsets in them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 
-# Every parameter starts on a 64-byte boundary, so that vectorised kernels need no special case.
+# Elements. Every parameter starts on a 64-byte boundary, which suits vectorized kernels.
 ALIGNMENT = 16
 SUMMED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DEFAULT_BUCKET_BYTES = 25 * 1024 * 1024
-# Gloo is as fast with these, and what is under way takes memory of the size of a bucket or two.
+# Gloo is as fast with smaller buckets, and a reduction in flight needs the memory of one or two.
 CPU_BUCKET_BYTES = 6 * 1024 * 1024
 
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The parameters of one bucket and their places in its flat buffer.
+    """The parameters of one bucket and their offsets in its flat buffer.
 
     Attributes:
         names: Names of the parameters in the model.
-        parameters: The parameters, all of one dtype and on one device.
-        offsets: First element of each parameter in the flat buffer.
-        size: Elements of the flat buffer, padding included; the padding is always zero.
+        parameters: The parameters, all with the same dtype and device.
+        offsets: Index of the first element of each parameter in the flat buffer.
+        size: Number of elements of the flat buffer, including padding; the padding is always zero.
     """
 
     names: tuple[str, ...]
@@ -37,16 +37,16 @@ class BucketLayout:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """The device of the parameters."""
         return self.parameters[0].device
 
     def shard(self, rank: int, world_size: int) -> slice:
-        """Return the part of the flat buffer that `rank` holds when it is sharded."""
+        """Return the elements of the flat buffer that `rank` holds when it is sharded."""
         length = self.size // world_size
         return slice(rank * length, (rank + 1) * length)
 
     def shares(self, shard: slice) -> list[slice]:
-        """Return for each parameter which of its flattened elements lie in a shard."""
+        """Return which elements of each flattened parameter belong to a shard."""
         shares = []
         for offset, parameter in zip(self.offsets, self.parameters, strict=True):
             start = min(max(shard.start - offset, 0), parameter.numel())
@@ -55,10 +55,13 @@ class BucketLayout:
         return shares
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Return one view of `flat`, shape (size,), per parameter, in its shape and memory order.
+        """Return a view for each parameter, in its shape and memory format.
 
-        A gradient in another order than its parameter (channels_last, for one) would be stepped
-        wrongly by torch's fused optimizers on CPU, which read both as flat memory.
+        torch's fused optimizers on CPU read parameter and gradient as flat memory. They step wrong
+        elements if the two have different memory formats, such as channels_last.
+
+        Args:
+            flat: A flat buffer, shape (size,).
         """
         return [
             flat.as_strided(parameter.shape, _dense_strides(parameter), offset)
@@ -70,30 +73,31 @@ def check_parameters(named_parameters: Iterable[Any]) -> list[tuple[str, nn.Para
     """Return named parameters as a list.
 
     Raises:
-        ConfigError: For what is no name and parameter, and for a parameter without a gradient that
-            could be summed in FP32.
+        ConfigError: For an entry that is not a name and a parameter, and for a parameter that needs
+            no gradient or has a dtype that cannot be summed in FP32.
     """
-    expected = "use model.named_parameters(), those that are trained"
+    expected = "use model.named_parameters(), without frozen parameters"
     if isinstance(named_parameters, nn.Module) or not isinstance(named_parameters, Iterable):
         kind = type(named_parameters).__name__
         raise ConfigError(
-            "named_parameters", kind, f"is no list of names and parameters; {expected}"
+            "named_parameters", kind, f"is not a list of names and parameters; {expected}"
         )
-    found: dict[str, nn.Parameter] = {}
+    by_name: dict[str, nn.Parameter] = {}
     entries = list(named_parameters)
     for entry in entries:
         if not (isinstance(entry, tuple | list) and len(entry) == 2 and isinstance(entry[0], str)):
             kind = type(entry).__name__
-            raise ConfigError("named_parameters", kind, f"is no pair (name, parameter); {expected}")
+            problem = f"is not a pair (name, parameter); {expected}"
+            raise ConfigError("named_parameters", kind, problem)
         name, parameter = entry
         if not isinstance(parameter, nn.Parameter):
             problem = f"is a {type(parameter).__name__}, not a parameter; {expected}"
         elif not parameter.requires_grad:
-            problem = f"has no gradient; {expected}"
+            problem = f"does not require a gradient; {expected}"
         elif parameter.dtype not in SUMMED_DTYPES:
             problem = f"is {parameter.dtype}; use parameters in float32, bfloat16 or float16"
-        elif found.setdefault(name, parameter) is not parameter:
-            problem = "is the name of two parameters; give each its own"
+        elif by_name.setdefault(name, parameter) is not parameter:
+            problem = "is the name of two parameters; use unique names"
         else:
             continue
         raise ConfigError("named_parameters", name, problem)
@@ -109,16 +113,16 @@ def plan_buckets(
 ) -> list[BucketLayout]:
     """Divide parameters into buckets in reverse order of registration.
 
-    Backward produces gradients roughly in that order, so the first bucket is full early and its
-    reduction runs while backward goes on. A parameter that is registered twice stands in one
-    place, under its first name.
+    Backward computes gradients roughly in that order, so the first bucket is complete early and is
+    reduced while backward continues. A parameter that is registered twice is in one bucket, under
+    its first name.
 
     Args:
         named_parameters: Names and parameters, in order of registration.
         bucket_bytes: A bucket is closed once its FP32 buffer has this many bytes; None takes
             25 MiB, on CPUs 6 MiB.
-        multiple_of: The size of every bucket, in elements, is padded to a multiple of this; itself
-            a multiple of `ALIGNMENT`.
+        multiple_of: Number of elements; the size of every bucket is padded to a multiple of it. It
+            has to be a multiple of `ALIGNMENT`.
     """
     unique: dict[int, tuple[str, nn.Parameter]] = {}
     for name, parameter in named_parameters:

@@ -1,4 +1,4 @@
-"""Parameters in flat buffers of the type the module computes with, and what the optimizer steps."""
+"""Flat buffers of parameters, and the tensors that the optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from distmp.distributed.collectives import all_gather
 from distmp.errors import ConfigError
 
 
-class _ParameterPlace:
-    """Where a parameter was put, so that one is noticed that is no longer there.
+class _ParameterStorage:
+    """Detects a parameter that was moved to other memory, or written to.
 
     Args:
-        name: Of the parameter.
-        parameter: It.
-        has_master: Whether its value comes from a master weight, so that writes to it are lost.
+        name: Name of the parameter in the model.
+        parameter: The parameter, in its final memory.
+        has_master: Whether its value is copied from a master weight, so that writes to it are lost.
     """
 
     __slots__ = ("_address", "_has_master", "_name", "_parameter", "_version")
@@ -29,64 +29,71 @@ class _ParameterPlace:
         self._parameter = parameter
         self._address = parameter.data_ptr()
         self._has_master = has_master
-        self.settle()
+        self.record_version()
 
-    def settle(self) -> None:
-        """Take note that the parameter has the value that it is to have."""
-        self._version = self._parameter._version  # torch's count of writes
+    def record_version(self) -> None:
+        """Accept the current value of the parameter."""
+        self._version = self._parameter._version  # torch counts in-place writes
 
     def check(self) -> None:
-        """Refuse a parameter that has left its place, or was written to in vain.
+        """Refuse a parameter in other memory, or one whose new value would be lost.
 
         Raises:
-            ConfigError: Naming it.
+            ConfigError: Naming the parameter.
         """
         if self._parameter.data_ptr() != self._address:
             raise ConfigError(
                 "model",
                 self._name,
-                "was given other memory (by model.to(), .data = or another engine), which the "
-                "optimizer does not step; change a model before the engine is built",
+                "was moved to other memory (by model.to(), .data = or another engine), which the "
+                "optimizer does not step; change a model before you build the engine",
             )
         if self._has_master and self._parameter._version != self._version:
             raise ConfigError(
                 "model",
                 self._name,
-                "was written to (as by model.load_state_dict), but its value comes from the FP32 "
-                "master weight of the optimizer; write to a model before the engine is built, or "
-                "use engine.load_state_dict",
+                "was written to (for example by model.load_state_dict), but its value is copied "
+                "from the optimizer's FP32 master weight; write to a model before you build the "
+                "engine, or use engine.load_state_dict",
             )
 
 
 class _Flat(NamedTuple):
-    """The flat buffers of one bucket."""
+    """The flat buffers of one bucket.
 
-    stepped: Tensor  # FP32, what the optimizer steps: everything, or this rank's shard
-    own: Tensor  # the same part of the parameters, in the type the module computes with
-    parameters: Tensor  # all of them
+    Attributes:
+        stepped: The weights that the optimizer steps, FP32: all of them, or this rank's shard.
+        own: The same elements in the dtype of the module, a view of `parameters`.
+        parameters: All parameters of the bucket in the dtype of the module.
+    """
+
+    stepped: Tensor
+    own: Tensor
+    parameters: Tensor
 
 
 class FlatParameters:
-    """Parameters in flat buffers of the buckets' layout, so that an update is published at once.
+    """Parameters in flat buffers with the layout of the buckets, updated by one copy per bucket.
 
-    The optimizer steps FP32 tensors (`named`) whose `.grad` lies in the gradient buckets:
+    The optimizer steps FP32 tensors (`named`) whose `.grad` is a view of the gradient buckets:
 
-    - for parameters held in 16 bits, FP32 master weights: 4 more bytes per parameter, divided by
-      the number of ranks where the buckets are sharded;
-    - for FP32 parameters, the parameters themselves, or this rank's shares of them.
+    - FP32 master weights of 16-bit parameters: 4 more bytes per parameter, divided by the number of
+      ranks if the buckets are sharded;
+    - FP32 parameters themselves, or this rank's shards of them.
 
-    With sharded buckets each rank steps its own shares, and the ranks gather the parameters in the
-    type the module computes with (ZeRO stage 1: Rajbhandari et al. 2020).
+    With sharded buckets each rank steps its own shards, and the ranks gather the parameters in the
+    dtype of the module (ZeRO stage 1: Rajbhandari et al. 2020).
 
     Args:
         buckets: The gradient buckets of the parameters.
-        values: The FP32 value of each parameter by its name. They are taken out one by one, so that
-            there are never two FP32 copies of the whole model.
+        values: The FP32 value of each parameter by its name. Values are removed one by one, so that
+            there are never two FP32 copies of the full model.
 
     Attributes:
-        named: What the optimizer steps, by the parameter's name, in bucket order. With sharded
-            buckets it is 1-dim, and empty where another rank has the parameter.
-        shares: With sharded buckets, which elements of the flattened parameter that is, by name.
+        named: The tensors that the optimizer steps, FP32, by the parameter's name, in bucket order.
+            With sharded buckets they are 1-dim, and empty if other ranks hold the parameter.
+        shares: With sharded buckets, by name, which elements of the flattened parameter this rank
+            steps.
     """
 
     def __init__(self, buckets: Fp32GradBuckets, values: dict[str, Tensor]) -> None:
@@ -94,22 +101,22 @@ class FlatParameters:
         self.named: dict[str, Tensor] = {}
         self.shares: dict[str, slice] = {}
         self._flat: list[_Flat] = []
-        self._places: list[_ParameterPlace] = []
+        self._storages: list[_ParameterStorage] = []
         for index, layout in enumerate(buckets.layouts):
             if buckets.sharded or layout.parameters[0].dtype != torch.float32:
-                self._lay_out(index, layout, values)
+                self._flatten(index, layout, values)
             else:
                 self.named.update(zip(layout.names, layout.parameters, strict=True))
         self.publish()
 
-    def check_places(self) -> None:
-        """Refuse parameters that are not where they were put, see `_ParameterPlace.check`."""
-        for place in self._places:
-            place.check()
+    def check_storage(self) -> None:
+        """Refuse parameters that were moved or written to, see `_ParameterStorage.check`."""
+        for storage in self._storages:
+            storage.check()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Make what the optimizer stepped the parameters that the module computes with."""
+        """Copy the stepped weights to the parameters of the module."""
         pending = []
         for flat in self._flat:
             if flat.own.dtype != flat.stepped.dtype:
@@ -118,11 +125,11 @@ class FlatParameters:
                 pending.append(all_gather(flat.parameters, flat.own, self._buckets.group))
         for work in pending:
             work.wait()
-        for place in self._places:
-            place.settle()
+        for storage in self._storages:
+            storage.record_version()
 
     @torch.no_grad()
-    def _lay_out(self, bucket: int, layout: BucketLayout, values: dict[str, Tensor]) -> None:
+    def _flatten(self, bucket: int, layout: BucketLayout, values: dict[str, Tensor]) -> None:
         dtype = layout.parameters[0].dtype
         parameters = torch.zeros(layout.size, dtype=dtype, device=layout.device)
         part = slice(0, layout.size)
@@ -148,26 +155,26 @@ class FlatParameters:
             views[index].copy_(value)
             layout.parameters[index].data = views[index]
             has_master = dtype != torch.float32
-            self._places.append(
-                _ParameterPlace(name, layout.parameters[index], has_master=has_master)
+            self._storages.append(
+                _ParameterStorage(name, layout.parameters[index], has_master=has_master)
             )
-            # An optimizer wants a leaf of its own; it shares the memory of the flat buffer.
+            # An optimizer needs a leaf tensor; it shares the memory of the flat buffer.
             self.named[name] = master.detach().requires_grad_()
             self._buckets.attach(bucket, index, self.named[name])
 
 
 class PureParameters:
-    """16-bit parameters that the optimizer steps themselves, without a master copy.
+    """16-bit parameters that the optimizer steps directly, without master weights.
 
     Their gradients are summed in the FP32 buckets like all others, and rounded once for the
-    optimizer. FP32 parameters are stepped as they are.
+    optimizer. FP32 parameters are stepped directly with FP32 gradients.
 
     Args:
         buckets: The gradient buckets of the parameters, not sharded.
 
     Attributes:
-        named: What the optimizer steps, by the parameter's name: the parameter, or a leaf on its
-            memory whose `.grad` has 16 bits.
+        named: The tensors that the optimizer steps, by the parameter's name: FP32 parameters, and
+            for 16-bit parameters a leaf tensor that shares their memory and has a 16-bit `.grad`.
         shares: Empty; nothing is sharded.
     """
 
@@ -175,27 +182,27 @@ class PureParameters:
         self.named: dict[str, Tensor] = {}
         self.shares: dict[str, slice] = {}
         self._rounded: list[tuple[nn.Parameter, Tensor]] = []
-        self._places: list[_ParameterPlace] = []
+        self._storages: list[_ParameterStorage] = []
         for layout in buckets.layouts:
             for name, parameter in zip(layout.names, layout.parameters, strict=True):
                 self.named[name] = parameter
                 if parameter.dtype != torch.float32:
                     self.named[name] = parameter.detach().requires_grad_()
                     self._rounded.append((parameter, self.named[name]))
-                    self._places.append(_ParameterPlace(name, parameter, has_master=False))
+                    self._storages.append(_ParameterStorage(name, parameter, has_master=False))
 
-    def check_places(self) -> None:
-        """Refuse parameters that are not where they were put, see `_ParameterPlace.check`."""
-        for place in self._places:
-            place.check()
+    def check_storage(self) -> None:
+        """Refuse parameters that were moved or written to, see `_ParameterStorage.check`."""
+        for storage in self._storages:
+            storage.check()
 
     def round_gradients(self) -> None:
-        """Give the optimizer what the buckets hold, in the type of its weights."""
+        """Round the gradients in the buckets to the dtype of the weights, for the optimizer."""
         for parameter, weight in self._rounded:
             gradient = parameter.grad
             weight.grad = None if gradient is None else gradient.to(weight.dtype)
 
     def publish(self) -> None:
-        """Free the rounded gradients; the parameters are those that the optimizer stepped."""
+        """Free the rounded gradients; the optimizer has stepped the parameters themselves."""
         for _, weight in self._rounded:
             weight.grad = None

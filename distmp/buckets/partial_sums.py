@@ -1,4 +1,4 @@
-"""Sums of whole microbatch gradients, in an order that is fixed beforehand."""
+"""Sums of microbatch gradients in a fixed order."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class FlatGradients:
     """One set of flat FP32 buffers, a buffer for each bucket.
 
     Attributes:
-        buffers: The flat buffers, zero at first.
-        views: For each bucket, the part of each of its parameters, in the parameter's shape.
+        buffers: The flat buffers, FP32, shape (size of the bucket's layout,), initially zero.
+        views: For each bucket, a view of its buffer for each parameter, in the parameter's shape.
     """
 
     def __init__(self, layouts: Sequence[BucketLayout]) -> None:
@@ -31,13 +31,13 @@ class FlatGradients:
 class PartialSums:
     """A binary counter of partial sums: the k-th microbatch is a leaf of one fixed binary tree.
 
-    After m microbatches there is one partial sum for each 1 in the binary form of m, so k
-    microbatches need log2(k) sets of buffers besides the one that backward writes to. Summing
-    pairwise also keeps the rounding error at log2(k) instead of k roundings.
+    After m microbatches there is one partial sum for each 1 in the binary representation of m, so k
+    microbatches need log2(k) sets of buffers besides the one that backward writes to. A value is
+    rounded log2(k) times instead of k times.
 
     Args:
-        layouts: The buckets.
-        pairwise: False sums one microbatch after the other, with a single set of buffers.
+        layouts: The layouts of the buckets.
+        pairwise: False adds one microbatch after the other, with a single set of buffers.
     """
 
     def __init__(self, layouts: Sequence[BucketLayout], *, pairwise: bool) -> None:
@@ -48,16 +48,16 @@ class PartialSums:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """All flat buffers that are held, in use or for the next step."""
-        return [buffer for held in (*self._stored(), *self._spare) for buffer in held.buffers]
+        """All flat buffers, in use or free."""
+        return [buffer for stored in (*self._stored(), *self._spare) for buffer in stored.buffers]
 
     def clear(self) -> None:
-        """Forget all sums; their memory is kept for the next ones."""
+        """Drop all sums; their buffers are reused."""
         self._spare += [stored for stored in self._levels if stored is not None]
         self._levels = []
 
     def add(self, leaf: FlatGradients) -> FlatGradients:
-        """Add a whole microbatch; return a set of buffers for the next one, of any content."""
+        """Add the gradients of a microbatch; return uninitialized buffers for the next one."""
         level, carried = 0, leaf
         while level < len(self._levels) and (stored := self._levels[level]) is not None:
             for total, addend in zip(stored.buffers, carried.buffers, strict=True):
@@ -72,9 +72,10 @@ class PartialSums:
         return self._spare.pop() if self._spare else FlatGradients(self._layouts)
 
     def add_last(self, leaf: FlatGradients, bucket: int) -> Tensor:
-        """Add one bucket of the last microbatch to all sums before; return the buffer of the total.
+        """Add one bucket of the last microbatch to all earlier sums.
 
-        `total_after` tells in which set that buffer is.
+        Returns:
+            The buffer with the total, one of the set that `total_after` returns.
         """
         carried = leaf.buffers[bucket]
         for stored in self._stored():
@@ -83,7 +84,7 @@ class PartialSums:
         return carried
 
     def total_after(self, leaf: FlatGradients) -> FlatGradients:
-        """Return the set that holds the total once `add_last` was called for every bucket."""
+        """Return the set that holds the total after `add_last` was called for every bucket."""
         stored = self._stored()
         return stored[-1] if stored else leaf
 

@@ -1,8 +1,38 @@
-"""How a flat FP32 bucket is summed over ranks while backward goes on.
+"""Sums flat FP32 buckets over ranks while backward continues.
 
-Every reduction is started in the same order on all ranks, and every sum is taken in an order that
-does not depend on timing. After `finish` a rank holds the whole sum, or its shard of it.
+All ranks start the reductions in the same order, and the order of additions does not depend on
+timing. After `finish` a rank holds the full sum, or its shard of it.
 """
+
+# Note [Order, streams and memory of bucket reductions]
+#
+# Order. A process group matches the collectives of its ranks by the order in which each rank issues
+# them; they have no names. If two ranks launched buckets in a different order, gradients of
+# different parameters would be added. The order in which gradients arrive differs between ranks as
+# soon as ranks use different parameters. So `Fp32GradBuckets` launches a bucket only after all
+# buckets before it in an order that all ranks share. `AllToAllReduce` issues two collectives for
+# each bucket, and keeps their order independent of timing as well: launching bucket n issues its
+# all-to-all, then the all-gather of bucket n - 1. No rank tests whether a collective has completed
+# in order to decide what to issue next.
+#
+# Streams. On CUDA, `launch` is called in a backward hook, on the stream that computed the
+# gradients. `AllReduce` needs no stream: NCCL makes its own stream wait for the current one, and
+# `Work.wait` in `finish` makes the current stream wait for NCCL's. `AllToAllReduce` has to wait for
+# a collective in the middle of backward, to sum what it received. On the stream of backward this
+# wait would hold up backward, so it uses a side stream: `_side_stream` makes the side stream wait
+# for the gradients, and `finish` makes the current stream wait for the side stream. With NCCL the
+# host never waits. On CPUs `Work.wait` blocks the host, and with it backward. Therefore the
+# all-to-all of bucket n - 1 is waited for as late as possible: after that of bucket n was issued.
+#
+# Memory. A bucket must not be written until `finish` has returned: the collectives read or write
+# it. The buffers of an all-to-all, `sent` and `received`, are allocated on the side stream. Freed
+# memory goes back to that stream and is reused only by kernels and collectives that are queued
+# after the wait for the collective that used it. `_Exchange` holds both buffers until that wait.
+# `received` is used twice: once it has been summed, the all-gather, which is queued after the sum,
+# writes the rounded sums of all ranks into it. In FP32 the all-gather needs no buffer: `sent` is
+# the bucket, the sum is written to this rank's shard of the bucket, and the all-gather fills the
+# other shards. A launch leaves one all-to-all and one all-gather pending, so this memory is that of
+# a few buckets.
 
 from __future__ import annotations
 
@@ -21,8 +51,8 @@ class Reduction(ABC):
     """Sums flat buckets over the ranks of a group, in place.
 
     Args:
-        group: The ranks.
-        shard: Whether a rank needs only its shard of the sum; the rest of a bucket is undefined
+        group: The ranks to sum over.
+        shard: Whether a rank needs only its shard of the sum. The rest of a bucket is undefined
             then.
     """
 
@@ -34,11 +64,15 @@ class Reduction(ABC):
 
     @abstractmethod
     def launch(self, bucket: Tensor) -> None:
-        """Start to sum `bucket`, FP32 of shape (n,), n a multiple of the number of ranks."""
+        """Start to sum a bucket.
+
+        Args:
+            bucket: FP32, shape (n,), where n is a multiple of the number of ranks.
+        """
 
     @abstractmethod
     def finish(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for all launched reductions; on CUDA the current stream waits, not the host."""
 
     def shard(self, bucket: Tensor) -> Tensor:
         """Return this rank's shard, a view of shape (n / ranks,)."""
@@ -47,7 +81,7 @@ class Reduction(ABC):
 
 
 class AllReduce(Reduction):
-    """The backend's own FP32 all-reduce, or reduce-scatter."""
+    """Sums in FP32 with the backend's all-reduce or reduce-scatter."""
 
     def __init__(self, group: dist.ProcessGroup, *, shard: bool) -> None:
         super().__init__(group, shard=shard)
@@ -65,97 +99,112 @@ class AllReduce(Reduction):
         self._pending.clear()
 
 
-class _Exchanged(NamedTuple):
-    """A bucket whose pieces are on their way to the ranks that sum them."""
+class _Exchange(NamedTuple):
+    """The all-to-all of a bucket, in flight.
+
+    Attributes:
+        bucket: The bucket, FP32, shape (n,).
+        sent: The bucket in the communication dtype, shape (n,); must outlive the collective.
+        received: This rank's shard of every rank's bucket, one after the other, shape (n,).
+        work: Handle of the collective.
+    """
 
     bucket: Tensor
-    sent: Tensor  # kept alive until it has arrived
+    sent: Tensor
     received: Tensor
     work: dist.Work
 
 
 class PendingGather(NamedTuple):
-    """A bucket whose sums are on their way back to all ranks."""
+    """The all-gather of a bucket's sums, in flight.
+
+    Attributes:
+        bucket: The bucket, FP32, shape (n,).
+        gathered: The tensor that receives the sums, shape (n,), in the communication dtype; the
+            bucket itself in FP32.
+        work: Handle of the collective.
+    """
 
     bucket: Tensor
-    arriving: Tensor
+    gathered: Tensor
     work: dist.Work
 
 
 class AllToAllReduce(Reduction):
-    """All-to-all, a sum in FP32 on the rank that owns the shard, all-gather.
+    """Sums by all-to-all, a local sum in FP32 of each rank's shard, and all-gather.
 
-    As many bytes as a ring all-reduce of the wire's dtype. On a 16-bit wire every rank's value is
-    rounded once before the sum, however many ranks there are, and the sum once more if it is
-    gathered; a ring would round at every hop.
+    It sends as many bytes as a ring all-reduce in the communication dtype. With 16 bits, the value
+    of every rank is rounded once before the sum, for any number of ranks, and the sum is rounded
+    once more if it is gathered. A ring all-reduce rounds at every hop.
 
     Args:
-        group: The ranks.
-        shard: Leave out the all-gather.
-        wire_dtype: What travels: float32, bfloat16 or float16.
-        pairwise: Sum as a balanced binary tree over ranks instead of from the first to the last.
+        group: The ranks to sum over.
+        shard: Skip the all-gather.
+        comm_dtype: Communication dtype: float32, bfloat16 or float16.
+        pairwise: Sum along a balanced binary tree over ranks instead of in rank order.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, shard: bool, wire_dtype: torch.dtype, pairwise: bool
+        self, group: dist.ProcessGroup, *, shard: bool, comm_dtype: torch.dtype, pairwise: bool
     ) -> None:
         super().__init__(group, shard=shard)
-        self.wire_dtype = wire_dtype
+        self.comm_dtype = comm_dtype
         self._sum = _sum_pairwise if pairwise else sum_in_order
-        self._exchanged: _Exchanged | None = None
-        self._gathered: list[PendingGather] = []
+        self._exchange: _Exchange | None = None
+        self._gathers: list[PendingGather] = []
         self._stream: torch.cuda.Stream | None = None
 
     def launch(self, bucket: Tensor) -> None:
-        with self._beside_backward(bucket.device):
-            sent = bucket.to(self.wire_dtype)
+        with self._side_stream(bucket.device):
+            sent = bucket.to(self.comm_dtype)
             received = torch.empty_like(sent)
             work = all_to_all(received, sent, self.group)
-            # The previous bucket is summed while this one travels. That it is this very moment,
-            # and not when the bucket happens to have arrived, keeps the order of collectives the
-            # same on all ranks.
+            # Sum the previous bucket while this one is in flight, and always at this point: see
+            # Note [Order, streams and memory of bucket reductions].
             self._sum_previous()
-            # One on its way back is enough to keep the wire busy, and holds memory.
-            self._take_gathered(all_but=1)
-            self._exchanged = _Exchanged(bucket, sent, received, work)
+            # One pending all-gather keeps the network busy; more would only hold memory.
+            self._finish_gathers(all_but=1)
+            self._exchange = _Exchange(bucket, sent, received, work)
 
     def finish(self) -> None:
-        for device in {entry.bucket.device for entry in self._outstanding()}:
-            with self._beside_backward(device):
+        for device in {entry.bucket.device for entry in self._pending()}:
+            with self._side_stream(device):
                 self._sum_previous()
-                self._take_gathered()
+                self._finish_gathers()
             if device.type == "cuda":
                 assert self._stream is not None
                 torch.cuda.current_stream(device).wait_stream(self._stream)
 
-    def _outstanding(self) -> list[_Exchanged | PendingGather]:
-        return [*self._gathered, *([self._exchanged] if self._exchanged else [])]
+    def _pending(self) -> list[_Exchange | PendingGather]:
+        return [*self._gathers, *([self._exchange] if self._exchange else [])]
 
     def _sum_previous(self) -> None:
-        if self._exchanged is None:
+        """Sum the bucket that was launched last, and start its all-gather."""
+        if self._exchange is None:
             return
-        bucket, _, received, work = self._exchanged
-        self._exchanged = None
+        bucket, _, received, work = self._exchange
+        self._exchange = None
         work.wait()
         own = self.shard(bucket)
         self._sum(received.view(self.world_size, -1), own)
         if self.sharded:
             return
-        arriving = bucket
-        if self.wire_dtype != bucket.dtype:
-            arriving, own = received, own.to(self.wire_dtype)
-        work = all_gather(arriving, own, self.group)
-        self._gathered.append(PendingGather(bucket, arriving, work))
+        gathered = bucket
+        if self.comm_dtype != bucket.dtype:
+            gathered, own = received, own.to(self.comm_dtype)
+        work = all_gather(gathered, own, self.group)
+        self._gathers.append(PendingGather(bucket, gathered, work))
 
-    def _take_gathered(self, *, all_but: int = 0) -> None:
-        while len(self._gathered) > all_but:
-            bucket, arriving, work = self._gathered.pop(0)
+    def _finish_gathers(self, *, all_but: int = 0) -> None:
+        """Wait for all-gathers, except for the latest `all_but`."""
+        while len(self._gathers) > all_but:
+            bucket, gathered, work = self._gathers.pop(0)
             work.wait()
-            if arriving is not bucket:
-                bucket.copy_(arriving)
+            if gathered is not bucket:
+                bucket.copy_(gathered)
 
-    def _beside_backward(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
-        """On CUDA, run on a stream of its own, so that waiting does not hold up backward."""
+    def _side_stream(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+        """On CUDA, run on a side stream, so that waiting does not hold up backward."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if self._stream is None:
@@ -165,16 +214,21 @@ class AllToAllReduce(Reduction):
 
 
 def sum_in_order(pieces: Tensor, out: Tensor) -> None:
-    """Write the sum of the rows of `pieces`, shape (ranks, n), to `out`, FP32 of shape (n,)."""
+    """Sum rows from the first to the last, in FP32.
+
+    Args:
+        pieces: FP32 or 16-bit, shape (ranks, n).
+        out: Receives the sum; FP32, shape (n,). It must not overlap `pieces`.
+    """
     out.copy_(pieces[0])
     for piece in pieces[1:]:
         out.add_(piece)
 
 
 def _sum_pairwise(pieces: Tensor, out: Tensor) -> None:
-    """Write the sum of the rows of `pieces`, shape (2^k, n), as a balanced binary tree, in FP32."""
+    """Sum the rows of `pieces`, shape (2^k, n), along a balanced binary tree, in FP32."""
     rows = list(pieces.float().unbind())
     while len(rows) > 1:
-        # In place: what has arrived is of no other use.
+        # In place: the received values are not needed afterwards.
         rows = [left.add_(right) for left, right in zip(rows[::2], rows[1::2], strict=True)]
     out.copy_(rows[0])

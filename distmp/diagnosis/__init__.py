@@ -1,1 +1,1 @@
-"""Explains an overflow: replays the step and attributes it to a rank, a parameter and a module."""
+"""Explains overflows: replays the step and finds rank, microbatch, parameter and module."""

@@ -1,6 +1,7 @@
-"""Why a step overflowed: what each rank saw, and the conclusion that is drawn from it.
+"""Determines why a step overflowed, from statistics of each rank.
 
-The step is replayed (`distmp.diagnosis.replay`), so that a clean step costs nothing.
+The statistics come from a replay of the step (`distmp.diagnosis.replay`), so a clean step costs
+nothing.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.diagnosis.probe import ForwardOverflow
 
 FP16_LARGEST = 65504.0
-# A scale at which a larger share of the gradient becomes zero is no remedy.
+# A lower scale does not help if it turns a larger share of the gradient into zeros.
 MOST = 0.5
-# A report names so many parameters, those nearest to the loss.
+# Largest number of parameters of a rank in a report, those nearest to the loss.
 PARAMETERS_NAMED = 8
 
 Cause = Literal[
@@ -39,17 +40,17 @@ Cause = Literal[
 
 @dataclass(frozen=True)
 class ParameterOverflow:
-    """The gradient of one parameter in the first microbatch of a rank where it was not finite.
+    """A non-finite gradient of one parameter, in the first microbatch of a rank that has it.
 
     Attributes:
         name: Name of the parameter in the model.
-        module: Name of the module that holds it; empty for the model itself.
-        rank: Where it was seen, before gradients were reduced over ranks.
-        microbatch: Index of the microbatch within the step of that rank.
+        module: Name of the module that holds the parameter; empty for the model itself.
+        rank: The rank, before gradients were reduced over ranks.
+        microbatch: Index of the microbatch within the step of this rank.
         inf: Number of infinite values.
         nan: Number of NaN values.
-        largest_finite: Largest magnitude among the finite values, with the loss scale in it; 0 if
-            there is none.
+        largest_finite: Largest magnitude of the finite values, multiplied by the loss scale; 0 if
+            there are none.
     """
 
     name: str
@@ -63,24 +64,24 @@ class ParameterOverflow:
 
 @dataclass(frozen=True)
 class RankOverflowStats:
-    """What one rank saw; each list has an entry per microbatch.
+    """Statistics of one rank, from the step and its repetition.
 
     Attributes:
-        losses: Loss sums of the step itself.
-        repeated_losses: Loss sums of its repetition.
-        loss_weights: Weights of the step itself, as the loss function returned them.
-        bad_inputs: Number of non-finite values in the floating-point tensors of the batch.
-        forward: Where forward first was not finite in the repetition, if it was.
+        losses: Loss sum of each microbatch in the step.
+        repeated_losses: Loss sum of each microbatch in the repetition.
+        loss_weights: Weight of each microbatch in the step, as returned by the loss function.
+        bad_inputs: Number of non-finite values in the floating-point tensors of each microbatch.
+        forward: For each microbatch, the first module with a non-finite value in forward, or None.
         bad_parameters: Names of the model's parameters that hold non-finite values.
-        bad_weights: Names of the FP32 weights with a non-finite value in this rank's part.
-        wide_weights: Names of those that are not finite once they are rounded to the compute dtype,
-            which include the former.
-        parameters: Parameters with a non-finite gradient, in the order in which backward came to
-            them; those nearest to the loss first.
-        largest: Largest finite magnitude in any gradient.
-        histogram: Exponents of all gradient values, with the loss scale in them.
-        largest_at_lowest: Largest magnitude in any gradient at the lowest scale, inf if it was not
-            finite there either; None if that was not tried.
+        bad_weights: Names of the FP32 weights with a non-finite value in this rank's shard.
+        wide_weights: Names of the FP32 weights that are non-finite after rounding to the compute
+            dtype; includes `bad_weights`.
+        parameters: Parameters with a non-finite gradient, in the order of backward, so those
+            nearest to the loss first.
+        largest: Largest finite magnitude of all gradients, multiplied by the loss scale.
+        histogram: Exponents of all gradient values, multiplied by the loss scale.
+        largest_at_lowest: Largest magnitude of all gradients at the lowest scale, inf if a gradient
+            is not finite there; None if it was not measured.
     """
 
     losses: Sequence[float]
@@ -99,16 +100,16 @@ class RankOverflowStats:
 
 @dataclass(frozen=True)
 class OverflowContext:
-    """What all ranks know about the step.
+    """Properties of the step that are the same on all ranks.
 
     Attributes:
         scale: The loss scale of the step.
-        weight: The global weight of the step.
-        floor: The value that overflows cannot push the scale below; None if they do not move it.
-        compute_dtype: The type of activations and their gradients.
+        weight: The sum of the weights of all microbatches and ranks.
+        floor: The lower limit of the loss scale; None if the scale is not dynamic.
+        compute_dtype: The dtype of activations and their gradients.
         has_masters: Whether the model's parameters are copied from FP32 master weights after every
             step.
-        exact: Whether the step was repeated with the very weights that it had.
+        exact: Whether the step was repeated with exactly the same weights.
     """
 
     scale: float
@@ -120,12 +121,12 @@ class OverflowContext:
 
     @property
     def lowest(self) -> float:
-        """The scale at which the step is tried once more, to see what lowering can achieve."""
+        """The scale of the second repetition, which shows whether a lower scale helps."""
         return min(self.scale, 1.0 if self.floor is None else min(self.floor, 1.0))
 
     @property
     def is_fp16(self) -> bool:
-        """Whether the range of float16 is the limit."""
+        """Whether gradients have the range of float16."""
         return self.compute_dtype == torch.float16
 
 
@@ -135,28 +136,29 @@ class OverflowReport:
 
     Attributes:
         cause: One of
-            `bad_input`: the batch holds non-finite values;
+            `bad_input`: the batch contains non-finite values;
             `bad_weight`: the weight that the loss function returned is negative or not finite;
             `bad_parameter`: a parameter of the model holds non-finite values;
-            `forward`: the loss is not finite, whenever it is computed;
+            `forward`: the loss is not finite, in the step and in its repetition;
             `scale_too_high`: gradients are finite at a lower scale;
-            `range_too_wide`: no scale fits float16;
+            `range_too_wide`: gradients do not fit float16 at any scale;
             `backward`: a finite loss has non-finite gradients, and there is no loss scale;
-            `reduction`: each rank's gradients are finite, their sum or norm is not;
-            `not_repeated`: it did not recur when the step was repeated.
-        diagnosis: The cause in words, with the place.
-        advice: What to do.
-        ranks: Ranks on which it was seen.
+            `reduction`: the gradients of each rank are finite, but their sum or norm is not;
+            `not_repeated`: the overflow did not recur when the step was repeated.
+        diagnosis: The cause and its location, as text.
+        advice: What to do, as text.
+        ranks: Ranks with the overflow.
         world_size: Number of ranks.
-        microbatch: First microbatch, on the first of these ranks, where that is known.
-        module: Module where it was first seen, if known.
+        microbatch: Index of the first such microbatch on the first of these ranks; None if unknown.
+        module: Name of the first module with the overflow; None if unknown.
         parameters: Parameters with a non-finite gradient, those nearest to the loss first; at most
             8 per rank.
         parameters_total: Number of parameters with a non-finite gradient on any rank.
-        fitting_scale: Highest power of two at which the parameters' gradients would fit float16,
-            where that was measured.
-        lost_share: Share of the gradient values seen that would be zero at `fitting_scale`.
-        exact: Whether the step was repeated with the very weights that it had.
+        fitting_scale: Highest power of two at which the gradients of parameters fit float16; None
+            if it was not measured.
+        lost_share: Share of the gradient values that are zero at `fitting_scale`, from 0 to 1; None
+            if it was not measured.
+        exact: Whether the step was repeated with exactly the same weights.
 
     Example:
         >>> import torch, distmp
@@ -187,11 +189,11 @@ class OverflowReport:
 
     @property
     def one_rank_only(self) -> bool:
-        """Whether one rank of several is alone with it."""
+        """Whether only one of several ranks has the overflow."""
         return self.world_size > 1 and len(self.ranks) == 1
 
     def to_record(self) -> dict[str, Any]:
-        """Return the report as values that JSON can hold, apart from infinities and NaN."""
+        """Return the report as JSON values, except for infinities and NaN."""
         return {**dataclasses.asdict(self), "one_rank_only": self.one_rank_only}
 
     def __str__(self) -> str:
@@ -200,8 +202,8 @@ class OverflowReport:
 
 
 @dataclass(frozen=True)
-class _Finding:
-    """A cause, where it was seen, and what is said about it."""
+class _Diagnosis:
+    """A cause with its location, text and advice, see `OverflowReport`."""
 
     cause: Cause
     text: str
@@ -211,83 +213,85 @@ class _Finding:
     module: str | None = None
 
 
-def diagnose(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> OverflowReport:
-    """Draw the conclusion from what all ranks saw.
+def diagnose(evidence: Sequence[RankOverflowStats], context: OverflowContext) -> OverflowReport:
+    """Determine the cause of an overflow.
 
     Args:
-        evidence: One entry per rank, in rank order.
-        facts: What all ranks know about the step.
+        evidence: Statistics of each rank, in rank order.
+        context: Properties of the step.
     """
-    fitting = _fitting_scale(evidence, facts)
-    lost = None if fitting is None else _lost_share(evidence, facts.scale, fitting)
-    finding = (
+    fitting = _fitting_scale(evidence, context)
+    lost = None if fitting is None else _lost_share(evidence, context.scale, fitting)
+    diagnosis = (
         _bad_input(evidence)
-        or _bad_weight(evidence, facts)
+        or _bad_weight(evidence, context)
         or _bad_parameter(evidence)
-        or _forward(evidence, facts)
-        or _other_loss(evidence, facts)
-        or _backward(evidence, facts, fitting, lost)
-        or _reduction(evidence, facts)
-        or _not_repeated(facts)
+        or _forward(evidence, context)
+        or _other_loss(evidence, context)
+        or _backward(evidence, context, fitting, lost)
+        or _reduction(evidence, context)
+        or _not_repeated(context)
     )
-    found = [parameter for rank in evidence for parameter in rank.parameters[:PARAMETERS_NAMED]]
+    parameters = [entry for rank in evidence for entry in rank.parameters[:PARAMETERS_NAMED]]
     return OverflowReport(
-        cause=finding.cause,
-        diagnosis=finding.text + _where(finding, len(evidence)),
-        advice=finding.advice,
-        ranks=finding.ranks,
+        cause=diagnosis.cause,
+        diagnosis=diagnosis.text + _where(diagnosis, len(evidence)),
+        advice=diagnosis.advice,
+        ranks=diagnosis.ranks,
         world_size=len(evidence),
-        microbatch=finding.microbatch,
-        module=finding.module,
-        parameters=tuple(found),
+        microbatch=diagnosis.microbatch,
+        module=diagnosis.module,
+        parameters=tuple(parameters),
         parameters_total=len({entry.name for rank in evidence for entry in rank.parameters}),
         fitting_scale=fitting,
         lost_share=lost,
-        exact=facts.exact,
+        exact=context.exact,
     )
 
 
-def _where(finding: _Finding, world_size: int) -> str:
-    """Return " on rank 1 of 4 only, microbatch 0", as far as it is known."""
-    if not finding.ranks:
+def _where(diagnosis: _Diagnosis, world_size: int) -> str:
+    """Return a location such as " on rank 1 of 4 only, microbatch 0", as far as it is known."""
+    if not diagnosis.ranks:
         return ""
     if world_size == 1:
         text = ""
-    elif len(finding.ranks) == 1:
-        text = f" on rank {finding.ranks[0]} of {world_size} only"
-    elif len(finding.ranks) == world_size:
+    elif len(diagnosis.ranks) == 1:
+        text = f" on rank {diagnosis.ranks[0]} of {world_size} only"
+    elif len(diagnosis.ranks) == world_size:
         text = f" on all {world_size} ranks"
     else:
-        text = f" on ranks {', '.join(map(str, finding.ranks))} of {world_size}"
-    return text if finding.microbatch is None else f"{text}, microbatch {finding.microbatch}"
+        text = f" on ranks {', '.join(map(str, diagnosis.ranks))} of {world_size}"
+    return text if diagnosis.microbatch is None else f"{text}, microbatch {diagnosis.microbatch}"
 
 
-def _bad_input(evidence: Sequence[RankOverflowStats]) -> _Finding | None:
-    found = {rank: seen.bad_inputs for rank, seen in enumerate(evidence) if any(seen.bad_inputs)}
-    if not found:
+def _bad_input(evidence: Sequence[RankOverflowStats]) -> _Diagnosis | None:
+    bad = {rank: stats.bad_inputs for rank, stats in enumerate(evidence) if any(stats.bad_inputs)}
+    if not bad:
         return None
-    count = sum(map(sum, found.values()))
-    first = next(iter(found.values()))
-    return _Finding(
+    count = sum(map(sum, bad.values()))
+    first = next(iter(bad.values()))
+    return _Diagnosis(
         "bad_input",
         f"bad input: {count} inf or NaN among the floating-point values of the batch",
-        "check the data at these samples",
-        tuple(found),
+        "check the data of these samples",
+        tuple(bad),
         next(index for index, number in enumerate(first) if number),
     )
 
 
-def _bad_weight(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _Finding | None:
-    if 0 <= facts.weight < math.inf:
+def _bad_weight(
+    evidence: Sequence[RankOverflowStats], context: OverflowContext
+) -> _Diagnosis | None:
+    if 0 <= context.weight < math.inf:
         return None
     bad = {
-        rank: next(index for index, weight in enumerate(seen.loss_weights) if not _counts(weight))
-        for rank, seen in enumerate(evidence)
-        if not all(map(_counts, seen.loss_weights))
+        rank: next(index for index, weight in enumerate(stats.loss_weights) if not _counts(weight))
+        for rank, stats in enumerate(evidence)
+        if not all(map(_counts, stats.loss_weights))
     }
-    return _Finding(
+    return _Diagnosis(
         "bad_weight",
-        f"the weights that the loss function returned add up to {facts.weight:g}; a weight is "
+        f"the weights that the loss function returned add up to {context.weight:g}; a weight is "
         "negative or not finite",
         "return the number of samples or tokens that the loss was summed over",
         tuple(bad),
@@ -299,43 +303,45 @@ def _counts(weight: float) -> bool:
     return 0 <= weight < math.inf
 
 
-def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> _Finding | None:
-    found = {rank: seen.bad_parameters for rank, seen in enumerate(evidence) if seen.bad_parameters}
-    if not found:
+def _bad_parameter(evidence: Sequence[RankOverflowStats]) -> _Diagnosis | None:
+    bad = {
+        rank: stats.bad_parameters for rank, stats in enumerate(evidence) if stats.bad_parameters
+    }
+    if not bad:
         return None
-    name = next(iter(found.values()))[0]
+    name = next(iter(bad.values()))[0]
     module = _module_of(name)
-    if holders := _ranks_with(name, [seen.bad_weights for seen in evidence]):
+    if holders := _ranks_with(name, [stats.bad_weights for stats in evidence]):
         text = f"parameter {name!r} itself holds inf or NaN"
         advice = "continue from an earlier checkpoint; check what else writes to the weights"
-        return _Finding("bad_parameter", text, advice, holders, module=module)
-    if holders := _ranks_with(name, [seen.wide_weights for seen in evidence]):
+        return _Diagnosis("bad_parameter", text, advice, holders, module=module)
+    if holders := _ranks_with(name, [stats.wide_weights for stats in evidence]):
         text = f"parameter {name!r} is inf: its FP32 master weight is beyond the range of float16"
         advice = f"{_USE_BF16}, or keep that module in FP32 (keep_fp32)"
-        return _Finding("bad_parameter", text, advice, holders, module=module)
+        return _Diagnosis("bad_parameter", text, advice, holders, module=module)
     text = f"the FP32 master weight of {name!r} is finite, but the parameter holds inf or NaN"
     advice = (
         "it is copied from its FP32 master weight after every step; check what else writes to it, "
         "and the memory of that machine"
     )
-    return _Finding("bad_parameter", text, advice, tuple(found), module=module)
+    return _Diagnosis("bad_parameter", text, advice, tuple(bad), module=module)
 
 
 def _ranks_with(name: str, names: Sequence[Sequence[str]]) -> tuple[int, ...]:
     return tuple(rank for rank, held in enumerate(names) if name in held)
 
 
-def _forward(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _Finding | None:
+def _forward(evidence: Sequence[RankOverflowStats], context: OverflowContext) -> _Diagnosis | None:
     bad = _first_losses(evidence, lambda finite, finite_again: not (finite or finite_again))
     if not bad:
         return None
     rank, microbatch = next(iter(bad.items()))
     origin = evidence[rank].forward[microbatch]
     text = "overflow in the forward pass: the loss itself is not finite"
-    return _Finding(
+    return _Diagnosis(
         "forward",
         text + _origin(origin),
-        _forward_advice(origin, facts),
+        _forward_advice(origin, context),
         tuple(bad),
         microbatch,
         None if origin is None else origin.module,
@@ -343,91 +349,93 @@ def _forward(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _
 
 
 def _first_losses(
-    evidence: Sequence[RankOverflowStats], wanted: Callable[[bool, bool], bool]
+    evidence: Sequence[RankOverflowStats], matches: Callable[[bool, bool], bool]
 ) -> dict[int, int]:
-    """Return the first microbatch of each rank that has one whose loss is as wanted.
+    """Return the first microbatch of each rank whose loss matches a condition.
 
     Args:
-        evidence: One entry per rank, in rank order.
-        wanted: Called with whether the loss of the step is finite, and that of its repetition.
+        evidence: Statistics of each rank, in rank order.
+        matches: Called with whether the loss is finite in the step, and in its repetition.
     """
-    found = {}
-    for rank, seen in enumerate(evidence):
+    microbatches = {}
+    for rank, stats in enumerate(evidence):
         finite = zip(
-            map(math.isfinite, seen.losses), map(math.isfinite, seen.repeated_losses), strict=True
+            map(math.isfinite, stats.losses), map(math.isfinite, stats.repeated_losses), strict=True
         )
-        matching = (index for index, pair in enumerate(finite) if wanted(*pair))
+        matching = (index for index, pair in enumerate(finite) if matches(*pair))
         if (first := next(matching, None)) is not None:
-            found[rank] = first
-    return found
+            microbatches[rank] = first
+    return microbatches
 
 
-def _forward_advice(origin: ForwardOverflow | None, facts: OverflowContext) -> str:
+def _forward_advice(origin: ForwardOverflow | None, context: OverflowContext) -> str:
     if origin is None:
         return "look for an overflow or a division by zero in the loss function"
-    if facts.is_fp16:
-        return f"no loss scale helps where activations leave the range of float16: {_USE_BF16}"
-    return "lower optim.lr or optim.max_norm, or look for a division by zero there"
+    if context.is_fp16:
+        return f"no loss scale helps if activations exceed the range of float16; {_USE_BF16}"
+    return "lower optim.lr or optim.max_norm, or look for a division by zero in that module"
 
 
 def _origin(origin: ForwardOverflow | None) -> str:
-    """Return where forward first was not finite, for the end of a clause."""
+    """Return the first module with a non-finite value in forward, for the end of a clause."""
     if origin is None:
-        return ", though what the modules return is"
+        return ", but the outputs of all modules are"
     module = repr(origin.module) if origin.module else "the model"
     return f", first at the {origin.side} of {module}"
 
 
-def _other_loss(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _Finding | None:
-    """Conclude from a loss that was finite only in the step, or only in its repetition."""
-    found = _first_losses(evidence, operator.ne)
-    if not found:
+def _other_loss(
+    evidence: Sequence[RankOverflowStats], context: OverflowContext
+) -> _Diagnosis | None:
+    """Return the diagnosis if a loss is finite only in the step, or only in its repetition."""
+    first = _first_losses(evidence, operator.ne)
+    if not first:
         return None
-    rank, microbatch = next(iter(found.items()))
+    rank, microbatch = next(iter(first.items()))
     loss = evidence[rank].losses[microbatch]
     again = evidence[rank].repeated_losses[microbatch]
-    text = _did_not_recur(facts) if math.isfinite(again) else "the step and its repetition differ"
+    text = _did_not_recur(context) if math.isfinite(again) else "the step and its repetition differ"
     text += f": the loss was {loss:.4g}, and {again:.4g} in the repetition"
-    advice = f"look for {_suspects(facts)}"
-    return _Finding("not_repeated", text, advice, tuple(found), microbatch)
+    advice = f"look for {_suspects(context)}"
+    return _Diagnosis("not_repeated", text, advice, tuple(first), microbatch)
 
 
 def _backward(
     evidence: Sequence[RankOverflowStats],
-    facts: OverflowContext,
+    context: OverflowContext,
     fitting: float | None,
     lost: float | None,
-) -> _Finding | None:
-    bad = {rank: seen.parameters for rank, seen in enumerate(evidence) if seen.parameters}
+) -> _Diagnosis | None:
+    bad = {rank: stats.parameters for rank, stats in enumerate(evidence) if stats.parameters}
     if not bad:
         return None
     first = next(iter(bad.values()))[0]
-    cause, text, advice = _backward_cause(facts, fitting, lost)
+    cause, text, advice = _backward_cause(context, fitting, lost)
     finite = f", largest finite {first.largest_finite:.3g}" if first.largest_finite else ""
     place = f"; first in the gradient of {first.name!r} ({first.inf} inf, {first.nan} NaN{finite})"
-    return _Finding(cause, text + place, advice, tuple(bad), first.microbatch, first.module)
+    return _Diagnosis(cause, text + place, advice, tuple(bad), first.microbatch, first.module)
 
 
 def _backward_cause(
-    facts: OverflowContext, fitting: float | None, lost: float | None
+    context: OverflowContext, fitting: float | None, lost: float | None
 ) -> tuple[Cause, str, str]:
-    """Return cause, text and advice for a finite loss whose gradients are not."""
-    if not facts.is_fp16:
+    """Return cause, text and advice for a finite loss with non-finite gradients."""
+    if not context.is_fp16:
         text = "the loss is finite, but its gradient is not, and there is no loss scale to lower"
         return "backward", text, _LOOK_FOR_DIVISION
     wide = "the range of the gradients is too wide for float16"
     if fitting is None:
-        text = f"{wide}: they overflow even at loss scale {_scale(facts.lowest)}"
+        text = f"{wide}: they overflow even at loss scale {_scale(context.lowest)}"
         advice = f"{_USE_BF16}; if that overflows as well, {_LOOK_FOR_DIVISION}"
         return "range_too_wide", text, advice
     if lost is not None and lost > MOST:
         text = f"{wide}: they fit at loss scale {_scale(fitting)}, where {lost:.0%} become zero"
         return "range_too_wide", text, _USE_BF16
     text = (
-        f"loss scale {_scale(facts.scale)} was too high: the parameters' gradients fit at "
+        f"loss scale {_scale(context.scale)} was too high: the parameters' gradients fit at "
         f"{_scale(fitting)}"
     )
-    return "scale_too_high", text, _how_to_lower(facts.floor, fitting)
+    return "scale_too_high", text, _how_to_lower(context.floor, fitting)
 
 
 _USE_BF16 = "use a bf16 policy"
@@ -448,13 +456,15 @@ def _scale(value: float) -> str:
     return f"2^{exponent:.0f}" if exponent.is_integer() else f"{value:g}"
 
 
-def _reduction(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> _Finding | None:
-    largest = max(seen.largest for seen in evidence)
-    # The norm is summed from squares: in float32 it ends at the root of the largest number.
+def _reduction(
+    evidence: Sequence[RankOverflowStats], context: OverflowContext
+) -> _Diagnosis | None:
+    largest = max(stats.largest for stats in evidence)
+    # The norm is computed from squares, so it overflows above the root of float32's largest number.
     if largest < torch.finfo(torch.float32).max ** 0.5:
         return None
-    ranks = tuple(rank for rank, seen in enumerate(evidence) if seen.largest == largest)
-    return _Finding(
+    ranks = tuple(rank for rank, stats in enumerate(evidence) if stats.largest == largest)
+    return _Diagnosis(
         "reduction",
         f"the gradients of each rank are finite, up to {largest:.3g}, but their sum or norm is "
         "beyond float32",
@@ -463,48 +473,48 @@ def _reduction(evidence: Sequence[RankOverflowStats], facts: OverflowContext) ->
     )
 
 
-def _not_repeated(facts: OverflowContext) -> _Finding:
-    advice = f"if it recurs, look for {_suspects(facts)}"
-    if facts.scale > facts.lowest:
-        advice = f"loss scale {_scale(facts.scale)} may be at the edge of what fits; {advice}"
-    return _Finding("not_repeated", _did_not_recur(facts), advice)
+def _not_repeated(context: OverflowContext) -> _Diagnosis:
+    advice = f"if it recurs, look for {_suspects(context)}"
+    if context.scale > context.lowest:
+        advice = f"loss scale {_scale(context.scale)} may be at the edge of what fits; {advice}"
+    return _Diagnosis("not_repeated", _did_not_recur(context), advice)
 
 
-def _did_not_recur(facts: OverflowContext) -> str:
-    moved = "" if facts.exact else ", with weights that one update has moved since"
+def _did_not_recur(context: OverflowContext) -> str:
+    moved = "" if context.exact else ", with weights that one update has changed since"
     return f"an overflow that did not recur when the step was repeated{moved}"
 
 
-def _suspects(facts: OverflowContext) -> str:
-    """Return what makes a step and its repetition differ."""
+def _suspects(context: OverflowContext) -> str:
+    """Return possible reasons for a difference between a step and its repetition."""
     copies = (
-        "a value written into a 16-bit parameter (gone by now: parameters are copied from FP32 "
-        "master weights after every step), "
-        if facts.has_masters
+        "a value written to a 16-bit parameter (overwritten by now, because parameters are copied "
+        "from FP32 master weights after every step), "
+        if context.has_masters
         else ""
     )
     return (
-        f"a batch that is changed in place after the step, {copies}a race or a non-deterministic "
+        f"a batch that is changed in place after the step, {copies}a race or a nondeterministic "
         "operation, and faulty memory or hardware"
     )
 
 
-def _fitting_scale(evidence: Sequence[RankOverflowStats], facts: OverflowContext) -> float | None:
-    """Return the highest power of two at which all ranks' gradients fit, if they do at all."""
-    largest = [seen.largest_at_lowest for seen in evidence]
+def _fitting_scale(evidence: Sequence[RankOverflowStats], context: OverflowContext) -> float | None:
+    """Return the highest power of two at which the gradients of all ranks fit; None if unknown."""
+    largest = [stats.largest_at_lowest for stats in evidence]
     measured = [value for value in largest if value is not None and math.isfinite(value)]
-    if not facts.is_fp16 or len(measured) < len(largest):
+    if not context.is_fp16 or len(measured) < len(largest):
         return None
-    # What overflows may be the gradient of an activation: this scale is too high in any case.
-    limit = math.log2(facts.scale) - 1
+    # The gradient of an activation may have overflowed, so the scale of the step is too high.
+    limit = math.log2(context.scale) - 1
     if max(measured) > 0:
-        limit = min(limit, math.log2(FP16_LARGEST / max(measured) * facts.lowest))
-    return max(2.0 ** math.floor(limit), facts.lowest)
+        limit = min(limit, math.log2(FP16_LARGEST / max(measured) * context.lowest))
+    return max(2.0 ** math.floor(limit), context.lowest)
 
 
 def _lost_share(evidence: Sequence[RankOverflowStats], scale: float, fitting: float) -> float:
-    """Return which share of the finite values other than zero would be zero at `fitting`."""
-    total = reduce(operator.add, (seen.histogram for seen in evidence))
+    """Return the share of the finite nonzero values that become zero at the scale `fitting`."""
+    total = reduce(operator.add, (stats.histogram for stats in evidence))
     return total.shares(round(math.log2(fitting / scale))).zero
 
 

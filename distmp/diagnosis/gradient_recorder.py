@@ -1,9 +1,9 @@
-"""Counts the gradients of every backward by exponent, as backward produces them.
+"""Counts the gradients of every backward by exponent, as backward computes them.
 
-What float16 has to hold is not the finished gradient of a step but everything that backward
-computes on the way: the gradients of activations, and for each microbatch the gradients of
-parameters, before they are added up in FP32. Both are counted on each rank where they arise, so the
-counts are the same for every strategy. Only a calibration does this; other runs have no hooks.
+Not the accumulated gradient of a step has to fit float16, but all values that backward computes:
+the gradients of activations, and the gradients of parameters of each microbatch before they are
+accumulated in FP32. Each rank counts both during backward, so the counts are the same for every
+strategy. Only a calibration uses these hooks.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from distmp.diagnosis.histogram import CLASSES, EXPONENTS, ExponentHistogram, co
 
 PARAMETERS, ACTIVATIONS = KINDS = ("parameters", "activations")
 
-# Kind of gradient, layer group: counts.
+# Histograms by kind of gradient and layer group.
 Histograms = Mapping[str, Mapping[str, ExponentHistogram]]
 
 
 class GradientRecorder:
-    """Watches a module while it is used in a `with` block.
+    """Counts the gradients of a module in a `with` block.
 
     Args:
         module: The model, prepared by any strategy.
-        device: Where the counts are kept.
+        device: Device of the counts.
 
     Attributes:
-        groups: The layer groups, in order of registration.
+        groups: Names of the layer groups, in order of registration.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -45,7 +45,7 @@ class GradientRecorder:
             (len(KINDS), len(self.groups), EXPONENTS, CLASSES), dtype=torch.int64, device=device
         )
         self._handles: list[RemovableHandle] = []
-        # By identity; the reference keeps the identity from being given to another tensor.
+        # By id; the reference makes sure that the id is not reused by another tensor.
         self._watched: dict[int, Tensor] = {}
         self._latest_output: Tensor | None = None
 
@@ -67,10 +67,10 @@ class GradientRecorder:
         self._latest_output = None
 
     def histograms(self, group: dist.ProcessGroup | None) -> Histograms:
-        """Return the counts of all ranks together, without groups that have none.
+        """Return the sum of the counts of all ranks, without groups that have none.
 
         Args:
-            group: The ranks, which all have to call it; None for a single process.
+            group: The ranks, all of which have to call this; None for a single process.
         """
         total = self._counts.clone()
         if group is not None:
@@ -86,7 +86,7 @@ class GradientRecorder:
 
     def _watch_module(self, part: nn.Module, group: int) -> None:
         def before(part: nn.Module, inputs: Any) -> None:
-            # FSDP puts other tensors in the place of parameters while a module runs.
+            # FSDP replaces parameters by gathered ones before forward.
             self._watch_parameters(part, group)
 
         def after(part: nn.Module, inputs: Any, output: Any) -> None:
@@ -106,7 +106,7 @@ class GradientRecorder:
                 self._handles.append(self._count_gradients_of(parameter, PARAMETERS, group))
 
     def _watch_output(self, output: Any, group: int) -> None:
-        # A container returns what its last part has returned.
+        # A container returns the output of its last module.
         if output is self._latest_output or not isinstance(output, Tensor):
             return
         if output.requires_grad:
@@ -116,17 +116,17 @@ class GradientRecorder:
     def _count_gradients_of(self, tensor: Tensor, kind: str, group: int) -> RemovableHandle:
         counts = self._counts[KINDS.index(kind), group]
 
-        def arrived(gradient: Tensor) -> None:
+        def count(gradient: Tensor) -> None:
             counts.add_(count_exponents(gradient))
 
-        return tensor.register_hook(arrived)
+        return tensor.register_hook(count)
 
 
 def group_of(module_name: str) -> str:
-    """Return the layer group of a module by its name.
+    """Return the layer group of a module.
 
-    It is an entry of a list of modules (`model.layers.3` for `model.layers.3.attention.query`);
-    outside of lists the first two parts of the name.
+    A layer group is an entry of a module list (`model.layers.3` for
+    `model.layers.3.attention.query`). Outside of lists it is the first two parts of the name.
     """
     parts = module_name.split(".")
     numbered = [index for index, part in enumerate(parts) if part.isdecimal()]

@@ -1,9 +1,9 @@
-"""Exact counts of gradient values by their exponent, and what float16 would make of them.
+"""Exact counts of gradient values by exponent, and the effect of rounding them to float16.
 
-A value times a loss scale that is a power of two keeps its fraction and moves by whole exponents.
-So a table of exponents says, for every such scale at once, how many values float16 would turn into
-zero, into a subnormal number or into infinity, as long as it tells apart the fractions at which
-rounding to the nearest even number changes sides. There are three of those.
+Multiplying a value by a power of two changes its exponent and keeps its fraction. So one table of
+exponents shows, for every power-of-two loss scale, how many values float16 rounds to zero, to a
+subnormal number or to infinity. Rounding to nearest even also depends on the fraction, so the table
+distinguishes classes of fractions, separated by three thresholds.
 """
 
 from __future__ import annotations
@@ -15,34 +15,35 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# The exponents that FP32's exponent field encodes, and the classes of fractions within each.
+# The values of FP32's exponent field, and the classes of fractions for each of them.
 EXPONENTS = 256
 BIAS = 127
-# 0: a power of two. 1: above it. 2: rounds up to the next power of two where float16 is subnormal
-# and its last bit is worth 2^-10 of the value. 3: likewise at the upper end of float16, 2^-11.
+# Class 0: a power of two. 1: above it. 2: rounds up to the next power of two in float16's largest
+# subnormal exponent, where half of the last bit is 2^-10 of the power of two. 3: rounds up at
+# float16's largest exponent too, where half of the last bit is 2^-11 of the power of two.
 CLASSES = 4
 SUBNORMAL_FRACTION = 0x7FE000
 OVERFLOW_FRACTION = 0x7FF000
 SPECIAL = EXPONENTS - 1
 
-# float16: the exponents of half its smallest subnormal number, its smallest normal number, and the
-# largest numbers that it has.
+# Exponents in float16 of half the smallest subnormal number, of the smallest normal number and of
+# the largest numbers.
 HALF_OF_SMALLEST, SMALLEST_NORMAL, LARGEST = -25, -14, 15
 
-# More would leave what a loss scale, an FP32 number, can be multiplied and divided by.
+# Largest exponent of a recommended scale: FP32 can represent its inverse and its products.
 MOST_SCALE_EXPONENT = 100
 
-# Values looked at in one go: bounds the memory of the intermediate integers.
+# Number of values counted at once, which limits the memory of intermediate integers.
 PIECE = 1 << 22
 
 
 class Shares(NamedTuple):
-    """What float16 makes of the finite values other than zero, as shares of their number.
+    """Effect of rounding finite nonzero values to float16.
 
     Attributes:
-        zero: Become zero.
-        subnormal: Become subnormal numbers, which have less precision.
-        infinite: Become infinite.
+        zero: Share of the values that become zero, from 0 to 1.
+        subnormal: Share of the values that become subnormal numbers, which are less precise.
+        infinite: Share of the values that become infinite.
     """
 
     zero: float
@@ -54,8 +55,8 @@ class ExponentHistogram:
     """Counts of values by exponent.
 
     Args:
-        counts: int64 of shape (256, 4): the exponent as FP32 encodes it by the class of fraction,
-            as `count_exponents` returns it; sums of such counts as well.
+        counts: Number of values by biased FP32 exponent and class of fraction, int64 of shape
+            (256, 4); a result of `count_exponents`, or a sum of such results.
     """
 
     def __init__(self, counts: Tensor) -> None:
@@ -63,7 +64,7 @@ class ExponentHistogram:
 
     @classmethod
     def empty(cls) -> ExponentHistogram:
-        """Return the histogram of no value at all."""
+        """Return a histogram without values."""
         return cls(torch.zeros(EXPONENTS, CLASSES, dtype=torch.int64))
 
     def __add__(self, other: ExponentHistogram) -> ExponentHistogram:
@@ -71,50 +72,53 @@ class ExponentHistogram:
 
     @property
     def values(self) -> int:
-        """How many values were counted."""
+        """Number of values."""
         return sum(map(sum, self._rows))
 
     @property
     def zeros(self) -> int:
-        """How many of them are zero."""
+        """Number of zeros."""
         return self._rows[0][0]
 
     @property
     def infinite(self) -> int:
-        """How many are infinite."""
+        """Number of infinite values."""
         return self._rows[SPECIAL][0]
 
     @property
     def nan(self) -> int:
-        """How many are NaN."""
+        """Number of NaN values."""
         return sum(self._rows[SPECIAL][1:])
 
     @property
     def exponents(self) -> Mapping[int, int]:
-        """How many values have |value| in [2^e, 2^(e + 1)), by e, for those e that occur.
+        """Number of values with |value| in [2^e, 2^(e + 1)), by e, for each e that occurs.
 
-        FP32's own subnormal numbers all stand at -127.
+        All subnormal FP32 numbers are counted at -127.
         """
         counts = {row - BIAS: sum(self._row(row)) for row in range(SPECIAL)}
         return {exponent: count for exponent, count in counts.items() if count}
 
     def shares(self, scale_exponent: int) -> Shares:
-        """Return what float16 makes of the values times 2^scale_exponent (from -40 to 100).
+        """Return the effect of rounding the values times 2^scale_exponent to float16.
 
-        The counts behind it are exactly those of `(values * scale).half()`.
+        The underlying counts are exactly those of `(values * scale).half()`.
+
+        Args:
+            scale_exponent: Exponent of the scale, from -40 to 100.
         """
         counted = {"zero": 0, "subnormal": 0, "infinite": 0, "normal": 0}
         for row in range(SPECIAL):
             for fraction_class, count in enumerate(self._row(row)):
-                counted[_fate(row, fraction_class, scale_exponent)] += count
+                counted[_rounded_kind(row, fraction_class, scale_exponent)] += count
         total = max(1, sum(counted.values()))
         return Shares(*(counted[name] / total for name in Shares._fields))
 
     def recommended_scale(self, margin_exponent: int = 3) -> float | None:
-        """Return the power of two that float16 is served best by, or None without any value.
+        """Return the best power-of-two scale for float16, or None if there are no values.
 
-        It is the largest one at which the largest value stays 2^margin_exponent below overflow, or
-        the smallest one, from 1 on, at which no value is subnormal, if that is less; at most 2^100.
+        It is the smallest scale from 1 on at which no value is subnormal. It is limited so that the
+        largest value stays a factor of 2^margin_exponent below overflow, and to 2^100.
         """
         occupied = [
             (row, fraction_class)
@@ -131,15 +135,18 @@ class ExponentHistogram:
         return math.ldexp(1.0, min(highest, useful, MOST_SCALE_EXPONENT))
 
     def _row(self, row: int) -> list[int]:
-        """Return the counts of one exponent, without zeros."""
+        """Return the counts of one exponent, not counting zeros."""
         return [0, *self._rows[0][1:]] if row == 0 else self._rows[row]
 
 
 def count_exponents(values: Tensor) -> Tensor:
-    """Return how often each exponent occurs, int64 of shape (256, 4), on the values' device.
+    """Count values by exponent and class of fraction.
 
     Args:
-        values: Any shape; FP32, or a 16-bit type, which FP32 holds exactly.
+        values: FP32 or 16-bit values of any shape.
+
+    Returns:
+        The counts, int64 of shape (256, 4), on the device of the values.
     """
     counts = torch.zeros(EXPONENTS * CLASSES, dtype=torch.int64, device=values.device)
     for piece in values.detach().reshape(-1).split(PIECE):
@@ -151,13 +158,13 @@ def count_exponents(values: Tensor) -> Tensor:
     return counts.view(EXPONENTS, CLASSES)
 
 
-def _fate(row: int, fraction_class: int, scale_exponent: int) -> str:
-    """Return what float16 makes of a value of this exponent and class times 2^scale_exponent."""
-    # FP32's subnormal numbers are as good as zero here: even times 2^100 they are below 2^-25.
+def _rounded_kind(row: int, fraction_class: int, scale_exponent: int) -> str:
+    """Return the kind of number to which float16 rounds such a value times 2^scale_exponent."""
+    # Subnormal FP32 numbers become zero: even times 2^100 they are below 2^-25.
     exponent = row - BIAS + scale_exponent
     if row == 0 or exponent < HALF_OF_SMALLEST:
         return "zero"
-    if exponent == HALF_OF_SMALLEST:  # exactly in the middle, the even neighbour is zero
+    if exponent == HALF_OF_SMALLEST:  # a tie is rounded to zero, which is even
         return "zero" if fraction_class == 0 else "subnormal"
     rounds_up = exponent == SMALLEST_NORMAL - 1 and fraction_class >= 2
     if exponent < SMALLEST_NORMAL:

@@ -1,4 +1,4 @@
-"""Watching one forward and backward for what is not finite, by hooks that are gone afterwards."""
+"""Finds non-finite values in one forward and backward by temporary hooks."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from distmp.diagnosis.histogram import count_exponents
 
 
 class GradientSummary(NamedTuple):
-    """What a gradient holds.
+    """Statistics of a gradient.
 
     Attributes:
         inf: Number of infinite values.
         nan: Number of NaN values.
-        largest_finite: Largest magnitude among the finite values.
+        largest_finite: Largest magnitude of the finite values; 0 if there are none.
     """
 
     inf: int
@@ -30,12 +30,12 @@ class GradientSummary(NamedTuple):
 
 
 class ForwardOverflow(NamedTuple):
-    """Where a forward pass first was not finite.
+    """The first module that returned a non-finite value in forward.
 
     Attributes:
         module: Name of the module; empty for the model itself.
-        side: Whether its input was not finite already (what lies between modules made it so), or
-            only its output.
+        side: "input" if its input was already non-finite, because of an operation between modules;
+            otherwise "output".
     """
 
     module: str
@@ -43,21 +43,21 @@ class ForwardOverflow(NamedTuple):
 
 
 class Probe:
-    """Watches one forward and backward inside its `with` block.
+    """Checks values and gradients of one forward and backward in a `with` block.
 
-    Gradients are seen as backward hands them to the parameters: before they are added to those of
-    other microbatches and reduced over ranks, for sharded parameters too.
+    It checks gradients before they are added to those of other microbatches and reduced over ranks,
+    for sharded parameters too.
 
     Args:
-        module: The model, whose modules' outputs are watched.
-        units: Names and modules on whose entry parameters become whole; the model itself where
-            they always are.
+        module: The model.
+        units: Names and modules that gather their parameters before forward; the model itself if
+            parameters are not sharded.
 
     Attributes:
-        forward: The first module that returned something not finite; None if none did.
-        bad_parameters: Names of trainable parameters that hold non-finite values, when they become
-            whole or when the first module returns something not finite.
-        exponents: Exponents of all gradients, as `count_exponents` returns them.
+        forward: The first module that returned a non-finite value; None if none did.
+        bad_parameters: Names of trainable parameters that hold non-finite values, when they are
+            gathered or when a module returns a non-finite value for the first time.
+        exponents: Counts of the exponents of all gradients, see `count_exponents`.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[tuple[str, nn.Module]]) -> None:
@@ -88,7 +88,7 @@ class Probe:
         self._hooks.close()
 
     def gradients(self) -> dict[str, GradientSummary]:
-        """Return what each gradient held, by the parameter's name, in the order of arrival."""
+        """Return statistics of each gradient by the parameter's name, in the order of backward."""
         if not self._summaries:
             return {}
         rows = torch.stack(list(self._summaries.values())).tolist()
@@ -104,7 +104,7 @@ class Probe:
         return lambda module, args: self._watch_parameters(name, module)
 
     def _watch_parameters(self, unit: str, module: nn.Module) -> None:
-        """Watch the parameters that are whole now and were not before."""
+        """Add hooks to the parameters that are gathered now and have none yet."""
         for local_name, parameter in module.named_parameters():
             sharded = is_traceable_wrapper_subclass(parameter)
             if sharded or not parameter.requires_grad or id(parameter) in self._watched:
@@ -120,33 +120,33 @@ class Probe:
 
     def _gradient_hook(self, name: str) -> Any:
         @torch.no_grad()
-        def note(gradient: Tensor) -> None:
+        def check(gradient: Tensor) -> None:
             if gradient.numel():
                 self._summaries[name] = _summary(gradient)
                 self.exponents = self.exponents.to(gradient.device) + count_exponents(gradient)
 
-        return note
+        return check
 
     def _output_hook(self, name: str) -> Any:
         @torch.no_grad()
-        def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self.forward is None and count_non_finite(output):
-                spoilt = count_non_finite((args, kwargs), but_negative_inf=True)
-                self.forward = ForwardOverflow(name, "input" if spoilt else "output")
+                bad_input = count_non_finite((args, kwargs), but_negative_inf=True)
+                self.forward = ForwardOverflow(name, "input" if bad_input else "output")
                 for local_name, parameter in module.named_parameters(recurse=False):
-                    # Something may have written to it since this forward began.
+                    # The parameter may have been written to since the beginning of forward.
                     if parameter.requires_grad and not is_traceable_wrapper_subclass(parameter):
                         self._check_finite(_joined(name, local_name), parameter)
 
-        return note
+        return check
 
 
 def count_non_finite(value: Any, *, but_negative_inf: bool = False) -> int:
     """Count inf and NaN in the floating-point tensors of any nesting of containers.
 
     Args:
-        value: A tensor, or containers of tensors and of anything else.
-        but_negative_inf: Leave out -inf, which additive attention masks are made of.
+        value: A tensor, or containers of tensors and other objects.
+        but_negative_inf: Do not count -inf, which additive attention masks contain.
     """
     total = 0
     for leaf in pytree.tree_leaves(value):

@@ -1,21 +1,20 @@
-"""Repeating a skipped step to see what overflowed, and where.
+"""Repeats a skipped step to find out which values overflowed.
 
-After the reduction an overflow stands on every rank, so what caused it has to be seen before. To
-look at every gradient of every step would cost a pass over them. Instead the engine keeps what a
-step was made of by reference until its outcome has been read, and repeats a step that was skipped,
-one microbatch at a time, with hooks that look at outputs and gradients. A clean step pays for a
-copy of the random generators' states for each microbatch: microseconds, and not one tensor
-operation. A skipped step
-costs two more where there is a loss scale, since it is tried at the lowest scale too: that tells a
+After the reduction an overflow is on every rank, so its cause has to be found before the reduction.
+Checking every gradient of every step would cost a pass over them. Instead the engine keeps
+references to the inputs of a step until its outcome has been read, and repeats a skipped step, one
+microbatch at a time, with hooks that check outputs and gradients. A clean step only copies the
+states of the random generators for each microbatch: microseconds, and no tensor operation. A
+skipped step with a loss scale is repeated a second time at the lowest scale, which distinguishes a
 scale that is too high from a range that is too wide.
 
-A skip leaves the weights alone, so the repetition is exact if it takes place before the next update
-is applied. Where the host runs ahead of a CUDA device, the outcome is read when the next step has
-been started; weights may have moved by one update then, which the report says. The losses of the
-step itself are kept, and compared with those of the repetition: what does not recur is told apart.
+A skip does not change the weights, so the repetition is exact if it runs before the next update. If
+the host runs ahead of a CUDA device, the outcome is read after the next step has started. Then one
+update may have changed the weights, which the report states. The losses of the step are kept and
+compared with those of the repetition, to detect an overflow that does not recur.
 
-What cannot be repeated: random numbers that a model draws from elsewhere than torch's default
-generators, and batches that were written to after the step.
+A step cannot be repeated exactly if the model draws random numbers from other generators than
+torch's default ones, or if batches were written to after the step.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
 from distmp.parallel.strategy import parameter_name
 
-# `backward(batch, scale)` runs forward and backward of one microbatch at a 0-dim loss scale, and
+# `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and
 # returns its loss.
 Backward = Callable[[Any, Tensor], Tensor]
 
 
 class StepInputs(NamedTuple):
-    """What a step was made of, by reference.
+    """References to the inputs and losses of a step.
 
     Attributes:
-        microbatches: What the step was called with on this rank.
-        generators: States of the random generators when each of them began, see
+        microbatches: The microbatches of the step on this rank.
+        generators: States of the random generators at the beginning of each microbatch, see
             `generator_states`.
-        losses: Loss sums of the microbatches, 0-dim, on the device.
-        weights: What the loss function returned beside them, 0-dim.
+        losses: Loss sum of each microbatch, 0-dim, on the device.
+        weights: Weight of each microbatch, as returned by the loss function, 0-dim.
     """
 
     microbatches: tuple[Any, ...]
@@ -66,12 +65,12 @@ def generator_states(device: torch.device) -> dict[torch.device, Tensor]:
 
 
 class StepReplay:
-    """Repeats one step on this rank; with a sharded strategy all ranks have to do it together.
+    """Repeats one step on this rank; with a sharded strategy all ranks have to repeat it together.
 
     Args:
-        strategy: Whose module, parameters and gradients are used; its gradients are gone after it.
-        backward: Runs forward and backward of one microbatch at a given loss scale.
-        step: What the step was made of.
+        strategy: The strategy with the module; its gradients are discarded.
+        backward: Runs forward and backward of one microbatch with a given loss scale.
+        step: The inputs of the step.
         rank: The rank of this process, for the report.
     """
 
@@ -84,7 +83,7 @@ class StepReplay:
     def evidence(
         self, scale: float, lowest: float, compute_dtype: torch.dtype
     ) -> RankOverflowStats:
-        """Return what this rank sees at the step's scale and, if it is lower, at `lowest`."""
+        """Return statistics of this rank at the step's scale and, if it is lower, at `lowest`."""
         probes, repeated_losses = self._run(scale)
         gradients = [probe.gradients() for probe in probes]
         losses = [float(loss) for loss in self._step.losses]
@@ -114,10 +113,10 @@ class StepReplay:
         return max(_largest(probe.gradients()) for probe in probes)
 
     def _run(self, scale: float) -> tuple[list[Probe], list[Tensor]]:
-        """Run every microbatch as the step did, but for the reduction of replicated gradients.
+        """Run every microbatch like the step, but without reducing replicated gradients.
 
         Returns:
-            What was seen in each microbatch, and its loss.
+            The probe and the loss of each microbatch.
         """
         strategy, device = self._strategy, self._step.losses[0].device
         probes, losses = [], []
@@ -139,26 +138,26 @@ def first_overflows(
     """Return each parameter's first microbatch with a non-finite gradient.
 
     Args:
-        gradients: For each microbatch, the gradient of each parameter in the order of arrival.
-        rank: The rank they were seen on.
+        gradients: For each microbatch, the gradient of each parameter in the order of backward.
+        rank: The rank of the gradients.
     """
-    found: dict[str, ParameterOverflow] = {}
+    overflows: dict[str, ParameterOverflow] = {}
     for microbatch, summaries in enumerate(gradients):
         for name, summary in summaries.items():
-            if name not in found and (summary.inf or summary.nan):
+            if name not in overflows and (summary.inf or summary.nan):
                 module = name.rpartition(".")[0]
-                found[name] = ParameterOverflow(name, module, rank, microbatch, *summary)
-    return list(found.values())
+                overflows[name] = ParameterOverflow(name, module, rank, microbatch, *summary)
+    return list(overflows.values())
 
 
 def _non_finite(weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> list[str]:
-    """Return the names of weights of which this rank's part is not finite in a type."""
+    """Return the names of weights whose local shard is not finite after rounding to `dtype`."""
     return [name for name, weight in weights if count_non_finite(_local(weight).to(dtype))]
 
 
 def _local(weight: Tensor) -> Tensor:
     if is_traceable_wrapper_subclass(weight):
-        # Only where there are such tensors: importing this takes half a second.
+        # Import lazily: it takes half a second.
         from torch.distributed.tensor import DTensor
 
         if isinstance(weight, DTensor):
@@ -183,7 +182,7 @@ def _histogram(probes: Sequence[Probe]) -> ExponentHistogram:
 
 @contextmanager
 def generators_as(states: dict[torch.device, Tensor]) -> Iterator[None]:
-    """Set the default generators to `states`, and back to what they were afterwards."""
+    """Set the default generators to `states`, and restore their states afterwards."""
     cuda = [device for device in states if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda):
         for device, state in states.items():

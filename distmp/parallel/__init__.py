@@ -1,4 +1,4 @@
-"""Strategies: how parameters and gradients are spread over ranks."""
+"""Strategies: how parameters and gradients are distributed over ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ logger = logging.getLogger("distmp")
 
 
 def resolve_strategy(name: str, world: World) -> str:
-    """Turn "auto" into `ddp` where there are several ranks and `single` where there is one.
+    """Resolve "auto" to `ddp` for several ranks and to `single` for one rank.
 
     Raises:
-        ConfigError: If the name is unknown or does not fit the number of ranks.
+        ConfigError: If the name is unknown or does not support the number of ranks.
     """
     if name in FORMER_STRATEGIES:
-        logger.warning("strategy %r was removed; %r is used", name, FORMER_STRATEGIES[name])
+        logger.warning("strategy %r was removed; using %r", name, FORMER_STRATEGIES[name])
         name = FORMER_STRATEGIES[name]
     if name not in STRATEGIES:
         raise ConfigError("strategy", name, nearest(name, STRATEGIES))
@@ -62,25 +62,25 @@ def build_strategy(
     accumulation: AccumulationSettings | None = None,
     config: ParallelConfig | None = None,
 ) -> Strategy:
-    """Prepare `module` for a strategy.
+    """Prepare a module for a strategy.
 
     Args:
         name: "single", "ddp", "fsdp", "hsdp" or "fsdp1".
         module: The model, with FP32 or 16-bit parameters; it is changed in place.
-        policy: What is computed in which type.
-        world: The ranks that take part.
-        accumulation: How gradients of whole models are accumulated and stepped.
-        config: How it is sharded, checkpointed and compiled.
+        policy: The precision policy.
+        world: The ranks to train on.
+        accumulation: How the strategies single and ddp accumulate gradients and step the optimizer.
+        config: How the model is sharded, recomputed and compiled.
 
     Raises:
-        ConfigError: If module, policy, strategy and settings do not fit together.
+        ConfigError: If module, policy, strategy and settings are not compatible.
     """
     config = config or ParallelConfig()
     config.sharding.check(name)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
     prepare_blocks(module, config)
-    # Imported here: FSDP brings half a second of imports that the other strategies do not need.
+    # Import lazily: importing FSDP takes half a second, and the other strategies do not need it.
     if name in ("fsdp", "hsdp"):
         from distmp.parallel.fsdp import FullySharded
 

@@ -1,4 +1,4 @@
-"""Where a sharded strategy adds up the gradients of microbatches, and why there."""
+"""Chooses where a sharded strategy accumulates gradients of microbatches."""
 
 from __future__ import annotations
 
@@ -15,30 +15,35 @@ from distmp.parallel.settings import Accumulation
 
 Place = Literal["sharded", "unsharded", "hybrid"]
 
-# Of the free memory, how much FP32 gradients of the whole model may take: activations, gathered
-# parameters and the optimizer's state want some too.
+# Largest share of the free memory for FP32 gradients of the full model. Activations, gathered
+# parameters and optimizer state need memory too.
 SHARE_OF_FREE_MEMORY = 0.25
 
 
 class AccumulationChoice(NamedTuple):
-    """A place, and in words why it was chosen."""
+    """Where gradients are accumulated.
+
+    Attributes:
+        place: "sharded", "unsharded" or "hybrid", as in `ShardingConfig.accumulate`.
+        reason: Why it was chosen, as text for the log.
+    """
 
     place: Place
     reason: str
 
 
 class AccumulationMemory(NamedTuple):
-    """What the choice depends on; the same on every rank.
+    """Sizes that the choice depends on; the same on every rank.
 
     Attributes:
-        elements: Trainable parameters of the whole model.
-        free_bytes: Free memory of the rank that has least.
-        shard_size: Ranks that share one copy of the model.
-        replicas: Copies of the model.
-        gradient_bytes: Bytes of an element of the gradient of one microbatch.
-        wire_bytes: Bytes of an element in a reduction among the ranks of a shard group.
-        weight_bytes: Bytes of an element of the weights that the optimizer steps.
-        microbatches: Microbatches of a step; None if that is not known.
+        elements: Number of elements of all trainable parameters of the full model.
+        free_bytes: Smallest free memory of any rank, in bytes.
+        shard_size: Number of ranks that share one copy of the model.
+        replicas: Number of copies of the model.
+        gradient_bytes: Bytes per element of the gradients of one microbatch.
+        comm_bytes: Bytes per element of a reduction within a shard group.
+        weight_bytes: Bytes per element of the weights that the optimizer steps.
+        microbatches: Number of microbatches of a step on one rank; None if unknown.
     """
 
     elements: int
@@ -46,72 +51,72 @@ class AccumulationMemory(NamedTuple):
     shard_size: int
     replicas: int
     gradient_bytes: int
-    wire_bytes: int
+    comm_bytes: int
     weight_bytes: int
     microbatches: int | None
 
 
-def choose(wanted: Accumulation, memory: AccumulationMemory) -> AccumulationChoice:
-    """Return where gradients are accumulated.
+def choose(requested: Accumulation, memory: AccumulationMemory) -> AccumulationChoice:
+    """Return where to accumulate gradients.
 
-    One reduction per step is the least traffic, and needs FP32 gradients of the whole model on
-    every rank. Without the memory for it every microbatch is reduced; with several copies of the
-    model at least their own reduction waits for the last microbatch.
+    One reduction per step causes the least communication, and needs FP32 gradients of the full
+    model on every rank. If they do not fit in memory, every microbatch is reduced. With several
+    copies of the model, only the reduction within a shard group runs in every microbatch.
 
     Args:
-        wanted: "auto", or the place to take.
-        memory: What it depends on.
+        requested: "auto", or the configured value.
+        memory: The sizes that the choice depends on.
 
     Raises:
-        ConfigError: If the place that is wanted is not FP32 there.
+        ConfigError: If the requested accumulation would not be in FP32.
     """
     hybrid = memory.replicas > 1
     if memory.weight_bytes < 4:
-        # FSDP rounds a reduced gradient to the type of the weights.
-        if wanted == "sharded" and memory.microbatches != 1:
+        # FSDP rounds a reduced gradient to the dtype of the weights.
+        if requested == "sharded" and memory.microbatches != 1:
             raise ConfigError(
                 "sharding.accumulate",
-                wanted,
-                "adds up in the type of the weights, and the policy's are not FP32; use "
+                requested,
+                "accumulates in the dtype of the weights, which is not FP32 in this policy; use "
                 f"'{'hybrid' if hybrid else 'unsharded'}' or a policy with param=fp32",
             )
-        if wanted == "auto":
+        if requested == "auto":
             return AccumulationChoice(
                 "hybrid" if hybrid else "unsharded", "FP32 sums for 16-bit weights"
             )
-    if wanted != "auto":
-        return AccumulationChoice(wanted, "configured")
+    if requested != "auto":
+        return AccumulationChoice(requested, "configured")
     if memory.microbatches == 1:
-        return AccumulationChoice("sharded", "a step is one microbatch")
+        return AccumulationChoice("sharded", "a step has one microbatch")
     frequent: Place = "hybrid" if hybrid else "sharded"
-    if memory.gradient_bytes <= memory.wire_bytes < 4:
-        bits = 8 * memory.wire_bytes
+    if memory.gradient_bytes <= memory.comm_bytes < 4:
+        bits = 8 * memory.comm_bytes
         return AccumulationChoice(
             frequent,
-            f"of one microbatch they lose nothing in {bits} bits on the wire, a sum of several "
-            "would",
+            f"gradients of one microbatch lose nothing in {bits}-bit communication, a sum of "
+            "several would",
         )
-    whole = 4 * memory.elements
-    share = f"{_size(whole)} of {_size(memory.free_bytes)} of free memory"
-    if whole > SHARE_OF_FREE_MEMORY * memory.free_bytes:
-        return AccumulationChoice(frequent, f"whole in FP32 they would take {share}")
+    full = 4 * memory.elements
+    share = f"{_size(full)} of {_size(memory.free_bytes)} free memory"
+    if full > SHARE_OF_FREE_MEMORY * memory.free_bytes:
+        return AccumulationChoice(frequent, f"the full FP32 gradients would take {share}")
     once, often = (_size(bytes_per_step(place, memory)) for place in ("unsharded", frequent))
     per = "microbatch" if memory.microbatches is None else "step"
     return AccumulationChoice(
         "unsharded",
-        f"a rank sends {once} per step instead of {often} per {per}; whole in FP32 they take "
+        f"a rank sends {once} per step instead of {often} per {per}; the full FP32 gradients take "
         f"{share}",
     )
 
 
 def bytes_per_step(place: str, memory: AccumulationMemory) -> int:
-    """Return what a rank sends to reduce the gradients of a step, as ring algorithms do it.
+    """Return how many bytes a rank sends to reduce the gradients of a step with ring algorithms.
 
-    Without a known number of microbatches: of a step with one.
+    If the number of microbatches is unknown, it counts one.
     """
     microbatches = memory.microbatches or 1
-    scatter = memory.elements * memory.wire_bytes * (memory.shard_size - 1) // memory.shard_size
-    # FP32, of this rank's shard, there and back.
+    scatter = memory.elements * memory.comm_bytes * (memory.shard_size - 1) // memory.shard_size
+    # An FP32 all-reduce of this rank's shard.
     shard = memory.elements // memory.shard_size
     across = 2 * 4 * shard * (memory.replicas - 1) // memory.replicas
     scatters = 1 if place == "unsharded" else microbatches
@@ -119,7 +124,7 @@ def bytes_per_step(place: str, memory: AccumulationMemory) -> int:
 
 
 def least_free_bytes(world: World) -> int:
-    """Return the free memory of the rank that has least; every rank has to call it."""
+    """Return the smallest free memory of any rank, in bytes; every rank has to call it."""
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
     else:

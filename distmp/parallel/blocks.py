@@ -1,4 +1,4 @@
-"""The blocks of a model: what is sharded, recomputed or compiled as a whole."""
+"""The blocks of a model, which are sharded, recomputed or compiled as one unit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distmp.errors import ConfigError, nearest
 from distmp.parallel.recomputation import checkpoint_activations, has_buffers
 from distmp.parallel.settings import ParallelConfig
 
-# They hold modules and are never called themselves.
+# Modules that are never called themselves.
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 logger = logging.getLogger("distmp")
@@ -23,42 +23,42 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
 
     Args:
         model: Any module.
-        patterns: For class names or module names, with `*` and `?`. Empty: the class names in
-            `_no_split_modules`, as models of Hugging Face have it; without them the entries of the
-            outermost lists of modules.
+        patterns: Patterns with `*` and `?` for class names or module names. If empty, blocks are
+            the classes in the model's `_no_split_modules` (Hugging Face), otherwise the entries of
+            its outermost module lists.
 
     Raises:
-        ConfigError: If a pattern fits no module that has parameters.
+        ConfigError: If a pattern matches no module with parameters.
     """
     if patterns:
         return _matching(model, patterns)
     unsplit = {
         name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()
     }
-    found = {
+    blocks = {
         name: part
         for name, part in _candidates(model)
         if type(part).__name__ in unsplit and part is not model
     }
-    return found or dict(_entries_of_lists(model, ""))
+    return blocks or dict(_entries_of_lists(model, ""))
 
 
 def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the blocks that lie within no other one."""
+    """Return the blocks that are not inside another block."""
     inner = {id(part) for block in blocks.values() for part in block.modules() if part is not block}
     return {name: block for name, block in blocks.items() if id(block) not in inner}
 
 
 def prepare_blocks(model: nn.Module, config: ParallelConfig, *, backend: str = "inductor") -> None:
-    """Recompute and compile what the settings say, in place; names of parameters stay.
+    """Apply activation checkpointing and `torch.compile` in place; parameter names stay the same.
 
     Args:
-        model: Before it is sharded, so that a compiled block is gathered as a whole.
-        config: What to do.
-        backend: Of `torch.compile`.
+        model: The model before it is sharded, so that a compiled block is gathered as one unit.
+        config: The settings to apply.
+        backend: Backend of `torch.compile`.
 
     Raises:
-        ConfigError: If there is no block to do it to.
+        ConfigError: If the settings are for blocks and the model has none.
     """
     if config.activation_checkpointing == "none" and config.compile == "none":
         return
@@ -72,7 +72,7 @@ def prepare_blocks(model: nn.Module, config: ParallelConfig, *, backend: str = "
             checkpoint_activations(block, None if config.compile == "none" else backend)
     if config.compile == "blocks":
         for block in blocks.values():
-            if not (recomputes and has_buffers(block)):  # whose forward is compiled already
+            if not (recomputes and has_buffers(block)):  # their forward is compiled already
                 block.compile(backend=backend)
     elif config.compile == "model":
         logger.warning(COMPILED_WHOLE)
@@ -80,31 +80,31 @@ def prepare_blocks(model: nn.Module, config: ParallelConfig, *, backend: str = "
 
 
 COMPILED_WHOLE = (
-    "the whole model is compiled: all gradients come at the end of backward, and no reduction "
+    "the whole model is compiled: all gradients are ready at the end of backward, so no reduction "
     "overlaps with it; compile its blocks instead (compile = 'blocks', or block.compile())"
 )
 NO_BLOCKS = (
-    "the model has no list of modules and no _no_split_modules to tell its blocks from; name them "
-    "in sharding.wrap"
+    "the model has neither a module list nor _no_split_modules, so its blocks are unknown; name "
+    "them in sharding.wrap"
 )
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
     candidates = [(name, part) for name, part in _candidates(model) if part is not model]
     for pattern in patterns:
-        if not any(_fits(pattern, name, part) for name, part in candidates):
+        if not any(_matches(pattern, name, part) for name, part in candidates):
             names = {type(part).__name__ for _, part in candidates}
             raise ConfigError(
-                "sharding.wrap", pattern, f"fits no module; {nearest(pattern, names)}"
+                "sharding.wrap", pattern, f"matches no module; {nearest(pattern, names)}"
             )
     return {
         name: part
         for name, part in candidates
-        if any(_fits(pattern, name, part) for pattern in patterns)
+        if any(_matches(pattern, name, part) for pattern in patterns)
     }
 
 
-def _fits(pattern: str, name: str, part: nn.Module) -> bool:
+def _matches(pattern: str, name: str, part: nn.Module) -> bool:
     return fnmatchcase(type(part).__name__, pattern) or fnmatchcase(name, pattern)
 
 
@@ -126,7 +126,7 @@ def _entries_of_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.
 
 
 def _entries(container: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Give what a list holds; of a list of lists (or dictionaries) what those hold."""
+    """Yield the entries of a module list; nested lists and dictionaries are flattened."""
     for name, entry in container.named_children():
         if isinstance(entry, CONTAINERS):
             yield from _entries(entry, f"{prefix}{name}.")

@@ -1,10 +1,11 @@
-"""Whether all ranks gather and reduce the same modules in the same order.
+"""Checks that all ranks gather and reduce the same modules in the same order.
 
-FSDP matches the collectives of ranks by their order alone. If ranks run different modules, one
-rank's shard of a module is gathered into another module of the next rank, without an error where
-sizes happen to agree. So each collective is compared with the one that stood in its place the last
-time. Where it is another one, and wherever there is no last time, ranks ask each other before it
-begins. In a steady run that costs a comparison of two tuples, and neither host nor device waits.
+Collectives of FSDP are matched by their order alone. If ranks run different modules, one rank's
+shard of a module is gathered into a different module of another rank, without an error if sizes
+happen to be equal. So each collective is compared with the one at the same position of the previous
+pass. If it differs, or if there is no previous pass, ranks compare what they are about to do before
+the collective starts. In a steady run this costs a comparison of two tuples, and neither host nor
+device waits.
 """
 
 from __future__ import annotations
@@ -26,20 +27,19 @@ from distmp.errors import TrainingError
 Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# How long the others may take to come to the place where this rank asks.
+# Timeout of a comparison between ranks.
 ANSWER_SECONDS = 120.0
-# How often a rank that asks looks whether others wait elsewhere.
+# How often a rank in a comparison checks whether others wait in a collective.
 PATIENCE_SECONDS = 3.0
 
 
 class Collective(NamedTuple):
-    """One collective of FSDP.
+    """One collective of FSDP, or an event that ranks compare in the same way.
 
     Attributes:
-        kind: What it does; ends and the number of microbatches stand in the order without being
-            one.
-        unit: Index of the group of parameters.
-        elements: What this rank contributes, or how many microbatches it has.
+        kind: The collective; the ends of passes and the number of microbatches are events.
+        unit: Index of the parameter group; -1 for events.
+        elements: Number of elements that this rank contributes, or its number of microbatches.
     """
 
     kind: Kind
@@ -52,13 +52,15 @@ END = Collective("end", -1, 0)
 
 
 class CollectiveOrder:
-    """Follows the collectives of this rank; all ranks make one at the same time.
+    """Records the collectives of this rank and compares their order with that of other ranks.
+
+    All ranks have to construct it at the same time, because it creates a process group.
 
     Args:
-        world: All ranks that have to agree, more than one.
-        units: Names of the groups of parameters, by index.
-        answer_seconds: How long to wait for the others' answer.
-        advice: What to do where ranks differ.
+        world: The ranks to compare, at least two.
+        units: Names of the parameter groups, by index.
+        answer_seconds: Timeout of a comparison in seconds.
+        advice: What to do if ranks differ, the end of the error message.
     """
 
     def __init__(
@@ -73,8 +75,8 @@ class CollectiveOrder:
         self._world_size = world.world_size
         self._units = units
         self._seconds = answer_seconds
-        # A group of its own: what is asked here must not get into the way of what is watched.
-        # Weakly held: gloo's threads have to end when the process group is destroyed, not later.
+        # A separate group, so that comparisons do not change the order of the compared collectives.
+        # A weak reference, so that gloo's threads end when the process group is destroyed.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=answer_seconds))
         self._group = weakref.ref(group)
         self._monitor = rank_monitor.current()
@@ -86,20 +88,20 @@ class CollectiveOrder:
         self._microbatches = 0
 
     def announce(self, microbatches: int) -> None:
-        """Say how many microbatches the next step has on this rank.
+        """Announce the number of microbatches of the next step on this rank.
 
         Raises:
-            TrainingError: If another rank has others.
+            TrainingError: If the number differs between ranks.
         """
         if microbatches != self._microbatches:
-            self._ask(Collective("microbatches", -1, microbatches))
+            self._compare(Collective("microbatches", -1, microbatches))
             self._microbatches = microbatches
 
     def begin(self, kind_of_pass: Hashable) -> None:
-        """Begin a forward, with backward or without.
+        """Begin a forward, with or without a backward.
 
         Args:
-            kind_of_pass: Passes of one kind are expected to be alike.
+            kind_of_pass: Passes of one kind are expected to run the same collectives.
         """
         self.end()
         self._pass = kind_of_pass
@@ -107,66 +109,69 @@ class CollectiveOrder:
         self._differs = kind_of_pass not in self._known
 
     def note(self, collective: Collective) -> None:
-        """Call it right before a collective.
+        """Record a collective; call this right before it starts.
 
         Raises:
-            TrainingError: On the ranks that are about to do something else than the others.
+            TrainingError: If ranks are about to run different collectives.
         """
         if not self._differs:
-            place = len(self._done)
-            expected = self._expected[place] if place < len(self._expected) else END
+            index = len(self._done)
+            expected = self._expected[index] if index < len(self._expected) else END
             self._differs = collective != expected
         if self._differs:
-            self._ask(collective)
+            self._compare(collective)
         self._done.append(collective)
         if self._monitor is not None:
             self._monitor.collectives += 1
 
     def end(self) -> None:
-        """Call it when the pass has ended, if there is one; another one may follow at once."""
+        """End the current pass, if there is one."""
         if not self._done:
             return
         if self._differs or len(self._done) < len(self._expected):
-            self._ask(END)
+            self._compare(END)
         self._known[self._pass] = self._done
         self.abandon()
 
     def abandon(self) -> None:
-        """Forget the pass that is under way: it failed."""
+        """Discard the current pass, which failed."""
         self._done = []
         self._expected = self._known.get(self._pass, [])
         self._differs = self._pass not in self._known
 
-    def _ask(self, mine: Collective) -> None:
-        """Compare what ranks are about to do."""
-        numbers = torch.tensor([KINDS.index(mine.kind), mine.unit, mine.elements])
+    def _compare(self, local: Collective) -> None:
+        """Compare what ranks are about to do.
+
+        Raises:
+            TrainingError: If ranks differ, or if another rank does not answer in time.
+        """
+        numbers = torch.tensor([KINDS.index(local.kind), local.unit, local.elements])
         answers = [torch.empty_like(numbers) for _ in range(self._world_size)]
         work: Any = dist.all_gather(answers, numbers, group=self._group(), async_op=True)
         begun = time.monotonic()
         pause = 1e-5
-        before: dict[int, int] = {}
+        seen: dict[int, int] = {}
         with self._comparing():
             while self._monitor is not None and not work.is_completed():
                 time.sleep(pause)
                 pause = min(2 * pause, 0.05)
                 if time.monotonic() - begun > PATIENCE_SECONDS:
                     begun = time.monotonic()
-                    before = self._look_for_others(mine, before)
+                    seen = self._check_waiting_ranks(local, seen)
         try:
             work.wait()
         except RuntimeError as error:
             raise TrainingError(
-                f"rank {self._rank} is about to {self._in_words(mine)}, unlike the last time, and "
-                f"another rank did not come to this place within {self._seconds:g} s; "
-                f"{self._advice}"
+                f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, and "
+                f"another rank did not reach this point within {self._seconds:g} s; {self._advice}"
             ) from error
-        found = [Collective(KINDS[kind], unit, n) for kind, unit, n in map(_numbers, answers)]
-        if any(other != found[0] for other in found):
-            raise TrainingError(f"{self._all_in_words(found)}; {self._advice}")
+        by_rank = [Collective(KINDS[kind], unit, n) for kind, unit, n in map(_numbers, answers)]
+        if any(other != by_rank[0] for other in by_rank):
+            raise TrainingError(f"{self._describe_all(by_rank)}; {self._advice}")
 
     @contextlib.contextmanager
     def _comparing(self) -> Iterator[None]:
-        """Let other ranks know that this one waits for them in a comparison."""
+        """Show other ranks that this rank waits in a comparison."""
         if self._monitor is None:
             yield
             return
@@ -176,18 +181,19 @@ class CollectiveOrder:
         finally:
             self._monitor.compares = False
 
-    def _look_for_others(self, mine: Collective, before: dict[int, int]) -> dict[int, int]:
-        """Look for ranks that wait in a collective of their own, twice in the same one.
+    def _check_waiting_ranks(self, local: Collective, seen: dict[int, int]) -> dict[int, int]:
+        """Raise if a rank waits in the same collective as in the previous check.
 
         Args:
-            mine: What this rank is about to do.
-            before: How many collectives such ranks had begun the last time.
+            local: What this rank is about to do.
+            seen: Number of started collectives by rank, of the ranks that waited in the previous
+                check.
 
         Returns:
-            The same of now.
+            The same for this check.
 
         Raises:
-            TrainingError: If there are any.
+            TrainingError: If such a rank exists: it will not answer.
         """
         if self._monitor is None:
             return {}
@@ -197,43 +203,43 @@ class CollectiveOrder:
             if presence is not None
             and presence.waits_in
             and not presence.compares
-            # Not in a collective of the user's own, before this call of the engine.
+            # Not in a collective of the user's code before this call of the engine.
             and presence.engine_calls >= self._monitor.engine_calls
         }
         for rank, presence in waiting.items():
-            if before.get(rank) == presence.collectives:
+            if seen.get(rank) == presence.collectives:
                 raise TrainingError(
-                    f"rank {self._rank} is about to {self._in_words(mine)}, unlike the last time, "
+                    f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, "
                     f"and rank {rank} waits in {presence.waits_in}; {self._advice}"
                 )
         return {rank: presence.collectives for rank, presence in waiting.items()}
 
-    def _all_in_words(self, found: list[Collective]) -> str:
-        ranks: dict[Collective, list[str]] = {}
-        for rank, collective in enumerate(found):
-            ranks.setdefault(collective, []).append(str(rank))
+    def _describe_all(self, by_rank: list[Collective]) -> str:
+        ranks_by_collective: dict[Collective, list[str]] = {}
+        for rank, collective in enumerate(by_rank):
+            ranks_by_collective.setdefault(collective, []).append(str(rank))
         return "ranks differ in what they run: " + ", ".join(
-            f"rank{'s' * (len(who) > 1)} {', '.join(who)} "
-            f"{'are' if len(who) > 1 else 'is'} about to {self._in_words(collective)}"
-            for collective, who in ranks.items()
+            f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} "
+            f"{'are' if len(ranks) > 1 else 'is'} about to {self._describe(collective)}"
+            for collective, ranks in ranks_by_collective.items()
         )
 
-    def _in_words(self, collective: Collective) -> str:
+    def _describe(self, collective: Collective) -> str:
         if collective == END:
             return "end the pass"
         if collective == END_OF_FORWARD:
             return "end forward"
         if collective.kind == "microbatches":
-            return f"take a step of {collective.elements} microbatches"
+            return f"run a step of {collective.elements} microbatches"
         name = self._units[collective.unit] or "the model's own parameters"
         what = f"gather {name}" if collective.kind == "gather" else f"reduce gradients of {name}"
         return f"{what} ({collective.elements} elements)"
 
 
 ADVICE = (
-    "with a sharded strategy every rank has to run as many microbatches, and the same modules in "
-    "the same order in each of them and in every evaluation; run all of them and multiply by zero "
-    "what a rank does not need, or use strategy = 'ddp'"
+    "with a sharded strategy every rank has to run the same number of microbatches, and the same "
+    "modules in the same order in each microbatch and evaluation; run all modules and multiply the "
+    "outputs that a rank does not need by zero, or use strategy = 'ddp'"
 )
 
 

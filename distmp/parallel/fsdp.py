@@ -1,8 +1,59 @@
 """Fully sharded data parallelism through FSDP2 (`fsdp`, and `hsdp` with several copies).
 
-FSDP2 gathers and reduces; this module drives it so that the arithmetic is that of every other
-strategy: gradients summed (not averaged) over ranks and accumulated in FP32.
+FSDP2 gathers parameters and reduces gradients. This module configures it so that the arithmetic is
+that of every other strategy: gradients are summed (not averaged) over ranks and accumulated in
+FP32.
 """
+
+# Note [Accumulation and reduction with FSDP2]
+#
+# FSDP2 reduces a parameter group at the end of the group's backward. `accumulation.place`
+# determines what happens before the last microbatch:
+#
+# - "sharded": Every microbatch is reduced. FSDP adds the result to the `.grad` of the shards.
+# - "unsharded": `set_requires_gradient_sync(False)` skips the reduction. Autograd accumulates into
+#   the `.grad` of the gathered parameters, which exists while the parameters themselves are freed.
+# - "hybrid": `set_requires_all_reduce(False)` skips the all-reduce over the copies of the model.
+#   FSDP adds the result of the reduce-scatter to a partial sum of the group. The `.grad` of the
+#   shards is set in the last microbatch only.
+#
+# Gradients are FP32 before any reduction (`accumulate_in_fp32`), for three reasons. The sum over
+# microbatches has to be FP32. FSDP copies all gradients of a group to one buffer and fails if their
+# dtypes differ, as they would for a parameter that is first used in the last microbatch. And only
+# `_ReduceScatter` may round: it rounds each value to the communication dtype once and sums over
+# ranks in FP32. With a 16-bit `reduce_dtype` in FSDP's policy, the backend would sum in 16 bits. So
+# FSDP's policy always says FP32, and `_ReduceScatter` knows the communication dtype.
+#
+# FSDP calls our collectives on its own CUDA streams, and `_ReduceScatter` waits there, so it does
+# not hold up backward. Its temporary buffers belong to FSDP's reduce-scatter stream, so their
+# memory is reused in the order of that stream. FSDP keeps the input alive until the stream has read
+# it. On CPUs the collective has finished when the call returns, so `_ReduceScatter` frees the input
+# at once.
+
+# Note [Order of FSDP2 collectives]
+#
+# FSDP gathers a group before its forward. In backward it gathers the next group ahead of time
+# (prefetch), in the reverse order of the last forward. The order of collectives on a rank therefore
+# follows from the modules that this rank has run, and collectives of different ranks are matched by
+# order alone. `_AllGather` and `_ReduceScatter` report each collective to `CollectiveOrder` before
+# it starts, so ranks that differ raise an error instead of mixing parameters. A parameter without a
+# gradient on this rank counts as zero in the reduction of its group (`reduce_unused_parameters`).
+#
+# After forward, the parameters of the root stay gathered, and those of blocks too if
+# `reshard_after_forward` is false. FSDP frees them in backward. After a forward without backward
+# they would remain, and the next forward would use them without a new gather: with old values,
+# after an update or after loading a checkpoint. `_end_forward` therefore frees them.
+
+# Note [Abandoned steps with FSDP2]
+#
+# If forward or backward raises an exception, the step leaves gathered parameters in the model,
+# collectives in flight and gradients in four places: the `.grad` of shards, the `.grad` of gathered
+# parameters, FSDP's accumulator beside it and the partial sums of "hybrid". `zero_grad` clears the
+# first only, and `reset_iter_state` (torch 2.13) only the partial sums, so a NaN of the abandoned
+# step would reach the next one. `_unfinished` is set from the first microbatch until the gradients
+# are final. If it is still set in `begin_step`, `_discard` resets FSDP's state, which waits for
+# collectives in flight (torch 2.13), frees the gathered parameters, clears all these gradients and
+# makes `CollectiveOrder` discard the pass.
 
 from __future__ import annotations
 
@@ -54,21 +105,22 @@ from distmp.utils.dtypes import dtype_name
 class FullySharded(ShardedStrategy):
     """Every rank holds a shard of each parameter, its gradient and its optimizer state.
 
-    With `hsdp` a shard group of `sharding.shard_size` ranks shares one copy of the model, and the
-    groups hold copies of one another.
+    With `hsdp` the `sharding.shard_size` ranks of a shard group share one copy of the model, and
+    every shard group has a copy.
 
-    FSDP matches the collectives of ranks by their order: in every microbatch all ranks have to run
-    the same modules. `CollectiveOrder` raises where they do not.
+    All ranks have to run the same modules in every microbatch. `CollectiveOrder` raises an error if
+    they do not.
 
     Args:
-        module: The model; it starts as rank 0 has it and is sharded in place, one group per block.
-        policy: What the gathered parameters are cast to.
+        module: The model; it gets the values of rank 0 and is sharded in place, one group per
+            block.
+        policy: The precision policy; gathered parameters have its compute dtype.
         world: The ranks to shard over.
-        config: How to shard.
+        config: Settings of sharding.
         name: "fsdp" or "hsdp".
 
     Attributes:
-        accumulation: Where gradients of microbatches are added up, and why.
+        accumulation: Where gradients of microbatches are accumulated, and why.
     """
 
     def __init__(
@@ -94,13 +146,13 @@ class FullySharded(ShardedStrategy):
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         narrow_parameters(module, policy.param_dtype, except_for=kept)
-        self._frozen_in_fp32 = _frozen_beside_narrow(module, policy, kept)
+        self._frozen_in_fp32 = _frozen_in_16_bit_groups(module, policy, kept)
         _shard(module, policy, kept, _mesh(world, shards, name), config.sharding)
         self._root = cast(FSDPModule, module)
         self._order = self._watch_collectives(world, policy, kept)
         self._prepare_gradients()
         cast_inputs_and_outputs(module, policy)
-        self._follow(world)
+        self._track_parameters(world)
         self._known = KnownParameters(module)
         self.accumulation = choose(
             config.sharding.accumulate,
@@ -110,7 +162,7 @@ class FullySharded(ShardedStrategy):
                 shard_size=shards,
                 replicas=self._replicas,
                 gradient_bytes=policy.module_dtype.itemsize,
-                wire_bytes=policy.reduce_dtype.itemsize,
+                comm_bytes=policy.reduce_dtype.itemsize,
                 weight_bytes=policy.param_dtype.itemsize,
                 microbatches=config.microbatches,
             ),
@@ -118,19 +170,19 @@ class FullySharded(ShardedStrategy):
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
             self.reason = f"{self._replicas} copies on {shards} ranks each; {self.reason}"
-        # Whether something of an unfinished step may wait inside FSDP.
+        # Whether FSDP may hold gradients or parameters of an unfinished step.
         self._unfinished = False
         self._last_microbatch = True
-        # Forward passes of this microbatch.
+        # Number of forward passes in this microbatch.
         self._forwards = 0
 
     def check_model(self) -> None:
         if self._unfinished:
-            return  # a failed step has left gathered parameters in the model
+            return  # a failed step may have left gathered parameters in the model
         try:
             self._known.check(self.module)
         except ConfigError:
-            self._reshard()  # a forward outside of the engine has left gathered parameters
+            self._reshard()  # a forward outside of the engine may have left gathered parameters
             self._known.check(self.module)
 
     def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
@@ -143,16 +195,16 @@ class FullySharded(ShardedStrategy):
                 raise ConfigError(
                     "model",
                     name,
-                    "was unfrozen, and under a policy that steps "
-                    f"{dtype_name(self._param_dtype)} weights FSDP holds it in float32; build the "
-                    "engine with it trainable and freeze it then",
+                    "was unfrozen, but FSDP holds it in float32 and the policy steps "
+                    f"{dtype_name(self._param_dtype)} weights; leave it trainable until the engine "
+                    "is built, then freeze it",
                 )
             if parameter.dtype != torch.float32:
                 raise ConfigError(
                     "model",
                     name,
-                    f"was unfrozen, but its shards are {dtype_name(parameter.dtype)}; hand it over "
-                    "in float32",
+                    f"was unfrozen, but its shards are {dtype_name(parameter.dtype)}; convert it "
+                    "to float32 before you build the engine",
                 )
         self._train(unfrozen)
         self._known = KnownParameters(self.module)
@@ -187,15 +239,15 @@ class FullySharded(ShardedStrategy):
         for _, parameter in self._trainable:
             if parameter.grad is not None:
                 shard = cast(DTensor, parameter.grad).to_local()
-                if shard.numel():  # a rank may hold no row of a parameter, and none at all
+                if shard.numel():  # a rank may hold no row of a parameter
                     by_dtype.setdefault(shard.dtype, []).append(shard)
         return [GradientPart(shards, self._replicas) for shards in by_dtype.values()]
 
     def gradient_memory(self) -> list[Tensor]:
-        return [*super().gradient_memory(), *fsdp_internals.waiting_gradients(self.module)]
+        return [*super().gradient_memory(), *fsdp_internals.unreduced_gradients(self.module)]
 
     def copy_master_to_model(self) -> None:
-        """Nothing to publish: the next forward gathers and casts the shards."""
+        """Nothing to copy: the next forward gathers and casts the shards."""
 
     def units(self) -> list[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
@@ -204,25 +256,25 @@ class FullySharded(ShardedStrategy):
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]
     ) -> CollectiveOrder | None:
-        """Put distmp's collectives in the place of FSDP's: summed in FP32, their order compared."""
+        """Replace FSDP's collectives by ours, which sum in FP32 and compare their order."""
         units = self.units()
         order = (
             CollectiveOrder(world, [name for name, _ in units]) if world.world_size > 1 else None
         )
-        in_fp32 = _all_parts(kept)
+        in_fp32 = _with_submodules(kept)
         for index, (_, part) in enumerate(units):
             unit = cast(FSDPModule, part)
-            wire = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
-            # Any: torch describes them by abstract classes that it does not export.
+            comm_dtype = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
+            # Any, because torch does not export the abstract base classes.
             gather: Any = _AllGather(order, index)
-            reduce: Any = _ReduceScatter(order, index, wire)
+            reduce: Any = _ReduceScatter(order, index, comm_dtype)
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
-            # Per module, not recursive.
+            # This setting is not recursive.
             unit.set_gradient_divide_factor(1.0)
-            # Otherwise the factor is applied by a reduction operator that gloo does not have.
+            # Otherwise FSDP applies the factor by a reduction operator that gloo does not support.
             unit.set_force_sum_reduction_for_comms(True)
-        fsdp_internals.reduce_what_is_unused(self.module, self._note)
+        fsdp_internals.reduce_unused_parameters(self.module, self._mark_used)
         self.module.register_forward_pre_hook(
             torch.compiler.disable(self._begin_forward), prepend=True
         )
@@ -242,7 +294,7 @@ class FullySharded(ShardedStrategy):
         if self._order is not None:
             self._order.note(END_OF_FORWARD)
         if not torch.is_grad_enabled():
-            # No backward will do it, and the next forward may follow an update or a checkpoint.
+            # There is no backward to do it, see Note [Order of FSDP2 collectives].
             self._reshard()
 
     def _reshard(self) -> None:
@@ -250,8 +302,8 @@ class FullySharded(ShardedStrategy):
             cast(FSDPModule, part).reshard()
 
     def _prepare_gradients(self) -> None:
-        # Only when it gathers does FSDP make the tensors that gradients are accumulated in. One
-        # group after the other, as the whole model may not fit.
+        # FSDP creates the tensors that accumulate gradients at the first gather. Gather one group
+        # at a time, because the full model may not fit in memory.
         for _, part in self.units():
             unit = cast(FSDPModule, part)
             unit.unshard()
@@ -260,7 +312,7 @@ class FullySharded(ShardedStrategy):
         fsdp_internals.accumulate_in_fp32(self.module)
 
     def _discard(self) -> None:
-        """Forget what an abandoned step has left inside FSDP."""
+        """Clear the state of an abandoned step, see Note [Abandoned steps with FSDP2]."""
         if hasattr(self._root, "reset_iter_state"):  # torch 2.13
             self._root.reset_iter_state()
         self._reshard()
@@ -271,7 +323,7 @@ class FullySharded(ShardedStrategy):
 
 
 class _AllGather:
-    """What FSDP gathers with: torch's own collective, its place in the order compared before."""
+    """The all-gather of FSDP, with a check of the order before."""
 
     def __init__(self, order: CollectiveOrder | None, unit: int) -> None:
         self._order = order
@@ -297,11 +349,11 @@ class _AllGather:
 
 
 class _ReduceScatter(_AllGather):
-    """What FSDP reduces with: a sum in FP32, whatever travels."""
+    """The reduce-scatter of FSDP: a sum in FP32 for every communication dtype."""
 
-    def __init__(self, order: CollectiveOrder | None, unit: int, wire_dtype: torch.dtype) -> None:
+    def __init__(self, order: CollectiveOrder | None, unit: int, comm_dtype: torch.dtype) -> None:
         super().__init__(order, unit)
-        self._wire_dtype = wire_dtype
+        self._comm_dtype = comm_dtype
 
     def __call__(  # type: ignore[override]
         self,
@@ -313,27 +365,27 @@ class _ReduceScatter(_AllGather):
     ) -> None:
         if self._order is not None:
             self._order.note(Collective("reduce", self._unit, input_tensor.numel()))
-        reduce_scatter_sum(output_tensor, input_tensor, group, self._wire_dtype)
+        reduce_scatter_sum(output_tensor, input_tensor, group, self._comm_dtype)
         if input_tensor.device.type == "cpu":
-            # FSDP keeps it until the next group is reduced, for streams that CPUs do not have.
+            # FSDP keeps the input until a later reduction, which only CUDA streams need.
             input_tensor.untyped_storage().resize_(0)
 
 
 def shard_size(sharding: ShardingConfig, world: World) -> int:
-    """Return how many ranks share one copy of the model under `hsdp`.
+    """Return how many ranks share one copy of the model with `hsdp`.
 
     Raises:
-        ConfigError: If the ranks cannot be divided so.
+        ConfigError: If it does not divide the number of ranks.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
     size = local if sharding.shard_size is None else sharding.shard_size
     if world.world_size % size:
-        fitting = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
         raise ConfigError(
             "sharding.shard_size",
             size,
             f"does not divide the {world.world_size} ranks; use one of "
-            f"{', '.join(map(str, fitting))}",
+            f"{', '.join(map(str, divisors))}",
         )
     return size
 
@@ -353,12 +405,12 @@ def _shard(
     mesh: DeviceMesh,
     sharding: ShardingConfig,
 ) -> None:
-    """Make groups of parameters: the blocks, what is kept in FP32 within each, and the rest."""
-    # The sum over ranks is always FP32; what travels is the business of `_ReduceScatter`.
+    """Shard the blocks, the modules kept in FP32 within each block, and the rest as groups."""
+    # FP32, because `_ReduceScatter` converts to the communication dtype.
     computed = replace(fsdp2_policy(policy, own_accumulator=True), reduce_dtype=torch.float32)
     fp32 = MixedPrecisionPolicy(reduce_dtype=torch.float32)
     offload = CPUOffloadPolicy() if sharding.offload else OffloadPolicy()
-    in_fp32 = _all_parts(kept)
+    in_fp32 = _with_submodules(kept)
     done: set[int] = set()
 
     def group(parts: list[nn.Module], reshard: bool | None) -> None:
@@ -372,7 +424,7 @@ def _shard(
         )
 
     def group_kept(holder: nn.Module, reshard: bool) -> None:
-        inside = _all_parts([holder])
+        inside = _with_submodules([holder])
         parts = [
             part
             for part in kept
@@ -381,19 +433,19 @@ def _shard(
         if parts and holder is not parts[0]:
             group(parts, reshard)
 
-    # Inner ones first, as FSDP wants it.
+    # Inner modules first, as FSDP requires.
     for block in reversed(find_blocks(module, sharding.wrap).values()):
         group_kept(block, sharding.reshard_after_forward)
         group([block], sharding.reshard_after_forward)
-    # As the root, whose parameters other modules may use (a tied head).
+    # Not resharded, like the root: other modules may use these parameters (a tied head).
     group_kept(module, reshard=False)
     group([module], None)
 
 
-def _frozen_beside_narrow(
+def _frozen_in_16_bit_groups(
     module: nn.Module, policy: PrecisionPolicy, kept: Sequence[nn.Module]
 ) -> frozenset[str]:
-    """Return frozen parameters in groups whose gradients FSDP hands over in 16 bits."""
+    """Return frozen FP32 parameters in groups that FSDP trains in 16 bits."""
     if policy.param_dtype == torch.float32:
         return frozenset()
     in_fp32 = {id(parameter) for part in kept for parameter in part.parameters()}
@@ -404,7 +456,7 @@ def _frozen_beside_narrow(
     )
 
 
-def _all_parts(modules: Sequence[nn.Module]) -> set[int]:
+def _with_submodules(modules: Sequence[nn.Module]) -> set[int]:
     return {id(part) for module in modules for part in module.modules()}
 
 
@@ -414,8 +466,8 @@ def _check_shapes(module: nn.Module, strategy: str) -> None:
             raise ConfigError(
                 "strategy",
                 strategy,
-                f"shards parameters by rows, and {name!r} is a single number of shape (); give it "
-                "the shape (1,), or use 'ddp'",
+                f"shards parameters by rows, but {name!r} has the shape (); give it the shape "
+                "(1,), or use 'ddp'",
             )
         if parameter.numel() == 0 and parameter.requires_grad:
             raise ConfigError(
@@ -440,7 +492,7 @@ def _check_offload(sharding: ShardingConfig, world: World) -> None:
         raise ConfigError(
             "sharding.offload",
             True,
-            "this run computes on the CPU, whose memory holds everything already; set it to false",
+            "this run computes on the CPU, so everything is in host memory already; use false",
         )
 
 

@@ -1,8 +1,8 @@
 """Fully sharded data parallelism through FSDP1, `FullyShardedDataParallel` (`fsdp1`).
 
-For scripts and checkpoints that come from it; `fsdp` does the same with less. The arithmetic is
-that of every other strategy: gradients of each microbatch are summed (not averaged) over ranks and
-accumulated in FP32 shards.
+It is for scripts and checkpoints that use FSDP1; prefer `fsdp`. The arithmetic is that of every
+other strategy: gradients of each microbatch are summed (not averaged) over ranks and accumulated in
+FP32 shards.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from distmp.utils.flat_shard import FlatShard
 
 
 class FullySharded1(ShardedStrategy):
-    """Every rank holds a piece of the flattened parameters of each block.
+    """Every rank holds a shard of the flattened parameters of each block.
 
-    The optimizer steps the pieces, 1-dimensional and empty where a parameter lies on other ranks,
-    under the names that the model gives them.
+    The optimizer steps these shards with the parameter names of the model. They are 1-dim, and
+    empty if other ranks hold the parameter.
 
     Args:
-        module: The model; it starts as rank 0 has it.
-        policy: What the gathered parameters are cast to.
+        module: The model; it gets the values of rank 0.
+        policy: The precision policy; gathered parameters have its compute dtype.
         world: The ranks to shard over.
-        config: How to shard.
+        config: Settings of sharding.
     """
 
-    reason = "gradients sharded: FSDP1 accumulates in FP32 only there"
+    reason = "gradients sharded: FSDP1 accumulates in FP32 only in shards"
 
     def __init__(
         self,
@@ -82,10 +82,10 @@ class FullySharded1(ShardedStrategy):
         cast_inputs_and_outputs(module, policy)
         self._root = _wrap(module, policy, kept, world, config)
         self.module = self._root
-        self._follow(world)
-        self._places = self._find_places(world)
+        self._track_parameters(world)
+        self._ranges = self._local_ranges(world)
         self._known = KnownParameters(self.module)
-        # Whether a forward has begun that no backward has followed.
+        # Whether a forward has begun and its backward has not.
         self._open = False
         self._order = self._watch_collectives(world, policy.reduce_dtype)
 
@@ -94,7 +94,7 @@ class FullySharded1(ShardedStrategy):
         return self._root.module
 
     def check_model(self) -> None:
-        if not self._open:  # otherwise gathered parameters are in the model
+        if not self._open:  # otherwise the model may contain gathered parameters
             self._known.check(self.module)
 
     def announce(self, microbatches: int) -> None:
@@ -103,29 +103,29 @@ class FullySharded1(ShardedStrategy):
     def begin_step(self) -> None:
         if self._open:
             raise TrainingError(
-                "FSDP1 cannot go on after a step that failed between forward and backward; start "
-                "again from a checkpoint, or use strategy = 'fsdp', which can"
+                "FSDP1 cannot continue after a step that failed between forward and backward; "
+                "restart from a checkpoint, or use strategy = 'fsdp', which can continue"
             )
         self._order.abandon()
         super().begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
-        """Nothing to announce: every microbatch is reduced."""
+        """Nothing to do: every microbatch is reduced."""
 
     def finish_gradients(self) -> None:
         super().finish_gradients()
         self._order.end()
 
     def gradients(self) -> list[GradientPart]:
-        pieces = [
+        shards = [
             parameter.grad
             for _, parameter in self._trainable
             if parameter.grad is not None and parameter.numel()
         ]
-        return [GradientPart(pieces, replicas=1)]
+        return [GradientPart(shards, replicas=1)]
 
     def copy_master_to_model(self) -> None:
-        """Nothing to publish: the next forward gathers and casts the pieces."""
+        """Nothing to copy: the next forward gathers and casts the shards."""
 
     def units(self) -> list[tuple[str, nn.Module]]:
         return [
@@ -146,33 +146,33 @@ class FullySharded1(ShardedStrategy):
         return build_on_shares(factory, parameters, self._shapes, ("strategy", "fsdp1"))
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        start, size = self._places[name]
+        start, size = self._ranges[name]
         return (
             tensor if tensor.shape != (size,) else FlatShard.of(tensor, self._shapes[name], start)
         )
 
     def _watch_gradients(self, unit: Any, args: Any, output: Any) -> None:
-        """Have backward note what it has gradients of; FSDP1 itself knows flat ones only."""
+        """Record which parameters have gradients; FSDP1 knows only gradients of flat parameters."""
         if not torch.is_grad_enabled():
             return
         for parameter, view in fsdp_internals.views_of_last_forward(unit):
-            if view.requires_grad and self._used.awaits(self._names[id(parameter)]):
-                view.register_hook(_calling(self._note, parameter))
+            if view.requires_grad and self._used.tracks(self._names[id(parameter)]):
+                view.register_hook(_calling(self._mark_used, parameter))
 
-    def _find_places(self, world: World) -> dict[str, tuple[int, int]]:
-        """Return which elements of each flattened parameter this rank holds: start and number."""
+    def _local_ranges(self, world: World) -> dict[str, tuple[int, int]]:
+        """Return start and number of the elements of each flattened parameter on this rank."""
         sizes = torch.tensor([len(parameter) for _, parameter in self._trainable])
         sizes = sizes.to(world.device)
-        everyone = sizes.new_empty(world.world_size * len(sizes))
-        all_gather(everyone, sizes, self._group).wait()
-        before = everyone.view(world.world_size, -1)[: world.rank].sum(0).tolist()
+        all_sizes = sizes.new_empty(world.world_size * len(sizes))
+        all_gather(all_sizes, sizes, self._group).wait()
+        starts = all_sizes.view(world.world_size, -1)[: world.rank].sum(0).tolist()
         return {
             name: (start, len(parameter))
-            for (name, parameter), start in zip(self._trainable, before, strict=True)
+            for (name, parameter), start in zip(self._trainable, starts, strict=True)
         }
 
-    def _watch_collectives(self, world: World, wire_dtype: torch.dtype) -> CollectiveOrder:
-        """Sum over ranks in FP32, and compare the order of what ranks gather and reduce."""
+    def _watch_collectives(self, world: World, comm_dtype: torch.dtype) -> CollectiveOrder:
+        """Sum over ranks in FP32, and compare the order of gathers and reductions."""
         units = [
             part for part in self.module.modules() if isinstance(part, FullyShardedDataParallel)
         ]
@@ -183,7 +183,7 @@ class FullySharded1(ShardedStrategy):
         def reduce(_: Any, gradients: Tensor, output: Tensor) -> None:
             self._open = False
             order.note(Collective("reduce", len(units), gradients.numel()))
-            reduce_scatter_sum(output, gradients, self._group, wire_dtype)
+            reduce_scatter_sum(output, gradients, self._group, comm_dtype)
 
         def enter(unit: Any, args: Any) -> None:
             if unit is self.module:
@@ -194,7 +194,7 @@ class FullySharded1(ShardedStrategy):
         def leave(unit: nn.Module, args: Any, output: Any) -> None:
             order.note(END_OF_FORWARD)
             if not torch.is_grad_enabled():
-                # No backward will do it, and FSDP1 would take what it still holds behind an update.
+                # There is no backward to do it, and FSDP1 would use old values after an update.
                 for unit in units:
                     fsdp_internals.reshard_fsdp1(unit)
 
@@ -206,11 +206,11 @@ class FullySharded1(ShardedStrategy):
         return order
 
 
-def _calling(note: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> Any:
-    def arrived(_: Tensor) -> None:
-        note(parameter)
+def _calling(function: Callable[[nn.Parameter], None], parameter: nn.Parameter) -> Any:
+    def hook(_: Tensor) -> None:
+        function(parameter)
 
-    return arrived
+    return hook
 
 
 def _wrap(
@@ -220,7 +220,7 @@ def _wrap(
     world: World,
     config: ParallelConfig,
 ) -> FullyShardedDataParallel:
-    # The sum over ranks is always FP32; what travels is the business of the communication hook.
+    # FP32, because the communication hook converts to the communication dtype.
     computed = replace(
         fsdp1_policy(policy, own_accumulator=True), reduce_dtype=torch.float32, buffer_dtype=None
     )
@@ -253,13 +253,13 @@ def _check_weights(module: nn.Module, policy: PrecisionPolicy) -> None:
         raise ConfigError(
             "precision.policy",
             policy.name,
-            f"steps {dtype_name(policy.param_dtype)} weights, and FSDP1 would add up their "
-            "gradients in that type too; use strategy = 'fsdp'",
+            f"steps {dtype_name(policy.param_dtype)} weights, and FSDP1 would accumulate their "
+            "gradients in that dtype too; use strategy = 'fsdp'",
         )
     frozen = [name for name, value in module.named_parameters() if not value.requires_grad]
     if frozen:
         raise ConfigError(
             "strategy",
             "fsdp1",
-            f"flattens whole blocks and cannot keep {frozen[0]!r} frozen; use 'fsdp'",
+            f"flattens each block and cannot keep {frozen[0]!r} frozen; use 'fsdp'",
         )

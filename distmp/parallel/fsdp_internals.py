@@ -1,9 +1,9 @@
-"""What FSDP keeps to itself: the one file in which distmp touches private attributes of torch.
+"""The only file of distmp that touches private attributes of FSDP.
 
-Needed for what has no public way (torch 2.13): gradients that wait for the last microbatch are to
-be added up in FP32, nothing of an abandoned step may reach the next one, and which parameters had
-a gradient is to be known.
-tests/parallel/test_fsdp_internals.py says when torch has changed.
+torch 2.13 has no public API to accumulate gradients in FP32 until the last microbatch, to discard
+the gradients of an abandoned step, and to find out which parameters had a gradient.
+tests/parallel/test_fsdp_internals.py fails if torch changes these attributes, or if another file
+touches them.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ from torch.distributed.fsdp import FSDPModule
 
 from distmp.errors import SetupError
 
-# Versions of torch that the tests have passed on; see the README.
+# Versions of torch on which the tests have passed; see the README.
 TESTED = ("2.10", "2.11", "2.13", "2.15")
 GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
 PARAMETER_ATTRIBUTES = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param")
-# With it torch 2.15 lets autograd sum the uses of a weight in 16 bits, to save a cast.
-_GRADIENT_TYPES = "_set_unsharded_grad_dtypes"
+# Method of torch 2.15 that lets autograd sum several uses of a weight in 16 bits, to save a cast.
+_SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
+# Function by which FSDP1 compares the memory of tensors.
+SAME_STORAGE = "torch.distributed.fsdp._flat_param._same_storage"
 
 
 def check(model: nn.Module) -> None:
-    """Refuse a torch whose FSDP2 is built in another way.
+    """Refuse a version of torch whose FSDP2 lacks an attribute that this file uses.
 
     Args:
-        model: Sharded, each of its groups gathered at least once.
+        model: A sharded model; each of its groups was gathered at least once.
 
     Raises:
-        SetupError: Naming what is missing.
+        SetupError: Naming the missing attributes.
     """
     missing = {name for group in _groups(model) for name in _missing(group, GROUP_ATTRIBUTES)}
     if not missing:
@@ -55,38 +57,39 @@ def check(model: nn.Module) -> None:
 
 
 def accumulate_in_fp32(model: nn.Module) -> None:
-    """Make the gradient of every gathered parameter FP32, whatever the parameter's type is.
+    """Make the gradients of gathered parameters FP32, independent of the parameter's dtype.
 
-    Then autograd itself adds up in FP32, over uses of a weight within one backward as well as over
-    microbatches; and all gradients of a group have one type, whichever microbatch they are from
-    (FSDP2 fails on a mixture, pytorch#196996).
+    Autograd then sums in FP32, over several uses of a weight in one backward and over microbatches.
+    All gradients of a group have one dtype, in every microbatch; FSDP2 fails if they differ
+    (pytorch#196996).
     """
     for parameter in _gathered_parameters(model):
-        if parameter.is_floating_point():  # also of one that may be unfrozen later
+        if parameter.is_floating_point():  # frozen parameters too: they may be unfrozen later
             parameter.grad_dtype = torch.float32
     for group in _groups(model):
-        if hasattr(group, _GRADIENT_TYPES):
-            setattr(group, _GRADIENT_TYPES, _leave_as_they_are)
+        if hasattr(group, _SET_GRAD_DTYPES):
+            setattr(group, _SET_GRAD_DTYPES, _keep_grad_dtypes)
 
 
-def reduce_what_is_unused(model: nn.Module, used: Callable[[nn.Parameter], None]) -> None:
-    """Count a parameter without a gradient on this rank as zero: another rank may have one.
+def reduce_unused_parameters(model: nn.Module, used: Callable[[nn.Parameter], None]) -> None:
+    """Make FSDP2 reduce zeros for parameters without a gradient on this rank.
 
-    Left to itself FSDP2 reduces what each rank has, which fails, or adds the gradients of different
-    parameters. `set_reduce_scatter_unused_params` of torch 2.13 makes zeros in the type of the
-    gathered parameter, which cannot be reduced together with FP32 gradients.
+    By default FSDP2 reduces only the gradients that a rank has. If ranks differ, the reduction
+    fails or adds the gradients of different parameters. `set_reduce_scatter_unused_params` of torch
+    2.13 creates zeros in the dtype of the gathered parameter, which cannot be reduced together with
+    FP32 gradients.
 
     Args:
-        model: Sharded.
-        used: Called behind each backward for each parameter, sharded, that has had a gradient on
-            this rank since the last reduction.
+        model: A sharded model.
+        used: Called after each backward with each sharded parameter that has had a gradient on this
+            rank since the last reduction.
     """
     for group in _groups(model):
         group.post_backward = functools.partial(_post_backward, group, used)
 
 
 def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: Any) -> None:
-    """Do what FSDP2 does behind a backward, with zeros for parameters without a gradient."""
+    """Set zeros for parameters without a gradient, then run the post-backward of FSDP2."""
     for parameter in group.fsdp_params:
         gathered = getattr(parameter, "_unsharded_param", None)
         if gathered is None or not gathered.requires_grad:
@@ -99,37 +102,37 @@ def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: An
 
 
 def discard_gradients(model: nn.Module) -> None:
-    """Forget gradients that wait for a reduction, which `zero_grad` does not see."""
+    """Discard gradients that are not reduced yet, which `zero_grad` does not clear."""
     for group in _groups(model):
         group._partial_reduce_output = None
         for parameter in group.fsdp_params:
             parameter._unsharded_param.grad = None
-            if _keeps_a_sum(parameter):
+            if _has_accumulator(parameter):
                 parameter.unsharded_accumulated_grad = None
 
 
-def waiting_gradients(model: nn.Module) -> list[torch.Tensor]:
-    """Return the gradients of this rank that wait for a reduction."""
-    waiting = [group._partial_reduce_output for group in _groups(model)]
+def unreduced_gradients(model: nn.Module) -> list[torch.Tensor]:
+    """Return the gradients of this rank that are not fully reduced yet."""
+    gradients = [group._partial_reduce_output for group in _groups(model)]
     for group in _groups(model):
         for parameter in group.fsdp_params:
-            waiting.append(parameter._unsharded_param.grad)
-            if _keeps_a_sum(parameter):
-                waiting.append(parameter.unsharded_accumulated_grad)
-    return [gradient for gradient in waiting if gradient is not None]
+            gradients.append(parameter._unsharded_param.grad)
+            if _has_accumulator(parameter):
+                gradients.append(parameter.unsharded_accumulated_grad)
+    return [gradient for gradient in gradients if gradient is not None]
 
 
 def views_of_last_forward(unit: nn.Module) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Give the parameters of an FSDP1 unit and what its last forward has used in their places.
+    """Yield the parameters of an FSDP1 unit and the tensors that its last forward used for them.
 
-    These are views of the flat parameter of which autograd knows, so a hook on one of them is
-    called if, and only if, backward has a gradient of that parameter.
+    These tensors are views of the flat parameter in the autograd graph. A hook on such a view is
+    called if and only if backward has a gradient of that parameter.
 
     Args:
-        unit: A `FullyShardedDataParallel`, with `use_orig_params`.
+        unit: A `FullyShardedDataParallel` with `use_orig_params`.
     """
     handle: Any = unit._handle
-    if handle is None:  # without any parameter of its own
+    if handle is None:  # the unit has no parameters
         return
     flat = handle.flat_param
     for parameter, view in zip(flat._params, flat._tensors, strict=True):
@@ -138,10 +141,10 @@ def views_of_last_forward(unit: nn.Module) -> Iterator[tuple[nn.Parameter, torch
 
 
 def reshard_fsdp1(unit: nn.Module) -> None:
-    """Free the gathered parameters of an FSDP1 unit, as the end of a backward does.
+    """Free the gathered parameters of an FSDP1 unit, as at the end of a backward.
 
     Args:
-        unit: A `FullyShardedDataParallel`. Nothing happens if its parameters are not gathered.
+        unit: A `FullyShardedDataParallel`; if its parameters are not gathered, nothing happens.
     """
     handle: Any = unit._handle
     if handle is not None:
@@ -157,14 +160,14 @@ def _gathered_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """Give FSDP2's groups of parameters, each of which is gathered and reduced as a whole."""
+    """Yield FSDP2's parameter groups, each of which is gathered and reduced as one unit."""
     seen: set[int] = set()
     for part in model.modules():
         if not isinstance(part, FSDPModule):
             continue
         state = part._get_fsdp_state()
         groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # before torch 2.12 there is at most one
+        if groups is None:  # before torch 2.12 a module has at most one group
             groups = [state._fsdp_param_group] if state._fsdp_param_group else []
         for group in groups:
             if id(group) not in seen:
@@ -175,16 +178,16 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 def _has_gradient(parameter: Any) -> bool:
     if parameter._unsharded_param.grad is not None:
         return True
-    return _keeps_a_sum(parameter) and parameter.unsharded_accumulated_grad is not None
+    return _has_accumulator(parameter) and parameter.unsharded_accumulated_grad is not None
 
 
-def _keeps_a_sum(parameter: Any) -> bool:
-    """Whether gradients of earlier microbatches stand beside `.grad`; in torch 2.15 they do not."""
+def _has_accumulator(parameter: Any) -> bool:
+    """Return whether gradients may be accumulated outside of `.grad`, as before torch 2.15."""
     return "unsharded_accumulated_grad" in vars(parameter)
 
 
-def _leave_as_they_are(defer_upcast: bool) -> None:
-    """Stand in for FSDP2's method: gradients keep the type that `accumulate_in_fp32` gave them."""
+def _keep_grad_dtypes(defer_upcast: bool) -> None:
+    """Replace FSDP2's method, so that gradients keep the dtype set by `accumulate_in_fp32`."""
 
 
 def _missing(holder: Any, names: tuple[str, ...]) -> list[str]:

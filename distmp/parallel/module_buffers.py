@@ -1,4 +1,4 @@
-"""The buffers of a module during training: batch statistics and the like."""
+"""Module buffers during training, such as batch statistics."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 
 class ModuleBuffers:
-    """Keeps buffers equal on all ranks, and free of what a skipped step wrote into them.
+    """Keeps buffers equal on all ranks, and reverts what a skipped step wrote to them.
 
-    After a step every rank has the buffers of rank 0, as torch's DDP has them in the next forward.
-    A step that was skipped leaves them as they were before it: running statistics of activations
-    that overflowed would be lost for ever.
+    After a step every rank has the buffers of rank 0, which torch's DDP broadcasts in the next
+    forward. A skipped step leaves them unchanged: running statistics never recover from activations
+    that are not finite.
 
     Args:
-        module: Its buffers, whatever is registered at the time.
+        module: The module; buffers that are registered later are included.
         group: The ranks; None for a single process.
     """
 
@@ -29,18 +29,18 @@ class ModuleBuffers:
 
     @torch.no_grad()
     def begin_step(self) -> None:
-        """Remember the buffers; what a step that was not ended has written is taken back first."""
+        """Copy the buffers; first revert what an unfinished step has written."""
         restore_buffers(self._module, self._before)
         self._before = buffer_values(self._module)
 
     @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
-        """Take back what a skipped step wrote, and take over rank 0's buffers.
+        """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
 
         Args:
-            skipped: 0-dim, not 0 if the step was skipped; the host does not wait for it.
+            skipped: 0-dim, nonzero if the step was skipped; the host does not wait for it.
         """
-        take_back(self._module, self._before, skipped.bool())
+        revert_buffers(self._module, self._before, skipped.bool())
         self._before = {}
         if self._group is not None:
             _broadcast(self._module.buffers(), self._group)
@@ -54,7 +54,7 @@ def buffer_values(module: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Write `values` back into the buffers of these names, as far as they are still there."""
+    """Write `values` back to the buffers with these names, except buffers that were removed."""
     for name, buffer in module.named_buffers():
         if name in values:
             buffer.copy_(values[name])
@@ -62,7 +62,7 @@ def restore_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
 
 @contextmanager
 def buffers_restored(module: nn.Module) -> Iterator[None]:
-    """Undo what forward writes into buffers, such as running statistics."""
+    """Restore the buffers at the end, undoing what forward writes, such as running statistics."""
     values = buffer_values(module)
     try:
         yield
@@ -71,12 +71,12 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def take_back(module: nn.Module, values: dict[str, Tensor], undo: Tensor) -> None:
-    """Write `values` back where `undo`, 0-dim bool, is true; the host does not wait for it."""
-    # All of them: torch writes running statistics without counting up a tensor's version.
+def revert_buffers(module: nn.Module, values: dict[str, Tensor], revert: Tensor) -> None:
+    """Write `values` back if `revert`, 0-dim bool, is True; the host does not wait for it."""
+    # All buffers: torch writes running statistics without incrementing a tensor's version.
     for name, buffer in module.named_buffers():
         if name in values:
-            buffer.copy_(torch.where(undo, values[name], buffer))
+            buffer.copy_(torch.where(revert, values[name], buffer))
 
 
 def _broadcast(all_buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:

@@ -1,14 +1,16 @@
-"""Activation checkpointing of a block: what forward computed is computed again for backward.
+"""Activation checkpointing of blocks that may have buffers."""
 
-[Note: buffers]
-A forward may write buffers, such as the statistics of BatchNorm. Running it a second time must
-neither write them again nor read what has been written since. So a recomputation runs on copies of
-the buffers, with the values that the first forward found. They are other tensors, not the same ones
-set back, because autograd keeps references to what it reads.
-
-From forward to backward only what forward has written is held twice. torch counts the writes to a
-tensor, except those of a batch norm to its statistics, which it does not read where it writes them.
-"""
+# Note [Buffers and recomputation]
+#
+# A forward may write buffers, such as the running statistics of BatchNorm. The recomputation in
+# backward must not write them a second time, and must not read values that were written since the
+# first forward. So it runs on copies of the buffers with the values of the first forward. The
+# copies are different tensors, because autograd keeps references to tensors that it needs for
+# backward.
+#
+# Between forward and backward, only buffers that forward has written are held twice. A write is
+# detected by the version counter of a tensor. Batch norm does not increment the version of its
+# statistics; this is correct, because in training mode it writes them without reading them.
 
 from __future__ import annotations
 
@@ -21,27 +23,27 @@ from torch.utils.checkpoint import checkpoint
 
 
 def has_buffers(block: nn.Module) -> bool:
-    """Return whether forward may write something that outlives it."""
+    """Return whether a block has buffers, which its forward may write."""
     return any(True for _ in block.buffers())
 
 
 def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None:
-    """Keep only the inputs of a block for backward, which computes the rest again.
+    """Keep only the inputs of a block for backward, which recomputes its activations.
 
-    Replaces `forward` of this one object, so that names and hooks stay as they are, and FSDP's
-    hooks, which gather parameters, stay outside.
+    It replaces `forward` of this object, so that parameter names do not change and FSDP's hooks,
+    which gather parameters, run outside of the checkpointed function.
 
     Args:
-        block: The module.
-        backend: Of `torch.compile`, if the block or the whole model is to be compiled; with buffers
-            `forward` is compiled here.
+        block: The module, changed in place.
+        backend: Backend of `torch.compile` if the block or the full model will be compiled. The
+            `forward` of a block with buffers is compiled here.
     """
     forward = block.forward
     options: dict[str, Any] = {}
     if has_buffers(block):
         options["context_fn"] = functools.partial(_contexts, block)
         if backend is not None:
-            # Compiled by itself: compiled from the outside it would be so in forward only.
+            # Compile `forward` itself. Compiling the block would leave the recomputation eager.
             forward = torch.compile(forward, backend=backend)
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
@@ -49,20 +51,20 @@ def checkpoint_activations(block: nn.Module, backend: str | None = None) -> None
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
-    # torch.compile computes a block without buffers again by itself, and knows no contexts.
+    # torch.compile supports checkpointing, but not these contexts.
     block.forward = torch.compiler.disable(recomputed) if options else recomputed
 
 
-class _BufferPlace(NamedTuple):
-    """Where a buffer is registered."""
+class _BufferName(NamedTuple):
+    """The module that a buffer is registered in, and its name there."""
 
     holder: nn.Module
     name: str
 
 
-def _registered(block: nn.Module) -> dict[_BufferPlace, Tensor]:
+def _registered(block: nn.Module) -> dict[_BufferName, Tensor]:
     return {
-        _BufferPlace(holder, name): buffer
+        _BufferName(holder, name): buffer
         for holder in block.modules()
         for name, buffer in holder.named_buffers(recurse=False, remove_duplicate=False)
     }
@@ -73,51 +75,51 @@ def _copy(buffer: Tensor) -> Tensor:
 
 
 def _contexts(block: nn.Module) -> tuple[_Forward, _Recomputation]:
-    """Return the contexts of a forward and of its recomputation, see [Note: buffers]."""
+    """Return contexts of forward and recomputation, see Note [Buffers and recomputation]."""
     forward = _Forward(block)
-    return forward, _Recomputation(block, forward.found)
+    return forward, _Recomputation(block, forward.values)
 
 
 class _Forward:
-    """Keeps the values that a forward finds in the buffers which it writes.
+    """Keeps the initial values of the buffers that a forward writes.
 
     Attributes:
-        found: A copy of each of them.
+        values: A copy of each of these buffers.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self.found: dict[_BufferPlace, Tensor] = {}
+        self.values: dict[_BufferName, Tensor] = {}
 
     def __enter__(self) -> None:
         self._before = _registered(self._block)
-        self._versions = {place: buffer._version for place, buffer in self._before.items()}
-        self.found.update((place, _copy(buffer)) for place, buffer in self._before.items())
+        self._versions = {key: buffer._version for key, buffer in self._before.items()}
+        self.values.update((key, _copy(buffer)) for key, buffer in self._before.items())
 
     def __exit__(self, *_: object) -> None:
         after = _registered(self._block)
-        for place, buffer in self._before.items():
-            if after.get(place) is buffer and buffer._version == self._versions[place]:
-                del self.found[place]
+        for key, buffer in self._before.items():
+            if after.get(key) is buffer and buffer._version == self._versions[key]:
+                del self.values[key]
         self._before = {}
 
 
 class _Recomputation:
-    """Has a block run on copies of its buffers; may be entered several times."""
+    """Replaces the buffers of a block by copies; may be entered several times."""
 
-    def __init__(self, block: nn.Module, found: dict[_BufferPlace, Tensor]) -> None:
+    def __init__(self, block: nn.Module, values: dict[_BufferName, Tensor]) -> None:
         self._block = block
-        self._found = found
+        self._values = values
 
     def __enter__(self) -> None:
         self._buffers = _registered(self._block)
         copies: dict[int, Tensor] = {}
-        for place, buffer in self._buffers.items():
+        for key, buffer in self._buffers.items():
             if id(buffer) not in copies:  # one buffer may have several names
-                copies[id(buffer)] = _copy(self._found.get(place, buffer))
-            setattr(*place, copies[id(buffer)])
+                copies[id(buffer)] = _copy(self._values.get(key, buffer))
+            setattr(*key, copies[id(buffer)])
 
     def __exit__(self, *_: object) -> None:
-        for place, buffer in self._buffers.items():
-            setattr(*place, buffer)
+        for key, buffer in self._buffers.items():
+            setattr(*key, buffer)
         self._buffers = {}

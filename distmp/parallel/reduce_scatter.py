@@ -1,4 +1,4 @@
-"""A reduce-scatter that may send 16 bits and adds up in FP32."""
+"""A reduce-scatter that sums in FP32 and may communicate in 16 bits."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from distmp.distributed.collectives import all_to_all, reduce_scatter, reduces_i
 
 
 def reduce_scatter_sum(
-    output: Tensor, gradients: Tensor, group: dist.ProcessGroup, wire_dtype: torch.dtype
+    output: Tensor, gradients: Tensor, group: dist.ProcessGroup, comm_dtype: torch.dtype
 ) -> None:
-    """Give every rank the sum over ranks of its part, FP32.
+    """Sum gradients over ranks in FP32 and give every rank its shard of the sum.
 
-    With a 16-bit wire each value is rounded once, however many ranks there are: the parts are
-    exchanged (all-to-all) and summed here in the order of ranks. Gradients that had 16 bits before
-    lose nothing at all. A reduction by the backend would round after every addition. On CPUs FP32
-    is exchanged as well, which takes half the traffic of gloo's reduction.
+    With a 16-bit communication dtype the shards are exchanged by all-to-all and summed here in rank
+    order, so each value is rounded once, for any number of ranks. Gradients that have 16-bit values
+    lose nothing. A reduction by the backend would round after every addition. On CPUs FP32 is
+    exchanged too, which causes half the traffic of gloo's reduction.
 
     Args:
-        output: FP32, shape (n,); this rank's part of the sum.
-        gradients: FP32, shape (ranks * n,); the parts of all ranks, one after the other.
-        group: The ranks.
-        wire_dtype: What is sent.
+        output: Receives this rank's shard of the sum; FP32, shape (n,).
+        gradients: This rank's gradients, the shards of all ranks in rank order; FP32, shape
+            (ranks * n,).
+        group: The ranks to sum over.
+        comm_dtype: Communication dtype: float32, bfloat16 or float16.
     """
-    if wire_dtype == gradients.dtype and reduces_in_parts(gradients.device):
+    if comm_dtype == gradients.dtype and reduces_in_parts(gradients.device):
         reduce_scatter(output, gradients, group).wait()
         return
-    sent = gradients.to(wire_dtype)
+    sent = gradients.to(comm_dtype)
     received = torch.empty_like(sent)
     all_to_all(received, sent, group).wait()
     sum_in_order(received.view(group.size(), -1), output)

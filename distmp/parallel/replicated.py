@@ -1,4 +1,4 @@
-"""Data parallelism with a whole model on every rank (`single`, `ddp`)."""
+"""Data parallelism with the full model on every rank (`single`, `ddp`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
-from distmp.parallel.module_buffers import buffer_values, take_back
+from distmp.parallel.module_buffers import buffer_values, revert_buffers
 from distmp.parallel.strategy import (
     AccumulationSettings,
     KnownParameters,
@@ -35,24 +35,30 @@ logger = logging.getLogger("distmp")
 
 
 class _Part(NamedTuple):
-    """Parameters that became trainable at the same time."""
+    """Parameters that became trainable at the same time.
+
+    Attributes:
+        buckets: Their gradients.
+        parameters: Their values, and the tensors that the optimizer steps.
+    """
 
     buckets: Fp32GradBuckets
     parameters: FlatParameters | PureParameters
 
 
-REPRODUCIBLE_ADVICE = "with reproducible=True every rank needs as many microbatches"
+REPRODUCIBLE_ADVICE = "with reproducible=True every rank needs the same number of microbatches"
 
 
 class Replicated(Strategy):
-    """Every rank holds the whole model; gradients are summed in FP32 buckets.
+    """Every rank holds the full model; gradients are summed in FP32 buckets.
 
     Args:
-        module: The model; it is moved to the world's device and starts as rank 0 has it.
-        policy: With 16-bit parameters the optimizer steps FP32 masters, or the parameters if the
-            policy has none; otherwise the parameters.
-        world: The ranks that hold a copy.
-        settings: How gradients are accumulated and stepped.
+        module: The model; it is moved to the world's device and gets the values of rank 0.
+        policy: The precision policy. With 16-bit parameters the optimizer steps FP32 master
+            weights, or the parameters if the policy has no master weights; otherwise the
+            parameters.
+        world: The ranks, each of which holds a copy.
+        settings: How gradients are accumulated, reduced and stepped.
     """
 
     def __init__(
@@ -76,24 +82,26 @@ class Replicated(Strategy):
         values = {name: parameter.data for name, parameter in named}
         prepare(module, policy, world.device.type)
         self._shapes: dict[str, torch.Size] = {}
-        # Buffers before the microbatch, if it may be dropped.
+        # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: dict[str, Tensor] = {}
-        self._parts = [self._lay_out(named, values)]
+        self._parts = [self._build_part(named, values)]
         self._known = KnownParameters(module)
         self._order: CollectiveOrder | None = None
         if self._settings.reproducible and world.world_size > 1:
             self._order = CollectiveOrder(world, [], advice=REPRODUCIBLE_ADVICE)
 
-    def _lay_out(self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]) -> _Part:
-        """Put parameters, in the type that the module holds them in, into buckets.
+    def _build_part(
+        self, named: list[tuple[str, nn.Parameter]], values: dict[str, Tensor]
+    ) -> _Part:
+        """Put parameters into buckets.
 
         Args:
-            named: The parameters.
+            named: The parameters, in the dtype of the module.
             values: Their FP32 values by name.
         """
         first = not self._shapes
         self._shapes.update((name, parameter.shape) for name, parameter in named)
-        if self._settings.shard_optimizer:  # a share is a run of elements in row-major order
+        if self._settings.shard_optimizer:  # a shard is a range of elements in row-major order
             for _, parameter in named:
                 parameter.data = parameter.data.contiguous()
         buckets = Fp32GradBuckets(
@@ -112,8 +120,8 @@ class Replicated(Strategy):
     def check_model(self) -> None:
         self._known.check(self.model)
         for part in self._parts:
-            part.parameters.check_places()
-            part.buckets.check_places()
+            part.parameters.check_storage()
+            part.buckets.check_storage()
 
     def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         return [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
@@ -122,11 +130,11 @@ class Replicated(Strategy):
         for _, parameter in unfrozen:
             parameter.grad = None
         values = {name: parameter.data.float() for name, parameter in unfrozen}
-        # While it was frozen a parameter may have had a type of its own.
+        # A frozen parameter may have a different dtype.
         dtypes = storage_dtypes(self.model, self._policy)
         for name, parameter in unfrozen:
             parameter.data = parameter.data.to(dtypes[name])
-        self._parts.append(self._lay_out(unfrozen, values))
+        self._parts.append(self._build_part(unfrozen, values))
         self._known = KnownParameters(self.model)
         return [(name, self._parts[-1].parameters.named[name]) for name, _ in unfrozen]
 
@@ -141,7 +149,7 @@ class Replicated(Strategy):
     ) -> torch.optim.Optimizer:
         if not self._parts[0].buckets.sharded:
             return super().build_optimizer(factory, parameters)
-        # Imported here: most runs have no use for it.
+        # Import lazily: most runs do not need it.
         from distmp.optim.sharded import build_on_shares
 
         return build_on_shares(factory, parameters, self._shapes)
@@ -152,7 +160,7 @@ class Replicated(Strategy):
 
     def begin_step(self) -> None:
         for part in self._parts:
-            part.buckets.discard()  # of a step that was interrupted, anywhere
+            part.buckets.discard()  # a step may have been interrupted at any point
             part.buckets.begin_step()
 
     def begin_microbatch(self, *, last: bool) -> None:
@@ -168,7 +176,7 @@ class Replicated(Strategy):
         for part in self._parts:
             part.buckets.end_microbatch(kept)
         if kept is not None:
-            take_back(self.model, self._buffers, ~kept)
+            revert_buffers(self.model, self._buffers, ~kept)
             self._buffers = {}
         return kept
 
@@ -210,9 +218,9 @@ class Replicated(Strategy):
 
     @unused.setter
     def unused(self, names: Iterable[str]) -> None:
-        found = set(names)
+        selected = set(names)
         for part in self._parts:
-            part.buckets.unused = found
+            part.buckets.unused = selected
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         for part in self._parts:
@@ -223,7 +231,7 @@ class Replicated(Strategy):
 
 
 def _check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
-    """Refuse what the buckets would do otherwise than the policy says."""
+    """Refuse a policy that the buckets do not implement."""
     if policy.accumulate_dtype != torch.float32:
         raise ConfigError(
             "precision.policy.accumulate",

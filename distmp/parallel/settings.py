@@ -1,6 +1,7 @@
-"""Settings of how a model is spread over ranks: section `sharding`, and what is done to its blocks.
+"""Settings of parallelism: section `sharding`, activation checkpointing and compilation.
 
-A block is what is gathered, recomputed or compiled as a whole; `distmp.parallel.blocks` finds them.
+A block is a module that is gathered, recomputed or compiled as one unit; `distmp.parallel.blocks`
+finds the blocks of a model.
 """
 
 from __future__ import annotations
@@ -27,24 +28,25 @@ class ShardingConfig:
     """
 
     accumulate: Accumulation = "auto"
-    """Where gradients of microbatches are added up, always in FP32. `sharded`: reduced every
-    microbatch, into this rank's shard. `unsharded`: whole on every rank, reduced once per step.
-    `hybrid` (hsdp): reduced every microbatch among the ranks of a shard group, once per step across
-    groups. `auto`: chosen from microbatches, memory and bytes, with its reason."""
+    """Where gradients of microbatches are accumulated, always in FP32. `sharded`: every microbatch
+    is reduced and added to this rank's shard. `unsharded`: every rank accumulates full gradients,
+    which are reduced once per step. `hybrid` (hsdp): every microbatch is reduced within the shard
+    group, and once per step across groups. `auto`: chosen by the number of microbatches, free
+    memory and communicated bytes; the reason is logged."""
 
     reshard_after_forward: bool = True
     """Free the gathered parameters of a block after forward and gather them again for backward;
-    false holds the whole model in memory in between."""
+    false keeps the full model in memory between forward and backward."""
 
     shard_size: int | None = None
-    """hsdp: ranks that share one copy of the model; null: those of one machine."""
+    """hsdp: number of ranks that share one copy of the model; null: the ranks of one machine."""
 
     wrap: tuple[str, ...] = ()
-    """What a block is: patterns (`*` and `?`) for class names or module names. Empty: the classes
-    in the model's `_no_split_modules`, else the entries of its outermost lists of modules."""
+    """Patterns (`*` and `?`) for the class names or module names of blocks. Empty: the classes in
+    the model's `_no_split_modules`, otherwise the entries of its outermost module lists."""
 
     offload: bool = False
-    """fsdp and hsdp: keep shards, gradients and optimizer state in the memory of the host."""
+    """fsdp and hsdp: keep parameter shards, gradients and optimizer state in host memory."""
 
     def __post_init__(self) -> None:
         check_types(self, "sharding")
@@ -57,31 +59,31 @@ class ShardingConfig:
             raise ConfigError("sharding.wrap", self.wrap, "a pattern needs at least one character")
 
     def check(self, strategy: str) -> None:
-        """Refuse settings that a strategy would ignore.
+        """Refuse settings that a strategy does not use.
 
         Raises:
-            ConfigError: Naming the setting and the strategies that it is for.
+            ConfigError: Naming the setting and the strategies that use it.
         """
         if strategy not in SHARDED_STRATEGIES:
             if self.accumulate != "auto":
-                self._is_for("accumulate", strategy, "fsdp, hsdp and fsdp1")
+                self._refuse("accumulate", strategy, "fsdp, hsdp and fsdp1")
             if not self.reshard_after_forward:
-                self._is_for("reshard_after_forward", strategy, "fsdp, hsdp and fsdp1")
+                self._refuse("reshard_after_forward", strategy, "fsdp, hsdp and fsdp1")
         if self.shard_size is not None and strategy != "hsdp":
-            self._is_for("shard_size", strategy, "hsdp")
+            self._refuse("shard_size", strategy, "hsdp")
         if self.offload and strategy not in ("fsdp", "hsdp"):
-            self._is_for("offload", strategy, "fsdp and hsdp")
+            self._refuse("offload", strategy, "fsdp and hsdp")
         if self.accumulate == "hybrid" and strategy != "hsdp":
-            self._is_for("accumulate", strategy, "hsdp")
+            self._refuse("accumulate", strategy, "hsdp")
         if self.accumulate == "unsharded" and strategy == "fsdp1":
             raise ConfigError(
                 "sharding.accumulate",
                 self.accumulate,
-                "FSDP1 adds up unsharded gradients in the type of its parameters; use 'sharded', "
-                "or strategy = 'fsdp'",
+                "FSDP1 accumulates unsharded gradients in the dtype of its parameters; use "
+                "'sharded', or strategy = 'fsdp'",
             )
 
-    def _is_for(self, name: str, strategy: str, strategies: str) -> None:
+    def _refuse(self, name: str, strategy: str, strategies: str) -> None:
         raise ConfigError(
             f"sharding.{name}",
             getattr(self, name),
@@ -91,14 +93,14 @@ class ShardingConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """All that a strategy does to a model, besides precision.
+    """How a strategy changes a model, except for precision.
 
     Attributes:
-        sharding: How the sharded strategies work.
+        sharding: Settings of the sharded strategies.
         activation_checkpointing: "blocks" keeps only the inputs of each block for backward and
-            computes the rest again; parameter names stay.
-        compile: "blocks" compiles each block with `torch.compile`, "model" the whole.
-        microbatches: Microbatches of a step, where that is known.
+            recomputes its activations; parameter names do not change.
+        compile: "blocks" compiles each block with `torch.compile`, "model" the full model.
+        microbatches: Number of microbatches of a step on one rank; None if unknown.
     """
 
     sharding: ShardingConfig = field(default_factory=ShardingConfig)

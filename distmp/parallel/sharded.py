@@ -1,4 +1,4 @@
-"""What the strategies that shard parameters themselves have in common."""
+"""Common base class of the strategies that shard parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distmp.parallel.strategy import Strategy, trainable
 
 
 class ShardedStrategy(Strategy):
-    """The optimizer steps shards of the module's own parameters, with the gradients FSDP left.
+    """The optimizer steps the sharded parameters of the module, with the gradients that FSDP sets.
 
-    FSDP gives zeros where nobody had a gradient, if its group was reduced at all. `UsedParameters`
-    tells which of them the optimizer is to step.
+    FSDP sets zeros for a parameter that no rank has used, if its group was reduced at all.
+    `UsedParameters` determines which of these the optimizer steps.
     """
 
-    def _follow(self, world: World) -> None:
-        """Begin to train the parameters that require gradients now."""
+    def _track_parameters(self, world: World) -> None:
+        """Start to train the parameters that require gradients now."""
         self._trainable: list[tuple[str, nn.Parameter]] = []
         self._used = UsedParameters[str]([], world.group, world.device)
         self._names: dict[int, str] = {}
@@ -31,11 +31,11 @@ class ShardedStrategy(Strategy):
         self._used.add(name for name, _ in named)
         self._names.update((id(parameter), name) for name, parameter in named)
 
-    def _note(self, parameter: nn.Parameter) -> None:
-        """Take note that backward had a gradient of a parameter on this rank."""
+    def _mark_used(self, parameter: nn.Parameter) -> None:
+        """Record that backward had a gradient of a parameter on this rank."""
         name = self._names.get(id(parameter))
         if name is not None:
-            self._used.note(name)
+            self._used.mark_used(name)
 
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
         return list(self._trainable)
@@ -46,11 +46,11 @@ class ShardedStrategy(Strategy):
             parameter.grad = None
 
     def finish_gradients(self) -> None:
-        # Nothing to wait for: FSDP waits at the end of each backward.
+        # FSDP waits for its reductions at the end of each backward.
         self._used.exchange_flags()
         for name, parameter in self._trainable:
-            if self._used.leaves_alone(name) or not parameter.requires_grad:
-                # FSDP reduces a group as a whole, also for what has been frozen since.
+            if self._used.is_unused(name) or not parameter.requires_grad:
+                # FSDP reduces all parameters of a group, even those that were frozen later.
                 parameter.grad = None
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -64,5 +64,5 @@ class ShardedStrategy(Strategy):
 
     @unused.setter
     def unused(self, names: Iterable[str]) -> None:
-        found = set(names)
-        self._used.unused = [name for name, _ in self._trainable if name in found]
+        selected = set(names)
+        self._used.unused = [name for name, _ in self._trainable if name in selected]

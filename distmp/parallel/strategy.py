@@ -1,4 +1,4 @@
-"""What every strategy provides: how parameters and gradients are spread over ranks."""
+"""Base class of all strategies, which distribute parameters and gradients over ranks."""
 
 from __future__ import annotations
 
@@ -20,25 +20,28 @@ from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
-# Names of the release before, and the strategy with the same numbers that they select now.
+# Removed names of strategies, and the strategy with the same results that they select now.
 FORMER_STRATEGIES = {"ddp-torch": "ddp"}
-REBUILD = "unlike when the engine was built; change a model before that, or build another engine"
+REBUILD = (
+    "unlike when the engine was built; change a model before you build the engine, or build a new "
+    "engine"
+)
 ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
 @dataclass(frozen=True)
 class AccumulationSettings:
-    """How gradients of whole models are accumulated, reduced and stepped.
+    """How the strategies single and ddp accumulate, reduce and step gradients.
 
     Attributes:
-        shard_optimizer: Every rank keeps and steps only its share of FP32 weights and optimizer
-            state.
-        reproducible: The same bits at every power-of-two number of ranks.
-        on_nonfinite: "skip_step", or "drop_microbatch" to leave out a microbatch whose gradients
-            are not finite.
+        shard_optimizer: Whether every rank keeps and steps only its shard of the FP32 weights and
+            the optimizer state.
+        reproducible: Whether results are bitwise equal for every power-of-two number of ranks.
+        on_nonfinite: "skip_step", or "drop_microbatch" to drop only microbatches with non-finite
+            gradients.
 
     Raises:
-        ConfigError: If `on_nonfinite` is something else.
+        ConfigError: If a value is not one of these.
     """
 
     shard_optimizer: bool = False
@@ -58,19 +61,19 @@ class AccumulationSettings:
 
     @property
     def drop_non_finite(self) -> bool:
-        """Whether a microbatch can be left out."""
+        """Whether single microbatches can be dropped."""
         return self.on_nonfinite == "drop_microbatch"
 
     def refuse_for(self, strategy: str) -> None:
-        """Refuse what a strategy that shards the model itself does not do.
+        """Refuse settings that a sharded strategy does not implement.
 
         Raises:
-            ConfigError: Naming the first setting that does not fit.
+            ConfigError: Naming the first such setting.
         """
         problems = {
-            "shard_optimizer": "shards the optimizer by itself",
-            "reproducible": "leaves the order of its sums to torch",
-            "on_nonfinite": "reduces a gradient before anybody can look at it",
+            "shard_optimizer": "always shards the optimizer",
+            "reproducible": "does not control the order of additions in torch",
+            "on_nonfinite": "reduces gradients before they can be checked",
         }
         for field in fields(self):
             value = getattr(self, field.name)
@@ -84,15 +87,15 @@ class AccumulationSettings:
 
 
 class Strategy(ABC):
-    """Prepares a module for distributed training and carries its gradients through one step.
+    """Prepares a module for distributed training and processes its gradients in each step.
 
     A step calls, in this order: `announce`; `begin_step`; for every microbatch `begin_microbatch`,
     forward, backward and `end_microbatch`; `finish_gradients`; `prepare_optimizer_grads`; the
     optimizer; `copy_master_to_model`; `end_step`.
 
     Attributes:
-        module: The prepared module; forward goes through it.
-        reason: What was chosen and why, in words; empty if there was nothing to choose.
+        module: The prepared module; call it for forward.
+        reason: What was chosen automatically and why, as text; empty if there was no choice.
     """
 
     module: nn.Module
@@ -100,31 +103,31 @@ class Strategy(ABC):
 
     @property
     def model(self) -> nn.Module:
-        """The model inside `module`, which names parameters as the user does."""
+        """The model inside `module`, with the user's parameter names."""
         return self.module
 
     @abstractmethod
     def optimizer_parameters(self) -> list[tuple[str, Tensor]]:
-        """Return the FP32 tensors that the optimizer steps, named as in the model."""
+        """Return the tensors that the optimizer steps, with the parameter names of the model."""
 
     def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
-        """Return parameters that require gradients and are not trained yet."""
+        """Return parameters that require gradients now and are not trained yet."""
         return []
 
     def adopt(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
-        """Start to train what `unfrozen` has returned; all ranks must have the same ones.
+        """Start to train the parameters that `unfrozen` returned, the same on all ranks.
 
         Returns:
-            What the optimizer is to step from now on in addition, see `optimizer_parameters`.
+            The additional tensors that the optimizer has to step, see `optimizer_parameters`.
         """
-        raise NotImplementedError(f"{type(self).__name__} trains no more parameters")
+        raise NotImplementedError(f"{type(self).__name__} cannot add parameters")
 
-    def check_model(self) -> None:  # noqa: B027 - not all can tell
+    def check_model(self) -> None:  # noqa: B027 - optional
         """Refuse a model whose parameters are no longer those that are trained.
 
         Raises:
-            ConfigError: Naming the first parameter that was replaced, removed, converted, moved, or
-                written to where its value comes from elsewhere.
+            ConfigError: Naming the first parameter that was replaced, removed, converted or moved,
+                or written to although its value is copied from a master weight.
         """
 
     def build_optimizer(
@@ -133,26 +136,26 @@ class Strategy(ABC):
         """Build an optimizer on some of `optimizer_parameters`."""
         return build_on(factory, parameters)
 
-    def announce(self, microbatches: int) -> None:  # noqa: B027 - most need not agree on it
-        """Say how many microbatches the next step has on this rank.
+    def announce(self, microbatches: int) -> None:  # noqa: B027 - optional
+        """Announce the number of microbatches of the next step on this rank.
 
         Raises:
-            TrainingError: If the strategy needs as many on every rank, and another rank has others.
+            TrainingError: If the strategy needs the same number on every rank, and ranks differ.
         """
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Start from zero gradients, whatever the step before left behind."""
+        """Start from zero gradients; gradients of an unfinished step are discarded."""
 
     @abstractmethod
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
 
     def end_microbatch(self) -> Tensor | None:
-        """Take note of the end of backward; return whether the microbatch counts, if that is open.
+        """End a microbatch after its backward; return whether it counts.
 
         Returns:
-            0-dim bool on the device, or None where every microbatch counts.
+            0-dim bool on the device, or None if every microbatch counts.
         """
         return None
 
@@ -162,62 +165,62 @@ class Strategy(ABC):
 
     @abstractmethod
     def gradients(self) -> list[GradientPart]:
-        """Return this rank's part of the reduced gradients, FP32."""
+        """Return the reduced gradients that this rank holds, FP32."""
 
     def gradient_memory(self) -> list[Tensor]:
-        """Return all memory in which gradients wait for the end of the step, FP32."""
+        """Return all tensors that hold gradients of the current step, FP32."""
         return [tensor for part in self.gradients() for tensor in part.tensors]
 
     def partial_sums(self) -> list[Tensor]:
-        """Return what is held besides where microbatches are kept apart, FP32."""
+        """Return additional FP32 buffers, if microbatches are summed separately."""
         return []
 
     def gradient_shards(self) -> list[Tensor]:
-        """Return this rank's shard of every bucket, for measurements in a fixed order."""
+        """Return this rank's shard of every bucket, for norms in a fixed order of additions."""
         raise NotImplementedError(f"{type(self).__name__} has no buckets")
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        """Return a tensor of a parameter's state as checkpoints know it: as a part of the whole."""
+        """Return a tensor of a parameter's state for checkpoints, a shard as a `FlatShard`."""
         return tensor
 
-    def prepare_optimizer_grads(self) -> None:  # noqa: B027 - most have nothing to do
-        """Give the optimizer the final gradients, where it steps weights in 16 bits."""
+    def prepare_optimizer_grads(self) -> None:  # noqa: B027 - optional
+        """Convert the reduced gradients to the dtype of 16-bit weights."""
 
     @abstractmethod
     def copy_master_to_model(self) -> None:
-        """Make what the optimizer stepped visible to the next forward."""
+        """Copy the stepped weights to the parameters of the module, for the next forward."""
 
     @abstractmethod
     def end_step(self, skipped: Tensor) -> None:
-        """Take note of whether the step, 0-dim and not 0, was skipped; the host does not wait."""
+        """End a step; `skipped` is 0-dim and nonzero if it was skipped. The host does not wait."""
 
     @property
     @abstractmethod
     def unused(self) -> list[str]:
-        """Names of parameters that no rank has ever used, see `UsedParameters`; may be set."""
+        """Names of parameters that no rank has ever used, see `UsedParameters`; can be set."""
 
     @unused.setter
     @abstractmethod
     def unused(self, names: Iterable[str]) -> None: ...
 
     def units(self) -> list[tuple[str, nn.Module]]:
-        """Return the modules, by name, on whose entry parameters become whole, the root first."""
+        """Return the modules, by name, that gather their parameters before forward, root first."""
         return [("", self.model)]
 
     def untrained(self) -> dict[str, Tensor]:
-        """Return frozen parameters and buffers under the names of the model, each once."""
+        """Return frozen parameters and buffers by the names of the model, each of them once."""
         # By identity, not by name: a tied weight has several names.
         seen = {id(value) for value in self.module.parameters() if value.requires_grad}
-        found = {}
+        untrained = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in seen:
                 seen.add(id(value))
-                found[parameter_name(name)] = value
-        return found
+                untrained[parameter_name(name)] = value
+        return untrained
 
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Refuse parameters that the policy cannot store without changing what the model means.
+    """Refuse parameters that the policy cannot convert.
 
     Raises:
         ConfigError: For an integer parameter under a policy with 16-bit parameters, and for a
@@ -228,8 +231,8 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
             raise ConfigError(
                 "precision.policy",
                 policy.name,
-                f"holds parameters in {dtype_name(policy.compute_dtype)}, but parameter {name!r} "
-                f"is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
+                f"converts parameters to {dtype_name(policy.compute_dtype)}, but parameter "
+                f"{name!r} is {dtype_name(parameter.dtype)}; register it as a buffer, or use "
                 f"{dtype_word(policy.compute_dtype)}-autocast",
             )
         if parameter.requires_grad and parameter.dtype not in (
@@ -246,22 +249,21 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
 
 
 def check_model(model: object) -> None:
-    """Refuse what is no model, or one that is wrapped or sharded already.
+    """Refuse an object that is not a model, and a model that is already wrapped or sharded.
 
     Raises:
-        ConfigError: Naming what came in its place.
+        ConfigError: Naming the object or the parameter.
     """
     kind = type(model).__name__
     if not isinstance(model, nn.Module):
         if isinstance(model, type):
             raise ConfigError("model", model.__name__, f"is a class; pass {model.__name__}(...)")
-        raise ConfigError("model", kind, "is no torch.nn.Module; pass the model itself")
+        raise ConfigError("model", kind, "is not a torch.nn.Module; pass the model itself")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise ConfigError(
             "model",
             kind,
-            "reduces gradients by itself; pass the model inside, model.module, and choose a "
-            "strategy",
+            "reduces gradients itself; pass the wrapped model (model.module) and choose a strategy",
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
@@ -271,18 +273,18 @@ def check_model(model: object) -> None:
         if is_lazy(tensor):
             problem = "has no shape yet; run a batch through the model first"
         elif tensor.is_meta:
-            problem = "is on the meta device, without data; use model.to_empty() and initialize it"
+            problem = "is on the meta device; use model.to_empty() and initialize it"
         elif tensor.is_inference():
-            problem = "was made in inference mode; build the model outside of it"
+            problem = "was created in inference mode; build the model outside of it"
         elif is_sharded(tensor):
-            problem = "is sharded already; build the model anew for another engine"
+            problem = "is already sharded; build a new model for another engine"
         else:
             continue
         raise ConfigError("model", name, problem)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor, without an import of that class."""
+    """Return whether a tensor is a DTensor, without importing that class."""
     return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
@@ -300,10 +302,10 @@ def group_of(world: World, strategy: str) -> dist.ProcessGroup:
 
 
 class KnownParameters:
-    """Watches that a model keeps the parameters that are trained, and that none are added.
+    """Detects trained parameters that were replaced or removed, and parameters that were added.
 
     Args:
-        model: It.
+        model: The model with its final parameters.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -314,18 +316,19 @@ class KnownParameters:
         }
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model with other parameters.
+        """Refuse a model with different parameters.
 
         Raises:
-            ConfigError: Naming the first one that was replaced, removed, converted, moved or added.
+            ConfigError: Naming the first parameter that was replaced, removed, converted, moved or
+                added.
         """
-        found = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
+        current = {parameter_name(name): parameter for name, parameter in model.named_parameters()}
         for name, (known, dtype, device) in self._trained.items():
-            parameter = found.get(name)
+            parameter = current.get(name)
             if parameter is None:
                 problem = "is no longer in the model"
             elif parameter is not known:
-                problem = "is another tensor now"
+                problem = "is a different tensor now"
             elif parameter.dtype != dtype:
                 problem = f"was {dtype_name(dtype)} and is {dtype_name(parameter.dtype)} now"
             elif parameter.device.type != device:
@@ -333,14 +336,14 @@ class KnownParameters:
             else:
                 continue
             raise ConfigError("model", name, f"{problem}, {REBUILD}")
-        for name, parameter in found.items():
+        for name, parameter in current.items():
             if parameter.requires_grad and name not in self._names:
                 raise ConfigError("model", name, f"is new, {REBUILD}")
 
 
 @torch.no_grad()
 def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
-    """Widen trainable 16-bit parameters to FP32, in place; nothing is lost."""
+    """Convert trainable 16-bit parameters to FP32 in place, which is exact."""
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -350,7 +353,7 @@ def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
 def narrow_parameters(
     module: nn.Module, dtype: torch.dtype, except_for: Iterable[nn.Module]
 ) -> None:
-    """Round trainable parameters to the type that the optimizer steps, in place."""
+    """Round trainable parameters to the dtype that the optimizer steps, in place."""
     kept = {id(parameter) for part in except_for for parameter in part.parameters()}
     for parameter in module.parameters():
         if parameter.requires_grad and id(parameter) not in kept:
@@ -359,7 +362,7 @@ def narrow_parameters(
 
 @torch.no_grad()
 def broadcast_from_rank_zero(module: nn.Module, world: World) -> None:
-    """Make parameters and buffers of every rank those of rank 0, bit by bit."""
+    """Copy parameters and buffers of rank 0 to all ranks."""
     if world.group is None:
         return
     for tensor in (*module.parameters(), *module.buffers()):
@@ -367,12 +370,12 @@ def broadcast_from_rank_zero(module: nn.Module, world: World) -> None:
 
 
 def parameter_name(name: str) -> str:
-    """Return the name in the model, without what `torch.compile` and FSDP1 put into it."""
+    """Return the parameter name in the model, without the prefixes of `torch.compile` and FSDP1."""
     return name.replace("_orig_mod.", "").replace("_fsdp_wrapped_module.", "")
 
 
 def trainable(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that are trained, with their names, in order of registration."""
+    """Return trainable parameters with their names, in order of registration."""
     return [
         (parameter_name(name), parameter)
         for name, parameter in module.named_parameters()

@@ -1,8 +1,8 @@
-"""What each rank calls the scaler with, in words and as a number that ranks compare.
+"""The calls of the scaler on each rank, as text and as a fingerprint that ranks compare.
 
-The number travels in the vector that every decision reduces anyway. It covers all calls up to this
-one, so that ranks that are one decision apart see it at once, and it stays different from then on.
-Only if numbers differ, ranks exchange the words.
+The fingerprint is part of the vector that every decision reduces anyway. It covers all calls so
+far, so ranks that differ in one call differ in all later fingerprints. Only if fingerprints differ,
+ranks exchange the text.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ ADVICE = "make the same calls of the scaler in the same order on every rank"
 
 
 class Decision(NamedTuple):
-    """A decision as this rank calls for it.
+    """A call that starts a decision of all ranks.
 
     Attributes:
-        iteration: Counted from 1, by calls of `update`.
-        doing: The call in words, with the iteration.
-        before: The calls since the decision before, in words.
-        changes: Those of these calls that change weights.
+        iteration: Index of the iteration, counted from 1; `update` ends an iteration.
+        call: The call as text, with the iteration.
+        before: The calls since the previous decision, as text.
+        changes: The calls among these that change weights.
         new: The optimizers decided on for the first time, in the order of their numbers.
-        digest: Of this decision and all before, without the identities of optimizers.
+        digest: CRC-32 of this and all earlier decisions, without the identities of optimizers.
     """
 
     iteration: int
-    doing: str
+    call: str
     before: str
     changes: tuple[str, ...]
     new: tuple[OptimizerIdentity, ...]
@@ -41,25 +41,25 @@ class Decision(NamedTuple):
 
     @property
     def fingerprint(self) -> int:
-        """The number that ranks compare."""
+        """A number that ranks compare: it includes the identities of new optimizers."""
         identities = repr([identity.digest for identity in self.new]) if self.new else ""
         return zlib.crc32(identities.encode(), self.digest) % 2**FINGERPRINT_BITS
 
     @classmethod
     def from_json(cls, values: Any) -> Decision:
-        """Return a decision that has been JSON in between, in which tuples are lists."""
-        iteration, doing, before, changes, new, digest = values
+        """Return a decision from its JSON form, in which tuples are lists."""
+        iteration, call, before, changes, new, digest = values
         identities = tuple(OptimizerIdentity(*identity) for identity in new)
-        return cls(iteration, doing, before, tuple(changes), identities, digest)
+        return cls(iteration, call, before, tuple(changes), identities, digest)
 
 
 class CallLog:
-    """The calls of one scaler on this rank. A copy, pickled or not, begins anew.
+    """Records the calls of one scaler on this rank. A copy, pickled or not, starts empty.
 
     Optimizers are numbered from 0 in the order in which they are decided on for the first time.
 
     Attributes:
-        iteration: The one under way, counted from 1.
+        iteration: Index of the current iteration, counted from 1.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class CallLog:
         self._numbered = 0
         self._before: list[str] = []
         self._changes: list[str] = []
-        # In this iteration; sets, because after a common decision their order is of no matter.
+        # Of this iteration. Sets, because after a common decision their order does not matter.
         self._unscaled: set[int] = set()
         self._stepped: set[int] = set()
         self._digest = 0
@@ -79,17 +79,17 @@ class CallLog:
         return CallLog, ()
 
     def unscales(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer that was decided on is unscaled, where that rounds otherwise."""
+        """Record `unscale_` after the decision, if it rounds differently than the step."""
         if optimizer in self._numbers:
             self._unscaled.add(self._numbers[optimizer])
 
     def steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the step of an optimizer that was decided on."""
+        """Record the step of an optimizer that was decided on."""
         if optimizer in self._numbers:
             self._stepped.add(self._numbers[optimizer])
 
     def updates(self, *, sets_scale: bool) -> None:
-        """Note an update, which ends the iteration."""
+        """Record an update, which ends the iteration."""
         self._close_iteration("update(new_scale)" if sets_scale else "update()")
         self.iteration += 1
 
@@ -102,32 +102,32 @@ class CallLog:
         unscaled: Sequence[torch.optim.Optimizer] = (),
         max_norm: float | None = None,
     ) -> Decision:
-        """Note a decision and return it.
+        """Record a decision and return it.
 
         Args:
-            method: The scaler's method that was called.
+            method: Name of the scaler's method that was called.
             called_with: The optimizers that it was called with.
             members: All optimizers that are decided on.
-            unscaled: Those that the same step changes in another way, because they were unscaled.
-            max_norm: The norm to which it clips.
+            unscaled: The optimizers whose step rounds differently, because they were unscaled.
+            max_norm: The norm to clip to.
         """
         new = self._number(members)
         named, decided, changed = (
             "".join(_optimizers({self._numbers[optimizer] for optimizer in group}))
             for group in (called_with, members, unscaled)
         )
-        limit = [] if max_norm is None or _is_on_device(max_norm) else [f"{float(max_norm)!r}"]
-        doing = f"{method}({', '.join(filter(None, [named, *limit]))})"
+        norm = [] if max_norm is None or _is_on_device(max_norm) else [f"{float(max_norm)!r}"]
+        call = f"{method}({', '.join(filter(None, [named, *norm]))})"
         if decided != named:
-            doing += f" for {decided}"
+            call += f" for {decided}"
         if changed:
-            doing += f" after unscale_({changed})"
-        doing += f" in iteration {self.iteration}"
+            call += f" after unscale_({changed})"
+        call += f" in iteration {self.iteration}"
         self._close_iteration("")
         before, changes = ", ".join(self._before), tuple(self._changes)
         self._before, self._changes = [], []
-        self._digest = zlib.crc32(f"{before}|{doing}|".encode(), self._digest)
-        return Decision(self.iteration, doing, before, changes, new, self._digest)
+        self._digest = zlib.crc32(f"{before}|{call}|".encode(), self._digest)
+        return Decision(self.iteration, call, before, changes, new, self._digest)
 
     def _number(self, members: Iterable[torch.optim.Optimizer]) -> tuple[OptimizerIdentity, ...]:
         new = [optimizer for optimizer in members if optimizer not in self._numbers]
@@ -141,23 +141,23 @@ class CallLog:
         changes = [*unscaled, *(f"step({optimizers})" for optimizers in _optimizers(self._stepped))]
         self._changes += [f"{change} in iteration {self.iteration}" for change in changes]
         if changes or ending:
-            done = _listed([*changes, ending] if ending else changes)
-            self._before.append(f"{done} in iteration {self.iteration}")
+            calls = _join([*changes, ending] if ending else changes)
+            self._before.append(f"{calls} in iteration {self.iteration}")
         self._unscaled.clear()
         self._stepped.clear()
 
 
-# Gives the other ranks a value under a name, and returns that of each rank, as JSON returns it.
+# Sends a value with a name to the other ranks, and returns the value of each rank in its JSON form.
 Exchange = Callable[[str, Any], Mapping[int, Any]]
 
 
 def difference(decision: Decision, world_size: int, exchange: Exchange) -> str | None:
-    """Return in what ranks differ, or None if only parameters differ, as with pipeline stages.
+    """Return how ranks differ, or None if only parameters differ, as with pipeline stages.
 
     Args:
-        decision: As this rank calls for it.
+        decision: The decision of this rank.
         world_size: Number of ranks.
-        exchange: Tells other ranks something and returns what they tell.
+        exchange: Sends a value to other ranks and returns their values.
     """
     answers = exchange("decision", decision)
     decisions = {rank: Decision.from_json(answer) for rank, answer in answers.items()}
@@ -169,15 +169,15 @@ def difference(decision: Decision, world_size: int, exchange: Exchange) -> str |
 
 
 def _different_calls(decisions: Mapping[int, Decision]) -> str:
-    calls = {rank: f"calls {decision.doing}" for rank, decision in decisions.items()}
+    calls = {rank: f"calls {decision.call}" for rank, decision in decisions.items()}
     if len(set(calls.values())) == 1:
         calls = {
             rank: f"called {decision.before}" if decision.before else "called nothing"
             for rank, decision in decisions.items()
         }
     if len(set(calls.values())) == 1:
-        # Of an earlier decision whose numbers were equal by chance, or other ranks are silent.
-        calls = {rank: f"calls {decision.doing}" for rank, decision in decisions.items()}
+        # Fingerprints of an earlier decision were equal by chance, or a rank did not answer.
+        calls = {rank: f"calls {decision.call}" for rank, decision in decisions.items()}
     message = f"ranks call the scaler differently: {_by_rank(calls)}; {ADVICE}"
     if len({decision.changes for decision in decisions.values()}) > 1:
         message += "; weights now differ between ranks: continue from a checkpoint"
@@ -187,40 +187,40 @@ def _different_calls(decisions: Mapping[int, Decision]) -> str:
 def _different_order(
     decisions: Mapping[int, Decision], optimizers: Mapping[int, Sequence[int]]
 ) -> str | None:
-    """Return which optimizers ranks use, if some have one like another rank's and use another."""
+    """Return the order of optimizers on each rank, if ranks use the same ones in another order."""
     first = min(decisions)
     ranks_by_order: dict[tuple[OptimizerIdentity, ...], list[int]] = {}
     is_other_order = False
     for rank, decision in decisions.items():
         ranks_by_order.setdefault(decision.new, []).append(rank)
-        for ours, theirs in zip(decisions[first].new, decision.new, strict=False):
-            has_ours = ours.digest in optimizers.get(rank, ())
-            has_theirs = theirs.digest in optimizers.get(first, ())
-            is_other_order |= ours.digest != theirs.digest and has_ours and has_theirs
+        for one, other in zip(decisions[first].new, decision.new, strict=False):
+            has_one = one.digest in optimizers.get(rank, ())
+            has_other = other.digest in optimizers.get(first, ())
+            is_other_order |= one.digest != other.digest and has_one and has_other
     if not is_other_order:
         return None
     orders = [
-        f"{_listed([identity.text for identity in order])} on {ranks_in_words(ranks)}"
+        f"{_join([identity.text for identity in order])} on {format_ranks(ranks)}"
         for order, ranks in ranks_by_order.items()
     ]
     return (
         "ranks use their optimizers in a different order: "
-        f"{decisions[first].doing} is {', but another one, '.join(orders)}; {ADVICE}"
+        f"{decisions[first].call} is {', but a different one, '.join(orders)}; {ADVICE}"
     )
 
 
-def ranks_in_words(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 1, 2 and 5"."""
-    return f"rank{'s' if len(ranks) > 1 else ''} {_listed(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {_join(ranks)}"
 
 
 def _by_rank(calls: Mapping[int, str]) -> str:
-    """Join what ranks "calls" or "called", each text once."""
+    """Join the calls of ranks, each text once: "rank 0 calls A, ranks 1 and 2 call B"."""
     ranks_by_call: dict[str, list[int]] = {}
     for rank, call in calls.items():
         ranks_by_call.setdefault(call, []).append(rank)
     return ", ".join(
-        f"{ranks_in_words(ranks)} {call.replace('calls', 'call', len(ranks) - 1)}"
+        f"{format_ranks(ranks)} {call.replace('calls', 'call', len(ranks) - 1)}"
         for call, ranks in ranks_by_call.items()
     )
 
@@ -232,9 +232,9 @@ def _is_on_device(value: object) -> bool:
 def _optimizers(numbers: Iterable[int]) -> list[str]:
     """Return ["optimizers 0 and 2"], or nothing for no numbers."""
     known = sorted(numbers)
-    return [f"optimizer{'s' if len(known) > 1 else ''} {_listed(known)}"] if known else []
+    return [f"optimizer{'s' if len(known) > 1 else ''} {_join(known)}"] if known else []
 
 
-def _listed(items: Sequence[object]) -> str:
+def _join(items: Sequence[object]) -> str:
     *most, last = map(str, items)
     return f"{', '.join(most)} and {last}" if most else last

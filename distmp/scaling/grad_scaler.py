@@ -1,9 +1,9 @@
-"""`torch.amp.GradScaler` whose ranks and optimizers apply or skip a step together.
+"""A `torch.amp.GradScaler` whose ranks and optimizers apply or skip a step together.
 
-torch's scaler checks what one rank holds, optimizer by optimizer. Here the first `step` of an
-iteration sums one small vector over all ranks, and every rank reads the same flag and, for
-clipping, the same norm from it. That the scale and the calls are the same everywhere is checked on
-the way.
+torch's scaler checks the gradients of one rank, separately for each optimizer. Here the first
+`step` of an iteration sums one small vector over all ranks. Every rank gets the same flag from it
+and, for clipping, the same norm. The vector also shows whether scale and calls are the same on all
+ranks.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distmp")
 
 STATE_VERSION = 1
-# Parameters named in an error.
+# Largest number of parameters named in an error.
 NAMED_AT_MOST = 5
-# How long an `update` without a step, an error, waits for ranks that differ to say it together.
+# How long an invalid `update` (without a step) waits for other ranks to raise one common error.
 MISUSE_SECONDS = 10.0
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _outside_inference_mode(method: Method) -> Method:
-    """Make a method leave inference mode: what it makes is used later, also with autograd."""
+    """Make a method leave inference mode, because its tensors are used later with autograd."""
 
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -69,48 +69,50 @@ def _outside_inference_mode(method: Method) -> Method:
 
 
 class DistributedGradScaler(torch.amp.GradScaler):
-    """Dynamic loss scaling in which every rank takes the same decision.
+    """Dynamic loss scaling in which all ranks make the same decision.
 
-    Used like `torch.amp.GradScaler`; every rank has to make the same calls in the same order. On a
-    process without a process group it scales, skips and steps as torch's does, bit by bit, with
-    these differences: the scale keeps between `min_scale` and `max_scale`, an overflow at
-    `min_scale` is an error, an optimizer without gradients is none, FP16 gradients are unscaled
-    instead of refused, and what `load_state_dict` finds about growth and backoff does not override
-    the arguments.
+    Use it like `torch.amp.GradScaler`; every rank has to make the same calls in the same order. In
+    a process without a process group it scales, skips and steps like torch's scaler, bit by bit,
+    with these differences: the scale stays between `min_scale` and `max_scale`, an overflow at
+    `min_scale` is an error, an optimizer without gradients is not an error, FP16 gradients are
+    unscaled, and `load_state_dict` does not override the arguments for growth and backoff.
 
-    Gradients have to be reduced before they are stepped with, as DDP and FSDP do in backward.
-    Ranks that disagree on the scale all skip, and raise at `update`. Ranks that call the scaler
-    differently all skip the first decision that differs and raise the same error, which says what
-    each rank called. A step that a rank leaves out after a common decision shows in the next one;
-    the error then says that weights differ. A rank that does not come to a decision is named, with
-    its line of code, in a warning after a minute and in the error of a reduction that fails.
+    Gradients have to be reduced before a step, as DDP and FSDP do in backward. If the scale differs
+    between ranks, all ranks skip, and raise an error at `update`. If ranks call the scaler
+    differently, all ranks skip the first decision that differs and raise the same error, which
+    shows the calls of each rank. If a rank leaves out a step after a common decision, the next
+    decision raises an error which says that weights differ. If a rank does not reach a decision, a
+    warning after a minute, and the error of the failed reduction, name the rank and its line of
+    code.
 
     The first `step` of an iteration decides for its optimizer, for every optimizer that was
     unscaled before and, if one of these is registered, for all registered ones, which therefore
-    need all their gradients by then. One all-reduce of seven numbers per decision. Without a fused
-    optimizer `step` waits for the device once; with one it never does, except at its first use on
-    several ranks, which make sure that they mean the same optimizer.
+    need all their gradients by then. A decision is one all-reduce of seven numbers. Without a fused
+    optimizer `step` waits for the device once. With a fused optimizer it does not wait, except at
+    its first use on several ranks, which check that they use the same optimizer.
 
-    Methods may be called in inference mode; they work as outside of it.
+    Methods can be called in inference mode, with the same results.
 
     Args:
         device: Device type of the scale.
-        init_scale: First scale.
-        growth_factor: Factor after `growth_interval` clean steps in a row.
-        backoff_factor: Factor after `hysteresis` overflows in a row, and after each further one.
-        growth_interval: Clean steps in a row before the scale grows.
-        enabled: False turns everything off, except clipping with `clip_grad_norm_`.
+        init_scale: Initial scale.
+        growth_factor: Factor of the scale after `growth_interval` consecutive clean steps.
+        backoff_factor: Factor of the scale after `hysteresis` consecutive overflows, and after each
+            further one.
+        growth_interval: Number of consecutive clean steps before the scale grows.
+        enabled: False disables everything, except clipping with `clip_grad_norm_`.
         group: Ranks that decide together: a process group, a device mesh (all of its ranks), or
-            None for all ranks there are.
+            None for all ranks.
         optimizers: Optimizers of one model, which apply or skip together; see `register`.
-        hysteresis: Overflows in a row up to a backoff.
-        min_scale: The scale never sinks below; None is 1, or `init_scale` where that is lower.
-        max_scale: The scale never grows above; None is 2^24, or `init_scale` where that is higher.
-        static: Keep the scale at `init_scale`; steps with an overflow are still skipped.
-        max_consecutive_skips: Raise when so many steps in a row were skipped; None never does.
+        hysteresis: Number of consecutive overflows before a backoff.
+        min_scale: Lower limit of the scale; None is 1, or `init_scale` if that is lower.
+        max_scale: Upper limit of the scale; None is 2^24, or `init_scale` if that is higher.
+        static: Fix the scale at `init_scale`; steps with an overflow are still skipped.
+        max_consecutive_skips: Raise an error after this number of consecutive skipped steps; None
+            never does.
 
     Raises:
-        ConfigError: For a number that cannot work, and on a rank outside `group`.
+        ConfigError: If a number is out of range, and on a rank outside `group`.
         AssertionError: For factors that torch's scaler refuses.
 
     Example:
@@ -181,21 +183,21 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._warned_of_no_scale = False
         self._has_scaled = False
         self._init_counts = _Counts(0, 0, 0)
-        # Skips in a row and in total; on the device of the scale, made with it.
+        # Number of consecutive and of total skips, int64 of shape (2,) on the device of the scale.
         self._skips: Tensor | None = None
         self._latest_found_inf: Tensor | None = None
         self._unread: IterationFlags | None = None
         self._calls = CallLog()
-        self._unsettled: list[_Unsettled] = []
-        # What was set with `update(new_scale)` last.
+        self._unchecked: list[_Unchecked] = []
+        # The argument of the latest `update(new_scale)`.
         self._new_scale: float | None = None
-        # Other ranks may ask from now on where this one is.
+        # From now on, other ranks can ask for the latest call of this one.
         self._monitor: RankMonitor | None = rank_monitor.current()
         self._begin_iteration()
         self.register(*optimizers)
 
     def register(self, *optimizers: torch.optim.Optimizer) -> None:
-        """Let optimizers apply or skip together: an overflow in one skips all.
+        """Make optimizers apply or skip together: an overflow in one skips all.
 
         All their gradients have to be complete at the first `step` of an iteration.
         """
@@ -209,24 +211,24 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """Multiply a tensor, or each tensor of an iterable, by the scale.
 
         Raises:
-            ValueError: For text, and for anything in the iterable that is no tensor.
+            ValueError: For a string, and for an item of the iterable that is not a tensor.
         """
-        if isinstance(outputs, str):  # torch would iterate over it, later
+        if isinstance(outputs, str):  # torch would iterate over its characters
             raise ValueError("outputs must be a Tensor or an iterable of Tensors")
         self._has_scaled = True
         return super().scale(outputs)
 
     @_outside_inference_mode
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale; ranks agree later, in `step`."""
-        self._note("unscale_")
+        """Divide the optimizer's gradients by the scale; ranks decide later, in `step`."""
+        self._record_call("unscale_")
         self._unscale(optimizer)
 
     def _unscale(self, optimizer: torch.optim.Optimizer) -> None:
         known = self._inspected.get(id(optimizer))
         if known is not None:
             known.check_unchanged()
-            if known.found_inf is not None and self._rounds_otherwise_unscaled(optimizer):
+            if known.found_inf is not None and self._unscale_changes_rounding(optimizer):
                 self._calls.unscales(optimizer)
         super().unscale_(optimizer)
         if not self._enabled:
@@ -241,18 +243,18 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     @_outside_inference_mode
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step the optimizer, or leave everything as it is, as all ranks have decided.
+        """Step the optimizer or skip the step, as all ranks have decided.
 
         Raises:
-            RuntimeError: As torch's scaler does; and if gradients of a registered optimizer changed
-                after the ranks had decided on them.
-            TrainingError: On all ranks alike, if they call the scaler differently; on CUDA, where
-                the host does not wait, at the second `update` at the latest. If a rank did not
-                come, on the others.
+            RuntimeError: Like torch's scaler; and if gradients of a registered optimizer changed
+                after ranks had decided on them.
+            TrainingError: The same on all ranks, if they call the scaler differently; on CUDA,
+                where the host does not wait, at the second `update` at the latest. Also if another
+                rank does not reach the decision.
             ConfigError: If the environment names several processes, but there is no process group.
         """
         check_optimizer(optimizer)
-        self._note("step")
+        self._record_call("step")
         if self._enabled and "closure" not in kwargs:
             self._check_scale_growth_tracker("step")
             state = self._per_optimizer_states[id(optimizer)]
@@ -260,8 +262,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 found_inf = self._decide_for(optimizer)
                 starts_momentum = _starts_momentum(optimizer)
                 if starts_momentum or not _skips_on_device(optimizer):
-                    # The host waits for the flag now, so it can read on what ranks differ.
-                    self._settle(self._calls.iteration)
+                    # The host waits for the flag here, so it can check that ranks do not differ.
+                    self._check_decisions(self._calls.iteration)
                 self._calls.steps(optimizer)
                 if starts_momentum and found_inf.item():
                     state["stage"] = OptState.STEPPED
@@ -270,7 +272,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
                     if not _skips_on_device(optimizer):
                         self._unscale(optimizer)
                     elif id(optimizer) in self._clips:
-                        # torch's scaler multiplies it by the scale, and removes it afterwards.
+                        # torch's scaler multiplies this by the scale, and deletes it afterwards.
                         inverse = self._clips[id(optimizer)].reciprocal()
                         optimizer.grad_scale = inverse  # type: ignore[attr-defined]
         return super().step(optimizer, *args, **kwargs)
@@ -281,28 +283,28 @@ class DistributedGradScaler(torch.amp.GradScaler):
         optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer],
         max_norm: float,
     ) -> Tensor:
-        """Clip the norm of the gradient over all ranks; stands in place of `unscale_`.
+        """Clip the norm of the gradient over all ranks; call it instead of `unscale_`.
 
-        One read of the gradients. They are unscaled and clipped where `step` touches them anyway,
-        and not clipped if they are not finite. Plain tensors and DTensors on any meshes may stand
-        side by side: plain tensors count as the same on every rank of the group, what lies outside
-        a DTensor's mesh as copies. Where that is not so, as between pipeline stages, use `unscale_`
-        and a clipping of your own.
+        It reads the gradients once. `step` unscales and clips them in its own pass over memory;
+        non-finite gradients are not clipped. Plain tensors and DTensors on different meshes can be
+        mixed: plain tensors count as equal on all ranks of the group, and a DTensor as replicated
+        outside of its mesh. If that is wrong, as with pipeline stages, use `unscale_` and clip the
+        gradients yourself.
 
         Args:
-            optimizers: One, or those whose common norm is meant, none of them unscaled.
+            optimizers: An optimizer, or several whose common norm is clipped; not unscaled yet.
             max_norm: Largest norm of the unscaled gradient.
 
         Returns:
-            The unscaled norm before clipping, 0-dim, FP64, without waiting for the device.
+            The unscaled norm before clipping, 0-dim FP64 on the device; the host does not wait.
 
         Raises:
             RuntimeError: For an optimizer that was unscaled or stepped in this iteration.
             ValueError: If a gradient is a DTensor with the placement Partial.
-            TrainingError: As `step` does.
-            ConfigError: As `step` does.
+            TrainingError: Like `step`.
+            ConfigError: Like `step`.
         """
-        self._note("clip_grad_norm_")
+        self._record_call("clip_grad_norm_")
         members = list(optimizers) if isinstance(optimizers, Iterable) else [optimizers]
         if not self._enabled:
             return self._clip_at_once(members, max_norm)
@@ -311,7 +313,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._per_optimizer_states[id(member)]["stage"] is not OptState.READY
             for member in members
         ):
-            raise RuntimeError("clip_grad_norm_() stands in place of unscale_(), before step().")
+            raise RuntimeError("call clip_grad_norm_() instead of unscale_(), and before step().")
         total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
         coefficient = _clip_coefficient(norm, max_norm).to(torch.float32)
@@ -325,39 +327,40 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """Update the scale, the same way on every rank.
 
         Args:
-            new_scale: Set the scale instead, within `min_scale` and `max_scale`; a positive finite
+            new_scale: Sets the scale, clamped to `min_scale` and `max_scale`; a positive finite
                 number, the same on every rank.
 
         Raises:
-            TrainingError: On all ranks alike: for an overflow at `min_scale`, for
-                `max_consecutive_skips` in a row, or if ranks disagree on the scale or call the
-                scaler differently. On CUDA, where the host does not wait, one `update` later.
-            ConfigError: For a `new_scale` of 0, infinity or NaN.
+            TrainingError: The same on all ranks: for an overflow at `min_scale`, after
+                `max_consecutive_skips` skipped steps, or if the scale or the calls of the scaler
+                differ between ranks. On CUDA, where the host does not wait, one `update` later.
+            ConfigError: If `new_scale` is not positive and finite.
         """
         if new_scale is not None:
             new_scale = as_scale(new_scale)
-        self._note("update")
+        self._record_call("update")
         if not self._enabled:
             return
         self._check_scale_growth_tracker("update")
-        self._settle(self._calls.iteration - 1)
+        self._check_decisions(self._calls.iteration - 1)
         if any(inspected.found_inf is None for inspected in self._inspected.values()):
             self._decide("update", [])
         elif not self._totals and new_scale is None and self._ranks.world_size > 1:
-            # An error below; before, one of all ranks, if the others come to a decision.
+            # This call is an error. Join a decision of the other ranks first, so that all ranks
+            # raise the same error.
             self._ranks.await_others(MISUSE_SECONDS)
             self._decide("update", [])
         if new_scale is not None:
             self._set_scale(new_scale)
         elif not self._totals:
             raise AssertionError("No inf checks were recorded prior to update.")
-        flags = self._follow(moves=new_scale is None) if self._totals else None
+        flags = self._update_scale(dynamic=new_scale is None) if self._totals else None
         optimizers = [inspected.optimizer for inspected in self._inspected.values()]
         self._per_optimizer_states.clear()
         self._calls.updates(sets_scale=new_scale is not None)
         self._begin_iteration()
         if flags is not None:
-            self._read(flags, optimizers)
+            self._report(flags, optimizers)
 
     def step_scheduler(self, scheduler: Any, *args: Any) -> None:
         """Call `scheduler.step(*args)` unless the latest step was skipped; waits for the device."""
@@ -366,23 +369,23 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     @property
     def step_skipped(self) -> bool:
-        """Whether an optimizer skipped in this iteration, or after `update` in the last one."""
+        """Whether an optimizer skipped in this iteration or, after `update`, in the last one."""
         return self._latest_found_inf is not None and bool(self._latest_found_inf.item())
 
     @property
     def consecutive_skips(self) -> int:
-        """Iterations in a row with a skipped step, up to the last `update`."""
+        """Number of consecutive iterations with a skipped step, up to the last `update`."""
         return self._counts().consecutive_skips
 
     @property
     def total_skips(self) -> int:
-        """Iterations with a skipped step, up to the last `update`."""
+        """Total number of iterations with a skipped step, up to the last `update`."""
         return self._counts().total_skips
 
     # The decision
 
-    def _note(self, method: str) -> None:
-        """Note a call, for other ranks that ask; with a new process group calls count anew.
+    def _record_call(self, method: str) -> None:
+        """Record a call for other ranks; with a new process group the log starts empty.
 
         Raises:
             ConfigError: If there are other ranks, but no process group.
@@ -391,7 +394,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._ranks.check_group()
         current = rank_monitor.current()
         if current is not self._monitor:
-            self._monitor, self._calls, self._unsettled = current, CallLog(), []
+            self._monitor, self._calls, self._unchecked = current, CallLog(), []
         if current is not None:
             current.note(method, self._calls.iteration)
 
@@ -401,7 +404,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._clips: dict[int, Tensor] = {}
 
     def _decide_for(self, optimizer: torch.optim.Optimizer) -> Tensor:
-        """Make sure that ranks have agreed on what `optimizer` does; return its flag."""
+        """Make the decision for `optimizer` unless there is one; return its flag."""
         known = self._inspected.get(id(optimizer))
         if known is not None and known.found_inf is not None:
             known.check_unchanged()
@@ -418,12 +421,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         *,
         max_norm: float | None = None,
     ) -> Total:
-        """Check what was not checked yet, and agree on all of it in one reduction.
+        """Check gradients that were not checked yet, and decide on all of them in one reduction.
 
         Args:
-            method: What was called.
-            optimizers: What has to be decided; those that belong to them join.
-            max_norm: To what their common norm, which is wanted as well, will be clipped.
+            method: Name of the method that was called.
+            optimizers: The optimizers to decide on; undecided and registered ones may join.
+            max_norm: The norm to clip to; None does not compute the norm.
         """
         scale, _ = self._check_scale_growth_tracker("step")
         undecided = [i.optimizer for i in self._inspected.values() if i.found_inf is None]
@@ -443,12 +446,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 flag = unscale(gradients, None, scale.device)
                 self._inspected[id(member)] = Inspected(member, flag, gradients)
         waiting = [i for i in self._inspected.values() if i.found_inf is None]
-        total = self._agree(method, optimizers, waiting, square, scale, max_norm)
+        total = self._reduce(method, optimizers, waiting, square, scale, max_norm)
         if waiting:
-            self._conclude(waiting, total)
+            self._apply_decision(waiting, total)
         return total
 
-    def _agree(
+    def _reduce(
         self,
         method: str,
         named: Sequence[torch.optim.Optimizer],
@@ -457,10 +460,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
         scale: Tensor,
         max_norm: float | None,
     ) -> Total:
-        """Reduce what this rank has found, and see whether ranks call the scaler alike.
+        """Sum the flags and norms of all ranks, and compare their calls of the scaler.
 
         Raises:
-            TrainingError: If they do not and the host does not have to wait to know it.
+            TrainingError: If the calls differ and the host knows it without waiting.
         """
         if self._ranks.world_size == 1:
             alone = Fingerprint(0, world_size=1)
@@ -472,7 +475,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             unscaled=[
                 member.optimizer
                 for member in waiting
-                if member.gradients is None and self._rounds_otherwise_unscaled(member.optimizer)
+                if member.gradients is None and self._unscale_changes_rounding(member.optimizer)
             ],
             max_norm=max_norm,
         )
@@ -484,29 +487,30 @@ class DistributedGradScaler(torch.amp.GradScaler):
             Fingerprint(decision.fingerprint, self._ranks.world_size),
             has_scaled=self._has_scaled or not self._enabled,
         )
-        self._unsettled.append(_Unsettled(decision, self._ranks.latest, HostCopy(total.differ)))
-        if self._settle(self._calls.iteration if decision.new else 0):
+        self._unchecked.append(_Unchecked(decision, self._ranks.latest, HostCopy(total.differ)))
+        if self._check_decisions(self._calls.iteration if decision.new else 0):
             return total.in_spite_of_difference()
         return total
 
-    def _settle(self, iteration: int) -> bool:
-        """Look at decisions on which ranks might differ.
+    def _check_decisions(self, iteration: int) -> bool:
+        """Check whether ranks called the scaler differently in recent decisions.
 
         Args:
-            iteration: Wait for those up to this one; look at later ones if they are over.
+            iteration: Wait for decisions up to this iteration; check later ones if their result has
+                arrived on the host.
 
         Returns:
-            Whether ranks differ in a way that is right.
+            Whether ranks differ in a way that is allowed.
 
         Raises:
-            TrainingError: On all ranks alike, if they call the scaler differently.
+            TrainingError: The same on all ranks, if they call the scaler differently.
         """
         differ = False
-        while self._unsettled:
-            decision, place, copied = self._unsettled[0]
+        while self._unchecked:
+            decision, place, copied = self._unchecked[0]
             if decision.iteration > iteration and not copied.is_complete:
                 break
-            del self._unsettled[0]
+            del self._unchecked[0]
             if copied.read():
                 exchange = functools.partial(self._ranks.exchange, place)
                 problem = difference(decision, self._ranks.world_size, exchange)
@@ -515,8 +519,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 differ = True
         return differ
 
-    def _rounds_otherwise_unscaled(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `unscale_` before a step changes the last bits of the step.
+    def _unscale_changes_rounding(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether `unscale_` before a step changes the last bits of the step.
 
         A fused optimizer divides by the scale; `unscale_` multiplies by its inverse.
         """
@@ -531,12 +535,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
     @torch.no_grad()
     def _clip_at_once(self, optimizers: Sequence[torch.optim.Optimizer], max_norm: float) -> Tensor:
         """Clip gradients that were never scaled."""
-        self._settle(self._calls.iteration - 1)
+        self._check_decisions(self._calls.iteration - 1)
         gradients = [gradient for member in optimizers for gradient in local_gradients(member)]
         device = gradients[0].tensor.device if gradients else torch.device("cpu")
         square = square_sum(gradients, self._ranks.world_size, device)
         scale = torch.ones((), device=device)
-        total = self._agree("clip_grad_norm_", optimizers, [], square, scale, max_norm)
+        total = self._reduce("clip_grad_norm_", optimizers, [], square, scale, max_norm)
         self._calls.iteration += 1
         norm = total.square_sum.sqrt()
         coefficient = torch.where(norm.isfinite(), _clip_coefficient(norm, max_norm), 1.0)
@@ -544,7 +548,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
         return norm
 
-    def _conclude(self, members: Sequence[Inspected], total: Total) -> None:
+    def _apply_decision(self, members: Sequence[Inspected], total: Total) -> None:
         for member in members:
             member.found_inf = total.found_inf
             state = self._per_optimizer_states[id(member.optimizer)]
@@ -556,7 +560,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._latest_found_inf = latest
         self._totals.append(total)
 
-    # What torch's scaler calls
+    # Methods that torch's scaler calls
 
     def _unscale_grads_(
         self,
@@ -581,7 +585,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._scale is None and self._ranks.world_size > 1:
-            # A rank without data has no loss to scale, and decides all the same.
+            # A rank without data has no loss to scale, but takes part in the decision.
             self._make_scale(current_device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
@@ -606,15 +610,15 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     # The scale
 
-    def _follow(self, *, moves: bool) -> IterationFlags:
-        """Let the scale and the counts follow the iteration."""
+    def _update_scale(self, *, dynamic: bool) -> IterationFlags:
+        """Update the counts, and the scale if `dynamic`, after an iteration."""
         assert self._loss_scale is not None
         assert self._skips is not None
         flags = torch.stack([total.found_inf for total in self._totals])
         empty = torch.stack([total.empty for total in self._totals]).all()
         skipped = flags.amax() > 0
         exhausted = torch.zeros_like(skipped)
-        if moves:
+        if dynamic:
             exhausted = self._loss_scale.update(skipped, empty)
             self._scale = self._loss_scale.value
             self._growth_tracker = self._loss_scale.clean_steps
@@ -628,8 +632,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
             consecutive_skips=consecutive,
         )
 
-    def _read(self, flags: IterationFlags, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Warn or raise as the last iteration demands; on CUDA the one before, which is over."""
+    def _report(self, flags: IterationFlags, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Warn or raise because of the last iteration; on CUDA because of the one before."""
         if flags.on_device:
             flags, self._unread = self._unread, flags  # type: ignore[assignment]
             if flags is None:
@@ -638,19 +642,20 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if partial and not self._warned_of_partial_update:
             self._warned_of_partial_update = True
             logger.warning(
-                "an optimizer stepped and another one skipped in the same iteration; if they train "
-                "one model, let them decide together: DistributedGradScaler(optimizers=[...])"
+                "one optimizer stepped and another one skipped in the same iteration; if they "
+                "train one model, make them decide together: "
+                "DistributedGradScaler(optimizers=[...])"
             )
         if disagree:
             raise TrainingError(
-                "the loss scale differs between ranks: give every rank's DistributedGradScaler the "
-                "same arguments and the same state, and let every rank make the same calls"
+                "the loss scale differs between ranks; use the same arguments, the same state and "
+                "the same calls of DistributedGradScaler on every rank"
             )
         if never_scaled and not self._warned_of_no_scale:
             self._warned_of_no_scale = True
             warnings.warn(
-                "no rank has ever called scale(), so gradients that were never multiplied by the "
-                "loss scale are divided by it; call scaler.scale(loss).backward()",
+                "no rank has ever called scale(), so gradients are divided by a loss scale that "
+                "they were never multiplied by; call scaler.scale(loss).backward()",
                 RuntimeWarning,
                 stacklevel=4,
             )
@@ -661,7 +666,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             problem = f"{consecutive_skips} steps in a row were skipped (max_consecutive_skips)"
         else:
             return
-        raise TrainingError(problem + _cure(optimizers))
+        raise TrainingError(problem + _advice(optimizers))
 
     def _set_scale(self, new_scale: float | Tensor) -> None:
         if isinstance(new_scale, float) or new_scale.numel() == 1:
@@ -714,15 +719,15 @@ class DistributedGradScaler(torch.amp.GradScaler):
         return {**super().state_dict(), "version": STATE_VERSION, **self._counts()._asdict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state, also one of torch's scaler.
+        """Load a state of this scaler or of torch's scaler.
 
-        The arguments of this scaler win: a scale outside its limits becomes the nearest one inside,
-        a broken one (0, infinity, NaN) `init_scale`, and growth and backoff stay as configured.
-        What differs is logged. Load the same state on every rank.
+        The arguments of this scaler take precedence: a scale outside the limits is clamped, an
+        invalid one (0, infinity, NaN) becomes `init_scale`, and growth and backoff stay as
+        configured. Differences are logged. Load the same state on every rank.
 
         Raises:
             RuntimeError: If the state is empty.
-            CheckpointError: If it is no state of a scaler, or of a newer version of distmp.
+            CheckpointError: If it is not the state of a scaler, or if a newer distmp wrote it.
         """
         if not self._enabled:
             return
@@ -734,8 +739,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
             )
         if state_dict.get("version", 0) > STATE_VERSION:
             raise CheckpointError(
-                f"the scaler's state has version {state_dict['version']}, this distmp reads up to "
-                f"{STATE_VERSION}; install the distmp that wrote it"
+                f"the scaler's state has version {state_dict['version']}, but this distmp reads "
+                f"versions up to {STATE_VERSION}; install the distmp that wrote it"
             )
         stored = {name: state_dict.get(name, 0) for name in _Counts._fields}
         self._init_counts = _Counts(**stored)
@@ -754,16 +759,16 @@ class DistributedGradScaler(torch.amp.GradScaler):
         return min(max(scale, rules.min_scale), rules.max_scale)
 
     def _report_differences(self, state_dict: Mapping[str, Any]) -> None:
-        ours = {
+        current = {
             "scale": self._init_scale,
             "growth_factor": self._growth_factor,
             "backoff_factor": self._backoff_factor,
             "growth_interval": self._growth_interval,
         }
-        for name, value in ours.items():
+        for name, value in current.items():
             if state_dict.get(name, value) != value:
                 logger.warning(
-                    "the loaded scaler had %s = %s; this one keeps %s, as it is configured",
+                    "the loaded scaler had %s = %s; this one keeps %s, as configured",
                     name,
                     state_dict[name],
                     value,
@@ -772,7 +777,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if not self._ranks.is_default:
-            logger.warning("a pickled scaler forgets its group: it will decide with all ranks")
+            logger.warning("a pickled scaler loses its group; the copy will use all ranks")
         return {
             **state,
             "_init_counts": self._counts(),
@@ -780,7 +785,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             "_skips": None,
             "_latest_found_inf": None,
             "_unread": None,
-            "_unsettled": [],
+            "_unchecked": [],
             "_monitor": None,
             "_ranks": RankGroup(None),
             "_registered": [],
@@ -788,20 +793,26 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
 
 class _Counts(NamedTuple):
-    """What is counted besides torch's growth tracker."""
+    """Counts besides torch's growth tracker.
+
+    Attributes:
+        overflows_in_a_row: Number of consecutive overflows.
+        consecutive_skips: Number of consecutive iterations with a skipped step.
+        total_skips: Total number of iterations with a skipped step.
+    """
 
     overflows_in_a_row: int
     consecutive_skips: int
     total_skips: int
 
 
-class _Unsettled(NamedTuple):
-    """A decision of which the host does not know yet whether ranks called for it alike.
+class _Unchecked(NamedTuple):
+    """A decision of which the host does not know yet whether all ranks made the same calls.
 
     Attributes:
-        decision: As this rank calls for it.
-        place: The reduction, for a question to the other ranks.
-        differ: Whether ranks differ, on the way to the host.
+        decision: The decision of this rank.
+        place: Identifies the reduction in questions to other ranks.
+        differ: Whether ranks differ, in an asynchronous copy to the host.
     """
 
     decision: Decision
@@ -818,7 +829,7 @@ def _skips_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether fused SGD has no momentum yet: one that skipped would leave it uninitialised."""
+    """Return whether fused SGD has no momentum yet; skipping would leave it uninitialized."""
     return (
         isinstance(optimizer, torch.optim.SGD)
         and _skips_on_device(optimizer)
@@ -835,7 +846,7 @@ def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
 
 
-def _cure(optimizers: Iterable[torch.optim.Optimizer]) -> str:
+def _advice(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     names = non_finite_names(optimizers)
     more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
     where = f"; not finite on this rank: {', '.join(names[:NAMED_AT_MOST])}{more}" if names else ""

@@ -1,7 +1,7 @@
-"""The gradients of an optimizer as this rank holds them: checked, unscaled and measured locally.
+"""Checks, unscales and measures the gradients of an optimizer that this rank holds.
 
-A DTensor's local shard is worked on directly. Sent through DTensor's dispatch, torch's check
-reduces its flag over the mesh of the first gradient only, and refuses plain tensors beside it.
+The functions use the local shards of DTensors. With DTensors, torch's check for non-finite values
+reduces its flag over the mesh of the first gradient only, and it refuses a mix with plain tensors.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from distmp.scaling.norms import chunk_norms
 
 
 class LocalGradient(NamedTuple):
-    """What this rank holds of one gradient.
+    """The part of one gradient that this rank holds.
 
     Attributes:
-        tensor: Dense, not empty; writing to it writes to the parameter's gradient.
-        shards: Over how many ranks the values of one copy are spread; 1 for a plain tensor, 0 for a
-            sum that has not been reduced yet.
+        tensor: Dense tensor that shares the memory of the parameter's gradient.
+        shards: Number of ranks that one copy of the gradient is sharded over; 1 for a plain tensor,
+            0 for a partial sum that is not reduced yet.
     """
 
     tensor: Tensor
@@ -31,13 +31,13 @@ class LocalGradient(NamedTuple):
 
 @torch.no_grad()
 def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
-    """Return the local gradients that the optimizer would step with.
+    """Return the nonempty local gradients that the optimizer would step with.
 
-    A sparse gradient is coalesced in place: the norm is that of the sums of values of one index,
-    and these may overflow where the values do not. A gradient that was made in inference mode is
-    replaced by a copy that can be written to outside of it.
+    A sparse gradient is coalesced in place, because its norm is that of the summed values of each
+    index, and the sums may overflow if the values do not. A gradient that was created in inference
+    mode is replaced by a copy that can be written to.
     """
-    found = []
+    result = []
     for parameter in parameters(optimizer):
         gradient = parameter.grad
         if gradient is None:
@@ -48,8 +48,8 @@ def local_gradients(optimizer: torch.optim.Optimizer) -> list[LocalGradient]:
             gradient = parameter.grad = _coalesce(gradient)
         local = _local(gradient)
         if local.tensor.numel() > 0:
-            found.append(local)
-    return found
+            result.append(local)
+    return result
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -59,7 +59,7 @@ def parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def _coalesce(gradient: Tensor) -> Tensor:
-    """Add the values of each index, in FP32 where they have 16 bits."""
+    """Sum the values of each index, in FP32 if they have 16 bits."""
     if gradient.dtype.itemsize < 4:
         return gradient.float().coalesce().to(gradient.dtype)
     return gradient.coalesce()
@@ -68,7 +68,7 @@ def _coalesce(gradient: Tensor) -> Tensor:
 def _local(gradient: Tensor) -> LocalGradient:
     if gradient.is_sparse:
         return LocalGradient(gradient._values(), 1)
-    # A DTensor is such a subclass; importing it to ask would take half a second.
+    # A DTensor is such a subclass. Importing the class takes half a second.
     if is_traceable_wrapper_subclass(gradient):
         from torch.distributed.tensor import DTensor
 
@@ -95,20 +95,20 @@ def _shards(gradient: Tensor) -> int:
 def unscale(
     gradients: Iterable[LocalGradient], inverse_scale: Tensor | None, device: torch.device
 ) -> Tensor:
-    """Multiply the gradients in place and say whether any was not finite.
+    """Multiply the gradients in place and return whether any of them was not finite.
 
     Args:
-        gradients: On any devices, of any dtypes; 16-bit ones are multiplied in FP32 arithmetic.
-        inverse_scale: 0-dim FP32; None leaves the gradients as they are.
-        device: Where the flag is wanted.
+        gradients: Gradients on any device, with any dtype; 16-bit ones are multiplied in FP32.
+        inverse_scale: The factor, 0-dim FP32; None leaves the gradients unchanged.
+        device: Device of the returned flag.
 
     Returns:
-        0-dim FP32, 0 or 1.
+        0-dim FP32, 1 if a gradient was not finite, otherwise 0.
     """
     flags = []
-    for place, tensors in _by_device_and_dtype(gradients).items():
-        flag = torch.zeros((), dtype=torch.float32, device=place[0])
-        factor = torch.ones_like(flag) if inverse_scale is None else inverse_scale.to(place[0])
+    for (source, _), tensors in _by_device_and_dtype(gradients).items():
+        flag = torch.zeros((), dtype=torch.float32, device=source)
+        factor = torch.ones_like(flag) if inverse_scale is None else inverse_scale.to(source)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
         flags.append(flag.to(device, non_blocking=True))
     if not flags:
@@ -118,10 +118,10 @@ def unscale(
 
 @torch.no_grad()
 def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torch.device) -> Tensor:
-    """Return this rank's share of the squared norm, FP64, 0-dim; not finite if a gradient is not.
+    """Return this rank's part of the squared norm, 0-dim FP64; not finite if a gradient is not.
 
-    Every value counts once over all ranks: a shard's on `world_size / shards` ranks, a plain
-    tensor's on all of them.
+    The sum of the parts of all ranks counts every value once. A value of a shard is on
+    `world_size / shards` ranks, a value of a plain tensor on all ranks.
 
     Raises:
         ValueError: If a gradient is a DTensor with the placement Partial.
@@ -132,7 +132,9 @@ def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torc
         by_shards.setdefault(gradient.shards, []).append(gradient)
     for shards, members in by_shards.items():
         if shards == 0:
-            raise ValueError("the norm of a Partial DTensor gradient: redistribute it first")
+            raise ValueError(
+                "cannot compute the norm of a Partial DTensor gradient; redistribute it first"
+            )
         for tensors in _by_device_and_dtype(members).values():
             squares = chunk_norms(tensors).to(torch.float64).square().sum()
             total = total + squares.to(device, non_blocking=True) * shards / world_size
@@ -150,17 +152,17 @@ def _by_device_and_dtype(
 
 
 def non_finite_names(optimizers: Iterable[torch.optim.Optimizer]) -> list[str]:
-    """Return the parameters whose local gradient is not finite now; waits for the device.
+    """Return the names of parameters with a non-finite local gradient; waits for the device.
 
-    Their names are those the optimizer was built with, otherwise their places in it.
+    Without names in the optimizer, a parameter is described by its group, position and shape.
     """
-    found = []
+    result = []
     for optimizer in optimizers:
         for index, group in enumerate(optimizer.param_groups):
             names = group.get("param_names")
             for position, parameter in enumerate(group["params"]):
                 if parameter.grad is None or _local(parameter.grad).tensor.isfinite().all():
                     continue
-                place = f"parameter {position} of group {index} {tuple(parameter.shape)}"
-                found.append(names[position] if names else place)
-    return found
+                description = f"parameter {position} of group {index} {tuple(parameter.shape)}"
+                result.append(names[position] if names else description)
+    return result

@@ -1,4 +1,4 @@
-"""The loss scale and the rules by which it follows overflows."""
+"""The loss scale and its update rules."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ LARGEST_SCALE = 2.0**126
 
 @dataclass(frozen=True)
 class LossScaleConfig:
-    """Rules of a loss scale (Micikevicius et al. 2018, section 3.2).
+    """Update rules of a loss scale (Micikevicius et al. 2018, section 3.2).
 
     Raises:
-        ConfigError: For a number that cannot work.
+        ConfigError: If a number is out of range.
 
     Example:
         >>> LossScaleConfig(init=2.0**12, hysteresis=2).max_scale
@@ -34,21 +34,21 @@ class LossScaleConfig:
     """
 
     dynamic: bool = True
-    """Follow overflows; false keeps the scale at `init` for ever."""
+    """Update the scale after overflows and clean steps; false fixes it at `init`."""
     init: float = 2.0**16
-    """Scale of the first step."""
+    """Loss scale of the first step."""
     growth_factor: float = 2.0
-    """Factor after `growth_interval` consecutive steps without overflow."""
+    """Factor of the scale after `growth_interval` consecutive steps without overflow."""
     backoff_factor: float = 0.5
-    """Factor after `hysteresis` consecutive steps with an overflow, and after each further one."""
+    """Factor of the scale after `hysteresis` consecutive overflows, and after each further one."""
     growth_interval: int = 2000
-    """Consecutive clean steps before the scale grows."""
+    """Number of consecutive steps without overflow before the scale grows."""
     hysteresis: int = 1
-    """Consecutive overflows up to a backoff; 1 backs off at the first."""
+    """Number of consecutive overflows before a backoff; 1 backs off at the first one."""
     min_scale: float = 1.0
-    """The scale never sinks below this; an overflow that would lower it further ends the run."""
+    """Lower limit of the scale; training ends at an overflow that would lower it further."""
     max_scale: float = 2.0**24
-    """The scale never grows above this."""
+    """Upper limit of the scale."""
 
     def __post_init__(self) -> None:
         check_types(self, "precision.loss_scale")
@@ -64,50 +64,50 @@ class LossScaleConfig:
                 self._refuse(name, "use 1 or more steps")
         if self.dynamic and not self.min_scale <= self.init <= self.max_scale:
             limits = f"min_scale {self.min_scale:g} and max_scale {self.max_scale:g}"
-            self._refuse("init", f"must lie between {limits}")
+            self._refuse("init", f"must be between {limits}")
 
     def _refuse(self, name: str, problem: str) -> None:
         raise ConfigError(f"precision.loss_scale.{name}", getattr(self, name), problem)
 
 
 def loss_scale_rules(
-    wanted: Literal["dynamic"] | float | None, rules: LossScaleConfig | None
+    scale: Literal["dynamic"] | float | None, rules: LossScaleConfig | None
 ) -> LossScaleConfig | None:
-    """Return the rules that a policy's `loss_scale` stands for; None for a scale of 1 for ever.
+    """Return the rules of a policy's `loss_scale`; None if the scale is fixed at 1.
 
     Args:
-        wanted: What the policy says: "dynamic", a number for ever, or nothing.
-        rules: The rules of a dynamic scale; None takes the defaults.
+        scale: The policy's value: "dynamic", a fixed number, or None.
+        rules: The rules of a dynamic scale; None uses the defaults.
 
     Raises:
         ConfigError: If policy and rules name two different scales.
     """
     rules = rules or LossScaleConfig()
-    if wanted is None:
+    if scale is None:
         return None
-    if wanted == "dynamic":
+    if scale == "dynamic":
         return rules
-    if rules.init not in (LossScaleConfig.init, wanted):
+    if rules.init not in (LossScaleConfig.init, scale):
         raise ConfigError(
             "precision.loss_scale.init",
             rules.init,
-            f"the policy has the scale {wanted:g} for ever; leave one of the two out",
+            f"the policy fixes the loss scale at {scale:g}; remove one of the two settings",
         )
-    return replace(rules, dynamic=False, init=float(wanted))
+    return replace(rules, dynamic=False, init=float(scale))
 
 
 def unused_rules(
-    wanted: Literal["dynamic"] | float | None, rules: LossScaleConfig | None
+    scale: Literal["dynamic"] | float | None, rules: LossScaleConfig | None
 ) -> str | None:
-    """Return the rules that were set and have no effect, and why; None if there are none.
+    """Return a message on configured rules that have no effect; None if there are none.
 
-    They are no error: one file with rules for float16 serves all policies.
+    This is not an error, so that one file with rules for float16 can be used with all policies.
 
     Args:
-        wanted: What the policy says, as for `loss_scale_rules`.
-        rules: As they were set; None: not at all.
+        scale: The policy's value, as for `loss_scale_rules`.
+        rules: The configured rules; None if there are none.
     """
-    used = loss_scale_rules(wanted, rules)
+    used = loss_scale_rules(scale, rules)
     if rules is None or (used is not None and used.dynamic):
         return None
     known = () if used is None else ("dynamic", "init")
@@ -116,21 +116,25 @@ def unused_rules(
         for field in fields(rules)
         if field.name not in known and getattr(rules, field.name) != field.default
     ]
-    why = "there is no loss scale" if used is None else f"the loss scale is {used.init:g} for ever"
-    return f"precision.loss_scale.{', '.join(unused)}: has no effect, {why}" if unused else None
+    reason = (
+        "there is no loss scale" if used is None else f"the loss scale is fixed at {used.init:g}"
+    )
+    return f"precision.loss_scale.{', '.join(unused)}: has no effect, {reason}" if unused else None
 
 
 class LossScale:
-    """The scale of the loss as a device tensor, equal on every rank because its inputs are.
+    """The loss scale as a device tensor; it is equal on all ranks because its inputs are.
 
     Args:
-        config: The rules, or None for a scale that is 1 for ever.
-        device: Where the scale is used; updating it never waits for the device.
+        config: The update rules; None fixes the scale at 1.
+        device: Device of the scale; the host never waits for it in an update.
 
     Attributes:
+        config: The update rules; None if the scale is fixed at 1.
         value: The scale, 0-dim FP32; never 0, infinite or NaN.
-        clean_steps: Consecutive steps without overflow since the last change, 0-dim int64.
-        overflows_in_a_row: Consecutive steps with an overflow, 0-dim int64.
+        clean_steps: Number of consecutive steps without overflow since the last change, 0-dim
+            int64.
+        overflows_in_a_row: Number of consecutive steps with an overflow, 0-dim int64.
     """
 
     def __init__(self, config: LossScaleConfig | None, device: torch.device) -> None:
@@ -141,19 +145,18 @@ class LossScale:
 
     @property
     def floor(self) -> float | None:
-        """The value that overflows cannot push the scale below; None if they do not move it."""
+        """The lower limit of the scale; None if it is not dynamic."""
         return self.config.min_scale if self.config is not None and self.config.dynamic else None
 
     def update(self, overflow: Tensor, empty: Tensor) -> Tensor:
-        """Follow one step.
+        """Update the scale after a step.
 
         Args:
-            overflow: 0-dim bool, whether a gradient of any rank was not finite.
-            empty: 0-dim bool, whether the step had nothing to learn from; it changes nothing.
+            overflow: Whether a gradient of any rank was not finite, 0-dim bool.
+            empty: Whether the step had no samples, 0-dim bool; such a step changes nothing.
 
         Returns:
-            0-dim bool, whether a backoff was due but the scale stood at its minimum already: no
-            scale that the rules allow lets this step through.
+            Whether a backoff was due but the scale cannot be lowered further, 0-dim bool.
         """
         if self.config is None or not self.config.dynamic:
             return torch.zeros_like(overflow)
@@ -163,7 +166,7 @@ class LossScale:
         in_a_row = torch.where(overflow, self.overflows_in_a_row + 1, 0)
         back_off = in_a_row >= rules.hysteresis
         exhausted = back_off & (self.value <= rules.min_scale) & ~empty
-        # In FP64, as torch's scaler multiplies: a factor such as 1.1 is no FP32 number.
+        # In FP64, like torch's scaler: a factor such as 1.1 is not an FP32 number.
         exact = self.value.to(torch.float64)
         changed = torch.where(overflow | ~grow, exact, exact * rules.growth_factor)
         changed = torch.where(back_off, exact * rules.backoff_factor, changed)
@@ -175,7 +178,7 @@ class LossScale:
         return exhausted
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the state as 0-dim tensors; a scale without rules has the value 0 in it."""
+        """Return the state as 0-dim tensors; the value of a scale without rules is 0."""
         value = self.value if self.config is not None else torch.zeros_like(self.value)
         return {
             "value": value,
@@ -184,23 +187,23 @@ class LossScale:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, quiet: bool = False) -> None:
-        """Continue from a state as far as the configuration allows; say where it does not.
+        """Load a state as far as the configuration allows; log a scale that changes.
 
-        Without rules the scale stays 1, a static one stays what it is. A dynamic one keeps within
-        its limits, and starts anew after a run that had none. Counts that are not there are 0.
+        A scale that is not dynamic does not change. A dynamic scale is clamped to its limits, and
+        starts at `init` if the state is of a run without a loss scale. Missing counts are 0.
 
         Args:
-            state: As `state_dict` returns it.
-            quiet: Leave it to another rank to say something.
+            state: A state returned by `state_dict`.
+            quiet: Do not log, because another rank does.
         """
         if self.config is None:
             return
         stored = float(state["value"])
         self.value = torch.full_like(self.value, self._allowed(stored))
-        value = float(self.value)  # rounded to FP32, as the stored one is
+        value = float(self.value)  # rounded to FP32, like the stored one
         if value != stored and stored > 0 and not quiet:
             logger.warning(
-                "loss scale %g of the loaded state becomes %g, as precision.loss_scale says",
+                "loss scale %g of the loaded state becomes %g because of precision.loss_scale",
                 stored,
                 value,
             )
@@ -211,7 +214,7 @@ class LossScale:
             setattr(self, name, count)
 
     def _allowed(self, value: float) -> float:
-        """Return the scale to continue with after one of `value` (0 or NaN: there was none)."""
+        """Return the scale to continue with after `value`, which is 0 or NaN if there was none."""
         assert self.config is not None
         if not self.config.dynamic or not value > 0:
             return self.config.init

@@ -1,4 +1,4 @@
-"""Norms of many tensors in one read at memory bandwidth."""
+"""Norms of many tensors, read once at memory bandwidth."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-# Elements whose norm is taken as a whole on the CPU: enough to keep a core busy.
+# Number of elements per norm on the CPU: enough to keep a core busy.
 CHUNK = 2**14
 
 
 def chunk_norms(tensors: list[Tensor]) -> Tensor:
-    """Return the norms of chunks that make up the tensors, in a fixed order.
+    """Return the L2 norms of chunks of the tensors, in a fixed order.
 
-    On the CPU torch takes the norm of a whole tensor on a single thread, at half the bandwidth of
-    two; the rows of a matrix are spread over all threads.
+    On the CPU torch computes the norm of a tensor on a single thread, at half the bandwidth of two,
+    but distributes the rows of a matrix over all threads.
 
     Args:
-        tensors: One or more, dense, on one device and of one dtype.
+        tensors: One or more dense tensors with the same device and dtype.
 
     Returns:
-        1-dim, FP32 for 16-bit tensors, otherwise of their dtype. One chunk per tensor on CUDA.
+        1-dim, FP32 for 16-bit tensors, otherwise in their dtype. On CUDA one chunk per tensor.
     """
     dtype = torch.float32 if tensors[0].dtype.itemsize < 4 else tensors[0].dtype
     if tensors[0].device.type != "cpu":
@@ -31,8 +31,8 @@ def chunk_norms(tensors: list[Tensor]) -> Tensor:
 
 def _by_rows(tensor: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
     flat = tensor.reshape(-1)
-    whole = flat.numel() // CHUNK * CHUNK
-    if whole:
-        yield torch.linalg.vector_norm(flat[:whole].view(-1, CHUNK), dim=1, dtype=dtype)
-    if whole < flat.numel():
-        yield torch.linalg.vector_norm(flat[whole:], dtype=dtype).view(1)
+    rows = flat.numel() // CHUNK * CHUNK
+    if rows:
+        yield torch.linalg.vector_norm(flat[:rows].view(-1, CHUNK), dim=1, dtype=dtype)
+    if rows < flat.numel():
+        yield torch.linalg.vector_norm(flat[rows:], dtype=dtype).view(1)

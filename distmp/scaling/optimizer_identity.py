@@ -1,7 +1,7 @@
-"""Tells the optimizers of a rank apart in a way that other ranks can compare.
+"""Identifies the optimizers of a rank, so that ranks can compare them.
 
-An optimizer has no name. What replicas have in common is its class, its options, the shapes of its
-parameters and, where a rank holds them in full, their values.
+An optimizer has no name. Its replicas on other ranks have the same class, options, shapes of
+parameters and, if a rank holds full parameters, their values.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.scaling.local_gradients import parameters
 
-# Values that are compared: of so many parameters, so many each.
+# Number of parameters whose values are compared, and number of values of each.
 SAMPLED_PARAMETERS = 32
 SAMPLED_VALUES = 4
 
 
 class OptimizerIdentity(NamedTuple):
-    """What replicas of one optimizer have in common.
+    """Properties that are the same on all replicas of an optimizer.
 
     Attributes:
-        digest: Of class, options, shapes and sampled values.
+        digest: CRC-32 of class, options, shapes and sampled values.
         text: Class, number of parameters and first shape, for a message.
     """
 
@@ -36,7 +36,7 @@ class OptimizerIdentity(NamedTuple):
 
 
 def identify(optimizer: torch.optim.Optimizer) -> OptimizerIdentity:
-    """Return the identity of an optimizer as it is now; waits for the device."""
+    """Return the current identity of an optimizer; waits for the device."""
     shapes = [tuple(parameter.shape) for parameter in parameters(optimizer)]
     options = [
         {name: value for name, value in group.items() if _is_plain(value)}
@@ -52,15 +52,15 @@ def identify(optimizer: torch.optim.Optimizer) -> OptimizerIdentity:
 def all_identities() -> list[int]:
     """Return the digests of all optimizers that exist in this process.
 
-    It searches the heap, which takes a moment: for the case that ranks already seem to differ.
+    It searches all objects, which is slow, so call it only if ranks seem to differ.
     """
-    found = [
+    optimizers = [
         candidate
         for candidate in gc.get_objects()
-        # Not isinstance: it asks proxies for their class, and some compute it.
+        # Not isinstance, which reads `__class__`: proxies may compute it.
         if issubclass(type(candidate), torch.optim.Optimizer) and hasattr(candidate, "param_groups")
     ]
-    return [identify(optimizer).digest for optimizer in found]
+    return [identify(optimizer).digest for optimizer in optimizers]
 
 
 def _is_plain(value: Any) -> bool:
@@ -69,13 +69,13 @@ def _is_plain(value: Any) -> bool:
 
 @torch.no_grad()
 def _sampled_values(optimizer: torch.optim.Optimizer) -> list[float]:
-    sampled = itertools.islice(_whole(parameters(optimizer)), SAMPLED_PARAMETERS)
+    sampled = itertools.islice(_replicated(parameters(optimizer)), SAMPLED_PARAMETERS)
     samples = [_start_of(parameter).cpu().double() for parameter in sampled]
     return torch.cat(samples).tolist() if samples else []
 
 
-def _whole(candidates: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Yield the parameters of which every rank should hold the same values."""
+def _replicated(candidates: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Yield the parameters that should have the same values on every rank."""
     for parameter in candidates:
         has_values = (
             parameter.is_floating_point() and parameter.numel() > 0 and not parameter.is_meta

@@ -1,4 +1,4 @@
-"""Checks of what `DistributedGradScaler` is called with."""
+"""Checks the arguments of `DistributedGradScaler`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from distmp.errors import CheckpointError, ConfigError
 
 
 def check_device(device: object) -> None:
-    """Refuse what names no type of device.
+    """Refuse a value that is not a device type.
 
     Raises:
-        ConfigError: Naming what came in its place.
+        ConfigError: Naming the value.
     """
     try:
         if isinstance(device, str):
@@ -23,11 +23,11 @@ def check_device(device: object) -> None:
             return
     except RuntimeError:
         pass
-    raise ConfigError("device", device, "is no type of device; use 'cuda' or 'cpu'")
+    raise ConfigError("device", device, "is not a device type; use 'cuda' or 'cpu'")
 
 
 def check_numbers(**numbers: object) -> None:
-    """Refuse arguments that are no numbers; those with a default of None may be None.
+    """Refuse arguments that are not numbers; those with a default of None may be None.
 
     Raises:
         ConfigError: Naming the first one.
@@ -52,21 +52,21 @@ def check_switches(**switches: object) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse what has no parameter groups.
+    """Refuse an object without parameter groups.
 
     Raises:
-        ConfigError: Naming what came in its place.
+        ConfigError: Naming the type of the object.
     """
     if not isinstance(getattr(optimizer, "param_groups", None), list):
         kind = type(optimizer).__name__
-        raise ConfigError("optimizer", kind, "is no optimizer; pass the one whose step is taken")
+        raise ConfigError("optimizer", kind, "is not an optimizer; pass a torch.optim.Optimizer")
 
 
 def as_scale(new_scale: object) -> float | Tensor:
-    """Return a scale as torch's scaler takes it.
+    """Return a scale in a form that torch's scaler accepts.
 
     Raises:
-        ConfigError: For what is no number.
+        ConfigError: If it is not a number.
     """
     if isinstance(new_scale, Tensor):
         return new_scale
@@ -76,19 +76,19 @@ def as_scale(new_scale: object) -> float | Tensor:
 
 
 def check_state(state: Any) -> None:
-    """Refuse what no scaler has returned as its state.
+    """Refuse a value that is not the state of a scaler.
 
     Raises:
-        CheckpointError: Saying what is missing.
+        CheckpointError: Naming what is missing.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"a {type(state).__name__} is no state of a scaler; pass what scaler.state_dict() "
-            "returned"
+            f"a {type(state).__name__} is not the state of a scaler; pass the result of "
+            "scaler.state_dict()"
         )
     missing = [name for name in ("scale", "_growth_tracker") if state and name not in state]
     if missing:
         raise CheckpointError(
-            f"the state of the scaler lacks {', '.join(missing)}; pass what scaler.state_dict() "
-            "returned"
+            f"the state of the scaler has no {', '.join(missing)}; pass the result of "
+            "scaler.state_dict()"
         )

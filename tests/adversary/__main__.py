@@ -1,4 +1,4 @@
-"""Tries random cases: `python -m tests.adversary --cases 5000`, or replays one from its JSON."""
+"""Runs random cases: `python -m tests.adversary --cases 5000`, or replays a case from its JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.adversary.cases import Case, dumps, generate, legal, loads
 from tests.adversary.run import run_cases
 from tests.adversary.shrink import kinds, shrink
 
-# How often each number of ranks is tried, of 20.
+# Frequency of each number of ranks, out of 20.
 SHARES = {1: 6, 2: 9, 4: 5}
 
 
@@ -60,7 +60,7 @@ def _replay(case: Case) -> int:
 
 
 def _batches(seed: int, count: int, size: int) -> Iterator[list[Case]]:
-    """Yield all cases, in batches for the same processes, numbers of ranks in turn."""
+    """Yield all cases in batches that share processes, alternating the number of ranks."""
     by_ranks = [
         [cases[first : first + size] for first in range(0, len(cases), size)]
         for cases in draw(seed, count).values()
@@ -70,7 +70,7 @@ def _batches(seed: int, count: int, size: int) -> Iterator[list[Case]]:
 
 
 def draw(seed: int, count: int) -> dict[int, list[Case]]:
-    """Return so many cases, by their number of ranks."""
+    """Return this number of cases, by their number of ranks."""
     total = sum(SHARES.values())
     bounds = [round(count * share / total) for share in SHARES.values()]
     bounds[0] += count - sum(bounds)
@@ -82,7 +82,7 @@ def draw(seed: int, count: int) -> dict[int, list[Case]]:
 
 
 def describe(case: Case, complaints: Sequence[str], seconds: float = 60.0) -> str:
-    """Say what failed, in the smallest case found, and how to replay it."""
+    """Print the failure of the smallest case found, and how to replay it."""
     smallest, found = shrink(case, complaints, run_cases, seconds)
     return "\n".join(
         [

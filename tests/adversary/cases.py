@@ -1,8 +1,8 @@
-"""Random cases as plain values: a run of a few steps, whole in one line of JSON.
+"""Random cases as plain values: a run of a few steps in one line of JSON.
 
-`generate(seed, index, world_size)` draws a case. `legal` puts right what the documentation rules
-out, so that the shrinker may change anything, and `refusal` names the combinations that may end in
-an error instead.
+`generate(seed, index, world_size)` draws a case. `legal` corrects combinations that the
+documentation excludes, so that the shrinker may change anything. `refusal` names the combinations
+that may be refused with an error.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ MASTERS = ("bf16", "fp16", "fp16-static", "bf16,reduce=bf16", "bf16,keep_fp32=he
 SCALED = ("fp16", "fp16-autocast", "fp16-static")
 POLICIES = ("fp32", "tf32", "bf16-autocast", "bf16-pure", "fp16-autocast", *MASTERS)
 
-# What a microbatch may use: a vector in the first block, a vector and a module at the root, and
-# the last block as a whole.
+# Optional parts of the model: a vector in the first block, a vector and a module at the root, and
+# the last block.
 PARTS = ("extra", "offset", "side", "block")
 
 VALUES = ("nan", "inf", "-inf")
@@ -30,10 +30,10 @@ VALUES = ("nan", "inf", "-inf")
 
 @dataclass(frozen=True)
 class Fault:
-    """A value that is not finite.
+    """A non-finite value that is injected.
 
     Attributes:
-        place: "input", "stem" (forward, behind the first layer), "output" (forward), "backward"
+        place: "input", "stem" (forward, after the first layer), "output" (forward), "backward"
             (only the gradient), "weight" (what the loss returns) or "loss" (a constant added to
             the loss: its gradient is finite).
         value: "nan", "inf" or "-inf".
@@ -48,10 +48,10 @@ class Microbatch:
     """One batch of one rank.
 
     Attributes:
-        size: Samples; may be 0 for models without batch norm.
-        weight: Of each sample; 0 masks all of them.
-        uses: The optional parts of the model that take part.
-        fault: What is broken, if anything.
+        size: Number of samples; may be 0 for models without batch norm.
+        weight: Weight of each sample; 0 masks all of them.
+        uses: The optional parts of the model that the batch uses.
+        fault: The injected fault, if any.
     """
 
     size: int = 4
@@ -66,17 +66,17 @@ class Microbatch:
 
 @dataclass(frozen=True)
 class Step:
-    """What happens in a step, and before it.
+    """A step, and events before it.
 
     Attributes:
         ranks: The microbatches of every rank.
-        freeze: Parameters that stop to be trained before this step.
-        thaw: Parameters that are trained from this step on.
-        rates: Learning rates of the parameter groups, set by hand before this step.
-        stop: The rank that asks to stop.
-        reload: Continue with a new engine from this one's state.
-        explain: Ask why, if the step overflows.
-        evaluate: Evaluate on the microbatches of this step after it.
+        freeze: Parameters that are frozen before this step.
+        thaw: Parameters that are unfrozen before this step.
+        rates: Learning rates of the parameter groups, set manually before this step.
+        stop: The rank that requests to stop.
+        reload: Whether to continue with a new engine that loads the state.
+        explain: Whether to call `explain` if the step overflows.
+        evaluate: Whether to evaluate on the microbatches of this step after it.
     """
 
     ranks: tuple[tuple[Microbatch, ...], ...]
@@ -105,13 +105,13 @@ class ModelSpec:
 
     Attributes:
         kind: "linear", "conv" or "embedding".
-        width: Of the hidden layers.
-        blocks: Residual blocks.
-        activation: "tanh", "gelu" or "silu": smooth, so that rounding has small effects.
+        width: Width of the hidden layers.
+        blocks: Number of residual blocks.
+        activation: "tanh", "gelu" or "silu"; smooth, so that rounding has small effects.
         norm: Whether blocks have a batch norm.
-        tied: Whether the head of an embedding model is its table.
+        tied: Whether the head of an embedding model shares the weight of the embedding.
         scalar: Whether blocks have a 0-dim parameter.
-        unused: Whether there are parameters that nothing uses.
+        unused: Whether the model has unused parameters.
         frozen: Parameters that are frozen when the engine is built.
         loss: "cross_entropy" or "mse".
     """
@@ -134,14 +134,15 @@ class OptimizerSpec:
 
     Attributes:
         name: "sgd", "adam" or "adamw".
-        lr: Of the first group.
-        weight_decay: Of the first group.
-        momentum: Of SGD.
-        nesterov: Of SGD.
-        betas: Of Adam and AdamW.
-        eps: Of Adam and AdamW; large enough that rounding of small gradients has small effects.
+        lr: Learning rate of the first group.
+        weight_decay: Weight decay of the first group.
+        momentum: Momentum of SGD.
+        nesterov: Whether SGD uses Nesterov momentum.
+        betas: Coefficients of Adam and AdamW.
+        eps: Epsilon of Adam and AdamW; large, so that rounding of small gradients has small
+            effects.
         implementation: "fused", "foreach", "single" or "default".
-        groups: 2 puts biases into a second group, with half the rate and no decay.
+        groups: Number of groups; the second one has the biases, half the rate and no weight decay.
     """
 
     name: str = "sgd"
@@ -174,14 +175,14 @@ class Case:
     """A training run.
 
     Attributes:
-        seed: Of initial weights and data.
-        steps: What happens.
-        model: What is trained.
-        optimizer: With what.
-        schedule: Name and number of a learning-rate schedule; () for none.
-        scale: Rules of the loss scale, None for those of the policy.
+        seed: Seed of initial weights and data.
+        steps: The steps.
+        model: The model.
+        optimizer: The optimizer.
+        schedule: Name and parameter of a learning-rate schedule; () for none.
+        scale: Rules of the loss scale; None for those of the policy.
         weight_kind: Type of the weight that the loss returns: "int", "float", "tensor" or "long".
-        other fields: Those of `Engine` and its `ParallelConfig`.
+        other fields: Arguments of `Engine` and its `ParallelConfig`.
     """
 
     seed: int
@@ -215,7 +216,7 @@ class Case:
 
     @property
     def microbatches(self) -> list[Microbatch]:
-        """Return those of all steps and ranks."""
+        """Return the batches of all steps and ranks."""
         return [batch for step in self.steps for batches in step.ranks for batch in batches]
 
 
@@ -223,7 +224,7 @@ class Case:
 
 
 def dumps(case: Case) -> str:
-    """Return the case as one line of JSON, without what is as by default."""
+    """Return the case as one line of JSON, without default values."""
     return json.dumps(_plain(case), separators=(",", ":"))
 
 
@@ -250,7 +251,7 @@ def _default(item: dataclasses.Field[Any]) -> Any:
 
 
 def _parse(kind: Any, value: Any) -> Any:
-    """Return what `_plain` made of a value of this type."""
+    """Return the value of this type that `_plain` converted."""
     if dataclasses.is_dataclass(kind):
         hints = typing.get_type_hints(kind)
         return kind(**{name: _parse(hints[name], item) for name, item in value.items()})
@@ -266,7 +267,7 @@ def _parse(kind: Any, value: Any) -> Any:
     return float(value) if kind is float else value
 
 
-# What the documentation rules out
+# Combinations that the documentation excludes
 
 
 def legal(case: Case) -> Case:
@@ -276,7 +277,7 @@ def legal(case: Case) -> Case:
     if case.policy not in SCALED:
         case = replace(case, scale=None)
     if case.policy == "fp16-static":
-        case = replace(case, scale=None)  # the policy's own
+        case = replace(case, scale=None)  # that of the policy
     if not case.sharded:
         case = replace(case, accumulate="auto", reshard_after_forward=True, shard_size=None)
     if case.reproducible:
@@ -295,14 +296,14 @@ def _legal_model(case: Case) -> ModelSpec:
         # docs/sharding.md: fsdp1 does not work with frozen parameters.
         model = replace(model, frozen=())
     if case.strategy in ("fsdp", "hsdp", "fsdp1"):
-        # torch's own limit, with torch's own message: FSDP shards no 0-dim parameters.
+        # torch does not shard 0-dim parameters, with its own error.
         model = replace(model, scalar=False)
     names = trainable_names(model)
     return replace(model, frozen=tuple(name for name in model.frozen if name in names))
 
 
 def trainable_names(model: ModelSpec) -> tuple[str, ...]:
-    """Return the parameters that are frozen and thawed in cases."""
+    """Return the parameters that are frozen and unfrozen in cases."""
     names = ["stem.weight", "blocks.0.core.bias", "blocks.0.core.weight", "blocks.0.extra"]
     if not model.tied:
         names.append("head.weight")
@@ -312,7 +313,7 @@ def trainable_names(model: ModelSpec) -> tuple[str, ...]:
 
 
 def _reproducible(case: Case) -> Case:
-    """Give all ranks as many microbatches, a power of two, of the same size.
+    """Give all ranks the same power-of-two number of microbatches of the same size.
 
     docs/accumulation.md, "The same bits at any number of ranks".
     """
@@ -328,7 +329,7 @@ def _reproducible(case: Case) -> Case:
 
 
 def reproducible_on(case: Case, size: int) -> Case:
-    """Return a reproducible case of the same global microbatches on so many ranks."""
+    """Return a reproducible case with the same global microbatches on this number of ranks."""
     case = legal(replace(case, strategy="ddp"))
     steps = []
     for step in case.steps:
@@ -353,7 +354,7 @@ def _of_length(batches: tuple[Microbatch, ...], length: int) -> tuple[Microbatch
 def _legal_step(case: Case, step: Step, index: int) -> Step:
     ranks = (step.ranks * case.world_size)[: case.world_size]
     if case.sharded:
-        # As many microbatches on every rank, which all run the same modules.
+        # The same number of microbatches on all ranks, which run the same modules.
         count = len(ranks[0])
         ranks = tuple(_of_length(batches, count) for batches in ranks)
         ranks = tuple(
@@ -368,11 +369,11 @@ def _legal_step(case: Case, step: Step, index: int) -> Step:
         step = replace(step, freeze=(), thaw=(), reload=False)
     if case.strategy == "fsdp1":
         step = replace(step, freeze=(), thaw=())
-    if case.schedule:  # which alone decides then
+    if case.schedule:  # which overrides other rates
         step = replace(step, rates=())
     names = trainable_names(case.model)
     if case.strategy in ("fsdp", "hsdp") and case.policy == "bf16-pure":
-        # docs/sharding.md: what was built frozen stays so.
+        # docs/sharding.md: parameters that are frozen at the start stay frozen.
         step = replace(
             step, thaw=tuple(name for name in step.thaw if name not in case.model.frozen)
         )
@@ -382,21 +383,21 @@ def _legal_step(case: Case, step: Step, index: int) -> Step:
         thaw=tuple(name for name in step.thaw if name in names),
         stop=None if step.stop is None else step.stop % case.world_size,
     )
-    # Evaluation and state are asked for under any circumstances, but a fault stays in training.
+    # Evaluation and state are allowed in all cases, but faults only in training.
     if step.evaluate and step.faults:
         step = replace(step, evaluate=False)
     return step
 
 
 def _same_blocks(batch: Microbatch, first: Microbatch) -> Microbatch:
-    """Return the batch with the last block used as in the batch of rank 0."""
+    """Return the batch; it uses the last block if the batch of rank 0 does."""
     uses = tuple(part for part in batch.uses if part != "block")
     return replace(batch, uses=(*uses, "block") if "block" in first.uses else uses)
 
 
 def _legal_batch(case: Case, batch: Microbatch) -> Microbatch:
     if case.model.norm:
-        # A batch norm needs several samples, and its gradient is steep for very few.
+        # Batch norm needs several samples, and has large gradients for very few.
         batch = replace(batch, size=max(4, batch.size))
     if case.weight_kind in ("int", "long"):
         batch = replace(batch, weight=float(math.ceil(batch.weight)))
@@ -412,7 +413,7 @@ def _legal_batch(case: Case, batch: Microbatch) -> Microbatch:
 
 
 def refusal(case: Case) -> str | None:
-    """Return why the engine may refuse a case with a `ConfigError`; None if it must not."""
+    """Return why the engine may refuse a case with a `ConfigError`; None if it must accept it."""
     if case.strategy == "fsdp1" and case.policy == "bf16-pure":
         return "docs/sharding.md: fsdp1 does not work with 16-bit weights without masters"
     if case.strategy == "fsdp1" and case.world_size == 1:
@@ -486,7 +487,7 @@ def _draw_optimizer(draw: random.Random, case: Case) -> OptimizerSpec:
     exact = case.policy == "fp32"
     return OptimizerSpec(
         name=name,
-        # Small enough that training does not diverge, and rounding with it.
+        # Small, so that neither training nor rounding errors diverge.
         lr=draw.choice([0.03, 0.1]) * (1 - momentum)
         if name == "sgd"
         else draw.choice([0.01, 0.05]),
@@ -506,7 +507,7 @@ def _draw_scale(draw: random.Random, case: Case) -> ScaleSpec | None:
     minimum = draw.choice([1.0, 1.0, 16.0, 128.0])
     return ScaleSpec(
         dynamic=draw.random() < 0.85,
-        # The highest ones overflow by themselves.
+        # The highest scales overflow without a fault.
         init=draw.choice([128.0, 256.0, 1024.0, 2.0**16, 2.0**20, 2.0**24]),
         growth_factor=draw.choice([2.0, 2.0, 4.0]),
         backoff_factor=draw.choice([0.5, 0.5, 0.25]),
@@ -536,7 +537,7 @@ def _draw_accumulation(draw: random.Random, case: Case) -> Case:
 
 def _draw_steps(draw: random.Random, case: Case) -> tuple[Step, ...]:
     uneven = draw.random() < 0.7
-    partial = draw.random() < 0.4  # parts that are used only sometimes
+    partial = draw.random() < 0.4  # some optional parts are not used
     faulty = draw.random() < 0.6
     thaws = draw.random() < 0.5
     frozen = set(case.model.frozen)
@@ -546,9 +547,9 @@ def _draw_steps(draw: random.Random, case: Case) -> tuple[Step, ...]:
             tuple(_draw_batch(draw, uneven, partial) for _ in range(draw.randint(1, 4)))
             for _ in range(case.world_size)
         )
-        if draw.random() < 0.06:  # nothing to learn from, on any rank
+        if draw.random() < 0.06:  # no weight on any rank
             ranks = tuple(tuple(replace(batch, weight=0.0) for batch in one) for one in ranks)
-        if draw.random() < 0.15:  # or on one
+        if draw.random() < 0.15:  # no weight on one rank
             empty = draw.randrange(case.world_size)
             silent = tuple(replace(batch, weight=0.0) for batch in ranks[empty])
             ranks = (*ranks[:empty], silent, *ranks[empty + 1 :])
@@ -591,7 +592,7 @@ def _draw_batch(draw: random.Random, uneven: bool, partial: bool) -> Microbatch:
 def _with_faults(
     draw: random.Random, ranks: tuple[tuple[Microbatch, ...], ...]
 ) -> tuple[tuple[Microbatch, ...], ...]:
-    """Break one microbatch, or a few."""
+    """Inject a fault into one or several microbatches."""
     broken = [list(batches) for batches in ranks]
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         batches = draw.choice(broken)

@@ -1,7 +1,6 @@
-"""Compares what the engine did with what the oracle says.
+"""Compares the results of the engine with those of the oracle.
 
-A complaint is a line that begins with its kind, so that the shrinker can tell one failure from
-another.
+A complaint is a line that starts with its kind, so that the shrinker can distinguish failures.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from tests.adversary.states import State, assemble, changes
 if TYPE_CHECKING:
     from tests.adversary.run import Record, StepRecord
 
-# Relative error of weights, norm and loss, and of a 16-bit weight that an update is added to.
+# Relative error of weights, norm and loss, and of a 16-bit weight after an update.
 EXACT = 1e-5
 LOOSE = {
     "tf32": 1e-2,
@@ -34,7 +33,7 @@ LOOSE = {
     "fp16-autocast": 0.03,
     "fp16-static": 0.03,
 }
-# A rounding to the type that the model computes in.
+# Rounding error of the compute dtype.
 ROUNDING = {"bf": 2.0**-8, "fp": 2.0**-11, "tf": 0.0}
 
 EXACT_NUMBERS = (
@@ -52,7 +51,7 @@ EXACT_NUMBERS = (
 
 
 def judge(case: Case, records: list[Record]) -> list[str]:
-    """Return what is wrong with the records of all ranks."""
+    """Return the complaints about the records of all ranks."""
     refused = {record.refused for record in records}
     if refused != {None}:
         reason = refusal(case)
@@ -66,7 +65,7 @@ def judge(case: Case, records: list[Record]) -> list[str]:
         complaints += _same_numbers(index, steps)
         wholes, conflicts = assemble([one.state for one in steps])
         complaints += [f"ranks.state: {name} differs after step {index}" for name in conflicts]
-        if not (step.reload or step.freeze or step.thaw):  # or the tensors are others
+        if not (step.reload or step.freeze or step.thaw):  # otherwise the tensors differ
             complaints += _skipped(case, oracle, index, before, steps)
         before = [one.after or one.state for one in steps]
         complaints += _left_alone(index, steps)
@@ -76,7 +75,7 @@ def judge(case: Case, records: list[Record]) -> list[str]:
 
 
 def _start(case: Case, oracle: Oracle, records: list[Record]) -> Iterator[str]:
-    """All ranks start from rank 0's parameters and buffers, masters from unrounded ones."""
+    """Check that all ranks start with rank 0's parameters and buffers, and unrounded masters."""
     wholes, conflicts = assemble([record.initial for record in records])
     yield from (f"ranks.state: {name} differs at the start" for name in conflicts)
     for name, wanted in (oracle.weights | oracle.buffers).items():
@@ -88,7 +87,7 @@ def _start(case: Case, oracle: Oracle, records: list[Record]) -> Iterator[str]:
 
 
 def _rounded(case: Case, records: list[Record]) -> Iterator[str]:
-    """16-bit parameters are their FP32 weights, rounded."""
+    """Check that 16-bit parameters are the rounded FP32 weights."""
     if case.policy not in MASTERS:
         return
     wholes, _ = assemble([record.steps[-1].state for record in records])
@@ -98,7 +97,7 @@ def _rounded(case: Case, records: list[Record]) -> Iterator[str]:
                 yield f"rounded: {name} on rank {rank} is not its FP32 weight"
 
 
-# Ranks with each other, and with themselves before
+# Comparisons between ranks, and with earlier steps
 
 
 def _same_numbers(index: int, steps: list[StepRecord]) -> Iterator[str]:
@@ -123,7 +122,7 @@ def _same(one: Any, other: Any) -> bool:
 def _skipped(
     case: Case, oracle: Oracle, index: int, before: list[State], steps: list[StepRecord]
 ) -> Iterator[str]:
-    """A skipped step leaves no trace."""
+    """Check that a skipped step changes nothing."""
     buffers = {f"model/{name}" for name in oracle.buffers}
     for rank, (earlier, step) in enumerate(zip(before, steps, strict=True)):
         if not step.numbers["skipped"]:
@@ -136,14 +135,14 @@ def _skipped(
 
 
 def _left_alone(index: int, steps: list[StepRecord]) -> Iterator[str]:
-    """Neither `explain` nor `evaluate` changes anything."""
+    """Check that `explain` and `evaluate` change nothing."""
     for rank, step in enumerate(steps):
         if step.after is not None:
             for name in changes(step.state, step.after):
                 yield f"alone: explain or evaluate after step {index} changed {name} on rank {rank}"
 
 
-# The engine with the oracle
+# Comparisons with the oracle
 
 
 def _right(
@@ -221,7 +220,7 @@ def _evaluation(case: Case, index: int, wanted: float | None, found: float) -> I
 
 
 def _report(case: Case, index: int, report: dict[str, Any]) -> Iterator[str]:
-    """Judge an explanation where there is one cause and no doubt about it."""
+    """Check an explanation if there is one clear cause."""
     if not case.attribution:
         if report:
             yield f"report.attribution: step {index}: {report} although it is off"
@@ -233,7 +232,7 @@ def _report(case: Case, index: int, report: dict[str, Any]) -> Iterator[str]:
     if len(faults) != 1 or faults[0][2].place == "loss":
         return
     rank, microbatch, fault = faults[0]
-    # A sharded gradient is a sum over ranks before anybody sees it.
+    # A sharded gradient is already summed over ranks when it is checked.
     spread = case.sharded and fault.place == "backward"
     if report["ranks"] != (rank,) and not (spread and rank in report["ranks"]):
         yield f"report.ranks: step {index}: {report['ranks']}, expected rank {rank}"

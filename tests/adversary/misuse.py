@@ -1,13 +1,13 @@
-"""Plausible misuse of the public API: right numbers, or one message of ours on every rank.
+"""Plausible misuse of the public API: correct numbers, or one distmp error on every rank.
 
     python -m tests.adversary.misuse --cases 2000 --seed 7
     python -m tests.adversary.misuse --replay '{"mistakes": ["loss is a mean"], "world_size": 2}'
     python -m tests.adversary.misuse --list
 
 A case is a training script (`tests.adversary.script`) with one or two mistakes in it
-(`tests.adversary.mistakes`). Each of its ranks may end in right numbers, those of plain torch in
-float64 and the same bits on every rank; in an error of ours; or in an error that the user's own
-code raises. A rank that another one has left alone says that.
+(`tests.adversary.mistakes`). Each rank may end with correct numbers, which are those of plain torch
+in float64 and the same bits on every rank; with an error of distmp; or with an error of the user's
+code. A rank that another one has left reports this.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ SCRIPTS: dict[str, Callable[[Case, int], Any]] = {
     "buckets": BucketsScript,
     "call": CallScript,
 }
-# What torch's scaler says, and ours in its words.
-TORCH_SAYS = (
+# Messages of torch's scaler, and of ours in the same style.
+TORCH_MESSAGES = (
     "No inf checks were recorded",
     "has already been called",
     "is being called after step()",
@@ -49,12 +49,12 @@ TORCH_SAYS = (
     "The source state dict is empty",
     "factor must be",
     "Attempted step but _scale is None",
-    "stands in place of unscale_()",
+    "call clip_grad_norm_() instead of unscale_()",
     "gradients changed after the ranks had decided",
 )
-# Of the cases, how many are correct use throughout, and how many have two mistakes.
+# Share of the cases without a mistake, and with two mistakes.
 CONTROLS, PAIRS = 0.05, 0.3
-# Imported before ranks are forked; most of the time of a case would be this.
+# Imported before ranks are forked, because imports would take most of the time of a case.
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -68,7 +68,7 @@ PRELOADED = (
 
 @dataclass
 class StepDecision:
-    """Whether a case has ended as it may, and how each rank has."""
+    """Whether a case ended in an allowed way, and how each rank ended."""
 
     case: Case
     problem: str
@@ -82,7 +82,7 @@ class StepDecision:
 
 
 def generate(count: int, seed: int) -> Iterator[Case]:
-    """Give cases in which every mistake comes up equally often."""
+    """Yield cases in which every mistake is equally frequent."""
     chance = random.Random(seed)
     deck: list[str] = []
     for _ in range(count):
@@ -132,7 +132,7 @@ def _settle(made: Sequence[Mistake], chance: random.Random) -> Case:
         tuple(one.name for one in made),
         world_size,
         strategy,
-        # FP32 more often: it tells small errors from rounding.
+        # FP32 more often, because its rounding does not hide small errors.
         "fp32" if "fp32" in policies and chance.random() < 0.4 else chance.choice(policies),
         chance.choice(list(OPTIMIZERS)),
         chance.choice(["layernorm", "layernorm", "batchnorm"]),
@@ -166,7 +166,7 @@ def try_out(case: Case) -> StepDecision:
 
 
 def judge(case: Case, endings: Sequence[Ending]) -> str:
-    """Return what is wrong with how a case has ended; nothing if it may end so."""
+    """Return the problems of the outcome of a case; none if the outcome is allowed."""
     made = [MISTAKES[name] for name in case.mistakes]
     if all(one.kind == "scaler" for one in made) and made:
         endings = [_as_torch(ending) for ending in endings]
@@ -197,27 +197,27 @@ def judge(case: Case, endings: Sequence[Ending]) -> str:
 
 
 def _as_torch(ending: Ending) -> Ending:
-    """Take the errors of torch's scaler, which ours has to raise as well, for messages."""
+    """Count the errors of torch's scaler, which ours raises too, as messages."""
     last = ending.text.strip().splitlines()[-1] if ending.text else ""
-    if ending.kind == "bare" and any(phrase in last for phrase in TORCH_SAYS):
+    if ending.kind == "bare" and any(phrase in last for phrase in TORCH_MESSAGES):
         return replace(ending, kind="message")
     return ending
 
 
 def try_all(cases: Sequence[Case]) -> list[StepDecision]:
-    """Try cases in a process that has nothing but imports behind it."""
+    """Run cases in a process that has only imported modules."""
     for name in PRELOADED:
         importlib.import_module(name)
     return [try_out(case) for case in cases]
 
 
 def run(cases: Sequence[Case], timeout: float) -> list[StepDecision]:
-    """Try cases, one after the other."""
+    """Run cases one after the other."""
     return run_ranks(try_all, 1, list(cases), timeout=timeout, initialize=False)[0]
 
 
 def simplest(decision: StepDecision) -> StepDecision:
-    """Return a case with less in it that ends with the same problem."""
+    """Return a smaller case with the same problem."""
     kind = decision.problem.partition(":")[0]
     plain = {"extra": "", "policy": "fp32", "model": "layernorm", "optimizer": "sgd"}
     for change in (

@@ -22,7 +22,7 @@ Batch = Mapping[str, Any]
 
 
 class Model(nn.Module):
-    """A first layer, residual blocks, a head, and parts that only some batches use."""
+    """A model with a first layer, residual blocks, a head, and parts that only some batches use."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.conv = spec.kind == "conv"
         self.activation = ACTIVATIONS[spec.activation]
         self.core = nn.Conv2d(width, width, 3, padding=1) if self.conv else nn.Linear(width, width)
-        # A large eps keeps the gradient of a norm over few samples gentle.
+        # A large eps limits the gradient of a norm over few samples.
         norm = nn.BatchNorm2d if self.conv else nn.BatchNorm1d
         self.norm = norm(width, eps=0.1) if spec.norm else None
         self.gain = nn.Parameter(torch.ones(())) if spec.scalar else None
@@ -105,14 +105,14 @@ def _inject(hidden: Tensor, fault: Fault | None, place: str) -> Tensor:
 
 
 def _spike(like: Tensor, fault: Fault) -> Tensor:
-    """Return zeros with the fault as the first value."""
+    """Return zeros, with the fault as the first value."""
     spike = torch.zeros_like(like)
     spike.view(-1)[0] = float(fault.value)
     return spike
 
 
 class _BackwardFault(torch.autograd.Function):
-    """Leave values as they are, and break the first value of their gradient."""
+    """Return values unchanged, and inject a fault into the first value of their gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, value: float) -> Tensor:
@@ -126,11 +126,11 @@ class _BackwardFault(torch.autograd.Function):
         return gradient, None
 
 
-# What a case trains
+# Model and data of a case
 
 
 def build_model(case: Case, rank: int = 0) -> Model:
-    """Return the model with which a rank starts: another one on every rank."""
+    """Return the initial model of a rank, which differs between ranks."""
     model = Model(case.model)
     generator = torch.Generator().manual_seed(case.seed + rank)
     for parameter in model.parameters():
@@ -148,7 +148,7 @@ def build_model(case: Case, rank: int = 0) -> Model:
 
 
 def build_batches(case: Case, step: int) -> list[list[dict[str, Any]]]:
-    """Return the batches of all ranks; data are numbered through, whoever has them."""
+    """Return the batches of all ranks; data depend on the global index of a sample only."""
     ranks = case.steps[step].ranks
     numbers = itertools.count()
     return [[_batch(case, step, next(numbers), batch) for batch in batches] for batches in ranks]
@@ -185,7 +185,7 @@ def loss(module: nn.Module, batch: Batch) -> tuple[Tensor, Any]:
     """Return the weighted sum of the losses of samples, and the sum of their weights."""
     outputs, targets, fault = module(batch), batch["y"], batch["fault"]
     if targets.is_floating_point():
-        # A gentle one: training that diverges makes rounding diverge too.
+        # Small gradients: if training diverges, rounding errors diverge too.
         total = mse_loss(outputs, targets.to(outputs.dtype), reduction="sum") / 4
     else:
         total = cross_entropy(outputs, targets, reduction="sum")

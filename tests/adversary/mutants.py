@@ -1,8 +1,7 @@
-"""Bugs put in on purpose, which the cases have to find: `python -m tests.adversary.mutants`.
+"""Seeded bugs, which the cases have to find: `python -m tests.adversary.mutants`.
 
-Each is a change of one line. It is made in a temporary copy of the package, a share of the cases of
-the oracle or of the misuse is run against it until one fails, and `mutants.md` keeps which case
-that was.
+A bug is a change of one line in a temporary copy of the package. Cases of the oracle or of the
+misuse run with it until one fails, and `mutants.md` records this case.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ class Mutant:
     """A change of the source.
 
     Attributes:
-        bug: What is wrong then.
-        file: Which file, from the root of the repository.
-        old: The text that is replaced; it occurs exactly once.
-        new: What stands there instead.
-        finder: Whose cases have to find it: "oracle" or "misuse".
+        bug: Description of the bug.
+        file: Path of the file in the repository.
+        old: The text to replace, which occurs exactly once.
+        new: The replacement.
+        finder: The cases that have to find it: "oracle" or "misuse".
     """
 
     bug: str
@@ -95,13 +94,13 @@ MUTANTS = [
     Mutant(
         "a skipped step keeps its batch statistics",
         "distmp/parallel/module_buffers.py",
-        "take_back(self._module, self._before, skipped.bool())",
+        "revert_buffers(self._module, self._before, skipped.bool())",
         "pass",
     ),
     Mutant(
         "a dropped microbatch keeps its batch statistics",
         "distmp/parallel/replicated.py",
-        "take_back(self.model, self._buffers, ~kept)",
+        "revert_buffers(self.model, self._buffers, ~kept)",
         "pass",
     ),
     Mutant(
@@ -125,20 +124,20 @@ MUTANTS = [
     Mutant(
         "what was frozen during training goes on with its last gradient",
         "distmp/buckets/gradients.py",
-        "steps = slot.parameter.requires_grad and not self._used.leaves_alone(slot)",
-        "steps = not self._used.leaves_alone(slot)",
+        "steps = slot.parameter.requires_grad and not self._used.is_unused(slot)",
+        "steps = not self._used.is_unused(slot)",
     ),
     Mutant(
         "what nobody has ever used is stepped under fsdp",
         "distmp/parallel/sharded.py",
-        "if self._used.leaves_alone(name) or not parameter.requires_grad:",
+        "if self._used.is_unused(name) or not parameter.requires_grad:",
         "if not parameter.requires_grad:",
     ),
     Mutant(
         "what was frozen during training is stepped under fsdp",
         "distmp/parallel/sharded.py",
-        "if self._used.leaves_alone(name) or not parameter.requires_grad:",
-        "if self._used.leaves_alone(name):",
+        "if self._used.is_unused(name) or not parameter.requires_grad:",
+        "if self._used.is_unused(name):",
     ),
     Mutant(
         "a step without use counts for nothing",
@@ -279,13 +278,13 @@ MUTANTS = [
     ),
 ]
 
-# Arguments besides seed and number of cases.
+# Command-line arguments, except for seed and number of cases.
 FINDERS = {
     "oracle": ["tests.adversary", "--batch", "30", "--shrink", "0", "--failures", "1"],
     "misuse": ["tests.adversary.misuse", "--failures", "1"],
 }
 MOST_CASES = {"oracle": 300, "misuse": 800}
-# The first line of what is wrong, above the endings of the ranks or behind FAILED.
+# The first complaint in the output: the line before the outcomes of the ranks, or after FAILED.
 COMPLAINT = {
     "oracle": re.compile(r"^FAILED \((.*)\)$", re.MULTILINE),
     "misuse": re.compile(r"^(.+)\n  rank 0: ", re.MULTILINE),
@@ -294,13 +293,13 @@ COMPLAINT = {
 
 @dataclass(frozen=True)
 class Result:
-    """How a mutant fared.
+    """The result of a mutant.
 
     Attributes:
-        mutant: Which one.
+        mutant: The mutant.
         kinds: Kinds of the complaints of the first case that failed; empty if none did.
-        replay: That case as JSON.
-        seconds: How long it took.
+        replay: The first case that failed, as JSON.
+        seconds: Duration in seconds.
     """
 
     mutant: Mutant
@@ -342,7 +341,7 @@ def _try(mutant: Mutant, cases: int, seed: int) -> Result:
         mutant.apply(root)
         command = [sys.executable, "-m", *FINDERS[mutant.finder]]
         command += ["--seed", str(seed), "--cases", str(cases)]
-        # The working directory comes first in the path of modules.
+        # The working directory is the first entry of the module search path.
         environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
         run = subprocess.run(
             command, cwd=root, env=environment, capture_output=True, text=True, check=False
@@ -360,14 +359,14 @@ def _try(mutant: Mutant, cases: int, seed: int) -> Result:
 
 
 def _table(results: list[Result]) -> str:
-    """Return the table with these results, and for other mutants those that it has already."""
+    """Return the table with these results, and with the existing results of other mutants."""
     rows = {_bug(line): line for line in TABLE.read_text().splitlines() if " | `distmp/" in line}
     rows |= {result.mutant.bug: _row(result) for result in results}
     known = [rows[mutant.bug] for mutant in MUTANTS if mutant.bug in rows]
     found = sum("| not found |" not in row for row in known)
     return "\n".join(
         [
-            "# Bugs put in on purpose",
+            "# Seeded bugs",
             "",
             f"{found} of {len(known)} were found by `python -m tests.adversary.mutants`: those of "
             f"arithmetic by the oracle in at most {MOST_CASES['oracle']} cases, those of checks "
@@ -391,7 +390,7 @@ def _row(result: Result) -> str:
 
 
 def _case(replay: str) -> str:
-    """Say in a few words which case it was."""
+    """Return a short description of the case."""
     if not replay:
         return "not found"
     case = json.loads(replay)

@@ -1,4 +1,4 @@
-"""What a case has to do, in float64, from the documentation of distmp alone.
+"""Expected results of a case in float64, from the documentation of distmp only.
 
 - The gradient is that of the global mean: sums over all microbatches and ranks, divided once by the
   global weight (docs/numerics.md, "The mean that is meant").
@@ -6,15 +6,15 @@
   global weight is 0 ("The decision"). A skipped step writes nothing: no weight, moment, buffer or
   schedule.
 - Clipping multiplies by min(1, max_norm / (norm + 1e-6)).
-- The loss scale changes last, by the rules of `LossScaleConfig`. A step without any weight leaves
-  it alone.
-- `drop_microbatch` leaves out the microbatches whose gradients are not finite, with their weights,
-  losses and batch statistics. For the loss scale it is an overflow all the same.
+- The loss scale is updated last, by the rules of `LossScaleConfig`. A step without any weight does
+  not change it.
+- `drop_microbatch` drops the microbatches with non-finite gradients, with their weights, losses and
+  batch statistics. For the loss scale this is an overflow.
 - Buffers are those of rank 0 after each step (docs/accumulation.md).
-- A parameter that no rank has ever used is left alone. From its first gradient on any rank, a step
-  in which nobody uses it counts as one with a gradient of zero. Microbatches that are dropped and
-  steps that are skipped do not count (docs/numerics.md, "Parameters without a gradient").
-- What is frozen does not move, and keeps its state, unless a state is loaded meanwhile.
+- A parameter that no rank has ever used is not stepped. From its first gradient on any rank, a step
+  in which no rank uses it counts as a zero gradient. Dropped microbatches and skipped steps do not
+  count (docs/numerics.md, "Parameters without a gradient").
+- A frozen parameter does not change and keeps its state, unless a state is loaded.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from tests.adversary.models import build_batches, build_model, loss
 
 Tensors = dict[str, Tensor]
 
-# 16-bit gradients below this stay finite whatever the arithmetic between them and the loss is:
-# float16 ends at 65504.
+# 16-bit gradients below this stay finite for any arithmetic between them and the loss; the largest
+# float16 number is 65504.
 SURELY_FINITE = 2.0**11
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What a step has to report; the fields are those of `distmp.StepNumbers`.
+    """The expected numbers of a step; the fields are those of `distmp.StepNumbers`.
 
     Attributes:
-        other fields: None where the documentation does not say.
+        other fields: None if the documentation does not define the value.
     """
 
     overflow: bool
@@ -64,7 +64,7 @@ class Expected:
 
 @dataclass
 class _Sums:
-    """What the microbatches of all ranks add up to."""
+    """Sums over the microbatches of all ranks."""
 
     gradients: Tensors
     weight: float = 0.0
@@ -80,17 +80,17 @@ class Oracle:
     Attributes:
         weights: All parameters, by name.
         buffers: All buffers, by name.
-        risky: Whether 16-bit arithmetic may have overflowed by itself in the last step, so that
-            only observation tells.
-        certain: False once something depends on which of the microbatches overflowed by
-            themselves; numbers cannot be compared from then on.
+        risky: Whether 16-bit arithmetic may have overflowed without a fault in the last step, which
+            only the engine's result shows.
+        certain: False once results depend on which microbatches overflowed without a fault; from
+            then on numbers are not compared.
     """
 
     def __init__(self, case: Case) -> None:
         self._case = case
         self._model = build_model(case).double()
         self._optimizer = _OPTIMIZERS[case.optimizer.name](case.optimizer)
-        # Of the parameters that the optimizer has, and of its first group.
+        # Names of the parameters in the optimizer, and in its first group.
         self._rates: dict[str, float] = {}
         self._first_rate = 0.0
         self._start_rates()
@@ -114,12 +114,12 @@ class Oracle:
         return {name for name, p in self._model.named_parameters() if not p.requires_grad}
 
     def step(self, index: int, observed: Mapping[str, Any] | None = None) -> Expected:
-        """Take a step.
+        """Run a step.
 
         Args:
-            index: Which one.
-            observed: The numbers of the engine's step. Only its overflow is looked at, and only if
-                16-bit arithmetic may have overflowed with this loss scale by itself.
+            index: Index of the step.
+            observed: The numbers of the engine's step. Only its overflow is used, and only if
+                16-bit arithmetic may have overflowed without a fault.
         """
         step = self._case.steps[index]
         if step.reload:
@@ -164,7 +164,7 @@ class Oracle:
         )
 
     def evaluate(self, index: int) -> float | None:
-        """Return the mean loss over the batches of a step, None if they weigh nothing."""
+        """Return the mean loss over the batches of a step; None if their weight is 0."""
         self._model.eval()
         with torch.no_grad():
             batches = itertools.chain.from_iterable(self._batches(index))
@@ -188,7 +188,7 @@ class Oracle:
             before = self.buffers
             for batch in batches:
                 self._add_microbatch(sums, batch)
-            # Rank 0 is the first, and its buffers are those that all ranks get.
+            # Rank 0 is the first, and all ranks get its buffers.
             after = after or self.buffers
             self._restore(before)
         self._restore(after or {})
@@ -213,13 +213,13 @@ class Oracle:
             sums.largest = max(sums.largest, float(gradient.abs().nan_to_num().amax()))
 
     def _natural(self, sums: _Sums, overflow: bool, observed: Mapping[str, Any] | None) -> bool:
-        """Decide whether the step overflows in 16 bits, by observation where only that tells."""
+        """Return whether the step overflows in 16 bits; if uncertain, use the engine's result."""
         if self._nominal is None and 0 < sums.weight < math.inf:
             self._nominal = sums.weight
         scaled = self._scale.value / (self._nominal or 1.0) * max(1.0, sums.largest)
         self.risky = self._case.policy in SCALED and scaled > SURELY_FINITE
         if self.risky and self._case.drops:
-            # Which of the microbatches were dropped cannot be told.
+            # It is unknown which microbatches were dropped.
             self.certain = False
         if not self.risky or overflow or observed is None:
             return overflow
@@ -243,13 +243,13 @@ class Oracle:
         return schedule_factor(*schedule, self._applied) if schedule else 1.0
 
     def _start_rates(self) -> None:
-        """Let a new optimizer have the rates of its groups."""
+        """Set the rates of the groups of a new optimizer."""
         self._first_rate = self._case.optimizer.lr
         self._rates = {}
         self._adopt()
 
     def _adopt(self) -> None:
-        """Give what is trained for the first time the rate of the group that it comes to."""
+        """Give newly trained parameters the rate of their group."""
         for name, parameter in self._model.named_parameters():
             if parameter.requires_grad and name not in self._rates:
                 self._rates[name] = self._case.optimizer.lr / (1 + self._group(name))
@@ -263,7 +263,7 @@ class Oracle:
         self._in_a_row = self._in_a_row + 1 if skipped else 0
 
     def _forget(self, names: set[str]) -> None:
-        """Lose the state of what is frozen when a state is loaded (docs/checkpoints.md)."""
+        """Drop the state of frozen parameters when a state is loaded (docs/checkpoints.md)."""
         self._used -= names
         for name in names:
             self._optimizer.state.pop(name, None)
@@ -277,7 +277,7 @@ def _floating(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.is_floating_point()
 
 
-# Schedules: factors of the first rate after so many applied updates
+# Schedules: factors of the initial rate by number of applied updates
 
 
 def schedule_factor(name: str, number: float, applied: int) -> float:
@@ -302,7 +302,7 @@ def _rules(case: Case) -> ScaleSpec:
 
 
 class LossScale:
-    """The rules of `distmp.LossScaleConfig`, step by step."""
+    """The rules of `distmp.LossScaleConfig`."""
 
     def __init__(self, rules: ScaleSpec) -> None:
         self.rules = rules
@@ -310,7 +310,7 @@ class LossScale:
         self._clean = self._overflows = 0
 
     def update(self, *, overflow: bool, empty: bool) -> bool:
-        """Follow a step; return whether the scale has to sink and cannot."""
+        """Update after a step; return whether the scale cannot be lowered further."""
         if empty or not self.rules.dynamic:
             return False
         if not overflow:
@@ -337,7 +337,7 @@ class LossScale:
 
 
 class Sgd:
-    """Sutskever's momentum, as in torch: the buffer starts with the first gradient."""
+    """SGD with momentum as in torch: the buffer starts with the first gradient."""
 
     def __init__(self, spec: OptimizerSpec) -> None:
         self._spec = spec
@@ -354,7 +354,7 @@ class Sgd:
 
 
 class Adam:
-    """Kingma and Ba (2015), with weight decay in the gradient."""
+    """Adam (Kingma and Ba, 2015), with weight decay added to the gradient."""
 
     decoupled = False
 
@@ -379,7 +379,7 @@ class Adam:
 
 
 class AdamW(Adam):
-    """Loshchilov and Hutter (2019): weight decay beside the gradient."""
+    """AdamW (Loshchilov and Hutter, 2019), with decoupled weight decay."""
 
     decoupled = True
 

@@ -1,4 +1,4 @@
-"""Scripts that use one part of distmp in a training loop of their own."""
+"""Scripts that use one part of distmp in a custom training loop."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from distmp.scaling import DistributedGradScaler
 from tests.adversary.script import Case, Found, make_model, recorded_warnings, samples, sgd, summed
 
 STEPS = 3
-# Samples of a rank and step, the same for all, so that the mean of means is the mean.
+# Number of samples per rank and step; equal, so that the mean of means is the mean.
 SAMPLES = 6
 
 Line = Callable[[], object]
 
 
 class PartScript:
-    """A training loop as lines of code, of which a mistake leaves out, doubles or moves some.
+    """A training loop as lines of code; a mistake removes, repeats or moves lines.
 
     Attributes:
-        lines: Names of what is done in each step, in order.
-        code: What each name stands for.
-        in_step: Lines in place of `lines` for single steps.
-        truth_lines: What correct use of the same would do.
+        lines: Names of the lines of a step, in order.
+        code: The function of each name.
+        in_step: Lines that replace `lines` in single steps.
+        truth_lines: Lines of the correct loop.
     """
 
     truth_lines: tuple[str, ...] = ("zero", "backward", "step")
@@ -49,7 +49,7 @@ class PartScript:
         self.truth_in_step: dict[int, tuple[str, ...]] = {}
 
     def build(self) -> None:
-        """Make what the loop uses."""
+        """Build the objects that the loop uses."""
 
     def run(self) -> Found:
         with recorded_warnings(self.found.warnings):
@@ -70,7 +70,7 @@ class PartScript:
         scale(loss / SAMPLES).backward()
 
     def _meet(self) -> None:
-        """A collective at the end, so that a rank notices one that is gone."""
+        """Run a collective at the end, so that a rank detects a missing one."""
         if self.world_size > 1:
             dist.all_reduce(torch.zeros(1))
 
@@ -100,7 +100,7 @@ class PartScript:
 
 
 class ScalerScript(PartScript):
-    """A loop with `DistributedGradScaler`; gradients are averaged as DDP would."""
+    """A loop with `DistributedGradScaler`; gradients are averaged like in DDP."""
 
     def __init__(self, case: Case, rank: int) -> None:
         super().__init__(case, rank)
@@ -167,7 +167,7 @@ class BucketsScript(PartScript):
 
 
 class CallScript:
-    """One call, of a function or a class."""
+    """One call of a function or a class."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.found = Found()

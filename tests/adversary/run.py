@@ -1,9 +1,9 @@
-"""Runs cases with `distmp.Engine` on real ranks, and has them judged.
+"""Runs cases with `distmp.Engine` on real ranks, and checks the results.
 
 The ranks are started once for many cases. All of them run the same cases in the same order; each
-judges its share of the records while the others go on. What a rank finds is written to a file at
-once, so that nothing is lost if a later case hangs or ends the process: the ranks are then started
-again for the cases behind it.
+checks its share of the records while the others continue. A rank writes its complaints to a file at
+once, so that nothing is lost if a later case hangs or ends the process. Then the ranks are started
+again for the remaining cases.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ from tests.adversary.models import build_batches, build_model, loss
 from tests.adversary.states import State, assemble, pieces
 from tests.ranks import run_ranks
 
-# A case takes a fraction of a second; a rank that takes so long hangs.
+# A case takes a fraction of a second, so a rank that takes longer than this hangs.
 CASE_SECONDS = 60.0
-# How long the others may take to arrive where one rank has failed.
+# How long the other ranks may take after one rank has failed.
 FAILED_SECONDS = 5.0
 
 
 @dataclass
 class StepRecord:
-    """What one rank saw of a step.
+    """Records of one rank for a step.
 
     Attributes:
         numbers: `StepNumbers` as a mapping.
-        state: What the rank held after the step.
-        report: What `explain` said, if it was asked.
-        evaluation: What `evaluate` returned, if it was asked.
-        after: What the rank held after these two, if they were asked.
+        state: The rank's part of the state after the step.
+        report: The result of `explain`, if it was called.
+        evaluation: The result of `evaluate`, if it was called.
+        after: The rank's part of the state after these calls.
     """
 
     numbers: dict[str, Any]
@@ -65,13 +65,13 @@ class StepRecord:
 
 @dataclass
 class Record:
-    """What one rank saw of a case.
+    """Records of one rank for a case.
 
     Attributes:
-        steps: Its steps.
-        initial: What it held before them.
-        parameters: Those of a model that is not sharded, in the type in which it computes.
-        refused: The `ConfigError` that ended it.
+        steps: Records of the steps.
+        initial: The rank's part of the state before the first step.
+        parameters: Parameters of an unsharded model, in the dtype of the module.
+        refused: The `ConfigError` that refused the case, if any.
     """
 
     steps: list[StepRecord]
@@ -80,7 +80,7 @@ class Record:
     refused: str | None = None
 
 
-# In the process of the test
+# Functions of the test process
 
 
 def run_cases(cases: Sequence[Case], seconds: float = 900.0) -> list[list[str]]:
@@ -96,14 +96,14 @@ def run_cases(cases: Sequence[Case], seconds: float = 900.0) -> list[list[str]]:
 
 
 def _run_from(cases: Sequence[Case], first: int, seconds: float) -> dict[int, list[str]]:
-    """Start ranks and run as many of the cases as they survive, at least one."""
+    """Start ranks and run cases until they fail, at least one."""
     world_size = cases[first].world_size
     texts = [dumps(case) for case in cases[first:]]
     with tempfile.TemporaryDirectory(prefix="adversary-") as directory:
         failure = None
         output = io.StringIO()
         try:
-            with contextlib.redirect_stdout(output):  # the same warnings, case after case
+            with contextlib.redirect_stdout(output):  # the same warnings in every case
                 run_ranks(run_batch, world_size, texts, directory, timeout=seconds)
         except pytest.fail.Exception as error:
             failure = f"{error}\n{output.getvalue()[-2000:]}"
@@ -119,13 +119,13 @@ def _run_from(cases: Sequence[Case], first: int, seconds: float) -> dict[int, li
 def _verdicts(
     first: int, lines: list[list[Any]], failure: str | None, stacks: list[str]
 ) -> dict[int, list[str]]:
-    """Put together what the ranks have written: [case, complaints or None, time of an error]."""
+    """Collect the lines of all ranks: [case, complaints or None, time of an error]."""
     errors = sorted((time, index, complaints) for index, complaints, time in lines if time)
     judged = {first + index: complaints for index, complaints, time in lines if complaints}
     judged |= {first + index: [] for index, complaints, _ in lines if complaints == []}
     begun = max((first + index for index, *_ in lines), default=first)
     if errors:
-        # The first one; what others raise is often the connection that this one has closed.
+        # The first error; errors of other ranks are often lost connections.
         judged[begun] = errors[0][2]
     elif failure is not None and begun not in judged:
         judged[begun] = ["crash: " + "\n".join([failure, *filter(None, stacks)])]
@@ -134,14 +134,14 @@ def _verdicts(
     return judged
 
 
-# In the ranks
+# Functions of the ranks
 
 
 def run_batch(texts: list[str], directory: str) -> None:
     """Run the cases; stop after the first one that leaves the ranks in an unknown state."""
     control = dist.new_group(backend="gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    gc.freeze()  # collecting what a case leaves behind need not look at torch itself
+    gc.freeze()  # so that garbage collection after a case need not scan torch
     with (
         Path(directory, f"{rank}.stack").open("w") as stacks,
         Path(directory, f"{rank}.jsonl").open("w", buffering=1) as log,
@@ -182,7 +182,7 @@ def _attempt(case: Case) -> tuple[Record | None, str | None]:
     except Exception:  # noqa: BLE001  (whatever it is, it becomes the decision)
         return None, "error: " + traceback.format_exc()
     finally:
-        # What reproducible cases set for the whole process.
+        # Reproducible cases change these settings of the process.
         torch.use_deterministic_algorithms(False)
         gc.collect()
 
@@ -204,7 +204,7 @@ def run_case(case: Case) -> Record:
 
 
 def final_bits(texts: list[str]) -> list[str]:
-    """Run cases; return the SHA-1 of the weights and optimizer state that each ends with."""
+    """Run cases; return the SHA-1 of the final weights and optimizer state of each."""
     return [_final_bits(loads(text)) for text in texts]
 
 
@@ -304,9 +304,9 @@ def _build_schedule(case: Case, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def _reload(case: Case, model: nn.Module, engine: Engine) -> tuple[nn.Module, Engine]:
-    """Continue with a new engine, from weights that are others."""
+    """Continue with a new engine that has different initial weights."""
     fresh = build_model(case, dist.get_rank() + 100)
-    if case.strategy != "fsdp1":  # which has no frozen parameters, and other names
+    if case.strategy != "fsdp1":  # which has no frozen parameters, and different names
         for name, parameter in model.named_parameters():
             fresh.get_parameter(name).requires_grad_(parameter.requires_grad)
     fresh, successor = _build(case, fresh)
@@ -314,16 +314,16 @@ def _reload(case: Case, model: nn.Module, engine: Engine) -> tuple[nn.Module, En
     stored = {name: (torch.Size(t.size()), t.dtype) for name, t in state.items()}
     live = successor.prepare_to_load(stored)
     with torch.no_grad():
-        for name in sorted(live.keys() & state.keys()):  # all ranks in one order
+        for name in sorted(live.keys() & state.keys()):  # the same order on all ranks
             _fill(live[name], state[name])
     successor.load_state_dict(live)
     return fresh, successor
 
 
 def _fill(live: Tensor, stored: Tensor) -> None:
-    """Copy a tensor that may have been sliced at other places; every rank has to call it."""
+    """Copy a tensor that may be sharded differently; every rank has to call it."""
     if isinstance(stored, DTensor):
-        live.copy_(stored)  # FSDP shards in the same way
+        live.copy_(stored)  # FSDP shards both in the same way
         return
     states: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(states, pieces({"": stored}))

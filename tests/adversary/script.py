@@ -1,7 +1,7 @@
-"""A training script as a user writes one, and what correct use of it would compute.
+"""A training script like a user's, and the reference results of correct use.
 
-A mistake (`tests.adversary.mistakes`) changes parts of the script. Where the changed script still
-has a right meaning, the mistake changes the truth likewise.
+A mistake (`tests.adversary.mistakes`) changes parts of the script. If the changed script is still
+valid, the mistake changes the reference in the same way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STEPS, MICROBATCHES = 3, 2
 SHARDED = ("fsdp", "hsdp", "fsdp1")
 STRATEGIES = ("ddp", *SHARDED)
 POLICIES = ("fp32", "bf16", "bf16-autocast", "bf16-pure", "fp16", "fp16-autocast", "fp16-static")
-# Of the update, the loss and the norm of the gradient; the model and its steps are small.
+# Relative tolerances of update, loss and gradient norm; the model and its steps are small.
 TOLERANCES = {
     "fp32": 2e-4,
     "bf16": 0.1,
@@ -43,7 +43,7 @@ TOLERANCES = {
     "fp16-autocast": 0.02,
     "fp16-static": 0.02,
 }
-# Further settings of which a case has one or none.
+# Further settings; a case has at most one of them.
 EXTRAS = (
     "",
     "max_norm",
@@ -61,7 +61,7 @@ Act = Callable[[], object]
 
 @dataclass(frozen=True)
 class Case:
-    """A script and the mistakes that are made in it; all of it can be written as JSON."""
+    """A script and its mistakes, as JSON-compatible values."""
 
     mistakes: tuple[str, ...]
     world_size: int = 1
@@ -115,14 +115,14 @@ class Pair(NamedTuple):
 
 
 def samples(*place: int, count: int) -> Pair:
-    """Return the samples that belong to a place, such as (seed, step, rank, microbatch)."""
+    """Return the samples of an index, such as (seed, step, rank, microbatch)."""
     generator = torch.Generator().manual_seed(hash(place) % 2**31)
     inputs = torch.randn(count, INPUTS, generator=generator)
     return Pair(inputs, torch.randint(CLASSES, (count,), generator=generator))
 
 
 def summed(module: nn.Module, batch: Any) -> tuple[Tensor, int]:
-    """Cross entropy, summed; the weight is the number of samples."""
+    """Return the summed cross entropy and, as weight, the number of samples."""
     inputs, labels = batch
     return F.cross_entropy(module(inputs), labels, reduction="sum"), len(labels)
 
@@ -132,7 +132,7 @@ def sgd(named: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def adamw(named: Any, **options: Any) -> torch.optim.Optimizer:
-    # A large epsilon, so that an update depends smoothly on the gradient.
+    # A large epsilon, so that the update is a smooth function of the gradient.
     return torch.optim.AdamW(named, **{"lr": 0.05, "eps": 0.1, "weight_decay": 0.01, **options})
 
 
@@ -144,7 +144,7 @@ def fused_adamw(named: Any) -> torch.optim.Optimizer:
     return adamw(named, fused=True)
 
 
-# Of each optimizer what the script builds, and what the truth builds.
+# For each optimizer, the function of the script and that of the reference.
 OPTIMIZERS = {
     "sgd": (sgd, sgd),
     "adamw": (adamw, adamw),
@@ -158,7 +158,7 @@ def halving(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 
 
 class Acts:
-    """What is done besides at certain places of a script, such as "before 1"."""
+    """Additional actions at points of a script, such as "before 1"."""
 
     def __init__(self) -> None:
         self._acts: dict[str, list[Act]] = defaultdict(list)
@@ -172,7 +172,7 @@ class Acts:
 
 
 class Truth(Acts):
-    """The same training in float64 in one process, the way torch's documentation does it.
+    """The same training in float64 in one process, with a plain torch loop.
 
     Attributes:
         batches: Microbatches by step, then rank.
@@ -258,13 +258,13 @@ class StepTruth(NamedTuple):
 
 @dataclass
 class Found:
-    """What a script has come to, besides an error.
+    """The results of a script, except for an error.
 
     Attributes:
-        numbers: Of each step.
-        problems: Where that differs from the truth.
-        digest: Of all that has to be the same on all ranks.
-        warnings: What distmp has warned of.
+        numbers: The numbers of each step.
+        problems: Differences from the reference.
+        digest: Digest of all values that have to be equal on all ranks.
+        warnings: The warnings of distmp.
     """
 
     numbers: list[dict[str, float]] = field(default_factory=list)
@@ -274,13 +274,13 @@ class Found:
 
 
 class Script(Acts):
-    """One rank's script. Every attribute may be changed before `run`, or by an act during it.
+    """The script of one rank. Attributes may be changed before `run`, or by an action during it.
 
     Attributes:
-        random: The same on every rank.
+        random: Random generator with the same seed on every rank.
         batches: Microbatches of this rank by step.
-        compared: Whether the truth is known.
-        on_step_error: What is done with an error of `Engine.step`.
+        compared: Whether the reference results are known.
+        on_step_error: Called with an error of `Engine.step`.
     """
 
     def __init__(self, case: Case, rank: int) -> None:
@@ -330,7 +330,9 @@ class Script(Acts):
             if name.startswith("model/")
         }
         seen = {**weights, "mean": torch.tensor(mean), "numbers": repr(self.found.numbers)}
-        if not self.case.sharded:  # what this rank computes with, beside what it steps
+        if (
+            not self.case.sharded
+        ):  # the parameters of the module, in addition to the stepped weights
             seen |= {
                 f"held/{name}": value.detach()
                 for name, value in self.engine.module.state_dict().items()
@@ -356,7 +358,7 @@ class Script(Acts):
             start = self.truth.start.get(name, torch.zeros_like(expected))
             moved += (expected.detach() - start).square().sum()
             apart += (expected.detach() - weights[name].double()).square().sum()
-        # Where nothing is to move, nothing may.
+        # If no weight should change, none may.
         error = float((apart / moved.clamp(min=1e-12)).sqrt())
         if not error < self.case.tolerance:
             problems.append(f"the weights are off by {error:.3g} of the update")
@@ -382,7 +384,7 @@ def close(found: float, expected: float, tolerance: float) -> bool:
 
 
 class recorded_warnings:  # noqa: N801  # a context manager that reads as one
-    """Collect what distmp logs, and Python's warnings."""
+    """Collect the log messages of distmp, and Python's warnings."""
 
     def __init__(self, found: list[str]) -> None:
         self._found = found

@@ -1,4 +1,4 @@
-"""Makes a failing case smaller, as long as it fails in the same way."""
+"""Makes a failing case smaller, while it fails in the same way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.adversary.cases import (
 
 Run = Callable[[Sequence[Case]], list[list[str]]]
 
-# The settings of a case that are tried as by default.
+# The settings of a case for which the shrinker tries the default.
 SETTINGS = (
     "model",
     "optimizer",
@@ -61,7 +61,7 @@ def shrink(
         case: A failing case.
         complaints: Its complaints.
         run: Runs cases of one world size.
-        seconds: No further round begins after so many seconds.
+        seconds: No further round starts after this number of seconds.
     """
     wanted = kinds(complaints)
     found = list(complaints)
@@ -84,7 +84,7 @@ def shrink(
 
 
 def _batches(case: Case) -> Iterator[list[Case]]:
-    """Yield smaller cases, those of one world size together, the boldest first."""
+    """Yield smaller cases, grouped by world size, the smallest ones first."""
     seen = {dumps(case)}
     for proposals in (_fewer_ranks(case), _fewer_steps(case), [*_simpler(case), *_smaller(case)]):
         by_size: dict[int, list[Case]] = {}

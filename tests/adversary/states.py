@@ -1,8 +1,8 @@
-"""The state of an engine as pieces that ranks hold, and its reassembly.
+"""The state of an engine as pieces of ranks, and its reassembly.
 
-Nothing is communicated while a case runs: every rank notes its own pieces after each step, and
-whoever judges the case puts them together. Where pieces of several ranks cover the same elements,
-they have to be the same bits.
+A running case has no additional communication: every rank records its pieces after each step, and
+the rank that checks the case combines them. If pieces of several ranks cover the same elements,
+they must be bitwise equal.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from distmp.utils.flat_shard import FlatShard
 
-# The history by which spikes are judged; no case judges them.
+# The history of the spike check, which no case uses.
 IGNORED = "divergence/"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank holds of a tensor.
+    """The part of a tensor that a rank holds.
 
     Attributes:
-        values: Its elements.
-        shape: Of the whole tensor.
-        offsets: Where the values begin in each dimension; a run of elements has the one offset in
+        values: The elements of the part.
+        shape: Shape of the full tensor.
+        offsets: Index of the first element in each dimension; of a flat range, its one offset in
             the flattened tensor.
-        flat: Whether the values are such a run.
+        flat: Whether the values are a range of the flattened tensor.
     """
 
     values: Tensor
@@ -39,7 +39,7 @@ class Piece:
     flat: bool = False
 
     def of(self, whole: Tensor) -> Tensor:
-        """Return the view of a whole tensor that this piece covers."""
+        """Return the view of a full tensor that this piece covers."""
         if self.flat:
             return whole.view(-1)[self.offsets[0] : self.offsets[0] + self.values.numel()]
         for dim, (offset, size) in enumerate(zip(self.offsets, self.values.shape, strict=False)):
@@ -51,7 +51,7 @@ State = dict[str, Piece]
 
 
 def pieces(state: Mapping[str, Tensor]) -> State:
-    """Return copies of what this rank holds."""
+    """Return copies of the parts of this rank."""
     return {name: _piece(t) for name, t in state.items() if not name.startswith(IGNORED)}
 
 
@@ -64,13 +64,13 @@ def _piece(tensor: Tensor) -> Piece:
             tensor.shape, tensor.device_mesh, tensor.placements
         )
         values = tensor.detach().to_local().clone()
-        # An empty shard begins behind the end.
+        # An empty shard starts after the end.
         return Piece(values, tensor.shape, tuple(offsets) if values.numel() else (0,))
     return Piece(tensor.detach().clone(), tensor.shape)
 
 
 def assemble(states: Sequence[State]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the whole tensors of all ranks, and the names of those on which ranks disagree."""
+    """Return the full tensors of all ranks, and the names of tensors that differ between ranks."""
     wholes: dict[str, Tensor] = {}
     conflicts = []
     for name in dict.fromkeys(name for state in states for name in state):
@@ -85,7 +85,7 @@ def assemble(states: Sequence[State]) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def changes(before: State, after: State) -> Iterator[str]:
-    """Yield the names of what a rank holds otherwise; a state of zeros is as good as none."""
+    """Yield the names of values that differ; a missing state equals a state of zeros."""
     for name in before.keys() | after.keys():
         one, other = before.get(name), after.get(name)
         if one is None or other is None:

@@ -1,4 +1,4 @@
-"""A share of the plausible misuse; `make nightly` tries more."""
+"""Some of the plausible misuse; `make nightly` runs more."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.adversary.misuse import generate, run
 
 CASES = int(os.environ.get("MISUSE_CASES", "90"))
 SEED = int(os.environ.get("MISUSE_SEED", "0"))
-# The processes of one test try so many, so that several tests can run side by side.
+# Number of cases per test, so that several tests can run in parallel.
 PER_TEST = 30
 
 

@@ -1,4 +1,4 @@
-"""The bugs that are put in on purpose still have their places."""
+"""The code that seeded bugs change still exists."""
 
 from __future__ import annotations
 

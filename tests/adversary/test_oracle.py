@@ -1,4 +1,4 @@
-"""The engine against the oracle, and the oracle's own parts against torch."""
+"""Compares the engine with the oracle, and parts of the oracle with torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.ranks import run_ranks
 
 CASES = int(os.environ.get("ADVERSARY_CASES", "300"))
 SEED = int(os.environ.get("ADVERSARY_SEED", "0"))
-# The processes of one test run so many, so that several tests can run side by side.
+# Number of cases per test, so that several tests can run in parallel.
 PER_TEST = 50
 BATCHES = [
     pytest.param(cases[first : first + PER_TEST], id=f"{size}-ranks-from-{first}")
@@ -34,7 +34,7 @@ BATCHES = [
     for first in range(0, len(cases), PER_TEST)
 ]
 
-# What the oracle has found before, each in its smallest case.
+# Bugs that the oracle has found, each in its smallest case.
 FOUND_BEFORE = {
     "a rank of fsdp without elements": """
         {"seed": 1, "world_size": 4, "strategy": "fsdp", "model": {"width": 6},
@@ -70,7 +70,7 @@ def test_engine_agrees_with_oracle(cases: list[Case]) -> None:
         if complaints
     ]
     if failures:
-        # Of each kind one, made smaller.
+        # One case of each kind, made smaller.
         distinct = {tuple(sorted(kinds(found))): (case, found) for case, found in failures}
         reports = [describe(*failure, seconds=30.0) for failure in list(distinct.values())[:3]]
         total = f"{len(failures)} of {len(cases)} cases failed, ADVERSARY_SEED={SEED}"
@@ -91,7 +91,7 @@ def test_reproducible_bits_do_not_depend_on_the_split() -> None:
         assert one == two == four, dumps(case)
 
 
-# The oracle's own parts
+# Parts of the oracle
 
 
 OPTIMIZERS = [

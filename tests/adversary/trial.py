@@ -1,7 +1,7 @@
-"""Runs one case: a process for each rank, which ends as a script does, and how each of them ended.
+"""Runs one case with a process for each rank, and records how each process ended.
 
-Ranks are forked from a process that has imported everything and computed nothing, so that a case
-costs a fraction of a second, and one that hangs or dies harms no other.
+Ranks are forked from a process that has imported all modules and computed nothing. So a case takes
+a fraction of a second, and a case that hangs or dies does not affect others.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from typing import Any
 import distmp
 from distmp.errors import DistmpError
 
-# Until the first rank has ended, and from then on until the last one has.
+# Timeouts until the first rank has ended, and from then on until the last one has.
 FIRST_SECONDS, OTHERS_SECONDS = 30.0, 10.0
-# How long a rank that has come to its end well stays for the others.
+# How long a rank that ended without an error waits for the others.
 STAY_SECONDS = 0.3
-# An error is that of the innermost file that is none of these.
+# An error belongs to the innermost file that is not one of these.
 LIBRARIES = ("/site-packages/", "/lib/python", "<")
 OURS = str(Path(distmp.__file__).parent)
 
 
 class UserError(Exception):
-    """Raised by a user's own code, on purpose."""
+    """An intended error of the user's code."""
 
 
 @dataclass
@@ -43,11 +43,11 @@ class Ending:
     """How a rank has ended.
 
     Attributes:
-        kind: "well", "message" (an error of ours), "own" (of the user's code), "bare" (another one,
-            from within distmp), "died" or "hung".
-        text: The error, or the stack where it hangs.
-        result: What the script returned.
-        seconds: From its start on.
+        kind: "well", "message" (an error of distmp), "own" (an error of the user's code), "bare"
+            (another error inside of distmp), "died" or "hung".
+        text: The error, or the stack of a rank that hangs.
+        result: The return value of the script.
+        seconds: Seconds since the start.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class Ending:
 
 
 def run_trial(body: Callable[[int], Any], world_size: int, *, group: bool) -> list[Ending]:
-    """Call `body(rank)` in a process of its own for each rank.
+    """Call `body(rank)` in a new process for each rank.
 
     Args:
         body: The script.
@@ -95,8 +95,8 @@ class _Member:
                 theirs.send_bytes(pickle.dumps(ending))
                 if ending.kind == "well":
                     theirs.poll(STAY_SECONDS)
-            # As at the end of a script the kernel closes what is open; what an interpreter does
-            # besides would cost time.
+            # The kernel closes files and sockets, as at the end of a script. The other work of the
+            # interpreter would take time.
             os._exit(0)
         theirs.close()
 
@@ -149,7 +149,7 @@ def _end_of(body: Callable[[int], Any], rank: int, world_size: int, place: Path 
             world_size=world_size,
             timeout=timedelta(seconds=2 * FIRST_SECONDS),
         )
-        # Otherwise one that ends at once takes down another that still connects.
+        # Otherwise a rank that ends early breaks one that is still connecting.
         dist.barrier()
     started = time.monotonic()
     try:

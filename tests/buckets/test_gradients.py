@@ -21,7 +21,7 @@ from tests.ranks import ranks, run_ranks
 from tests.recording import Collectives
 
 WIDTH = 8
-ONE_EACH = 1  # bytes: every parameter a bucket of its own
+ONE_EACH = 1  # bytes: one bucket per parameter
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -89,7 +89,7 @@ def test_uses_of_one_weight_in_one_backward_sum_in_fp32() -> None:
     assert relative_error(found, expected) < 1e-6
     plain = weight.detach().clone().requires_grad_()
     narrow = torch.autograd.grad(total([plain] * 64), plain)[0]
-    assert relative_error(narrow, expected) > 1e-3  # what it is without buckets
+    assert relative_error(narrow, expected) > 1e-3  # the error without buckets
 
 
 def test_tied_weights_are_one_parameter() -> None:
@@ -138,7 +138,7 @@ class Tied(nn.Module):
 
 
 class Branches(nn.Module):
-    """Six weights, of which a forward uses any, in any order and number."""
+    """Six weights; a forward uses some of them, in any order, possibly several times."""
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Branches(nn.Module):
 
 
 Usage = list[list[list[int]]]
-"""Which weights each microbatch of each rank uses."""
+"""Indices of the weights used, by rank and microbatch."""
 
 
 def random_usage(generator: random.Random, world_size: int) -> Usage:
@@ -166,16 +166,16 @@ def random_usage(generator: random.Random, world_size: int) -> Usage:
 
 def check_usage(model: Branches, buckets: Fp32GradBuckets, usage: Usage) -> None:
     plain = Branches().double()
-    for rank, of_rank in enumerate(usage):
+    for other, of_rank in enumerate(usage):
         for index, used in enumerate(of_rank):
-            plain(inputs_of(rank, index).double(), used).backward()
-    mine = dist.get_rank()
+            plain(inputs_of(other, index).double(), used).backward()
+    rank = dist.get_rank()
     with Collectives() as collectives:
         found = accumulate(
             buckets,
             [
-                lambda index=index, used=used: model(inputs_of(mine, index), used)
-                for index, used in enumerate(usage[mine])
+                lambda index=index, used=used: model(inputs_of(rank, index), used)
+                for index, used in enumerate(usage[rank])
             ],
         )
     for name, parameter in plain.named_parameters():
@@ -206,7 +206,7 @@ def test_ranks_that_use_different_weights(bucket_bytes: int) -> None:
 
 
 @ranks(2)
-def test_reduction_starts_while_backward_goes_on() -> None:
+def test_reduction_starts_during_backward() -> None:
     model = Branches()
     buckets = Fp32GradBuckets(model.named_parameters(), group(), ONE_EACH)
     launched_at_the_first_weight: list[int] = []
@@ -250,9 +250,9 @@ def test_the_second_step_reduces_in_the_order_that_rank_0_observed() -> None:
 def test_narrow_parameters_are_reduced_in_fp32() -> None:
     model = Branches(torch.bfloat16)
     buckets = Fp32GradBuckets(model.named_parameters(), group())
-    mine = torch.tensor([1.0, 2.0**-12])[dist.get_rank()]
+    factor = torch.tensor([1.0, 2.0**-12])[dist.get_rank()]
     ones = torch.ones(1, WIDTH, dtype=torch.bfloat16)
-    found = accumulate(buckets, [lambda: (ones @ model.weights[5]).float().sum() * mine])
+    found = accumulate(buckets, [lambda: (ones @ model.weights[5]).float().sum() * factor])
     assert torch.equal(found["weights.5"], torch.full((WIDTH, WIDTH), 1 + 2.0**-12))
 
 
@@ -276,18 +276,18 @@ def test_tied_and_frozen_parameters_over_ranks() -> None:
 
 
 LEAVES = (3, 5, 1, 7, 8, 0, 2, 2)
-"""Samples of each microbatch of the global batch."""
+"""Number of samples of each microbatch of the global batch."""
 
 
 def gradient_of_the_global_mean(dtype: torch.dtype) -> dict[str, Tensor]:
-    """Spread the global batch over the ranks there are; return the mean gradient, FP64."""
+    """Distribute the global batch over the ranks; return the mean gradient in FP64."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     model = Branches(dtype)
     buckets = Fp32GradBuckets(model.named_parameters(), dist.group.WORLD, ONE_EACH)
     each = len(LEAVES) // world_size
-    mine = range(rank * each, (rank + 1) * each)
-    found = accumulate(buckets, [lambda i=i: model(leaf(i).to(dtype), range(6)) for i in mine])
+    local = range(rank * each, (rank + 1) * each)
+    found = accumulate(buckets, [lambda i=i: model(leaf(i).to(dtype), range(6)) for i in local])
     return {name: value.double() / sum(LEAVES) for name, value in found.items()}
 
 
@@ -330,9 +330,9 @@ class Checkpointed(nn.Module):
 
 
 def checkpointed_step(model: Checkpointed, buckets: Fp32GradBuckets) -> dict[str, Tensor]:
-    mine = dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else 0
     return accumulate(
-        buckets, [lambda i=i: model(inputs_of(mine, i).requires_grad_()) for i in range(2)]
+        buckets, [lambda i=i: model(inputs_of(rank, i).requires_grad_()) for i in range(2)]
     )
 
 
@@ -393,7 +393,7 @@ def test_a_step_abandoned_after_buckets_were_launched() -> None:
     def fail(gradient: Tensor) -> None:
         raise ArithmeticError
 
-    # One rank gets further than the other, which has to catch up with its reductions.
+    # One rank launches more buckets than the other, which has to run the missing reductions.
     hook = model.weights[[1, 4][dist.get_rank()]].register_hook(fail)
     with pytest.raises(ArithmeticError):
         accumulate(buckets, [lambda: model(inputs_of(0, 0), range(6))])
@@ -431,7 +431,7 @@ def test_buckets_and_model_are_freed_together() -> None:
 
 @ranks(2)
 def test_a_sharded_sum_holds_no_second_set_of_buckets() -> None:
-    """What is received is summed and freed while later buckets travel."""
+    """Received shards are summed and freed while later buckets are in flight."""
     elements, parameters = 2**16, 16
     named = [(str(n), nn.Parameter(torch.ones(elements))) for n in range(parameters)]
     buckets = Fp32GradBuckets(named, group(), ONE_EACH, shard=True)
@@ -443,6 +443,6 @@ def test_a_sharded_sum_holds_no_second_set_of_buckets() -> None:
         buckets.end_microbatch()
         buckets.finish()
 
-    # What two buckets have received, and what backward makes on the way to a gradient; the rest is
-    # for what gloo's threads give back unnoticed.
+    # The receive buffers of two buckets and intermediate gradients of backward. The limit is
+    # higher, because frees by gloo's threads are not counted.
     assert peak_allocated(step) < parameters / 2 * 4 * elements

@@ -30,7 +30,7 @@ def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[tuple[st
 
 @settings(deadline=None)
 @given(named=PARAMETERS, bucket_bytes=st.integers(1, 4000))
-def test_every_parameter_has_its_own_place(
+def test_parameters_do_not_overlap(
     named: list[tuple[str, nn.Parameter]], bucket_bytes: int
 ) -> None:
     layouts = plan_buckets(named, bucket_bytes)
@@ -65,7 +65,7 @@ def test_order_types_and_sizes_of_buckets(
     for dtype, of_one_kind in by_dtype.items():
         found = [name for layout in of_one_kind for name in layout.names]
         assert found == [name for name, p in reversed(named) if p.dtype == dtype]
-        for layout in of_one_kind[:-1]:  # only the last one may be cut short
+        for layout in of_one_kind[:-1]:  # only the last one may be smaller
             assert sum(parameter.numel() for parameter in layout.parameters) * 4 >= bucket_bytes
 
 
@@ -82,7 +82,7 @@ def test_small_models_have_one_bucket_and_empty_ones_none() -> None:
     assert plan_buckets([]) == []
 
 
-def test_a_shared_parameter_stands_once_under_its_first_name() -> None:
+def test_a_shared_parameter_is_laid_out_once_under_its_first_name() -> None:
     (one, shared), (_, other) = parameters(2, 3)
     assert names(plan_buckets([(one, shared), ("other", other), ("again", shared)])) == [
         ("other", "p0")

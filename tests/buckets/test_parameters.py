@@ -56,7 +56,7 @@ def test_masters_start_exact_and_parameters_are_their_rounding(
 def test_the_optimizer_moves_masters_and_publishing_rounds_them(dtype: torch.dtype) -> None:
     model = make_model()
     buckets, masters = flatten(model, dtype)
-    # Each update is far smaller than a 16-bit parameter can show; a hundred of them are not.
+    # One update is too small to change a 16-bit parameter; a hundred updates are not.
     optimizer = torch.optim.SGD(masters.named.values(), lr=1e-5)
     start = {name: master.detach().clone() for name, master in masters.named.items()}
     for _ in range(100):
@@ -67,14 +67,14 @@ def test_the_optimizer_moves_masters_and_publishing_rounds_them(dtype: torch.dty
         master = masters.named[name]
         assert master.grad is not None
         assert torch.equal(parameter, master.to(dtype))
-        # The gradient hardly changes along the way: 100 times the same step.
+        # The gradient hardly changes, so this is 100 times the same step.
         moved = (master - start[name]).detach()
         assert torch.allclose(moved, -1e-3 * master.grad, rtol=0.05, atol=1e-5)
     assert torch.equal(masters.named["2.bias"].detach(), start["2.bias"] - _steps(2e-5, 100, start))
 
 
 def _steps(size: float, count: int, start: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return how far FP32 gets in `count` steps of `size`: the bias has the gradient 2, exactly."""
+    """Return the distance that FP32 moves in `count` steps of `size`; the bias has gradient 2."""
     position = start["2.bias"].clone()
     for _ in range(count):
         position -= torch.tensor(size)

@@ -32,7 +32,7 @@ def chain(values: list[Tensor]) -> Tensor:
 
 
 def summed(sums: PartialSums, values: list[list[Tensor]], sets: set[int]) -> list[Tensor]:
-    """Sum as the buckets do, the last microbatch bucket by bucket; note which sets were used."""
+    """Sum as the buckets do, the last microbatch per bucket; record the sets that were used."""
     leaf = FlatGradients(LAYOUTS)
     for index, value in enumerate(values):
         sets.add(id(leaf))
@@ -52,7 +52,7 @@ def summed(sums: PartialSums, values: list[list[Tensor]], sets: set[int]) -> lis
 def test_pairwise_sums_are_one_binary_tree(count: int) -> None:
     sums = PartialSums(LAYOUTS, pairwise=True)
     values = leaves(count)
-    for _ in range(2):  # the second time with what the first has left in memory
+    for _ in range(2):  # the second time with old values in the buffers
         sets: set[int] = set()
         found = summed(sums, values, sets)
         for bucket, total in enumerate(found):
@@ -68,7 +68,7 @@ def test_a_tree_is_the_tree_of_its_halves() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_without_pairs_it_is_one_after_the_other(count: int) -> None:
+def test_without_pairwise_microbatches_are_added_in_order(count: int) -> None:
     sums = PartialSums(LAYOUTS, pairwise=False)
     values = leaves(count)
     sets: set[int] = set()

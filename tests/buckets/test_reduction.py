@@ -9,7 +9,7 @@ from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
 from tests.ranks import ranks
 
 SIZES = (64, 4096, 1024)
-WIRES = (torch.float32, torch.bfloat16, torch.float16)
+COMM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def group() -> dist.ProcessGroup:
@@ -41,17 +41,17 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 def all_kinds(*, sharded: bool) -> list[tuple[Reduction, float]]:
-    """Return every reduction with the relative error that it may have."""
+    """Return every reduction with its largest allowed relative error."""
     exchanges = [
-        (wire, pairwise, error)
-        for wire, error in zip(WIRES, (1e-7, 4e-3, 5e-4), strict=True)
+        (dtype, pairwise, error)
+        for dtype, error in zip(COMM_DTYPES, (1e-7, 4e-3, 5e-4), strict=True)
         for pairwise in (False, True)
     ]
     return [
         (AllReduce(group(), shard=sharded), 1e-7),
         *(
-            (AllToAllReduce(group(), shard=sharded, wire_dtype=wire, pairwise=pairwise), error)
-            for wire, pairwise, error in exchanges
+            (AllToAllReduce(group(), shard=sharded, comm_dtype=dtype, pairwise=pairwise), error)
+            for dtype, pairwise, error in exchanges
         ),
     ]
 
@@ -82,23 +82,23 @@ def test_every_kind_on_four_ranks() -> None:
     expected = exact(4096, sharded=False)
     ring = bucket.bfloat16()
     dist.all_reduce(ring)
-    exchange = AllToAllReduce(group(), shard=True, wire_dtype=torch.bfloat16, pairwise=False)
+    exchange = AllToAllReduce(group(), shard=True, comm_dtype=torch.bfloat16, pairwise=False)
     exchange.launch(bucket)
     exchange.finish()
     once = relative_error(exchange.shard(bucket), exact(4096, sharded=True))
-    # What travels is rounded once, not at every hop.
+    # Values are rounded once, not at every hop.
     assert once < 0.8 * relative_error(ring, expected)
 
 
 @ranks(4)
 def test_sums_in_order_and_pairwise() -> None:
-    # (1 + 2^-24) + 2^-24 is 1 in FP32 from the left; (2^-24 + 2^-24) comes first in the pairs.
+    # In order, (1 + 2^-24) + 2^-24 is 1 in FP32. Pairwise, 2^-24 + 2^-24 is added first.
     tiny = 2.0**-24
-    mine = torch.full((64,), [1.0, tiny, tiny, tiny][dist.get_rank()])
+    values = torch.full((64,), [1.0, tiny, tiny, tiny][dist.get_rank()])
     found = []
     for pairwise in (False, True):
-        bucket = mine.clone()
-        exchange = AllToAllReduce(group(), shard=False, wire_dtype=torch.float32, pairwise=pairwise)
+        bucket = values.clone()
+        exchange = AllToAllReduce(group(), shard=False, comm_dtype=torch.float32, pairwise=pairwise)
         exchange.launch(bucket)
         exchange.finish()
         found.append(bucket[0].item())

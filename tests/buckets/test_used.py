@@ -17,15 +17,15 @@ APPLIED, SKIPPED = torch.zeros(()), torch.ones(())
 def step(
     used: UsedParameters[str], *microbatches: tuple[str, bool | None], skipped: torch.Tensor
 ) -> str:
-    """Take a step with microbatches (what they use, whether kept); return what is left alone."""
+    """Run a step with microbatches (used letters, whether kept); return the unused letters."""
     used.begin_step()
     for letters, kept in microbatches:
         for letter in letters:
-            used.note(letter)
+            used.mark_used(letter)
         used.end_microbatch(None if kept is None else torch.tensor(kept))
     used.exchange_flags()
     used.end_step(skipped)
-    return "".join(letter for letter in "abcd" if used.leaves_alone(letter))
+    return "".join(letter for letter in "abcd" if used.is_unused(letter))
 
 
 def test_from_the_first_gradient_on_a_parameter_is_stepped() -> None:
@@ -36,7 +36,7 @@ def test_from_the_first_gradient_on_a_parameter_is_stepped() -> None:
     assert used.unused == ["d"]
 
 
-def test_what_was_dropped_or_skipped_does_not_count() -> None:
+def test_dropped_microbatches_and_skipped_steps_do_not_count() -> None:
     used = UsedParameters("abcd", None, CPU)
     assert step(used, ("a", True), ("ab", False), skipped=APPLIED) == "bcd"
     assert step(used, ("bc", None), skipped=SKIPPED) == "d"
@@ -47,16 +47,16 @@ def test_what_was_dropped_or_skipped_does_not_count() -> None:
 def test_an_unfinished_step_does_not_count() -> None:
     used = UsedParameters("ab", None, CPU)
     used.begin_step()
-    used.note("a")
+    used.mark_used("a")
     assert step(used, ("b", None), skipped=APPLIED) == "a"
 
 
-def test_more_parameters_and_other_training() -> None:
+def test_parameters_can_be_added_and_restored() -> None:
     used = UsedParameters("ab", None, CPU)
     assert step(used, ("ab", None), skipped=APPLIED) == ""
     used.add("c")
     assert step(used, ("ab", None), skipped=APPLIED) == "c"
-    assert (used.awaits("a"), used.awaits("c")) == (False, True)
+    assert (used.tracks("a"), used.tracks("c")) == (False, True)
     used.unused = ["a", "b"]
     assert step(used, ("b", None), skipped=APPLIED) == "a"
 
@@ -65,15 +65,15 @@ def test_more_parameters_and_other_training() -> None:
 def test_ranks_agree_and_exchange_nothing_once_everything_is_used() -> None:
     rank = dist.get_rank()
     used = UsedParameters("abcd", dist.group.WORLD, CPU)
-    mine = ("a", True), ("bc", False)
-    theirs = ("d", False), ("c", True)
-    assert step(used, *(theirs if rank else mine), skipped=APPLIED) == "bd"
+    of_rank_0 = ("a", True), ("bc", False)
+    of_rank_1 = ("d", False), ("c", True)
+    assert step(used, *(of_rank_1 if rank else of_rank_0), skipped=APPLIED) == "bd"
     assert step(used, ("bd" if rank else "", None), skipped=APPLIED) == ""
     reads: list[Any] = []
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(module, "on_host", lambda values: reads.append(values) or values.tolist())
     assert step(used, ("", None), skipped=APPLIED) == ""
-    if rank == 0:  # alone: nobody else takes part in anything
+    if rank == 0:  # without the other rank: there is no collective
         assert step(used, ("", None), skipped=APPLIED) == ""
-    assert reads == [APPLIED]  # whether the step before was skipped
+    assert reads == [APPLIED]  # whether the previous step was skipped
     monkeypatch.undo()

@@ -19,7 +19,7 @@ from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.diagnosis.probe import ForwardOverflow
 
 
-def facts(**changes: Any) -> OverflowContext:
+def make_context(**changes: Any) -> OverflowContext:
     values: dict[str, Any] = {
         "scale": 65536.0,
         "weight": 8.0,
@@ -31,8 +31,8 @@ def facts(**changes: Any) -> OverflowContext:
     return OverflowContext(**{**values, **changes})
 
 
-def seen(*values: float, **changes: Any) -> RankOverflowStats:
-    """What a rank saw in two microbatches whose finite gradients are `values`."""
+def make_stats(*values: float, **changes: Any) -> RankOverflowStats:
+    """Return statistics of a rank for two microbatches with the finite gradients `values`."""
     evidence: dict[str, Any] = {
         "losses": [1.0, 2.0],
         "repeated_losses": [1.0, 2.0],
@@ -56,9 +56,9 @@ def overflow(name: str = "layers.3.weight", rank: int = 0, inf: int = 2) -> Para
 
 
 def test_scale_too_high() -> None:
-    ranks = [seen(0.5), seen(0.5, parameters=[overflow(rank=1)], largest_at_lowest=3.0)]
-    report = diagnose(ranks, facts())
-    # 65504 / 3 lies between 2^14 and 2^15.
+    ranks = [make_stats(0.5), make_stats(0.5, parameters=[overflow(rank=1)], largest_at_lowest=3.0)]
+    report = diagnose(ranks, make_context())
+    # 65504 / 3 is between 2^14 and 2^15.
     assert (report.cause, report.fitting_scale) == ("scale_too_high", 2.0**14)
     assert str(report) == (
         "loss scale 2^16 was too high: the parameters' gradients fit at 2^14; first in the "
@@ -79,20 +79,20 @@ def test_scale_too_high() -> None:
     ],
 )
 def test_what_to_do_depends_on_the_rules_of_the_scale(floor: float | None, advice: str) -> None:
-    evidence = seen(0.5, parameters=[overflow()], largest_at_lowest=3.0)
-    report = diagnose([evidence], facts(floor=floor))
+    evidence = make_stats(0.5, parameters=[overflow()], largest_at_lowest=3.0)
+    report = diagnose([evidence], make_context(floor=floor))
     assert (report.cause, report.advice) == ("scale_too_high", advice)
 
 
 def test_the_fitting_scale_is_below_the_one_that_did_not_fit() -> None:
-    # The gradients of the parameters are small; that of an activation has overflown.
-    report = diagnose([seen(parameters=[overflow()], largest_at_lowest=1e-6)], facts())
+    # The gradients of parameters are small; the gradient of an activation overflowed.
+    report = diagnose([make_stats(parameters=[overflow()], largest_at_lowest=1e-6)], make_context())
     assert report.fitting_scale == 2.0**15
 
 
 def test_range_too_wide_at_the_lowest_scale() -> None:
-    ranks = [seen(0.5), seen(parameters=[overflow(rank=1)], largest_at_lowest=math.inf)]
-    report = diagnose(ranks, facts())
+    ranks = [make_stats(0.5), make_stats(parameters=[overflow(rank=1)], largest_at_lowest=math.inf)]
+    report = diagnose(ranks, make_context())
     assert (report.cause, report.fitting_scale, report.lost_share) == ("range_too_wide", None, None)
     assert "overflow even at loss scale 2^0" in report.diagnosis
     assert report.advice.startswith("use a bf16 policy")
@@ -100,11 +100,11 @@ def test_range_too_wide_at_the_lowest_scale() -> None:
 
 @pytest.mark.parametrize(("small", "cause"), [(5, "range_too_wide"), (4, "scale_too_high")])
 def test_range_too_wide_when_most_gradients_would_be_zero(small: int, cause: str) -> None:
-    # At 2^1, where the largest fits, 2^-11 becomes 2^-26.
-    evidence = seen(
+    # At scale 2^1, where the largest value fits, 2^-11 becomes 2^-26.
+    evidence = make_stats(
         *[2.0**-11] * small, *[1.0] * 4, parameters=[overflow()], largest_at_lowest=30000.0
     )
-    report = diagnose([evidence], facts())
+    report = diagnose([evidence], make_context())
     assert (report.cause, report.fitting_scale) == (cause, 2.0)
     assert report.lost_share == small / (small + 4)
     assert ("where 56% become zero" in report.diagnosis) == (cause == "range_too_wide")
@@ -123,10 +123,10 @@ def test_overflow_in_the_forward_pass(
     origin: ForwardOverflow | None, place: str, module: str | None
 ) -> None:
     losses = [1.0, math.inf]
-    bad = seen(
+    bad = make_stats(
         losses=losses, repeated_losses=losses, forward=[None, origin], parameters=[overflow()]
     )
-    report = diagnose([bad, seen(), bad], facts())
+    report = diagnose([bad, make_stats(), bad], make_context())
     assert report.cause == "forward"
     assert report.diagnosis == (
         f"overflow in the forward pass: the loss itself is not finite{place} on ranks 0, 2 of 3, "
@@ -146,9 +146,9 @@ SUSPECTS = ("changed in place", "a race or a non-deterministic operation", "memo
 def test_a_loss_that_is_finite_when_repeated_does_not_blame_the_loss_function(
     loss: float, exact: bool
 ) -> None:
-    spoilt = seen(losses=[1.0, loss], repeated_losses=[1.0, 2.25])
-    report = diagnose([seen(), spoilt], facts(exact=exact))
-    moved = "" if exact else ", with weights that one update has moved since"
+    bad_stats = make_stats(losses=[1.0, loss], repeated_losses=[1.0, 2.25])
+    report = diagnose([make_stats(), bad_stats], make_context(exact=exact))
+    moved = "" if exact else ", with weights that one update has changed since"
     assert report.diagnosis == (
         f"an overflow that did not recur when the step was repeated{moved}: the loss was {loss:g}, "
         "and 2.25 in the repetition on rank 1 of 2 only, microbatch 1"
@@ -159,8 +159,8 @@ def test_a_loss_that_is_finite_when_repeated_does_not_blame_the_loss_function(
 
 
 def test_a_loss_that_is_not_finite_only_when_repeated() -> None:
-    odd = seen(repeated_losses=[math.nan, 2.0], parameters=[overflow()])
-    report = diagnose([odd], facts())
+    odd = make_stats(repeated_losses=[math.nan, 2.0], parameters=[overflow()])
+    report = diagnose([odd], make_context())
     assert (report.cause, report.microbatch) == ("not_repeated", 0)
     assert report.diagnosis == (
         "the step and its repetition differ: the loss was 1, and nan in the repetition, "
@@ -171,35 +171,37 @@ def test_a_loss_that_is_not_finite_only_when_repeated() -> None:
 
 def test_a_loss_that_recurs_on_one_rank_comes_before_one_that_does_not() -> None:
     bad = [1.0, math.nan]
-    report = diagnose([seen(losses=bad), seen(losses=bad, repeated_losses=bad)], facts())
+    report = diagnose(
+        [make_stats(losses=bad), make_stats(losses=bad, repeated_losses=bad)], make_context()
+    )
     assert (report.cause, report.ranks) == ("forward", (1,))
 
 
 @pytest.mark.parametrize("has_masters", [True, False])
-def test_what_was_written_into_a_copy_of_a_master_weight_is_gone(has_masters: bool) -> None:
-    for spoilt in (seen(1.0), seen(losses=[math.nan, 1.0])):
-        report = diagnose([spoilt], facts(has_masters=has_masters))
+def test_a_value_written_to_a_copy_of_a_master_weight_is_overwritten(has_masters: bool) -> None:
+    for bad_stats in (make_stats(1.0), make_stats(losses=[math.nan, 1.0])):
+        report = diagnose([bad_stats], make_context(has_masters=has_masters))
         assert report.cause == "not_repeated"
         assert ("copied from FP32 master weights after every step" in report.advice) == has_masters
 
 
 def test_bad_input_comes_before_what_follows_from_it() -> None:
-    spoilt = seen(
+    bad_stats = make_stats(
         losses=[1.0, math.nan],
         bad_inputs=[0, 7],
         forward=[None, ForwardOverflow("first", "input")],
         parameters=[overflow()],
         largest_at_lowest=math.inf,
     )
-    report = diagnose([seen(), spoilt], facts())
+    report = diagnose([make_stats(), bad_stats], make_context())
     assert (report.cause, report.ranks, report.microbatch) == ("bad_input", (1,), 1)
     assert "7 inf or NaN among the floating-point values of the batch" in report.diagnosis
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
 def test_bad_weight(weight: float) -> None:
-    evidence = [seen(), seen(parameters=[overflow()], loss_weights=[4.0, weight])]
-    report = diagnose(evidence, facts(weight=weight))
+    evidence = [make_stats(), make_stats(parameters=[overflow()], loss_weights=[4.0, weight])]
+    report = diagnose(evidence, make_context(weight=weight))
     assert (report.cause, report.ranks, report.microbatch) == ("bad_weight", (1,), 1)
     assert f"add up to {weight:g}" in report.diagnosis
 
@@ -232,44 +234,48 @@ def test_bad_weight(weight: float) -> None:
 def test_bad_parameter(
     held: dict[str, Any], diagnosis: str, advice: str, holders: tuple[int, ...]
 ) -> None:
-    spoilt = seen(bad_parameters=["head.weight"], repeated_losses=[math.nan, math.nan])
-    evidence = [spoilt, seen(), dataclasses.replace(spoilt, **held)]
-    report = diagnose(evidence, facts())
+    bad_stats = make_stats(bad_parameters=["head.weight"], repeated_losses=[math.nan, math.nan])
+    evidence = [bad_stats, make_stats(), dataclasses.replace(bad_stats, **held)]
+    report = diagnose(evidence, make_context())
     assert (report.cause, report.module) == ("bad_parameter", "head")
     assert (report.diagnosis, report.ranks) == (diagnosis, holders)
     assert advice in report.advice
 
 
 def test_backward_without_a_loss_scale() -> None:
-    spoilt = seen(parameters=[overflow()], largest_at_lowest=None)
+    bad_stats = make_stats(parameters=[overflow()], largest_at_lowest=None)
     for dtype in (torch.float32, torch.bfloat16):
-        report = diagnose([spoilt], facts(scale=1.0, floor=None, compute_dtype=dtype))
+        report = diagnose([bad_stats], make_context(scale=1.0, floor=None, compute_dtype=dtype))
         assert (report.cause, report.fitting_scale) == ("backward", None)
         assert "root of zero" in report.advice
 
 
 def test_overflow_of_the_sum_over_ranks() -> None:
-    report = diagnose([seen(1.0), seen(1e30)], facts(compute_dtype=torch.float32))
+    report = diagnose(
+        [make_stats(1.0), make_stats(1e30)], make_context(compute_dtype=torch.float32)
+    )
     assert (report.cause, report.ranks) == ("reduction", (1,))
     assert "up to 1e+30, but their sum or norm is beyond float32" in report.diagnosis
 
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_not_repeated(exact: bool) -> None:
-    report = diagnose([seen(1.0)] * 2, facts(exact=exact))
+    report = diagnose([make_stats(1.0)] * 2, make_context(exact=exact))
     assert (report.cause, report.ranks, report.microbatch) == ("not_repeated", (), None)
     assert ("one update has moved" in report.diagnosis) == (not exact)
 
 
 def test_a_report_names_a_few_parameters_and_counts_all() -> None:
     entries = [overflow(f"layers.{index}.weight") for index in range(20)]
-    report = diagnose([seen(parameters=entries), seen(parameters=entries[:1])], facts())
+    report = diagnose(
+        [make_stats(parameters=entries), make_stats(parameters=entries[:1])], make_context()
+    )
     assert report.parameters == (*entries[:8], entries[0])
     assert report.parameters_total == 20
 
 
 def test_the_record_is_json() -> None:
-    report = diagnose([seen(parameters=[overflow()])], facts())
+    report = diagnose([make_stats(parameters=[overflow()])], make_context())
     record = json.loads(json.dumps(report.to_record(), allow_nan=False))
     assert record["parameters"][0]["name"] == "layers.3.weight"
     assert (record["cause"], record["one_rank_only"]) == ("scale_too_high", False)

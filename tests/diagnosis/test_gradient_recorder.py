@@ -52,7 +52,7 @@ def recorded(engine: Engine, sizes: object = TWO_RANKS, steps: int = 2) -> Histo
 
 
 def outputs_of(model: Classifier, x: Tensor) -> dict[str, list[Tensor]]:
-    """Run the model, and keep what its modules return."""
+    """Run the model and keep the outputs of its modules."""
     kept: dict[str, list[Tensor]] = {"first": [model.first(x)]}
     x = kept["first"][0]
     for index, block in enumerate(model.blocks):
@@ -64,7 +64,7 @@ def outputs_of(model: Classifier, x: Tensor) -> dict[str, list[Tensor]]:
     return kept
 
 
-def test_it_counts_what_autograd_computes_for_each_microbatch() -> None:
+def test_counts_are_those_of_autograd_for_each_microbatch() -> None:
     engine = make_engine()
     histograms = recorded(engine, ONE_RANK, steps=1)
     assert engine.nominal_weight is not None
@@ -103,7 +103,7 @@ def test_strategies_agree() -> None:
     here = sum(len(batch.labels) > 0 for batch in microbatches(0, TWO_RANKS[0], 0))
     assert here == 2
     head = single[PARAMETERS]["head"]
-    # Both ranks, two microbatches on each.
+    # Two ranks with two microbatches each.
     assert head.values == 4 * make_model().head.weight.numel()
 
 
@@ -131,7 +131,7 @@ def _hooks(module: nn.Module) -> list[int]:
 
 
 class _Awkward(nn.Module):
-    """A shared weight, a part used twice, recomputation, tuples, an output without gradient."""
+    """Has a shared weight, a module called twice, recomputation, tuples, a detached output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -176,7 +176,7 @@ def test_a_larger_loss_moves_the_recommendation() -> None:
             engine.step(batches)
         head = recorder.histograms(None)[PARAMETERS]["blocks.1"]
         scales.append(2.0 ** (12 - max(head.exponents)))
-        # The smallest gradients of this small model would be served by less.
+        # The smallest gradients of this small model need a lower scale.
         assert head.recommended_scale() <= scales[-1]  # type: ignore[operator]
     assert scales[0] == scales[1] * 2.0**10
     assert loss(make_model(), batches[0])[0] > 1000

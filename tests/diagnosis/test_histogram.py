@@ -20,10 +20,10 @@ def histogram_of(values: Tensor) -> ExponentHistogram:
 
 
 def shares_by_casting(values: Tensor, scale_exponent: int) -> Shares:
-    """Count what torch itself makes of the values in float16."""
+    """Count the results of torch's cast to float16."""
     known = values[values.isfinite() & (values != 0)]
-    # float64 holds every product exactly, and every float32 that it could be rounded to overflows
-    # or underflows in float16 just the same.
+    # float64 represents every product exactly. Rounding a product to float32 first would not change
+    # whether it overflows or underflows in float16.
     halves = (known.double() * 2.0**scale_exponent).float().half()
     normal = torch.finfo(torch.float16).smallest_normal
     count = max(1, known.numel())
@@ -35,7 +35,7 @@ def shares_by_casting(values: Tensor, scale_exponent: int) -> Shares:
 
 
 def near_float16_borders(size: int, seed: int) -> Tensor:
-    """Values with random exponents and fractions next to those where rounding changes sides."""
+    """Values with random exponents, and fractions next to the rounding thresholds."""
     generator = np.random.default_rng(seed)
     borders = np.array([0, 1, 0x7FE000, 0x7FF000, 0x7FFFFF, 0x400000])
     fractions = (generator.choice(borders, size) + generator.integers(-2, 3, size)) % 2**23
@@ -61,7 +61,7 @@ def test_shares_are_those_of_casting_next_to_every_border(scale: int) -> None:
 
 @pytest.mark.parametrize("scale", [0, 16])
 def test_each_border_by_itself(scale: int) -> None:
-    """Of a mixture, two errors could cancel."""
+    """In a mixture of values, two errors could cancel."""
     borders = [2.0**-25, 2.0**-24, 2.0**-14 - 2.0**-25, 2.0**-14, 65504.0, 65520.0, 65536.0]
     for border in borders:
         exact = torch.tensor(border / 2.0**scale)
@@ -113,11 +113,11 @@ def test_histograms_add_up() -> None:
     [
         (1.0, 2.0**-40, 2.0**12),  # 1 * 2^12 * 2^3 = 2^15
         (1.5, 2.0**-40, 2.0**12),
-        (65504 / 2**15, 2.0**-40, 2.0**12),  # the largest number that float16 has
-        (65520 / 2**15, 2.0**-40, 2.0**11),  # the next one up is infinite
+        (65504 / 2**15, 2.0**-40, 2.0**12),  # the largest float16 number
+        (65520 / 2**15, 2.0**-40, 2.0**11),  # the next larger value is infinite
         (2.0**-20, 2.0**-60, 2.0**32),
         (2.0**20, 2.0**-40, 2.0**-8),  # a scale below 1, because 2^20 does not fit
-        (1.0, 2.0**-14, 1.0),  # nothing to gain
+        (1.0, 2.0**-14, 1.0),  # a larger scale gains nothing
         (1.0, 2.0**-17, 2.0**3),  # enough for every value to be normal
         (2.0**-5, 2.0**-5, 1.0),
     ],
@@ -146,7 +146,7 @@ def test_the_recommended_scale_is_the_best_there_is(exponents: list[float], marg
         assert scale >= 1
         assert all_normal(scale)
     if scale > 1:
-        # Not more than is useful; rounding up to a normal number is not counted on.
+        # Not larger than useful; values that round up to a normal number count as subnormal.
         assert float((values.double() * scale / 2).min()) < 2.0**-14
 
 
@@ -158,7 +158,7 @@ def test_without_any_value_there_is_no_recommendation(values: list[float]) -> No
     assert found.exponents == {}
 
 
-def test_the_range_of_fp32s_own_subnormal_numbers() -> None:
+def test_the_range_of_subnormal_fp32_numbers() -> None:
     tiny = torch.tensor([1e-45, 1e-39, -1e-40])
     found = histogram_of(tiny)
     assert found.zeros == 0

@@ -16,7 +16,7 @@ def units(module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def number_of_hooks(module: nn.Module) -> int:
-    """Count the hooks on modules and parameters, by the private tables that hold them."""
+    """Count the hooks on modules and parameters in torch's private dictionaries."""
     tables = [
         table
         for part in module.modules()
@@ -26,9 +26,9 @@ def number_of_hooks(module: nn.Module) -> int:
     return sum(map(len, tables))
 
 
-def test_gradients_are_those_that_backward_hands_over() -> None:
+def test_gradients_are_those_of_backward() -> None:
     model = nn.Linear(2, 3, bias=False)
-    model.weight.grad = torch.full((3, 2), math.nan)  # of an earlier backward: none of ours
+    model.weight.grad = torch.full((3, 2), math.nan)  # of an earlier backward
     factors = torch.tensor([[1.0, math.inf], [-math.inf, math.nan], [-4.0, 0.0]])
     with Probe(model, units(model)) as probe:
         (model.weight * factors).sum().backward()
@@ -89,7 +89,7 @@ def test_parameters_that_are_overwritten_during_forward() -> None:
 
 
 class Between(nn.Module):
-    """Overflows between its two parts."""
+    """Overflows between its two modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ def test_the_first_module_that_is_not_finite(
     assert probe.forward == expected
 
 
-def test_nothing_stays_behind() -> None:
+def test_hooks_are_removed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with Probe(model, units(model)):
         model(torch.ones(1, 2)).sum().backward()

@@ -1,4 +1,4 @@
-"""The sharded strategies on the small model: settings, batches for four ranks, what was seen."""
+"""Tools to test sharded strategies: settings, batches for four ranks, observed dtypes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distmp.parallel import ParallelConfig
 from distmp.parallel.settings import ShardingConfig
 
-# Two microbatches on each of four ranks, of the same samples as FOUR_RANKS and ONE_RANK.
+# Two microbatches on each of four ranks, with the same samples as FOUR_RANKS and ONE_RANK.
 FOUR_BY_TWO = (
     ((2, 1), (3, 2), (1, 0), (4, 3)),
     ((5, 3), (1, 0), (0, 0), (0, 0)),
@@ -30,17 +30,17 @@ def sharded(strategy: str, **settings: Any) -> dict[str, Any]:
 
 
 class Observed(TorchDispatchMode):
-    """Notes the dtypes of matrix products and of what travels between ranks.
+    """Records the dtypes of matrix products and collectives.
 
     Attributes:
         products: Dtypes of the factors of matrix products.
-        travels: Name of a c10d operation to the dtypes of its tensors.
+        collectives: Dtypes of the tensors of each c10d operation, by its name.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.products: set[torch.dtype] = set()
-        self.travels: dict[str, set[torch.dtype]] = {}
+        self.collectives: dict[str, set[torch.dtype]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
@@ -48,10 +48,10 @@ class Observed(TorchDispatchMode):
         if name in ("mm", "addmm", "bmm", "baddbmm"):
             self.products |= {tensor.dtype for tensor in tensors}
         if func.namespace == "c10d":
-            self.travels.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
+            self.collectives.setdefault(name, set()).update(tensor.dtype for tensor in tensors)
         return func(*args, **(kwargs or {}))
 
     def gathered(self) -> set[torch.dtype]:
         """Return the dtypes of gathered parameters; ranks compare their order in integers."""
         names = ("_allgather_base_", "allgather_")
-        return {d for name in names for d in self.travels.get(name, ()) if d.is_floating_point}
+        return {d for name in names for d in self.collectives.get(name, ()) if d.is_floating_point}

@@ -20,7 +20,7 @@ FACTS = AccumulationMemory(
     shard_size=8,
     replicas=1,
     gradient_bytes=2,
-    wire_bytes=4,
+    comm_bytes=4,
     weight_bytes=4,
     microbatches=4,
 )
@@ -29,15 +29,19 @@ FACTS = AccumulationMemory(
 @pytest.mark.parametrize(
     ("changes", "place", "reason"),
     [
-        ({}, "unsharded", "a rank sends 3.5 GB per step instead of 14 GB per step; whole in FP32 "),
+        ({}, "unsharded", "a rank sends 3.5 GB per step instead of 14 GB per step; the full FP32 "),
         ({"microbatches": None}, "unsharded", "3.5 GB per step instead of 3.5 GB per microbatch"),
-        ({"microbatches": 1}, "sharded", "a step is one microbatch"),
-        ({"free_bytes": 10**10}, "sharded", "they would take 4 GB of 10 GB of free memory"),
-        ({"free_bytes": 10**10, "replicas": 2}, "hybrid", "they would take 4 GB of 10 GB of free"),
-        ({"wire_bytes": 2}, "sharded", "of one microbatch they lose nothing in 16 bits"),
-        ({"wire_bytes": 2, "replicas": 2}, "hybrid", "they lose nothing in 16 bits"),
-        # Autocast: gradients have 32 bits, and are rounded anyway.
-        ({"wire_bytes": 2, "gradient_bytes": 4}, "unsharded", "1.75 GB per step instead of 7 GB"),
+        ({"microbatches": 1}, "sharded", "a step has one microbatch"),
+        ({"free_bytes": 10**10}, "sharded", "gradients would take 4 GB of 10 GB free memory"),
+        (
+            {"free_bytes": 10**10, "replicas": 2},
+            "hybrid",
+            "gradients would take 4 GB of 10 GB free",
+        ),
+        ({"comm_bytes": 2}, "sharded", "gradients of one microbatch lose nothing in 16-bit"),
+        ({"comm_bytes": 2, "replicas": 2}, "hybrid", "lose nothing in 16-bit communication"),
+        # Autocast: gradients are FP32, so communication in 16 bits rounds them.
+        ({"comm_bytes": 2, "gradient_bytes": 4}, "unsharded", "1.75 GB per step instead of 7 GB"),
         ({"weight_bytes": 2}, "unsharded", "FP32 sums for 16-bit weights"),
         ({"weight_bytes": 2, "replicas": 2}, "hybrid", "FP32 sums for 16-bit weights"),
     ],
@@ -50,7 +54,7 @@ def test_the_choice_and_its_reason(changes: dict[str, Any], place: str, reason: 
 
 def test_what_is_configured_is_taken() -> None:
     assert choose("sharded", FACTS) == ("sharded", "configured")
-    with pytest.raises(ConfigError, match="'sharded': adds up in the type of the weights"):
+    with pytest.raises(ConfigError, match="'sharded': accumulates in the dtype of the weights"):
         choose("sharded", FACTS._replace(weight_bytes=2))
 
 
@@ -71,5 +75,5 @@ def test_ranks_agree_on_the_least_free_memory() -> None:
     class Memory:
         available = 2000 * (1 + world.rank)
 
-    module.psutil.virtual_memory = lambda: Memory  # ends with the process
+    module.psutil.virtual_memory = lambda: Memory  # the process ends after this
     assert least_free_bytes(world) == 1000

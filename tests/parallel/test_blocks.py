@@ -22,7 +22,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """As Hugging Face builds models: the list lies somewhere inside, blocks are named by class."""
+    """A model like those of Hugging Face: blocks in a nested list, named by class."""
 
     _no_split_modules = ("Layer",)
 
@@ -38,7 +38,7 @@ def test_blocks_are_the_entries_of_the_outermost_lists() -> None:
     body = nn.ModuleList([pair, Layer(), nn.ReLU(), nn.ModuleList([nn.Linear(3, 3)])])
     model = nn.ModuleDict({"stem": nn.Linear(1, 1), "body": nn.Sequential(body)})
     found = find_blocks(model)
-    # Lists and dictionaries are never called, so what they hold stands for them.
+    # Lists and dictionaries are never called, so their entries are the blocks.
     assert list(found) == ["body.0.0.attention", "body.0.1", "body.0.3.0"]
     assert found["body.0.1"] is body[1]
     assert find_blocks(nn.Linear(1, 1)) == {}
@@ -58,13 +58,13 @@ def test_patterns_are_for_names_and_classes() -> None:
     both = find_blocks(Decoder(), ["model.layers.*", "heads.0"])
     assert "model.layers.1.experts.0" in both
     assert list(outermost(both)) == ["heads.0", "model.layers.0", "model.layers.1"]
-    with pytest.raises(ConfigError, match="'Lyer': fits no module; did you mean 'Layer'"):
+    with pytest.raises(ConfigError, match="'Lyer': matches no module; did you mean 'Layer'"):
         find_blocks(Decoder(), ["Layer", "Lyer"])
 
 
-def test_without_blocks_there_is_nothing_to_do_to_them() -> None:
+def test_a_model_without_blocks_is_refused() -> None:
     for setting in ("compile", "activation_checkpointing"):
-        with pytest.raises(ConfigError, match=f"{setting} = 'blocks': the model has no list"):
+        with pytest.raises(ConfigError, match=f"{setting} = 'blocks': the model has neither"):
             prepare_blocks(nn.Linear(1, 1), ParallelConfig(**{setting: "blocks"}))
 
 
@@ -104,7 +104,7 @@ def test_compiled_blocks_keep_names_and_a_whole_model_warns(
     assert list(model.state_dict()) == list(plain.state_dict())
     x = torch.randn(3, INPUTS)
     torch.testing.assert_close(model(x), plain(x))
-    assert 1 <= len(seen) <= 2  # the blocks, which may share their code
+    assert 1 <= len(seen) <= 2  # the blocks, which may share compiled code
     torch.testing.assert_close(whole(x), plain(x))
 
 

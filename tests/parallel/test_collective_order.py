@@ -39,32 +39,32 @@ def run_pass(order: CollectiveOrder, collectives: list[Collective], kind: Any = 
 class Counted(CollectiveOrder):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.asked = 0
+        self.compared = 0
 
-    def _ask(self, mine: Collective) -> None:
-        self.asked += 1
-        super()._ask(mine)
+    def _compare(self, local: Collective) -> None:
+        self.compared += 1
+        super()._compare(local)
 
 
 @ranks(2)
-def test_ranks_ask_only_where_something_is_new() -> None:
+def test_ranks_compare_only_new_collectives() -> None:
     order = Counted(World.current("cpu"), NAMES)
     run_pass(order, [A, B])
-    assert order.asked == 3  # with the end
+    assert order.compared == 3  # with the end
     for _ in range(3):
         run_pass(order, [A, B])
-    assert order.asked == 3
+    assert order.compared == 3
     run_pass(order, [A, C, B])
-    assert order.asked == 6
+    assert order.compared == 6
     run_pass(order, [A], "evaluation")
-    assert order.asked == 8
+    assert order.compared == 8
     run_pass(order, [A, C])  # shorter
-    assert order.asked == 9
+    assert order.compared == 9
     order.begin("train")
     order.note(A)
     order.abandon()
     run_pass(order, [A, C])
-    assert order.asked == 9
+    assert order.compared == 9
 
 
 @pytest.mark.parametrize(
@@ -118,13 +118,13 @@ def test_steps_of_different_lengths_are_an_error() -> None:
         batches = microbatches(0, [[3, 3], [3, 3]], dist.get_rank())
         engine.step(batches)
         engine.step(batches * 2)
-        message = r"rank 0 is about to take a step of 2 .* rank 1 is about to take a step of 3 "
+        message = r"rank 0 is about to run a step of 2 .* rank 1 is about to run a step of 3 "
         with pytest.raises(TrainingError, match=message):
             engine.step(batches[:1] * (2 + dist.get_rank()))
 
 
 class Routed(Classifier):
-    """Runs the blocks that it is told to run."""
+    """Runs the given blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Routed(Classifier):
 def test_ranks_that_run_different_blocks_get_one_error_instead_of_wrong_weights() -> None:
     rank = dist.get_rank()
     for strategy in ("fsdp", "hsdp", "fsdp1"):
-        # Of equal size, so that FSDP would gather one into the other; and one block less.
+        # Blocks of equal size, so that FSDP would mix them up; and one block less.
         for mine in ([rank, 1 - rank], [0, 1][: 1 + rank]):
             torch.manual_seed(0)
             model = Routed()
@@ -152,7 +152,7 @@ def test_ranks_that_run_different_blocks_get_one_error_instead_of_wrong_weights(
 
 
 def twice(model: nn.Module, batch: Batch) -> Any:
-    """Run the model two times in one microbatch."""
+    """Run the model twice in one microbatch."""
     (first, weight), (second, _) = (loss(model, batch) for _ in range(2))
     return first + second, weight
 
@@ -168,7 +168,7 @@ def test_a_steady_run_asks_nothing() -> None:
         train(engine, 1, TWO_RANKS, first=1)
         with Observed() as observed:
             train(engine, 2, TWO_RANKS, first=2)
-        assert torch.int64 not in {d for dtypes in observed.travels.values() for d in dtypes}
+        assert torch.int64 not in {d for dtypes in observed.collectives.values() for d in dtypes}
 
 
 @ranks(2)

@@ -86,7 +86,7 @@ def test_fsdp_and_ddp_agree_in_mixed_precision(precision: str) -> None:
 
 
 class WideAngles(nn.Module):
-    """Hands an FP32 tensor to its blocks, as rotary tables are."""
+    """Passes an FP32 tensor to its blocks, like rotary embeddings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ def model_entries(state: dict[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 @ranks(2)
 def test_gradients_are_summed_in_fp32_over_microbatches_and_ranks() -> None:
-    # In bfloat16 the small ones would all be lost beside the first.
+    # In bfloat16 adding the small values to the first one would change nothing.
     factors = [[1.0, *[2.0**-9] * 16], [2.0**-9] * 17][dist.get_rank()]
     batches = [samples(step, 1)._replace(factor=factor) for step, factor in enumerate(factors)]
     found = {}
@@ -149,13 +149,13 @@ def test_gradients_are_summed_in_fp32_over_microbatches_and_ranks() -> None:
         found[strategy] = {
             name: whole(parameter.grad) for name, parameter in engine.module.named_parameters()
         }
-    for name, expected in found["ddp"].items():  # which is checked against float64 elsewhere
+    for name, expected in found["ddp"].items():  # other tests compare it with float64
         assert found["fsdp"][name].dtype == torch.float32
         torch.testing.assert_close(found["fsdp"][name], expected, rtol=1e-6, atol=1e-8)
 
 
 class Repeating(nn.Module):
-    """Uses a weight so often that a sum of ones in bfloat16 would stop, at 256."""
+    """Uses a weight so often that a sum of ones in bfloat16 would stop at 256."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -264,7 +264,7 @@ def test_bf16_weights_cannot_be_unfrozen_unless_kept_in_fp32(precision: str) -> 
         train(engine, 1, TWO_RANKS, first=1)
         assert not torch.equal(weights(engine)["first.weight"], before["first.weight"])
     else:
-        with pytest.raises(ConfigError, match=r"'first\.weight': was unfrozen.*freeze it then"):
+        with pytest.raises(ConfigError, match=r"'first\.weight': was unfrozen.*then freeze it"):
             train(engine, 1, TWO_RANKS, first=1)
 
 
@@ -315,7 +315,7 @@ def test_offloaded_shards_are_stepped_on_the_host() -> None:
 def test_a_parameter_without_rows_is_named() -> None:
     model = nn.Module()
     model.temperature = nn.Parameter(torch.ones(()))
-    with pytest.raises(ConfigError, match=r"'temperature' is a single number .* shape \(1,\)"):
+    with pytest.raises(ConfigError, match=r"'temperature' has the shape \(\); .* shape \(1,\)"):
         FullySharded(model, policy("fp32"), World.current("cpu"))
     model.temperature = nn.Parameter(torch.ones(3, 0))
     with pytest.raises(ConfigError, match=r"cannot shard 'temperature' of shape \(3, 0\), which"):

@@ -1,15 +1,18 @@
-"""Says when a new torch has changed what `distmp.parallel.fsdp_internals` touches."""
+"""Fails if a new torch changes the attributes that `distmp.parallel.fsdp_internals` touches."""
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
+import distmp
 from distmp.errors import SetupError
 from distmp.parallel import fsdp_internals
 from tests.parallel.sharding import sharded
@@ -18,7 +21,7 @@ from tests.reference import Batch, make_engine
 
 
 @ranks(2)
-def test_what_waits_inside_fsdp_is_fp32_and_can_be_discarded() -> None:
+def test_unreduced_gradients_are_fp32_and_can_be_discarded() -> None:
     batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
     for options in (
         sharded("fsdp", accumulate="unsharded"),
@@ -27,16 +30,57 @@ def test_what_waits_inside_fsdp_is_fp32_and_can_be_discarded() -> None:
         engine = make_engine(policy="bf16", **options)
         module = engine.module
         engine._strategy.begin_step()
-        waiting = []
+        unreduced = []
         for _ in range(2):
             engine._strategy.begin_microbatch(last=False)
             engine._loss(module, batch)[0].backward()
-            waiting.append(sum(g.clone().sum() for g in fsdp_internals.waiting_gradients(module)))
-        assert {g.dtype for g in fsdp_internals.waiting_gradients(module)} == {torch.float32}
-        torch.testing.assert_close(waiting[1], 2 * waiting[0])
+            unreduced.append(
+                sum(g.clone().sum() for g in fsdp_internals.unreduced_gradients(module))
+            )
+        assert {g.dtype for g in fsdp_internals.unreduced_gradients(module)} == {torch.float32}
+        torch.testing.assert_close(unreduced[1], 2 * unreduced[0])
         assert all(parameter.grad is None for parameter in module.parameters())
         engine._strategy.begin_step()
-        assert fsdp_internals.waiting_gradients(module) == []
+        assert fsdp_internals.unreduced_gradients(module) == []
+
+
+def private_names_of_fsdp() -> set[str]:
+    """Return the private attributes and modules that torch's FSDP defines."""
+    root = Path(fsdp.__file__).parent
+    sources = {path.stem: path.read_text() for path in root.rglob("*.py")}
+    del sources["sharded_grad_scaler"]  # its private names are those of torch.amp.GradScaler
+    attributes = re.findall(r"(?:self\.|def )(_[a-z]\w*)\b", "\n".join(sources.values()))
+    names = {name for name in (*attributes, *sources) if name.startswith("_")}
+    others = {*dir(torch.nn.Module()), *dir(torch.Tensor)}
+    return names - others | {*fsdp_internals.GROUP_ATTRIBUTES, *fsdp_internals.PARAMETER_ATTRIBUTES}
+
+
+def private_accesses(path: Path, names: set[str]) -> list[str]:
+    """Return the attributes, imports and strings of a file that use these names."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            found += [node.attr] if node.attr in names and not own else []
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(fsdp.__name__):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [part for part in parts if part.startswith("_")]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found += [node.value] if f"{fsdp.__name__}._" in node.value else []
+            found += [node.value] if node.value in names else []
+    return found
+
+
+def test_only_one_file_touches_private_attributes_of_fsdp() -> None:
+    names = private_names_of_fsdp()
+    touched = {
+        path.name: accesses
+        for path in Path(distmp.__file__).parent.rglob("*.py")
+        if (accesses := private_accesses(path, names))
+    }
+    internals = touched.pop("fsdp_internals.py")
+    assert {"_handle", "_get_fsdp_state", "_partial_reduce_output"} <= {*internals}
+    assert touched == {}
 
 
 class FSDPParam:
@@ -59,13 +103,13 @@ def test_another_torch_is_refused_by_name() -> None:
 def test_this_torch_has_the_public_methods() -> None:
     for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "set_requires_all_reduce"):
         assert hasattr(FSDPModule, name)
-    # From 2.13 on; distmp goes without it before.
+    # Since 2.13; distmp works without it before.
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     assert hasattr(FSDPModule, "reset_iter_state") or version < (2, 13)
 
 
 @ranks(2)
-def test_fsdp1_tells_what_stands_in_the_place_of_parameters() -> None:
+def test_views_of_the_last_forward_of_fsdp1() -> None:
     engine = make_engine(**sharded("fsdp1"))
     units = [part for part in engine.module.modules() if isinstance(part, FullyShardedDataParallel)]
     batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))

@@ -35,7 +35,7 @@ def test_resolution(name: str, size: int, expected: str) -> None:
 
 def test_a_removed_strategy_is_the_one_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
     assert resolve_strategy("ddp-torch", world(2)) == "ddp"
-    assert caplog.messages == ["strategy 'ddp-torch' was removed; 'ddp' is used"]
+    assert caplog.messages == ["strategy 'ddp-torch' was removed; using 'ddp'"]
 
 
 @pytest.mark.parametrize(

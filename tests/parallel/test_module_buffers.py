@@ -61,7 +61,7 @@ def test_batch_statistics_are_those_of_ddp() -> None:
             (total / weight).backward()
             optimizer.step()
             engine.step([batch(step, rank)])
-        if rank == 0:  # the others get theirs at DDP's next forward
+        if rank == 0:  # DDP broadcasts to the others in its next forward
             for name, value in statistics(ddp.module).items():
                 torch.testing.assert_close(dict(model.named_buffers())[name], value)
         everyone: list[Any] = [None, None]

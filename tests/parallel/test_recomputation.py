@@ -15,12 +15,12 @@ from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
 from tests.reference import CLASSES, INPUTS, assert_same_bits, make_engine, snapshot, train
 
-# No microbatch of a single sample or none, from which a batch norm can learn nothing.
+# No microbatch with fewer than two samples, for which batch norm fails or returns nothing useful.
 SIZES = (((3, 5), (2, 7)), ((8, 2), (4, 3)))
 
 
 class Block(nn.Module):
-    """Writes buffers in all ways there are, and reads them before and after."""
+    """Writes buffers in several ways, and reads them before and after."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 class CalledTwice(Model):
-    """A block whose calls are computed again in reverse order."""
+    """A block that is called twice; its calls are recomputed in reverse order."""
 
     def forward(self, x: Tensor) -> Tensor:
         for block in (*self.blocks, self.blocks[0]):
@@ -68,7 +68,7 @@ class CalledTwice(Model):
 
 
 class Normalised(Model):
-    """Without what a compiler has to leave to Python."""
+    """A variant without graph breaks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Normalised(Model):
 
 
 def ends(model: type[Model], **options: Any) -> list[dict[str, Tensor]]:
-    """Train without checkpointing and with it; return all that training continues from."""
+    """Train without or with checkpointing; return the full training state."""
     found = []
     sharding = options.pop("sharding", ShardingConfig())
     compilation = options.pop("compile", "none")
@@ -107,7 +107,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 def test_recomputation_changes_no_bit_of_weights_and_buffers(policy: str) -> None:
     for options in WAYS:
         for model in (Model, CalledTwice):
-            # FSDP2 of torch 2.10 raises there: the norm, kept in FP32, is a group within the block.
+            # FSDP2 of torch 2.10 raises: the norm, kept in FP32, is a group inside the block.
             if (policy, model) == ("bf16", CalledTwice) and options["strategy"] in ("fsdp", "hsdp"):
                 continue
             without, recomputed = ends(model, policy=policy, **options)

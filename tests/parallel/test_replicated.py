@@ -39,7 +39,7 @@ Result = tuple[list[StepNumbers], dict[str, Tensor], dict[str, Tensor]]
 
 
 def train_rank(steps: int, sizes: Sequence[Any], options: dict[str, Any]) -> Result:
-    """Train from a start of this rank's own; return numbers, weights and the whole state."""
+    """Train from weights that differ by rank; return numbers, weights and the full state."""
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -92,7 +92,7 @@ def test_ranks_start_as_rank_0_has_it() -> None:
     assert model[1].running_mean.tolist() == [0] * 5
 
 
-# What happens to the parameters
+# Parameters
 
 
 def test_frozen_parameters_are_cast_and_never_touched() -> None:

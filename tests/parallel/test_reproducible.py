@@ -15,7 +15,7 @@ from tests.ranks import ranks, run_ranks
 from tests.reference import Batch, fused_adamw, loss, make_model, samples, sgd, snapshot
 
 LEAVES = (3, 5, 1, 7, 8, 0, 2, 2)
-"""Samples of each microbatch of the global batch, nowhere the same number twice in a row."""
+"""Number of samples of each microbatch of the global batch; neighbors differ."""
 
 STEPS = 25
 OVERFLOW_AT = 10
@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Dropping(nn.Module):
-    """The classifier with dropout, whose random numbers must not depend on the rank either."""
+    """The classifier with dropout, whose random numbers must not depend on the rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Dropping(nn.Module):
 
 
 def step_batches(step: int, rank: int, world_size: int) -> list[Batch]:
-    """Return this rank's run of the microbatches of a step."""
+    """Return the microbatches of a step on this rank."""
     whole = samples(step, sum(LEAVES))
     batches = [
         Batch(*part, float("inf") if step == OVERFLOW_AT and leaf == 3 else 1.0)
@@ -56,7 +56,7 @@ def step_batches(step: int, rank: int, world_size: int) -> list[Batch]:
 def digests(
     kinds: list[str], options: dict[str, Any], steps: int = STEPS, device: str = "cpu"
 ) -> dict[str, str]:
-    """Train each kind; return SHA-256 of weights, masters, moments, counts and losses."""
+    """Train each variant; return SHA-256 of weights, masters, moments, counts and losses."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     found = {}
@@ -87,7 +87,7 @@ def digests(
 def on_ranks(world_size: int, *args: Any) -> dict[str, str]:
     if world_size == 1 and "cuda" not in args:
         return digests(*args)
-    # On CUDA also of one rank: cuBLAS is told by an environment variable to be deterministic.
+    # On CUDA one rank needs a new process too: an environment variable makes cuBLAS deterministic.
     results = run_ranks(digests, world_size, *args, timeout=180, initialize=world_size > 1)
     assert all(result == results[0] for result in results)
     return results[0]
@@ -149,6 +149,8 @@ def test_different_numbers_of_microbatches_are_one_error() -> None:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", reproducible=True, device="cpu")
     batch = Batch(torch.ones(3, 6), torch.zeros(3, dtype=torch.int64))
     engine.step([batch, batch])
-    with pytest.raises(TrainingError, match=r"a step of 1 .*a step of 4 .*as many microbatches"):
+    with pytest.raises(
+        TrainingError, match=r"a step of 1 .*a step of 4 .*same number of microbatches"
+    ):
         engine.step([batch] * (4 if dist.get_rank() else 1))
     torch.use_deterministic_algorithms(False)

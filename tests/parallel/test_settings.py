@@ -25,7 +25,10 @@ def world(size: int) -> World:
         ("--sharding.accumulate unshard", "sharding.accumulate = 'unshard'"),
         ("--sharding.accumulate hybrid --strategy fsdp", "is for the strategies hsdp, and"),
         ("--sharding.accumulate sharded", "is for the strategies fsdp, hsdp and fsdp1, and"),
-        ("--sharding.accumulate unsharded --strategy fsdp1", "FSDP1 adds up unsharded gradients"),
+        (
+            "--sharding.accumulate unsharded --strategy fsdp1",
+            "FSDP1 accumulates unsharded gradients",
+        ),
         ("--sharding.shard-size 2 --strategy fsdp", "sharding.shard_size = 2: is for"),
         ("--sharding.shard-size 0 --strategy hsdp", "sharding.shard_size = 0: use 1 or more"),
         ("--no-sharding.reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),

@@ -47,7 +47,7 @@ def by_dimension(parameters: Any) -> torch.optim.Optimizer:
 
 
 def compare_with_replicated() -> None:
-    """Train with a sharded and with a whole optimizer; the ranks hold the same in the end."""
+    """Train with a sharded and a full optimizer; all ranks end with the same weights."""
     world_size = dist.get_world_size()
     sizes = SIZES[world_size]
     for policy in ("fp32", "bf16"):
@@ -62,13 +62,13 @@ def compare_with_replicated() -> None:
             for name, parameter in sharded.module.named_parameters():
                 assert parameter.dtype == parameters[name].dtype
                 torch.testing.assert_close(parameter, parameters[name], rtol=1e-2, atol=1e-5)
-            # Parameters that the module computes with are the same everywhere.
+            # The parameters of the module are the same on all ranks.
             assert rank_consistency.check(sharded) is None
             check_shares(sharded, world_size)
 
 
 def check_shares(engine: Any, world_size: int) -> None:
-    """Each rank steps, and has state of, about its part of all elements."""
+    """Each rank steps about 1/ranks of all elements, and has optimizer state for these only."""
     total = sum(parameter.numel() for parameter in engine.module.parameters())
     held = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
     counted = torch.tensor(held)
@@ -104,7 +104,7 @@ def test_it_equals_plain_torch(optimizer: Callable[[Any], torch.optim.Optimizer]
 
 
 def save_after(steps: int, directory: Path, options: dict[str, Any]) -> dict[str, Tensor]:
-    """Train and save; go on for as many steps again, and return where that leads."""
+    """Train and save, train as many steps again; return the final state."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     engine = make_engine(**options)
     train(engine, steps, SIZES[world_size])
@@ -147,7 +147,7 @@ def test_checkpoints_fit_other_numbers_of_ranks_and_whole_optimizers(
                 assert_same_bits(found, expected)
             assert found.keys() == expected.keys()
             for name, value in expected.items():
-                # In 16 bits gradients differ with the order of sums, and so does what they move.
+                # In 16 bits gradients depend on the order of additions, and so do the weights.
                 tolerance = 1e-4 if policy == "fp32" else 2e-2
                 torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 

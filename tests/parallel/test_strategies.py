@@ -1,4 +1,4 @@
-"""What holds for every strategy: the same numbers, and the dtypes that the policy promises."""
+"""Every strategy computes the same numbers, in the dtypes of the policy."""
 
 from __future__ import annotations
 
@@ -107,14 +107,14 @@ def test_losses_of_fifty_steps_are_those_of_a_single_rank() -> None:
     found = run_ranks(
         fifty_steps, 2, [{"policy": p, **each} for p in ("fp32", "bf16") for each in strategies]
     )[0]
-    # The second is about 10 times what a step of bf16 rounds; docs/precision.md has the figures.
+    # The second is about 10 times the rounding error of a step in bf16, see docs/precision.md.
     for index, (precision, tolerance) in enumerate((("fp32", 1e-4), ("bf16", 2e-2))):
         alone = [n.loss for n in train(make_engine(policy=precision), 50, ONE_RANK)]
         for losses in found[index * len(strategies) : (index + 1) * len(strategies)]:
             assert losses == pytest.approx(alone, rel=tolerance)
 
 
-# Weights without masters have a test of their own below.
+# Weights without masters are tested below.
 MIXED = [preset for preset in PRESETS.values() if preset.param_dtype == FP32]
 PROMISED = {preset.name: preset.compute_dtype for preset in MIXED}
 GATHERED = {preset.name: preset.module_dtype for preset in MIXED}
@@ -134,11 +134,11 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
             with Observed() as observed:
                 train(engine, 1, FOUR_BY_TWO)
             assert observed.products == {computed}, (options, precision)
-            travels = observed.travels
+            travels = observed.collectives
             if options["strategy"] != "ddp":
                 assert observed.gathered() == {GATHERED[precision]}
                 assert travels["alltoall_base_"] == {FP32}
-            # The decision, and what goes between the copies of hsdp.
+            # The step decision, and the all-reduce between the copies of hsdp.
             between = {FP32} if options["strategy"] in ("hsdp", "ddp") else set()
             reduced = {dtype for dtype in travels["allreduce_"] if dtype.is_floating_point}
             assert reduced == {torch.float64} | between
@@ -149,7 +149,7 @@ def test_matrix_products_the_wire_and_the_accumulator_have_the_promised_types() 
         engine = make_engine(policy=REDUCED_IN_BF16, **options)
         with Observed() as observed:
             train(engine, 1, FOUR_BY_TWO)
-        assert observed.travels["alltoall_base_"] == {BF16}
+        assert observed.collectives["alltoall_base_"] == {BF16}
 
 
 def test_a_single_rank_computes_in_the_promised_types() -> None:
@@ -158,7 +158,7 @@ def test_a_single_rank_computes_in_the_promised_types() -> None:
         with Observed() as observed:
             train(engine, 1, ONE_RANK)
         assert observed.products == {computed}
-        assert not observed.travels
+        assert not observed.collectives
 
 
 KEPT = PrecisionPolicy("kept norms", compute_dtype=BF16, keep_fp32=("LayerNorm", "head"))
@@ -190,7 +190,7 @@ def test_kept_modules_are_gathered_and_computed_in_fp32() -> None:
                 part.register_forward_pre_hook(watch(plain))
         with Observed() as observed:
             train(engine, 4, TWO_RANKS)
-        assert observed.gathered() == {FP32, BF16}, (options, observed.travels)
+        assert observed.gathered() == {FP32, BF16}, (options, observed.collectives)
         assert seen.pop("first") == seen.pop("blocks.0.linear") == {BF16}
         assert seen.pop("blocks.1.linear") == {BF16}
         assert {name.rpartition(".")[2] for name in seen} == {"norm", "head"}
@@ -208,7 +208,9 @@ def test_weights_without_masters_are_summed_in_fp32() -> None:
     train(engine, 2, TWO_RANKS)
     assert {value.dtype for value in weights(engine).values()} == {BF16}
     assert error(weights(engine), plain_training(2, ONE_RANK, fused_sgd)[0]) < 0.1
-    with pytest.raises(ConfigError, match=r"sharding.accumulate = 'sharded': adds up in the type"):
+    with pytest.raises(
+        ConfigError, match=r"sharding.accumulate = 'sharded': accumulates in the dtype"
+    ):
         make_engine(policy="bf16-pure", **sharded("fsdp", accumulate="sharded"))
     with pytest.raises(ConfigError, match="steps bfloat16 weights, and FSDP1"):
         make_engine(policy="bf16-pure", strategy="fsdp1")
@@ -235,7 +237,7 @@ def test_an_overflow_on_one_rank_is_skipped_by_all_and_explained() -> None:
         assert_same_bits(trained(snapshot(engine)), trained(before))
         report = engine.explain(outcome)
         assert (report.cause, report.ranks, report.microbatch) == ("scale_too_high", (1,), 1)
-        if options["strategy"] != "fsdp1":  # which hides its parameters
+        if options["strategy"] != "fsdp1":  # which flattens its parameters
             names = {name for name, _ in make_model().named_parameters()}
             assert {entry.name for entry in report.parameters} <= names
             assert report.parameters_total > 0
@@ -305,7 +307,7 @@ def test_nothing_of_an_abandoned_accumulation_reaches_the_next_step() -> None:
             engine.step([batch, batch._replace(factor=2.0)])
         for one in (engine, reference):
             if options["strategy"] == "fsdp1" and one is engine:
-                with pytest.raises(TrainingError, match="FSDP1 cannot go on after a step"):
+                with pytest.raises(TrainingError, match="FSDP1 cannot continue after a step"):
                     train(one, 1, TWO_RANKS, first=1)
                 return
             train(one, 2, TWO_RANKS, first=1)
@@ -313,7 +315,7 @@ def test_nothing_of_an_abandoned_accumulation_reaches_the_next_step() -> None:
 
 
 class Changeable(Classifier):
-    """Runs its blocks as it is told, and a layer of its own only where it is asked."""
+    """Runs the given blocks, and its own layer only on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -331,7 +333,7 @@ class Changeable(Classifier):
 
 @ranks(2)
 def test_a_parameter_may_be_used_first_in_the_last_microbatch() -> None:
-    # pytorch#196996: FSDP2 asserts, because the others' gradients are FP32 by then.
+    # pytorch#196996: FSDP2 asserts, because the other gradients are already FP32.
     states = []
     for options in ({"strategy": "ddp"}, sharded("fsdp", accumulate="unsharded")):
         torch.manual_seed(0)
@@ -371,7 +373,7 @@ def test_an_unfrozen_parameter_is_trained_from_then_on() -> None:
 
 @ranks(2)
 def test_the_host_reads_nothing_in_a_steady_step() -> None:
-    """What would make it wait for a GPU; collectives of NCCL do not."""
+    """Calls that would wait for a GPU; NCCL collectives do not."""
     for options in (
         {"strategy": "ddp", "policy": "fp16"},
         {"strategy": "ddp", "policy": REDUCED_IN_BF16, "shard_optimizer": True},

@@ -1,8 +1,8 @@
-"""Parameters that are used now and then, or never: one rule for every strategy.
+"""Parameters that are used sometimes or never: one rule for every strategy.
 
-A parameter that no rank has ever used is left alone. From its first gradient on, a step in which
-nobody uses it counts as a zero gradient. The reference is that rule around torch's own optimizers,
-in float64, on all samples at once.
+A parameter that no rank has ever used is not stepped. From its first gradient on, a step in which
+no rank uses it counts as a zero gradient. The reference applies this rule to torch's optimizers, in
+float64, on all samples at once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 @dataclass
 class Sample:
-    """A microbatch: when and where it is, and a factor that may spoil it."""
+    """A microbatch: its step and rank, and a factor that may make it non-finite."""
 
     step: int
     rank: int
@@ -55,7 +55,7 @@ class Sample:
         return torch.randn(3, WIDTH, generator=generator)
 
 
-# When each parameter is used.
+# The steps in which each parameter is used.
 USES: dict[str, Callable[[Sample], bool]] = {
     "always": lambda at: True,
     "never": lambda at: False,
@@ -68,7 +68,7 @@ USES: dict[str, Callable[[Sample], bool]] = {
 
 
 class Block(nn.Module):
-    """Holds a parameter for each way of using one, and one whose gradient is always zero."""
+    """Has a parameter for each usage pattern, and one whose gradient is always zero."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def stateless_sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def adagrad(parameters: Any) -> torch.optim.Optimizer:
-    """Creates all of its state at once, and not as zeros."""
+    """Creates all of its state in the first step, with nonzero values."""
     return torch.optim.Adagrad(parameters, lr=0.02, weight_decay=0.5, initial_accumulator_value=0.1)
 
 
@@ -141,9 +141,9 @@ def make_engine(optimizer: Any, options: dict[str, Any]) -> Engine:
 def reference(
     optimizer: Any, leave_out: Callable[[Sample], bool] = lambda at: False
 ) -> dict[str, Tensor]:
-    """Train in float64, without what `leave_out` names; a step without anything is skipped."""
+    """Train in float64 without the parts in `leave_out`; a step without samples is skipped."""
     model = Model().double()
-    # torch's fused SGD fails where some momenta exist already and others do not (torch 2.13).
+    # torch's fused SGD fails if only some momenta exist (torch 2.13).
     stepper = {fused_adamw: adamw, fused_sgd: sgd}.get(optimizer, optimizer)(model.parameters())
     used: set[nn.Parameter] = set()
     for step in range(STEPS):
@@ -171,7 +171,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], what: An
     for name, value in expected.items():
         if name.rpartition(".")[2] in ("never", "bias") or name.startswith("idle."):
             assert torch.equal(found[name], start[name]), (name, what)
-        # Far above rounding in FP32, and far below one decay of a parameter too many.
+        # Far above FP32 rounding, and far below the effect of one extra weight decay.
         apart = (found[name] - value).abs().max()
         assert apart < 5e-4, (name, what, float(apart))
 
@@ -252,13 +252,13 @@ def test_the_rule_goes_on_with_a_state_of_any_strategy(optimizer: Any, saved_aft
         saved = snapshot(engine)
         resumed = make_engine(optimizer, ways[index - 1])
         load(resumed, saved)
-        # Back to it from further on, as a rollback goes.
+        # Load an earlier state, as a rollback does.
         for step in range(saved_after, STEPS):
             engine.step(samples(step, dist.get_rank()))
         load(engine, saved)
         for one in (resumed, engine):
             loaded = snapshot(one)
-            # Some optimizers have a state of what nobody has used yet, others have none.
+            # Some optimizers have state for unused parameters, others do not.
             known = {name: value for name, value in saved.items() if name in loaded}
             assert_same_bits({name: loaded[name] for name in known}, known)
             for name in loaded.keys() ^ saved.keys():
@@ -269,7 +269,7 @@ def test_the_rule_goes_on_with_a_state_of_any_strategy(optimizer: Any, saved_aft
 
 
 def load(engine: Engine, saved: dict[str, Tensor]) -> None:
-    """Load a whole state, as a checkpoint does it: into the shards that the engine has."""
+    """Load a full state into the shards of the engine, like a checkpoint."""
     live = engine.prepare_to_load({name: (t.shape, t.dtype) for name, t in saved.items()})
     assert live.keys() <= saved.keys()
     with torch.no_grad():

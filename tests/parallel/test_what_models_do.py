@@ -1,4 +1,4 @@
-"""What a model may do, on two ranks, against a plain loop on one in float64."""
+"""Unusual models on two ranks, compared with a plain loop on one rank in float64."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WAYS: tuple[dict[str, Any], ...] = (
 
 
 class Sample:
-    """A microbatch, and what the model is to do with it."""
+    """A microbatch, and options for the model."""
 
     def __init__(self, step: int, rank: int, index: int, size: int) -> None:
         generator = torch.Generator().manual_seed(1000 * step + 10 * rank + index)
@@ -39,7 +39,7 @@ class Sample:
 
 
 SIZES = ((3, 5), (6, 0))
-"""Samples of each microbatch of each rank; one has none."""
+"""Number of samples of each microbatch by rank; one is empty."""
 
 
 def loss(model: nn.Module, sample: Sample) -> tuple[Tensor, int]:
@@ -57,7 +57,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Base(nn.Module):
-    """A few layers; `forward` says what happens with them."""
+    """A few layers; subclasses define `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class NeverUsed(Base):
 
 
 class UsedLater(Base):
-    """From the third step on, and then always."""
+    """Uses its other blocks from the third step on."""
 
     def choose(self, sample: Sample) -> Sequence[nn.Module]:
         return list(self.blocks) if sample.step >= 2 else [self.blocks[0]]
@@ -137,7 +137,7 @@ class UnfrozenLater(PartlyFrozen):
 
 
 class Compiled(Base):
-    """Blocks compiled one by one."""
+    """Compiles each block separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def samples(step: int, rank: int) -> list[Sample]:
 
 
 def plain(kind: Callable[[], Base], optimizer: Callable[[Any], Any]) -> dict[str, Tensor]:
-    """Train in float64 on all samples, as torch's documentation does it."""
+    """Train in float64 on all samples with a plain torch loop."""
     model = kind().double()
     stepper = optimizer(list(model.parameters()))
     for step in range(STEPS):
@@ -277,7 +277,7 @@ def test_compiled_blocks_and_compiled_models() -> None:
 
     messages: list[str] = []
     logging.getLogger("distmp").addHandler(Records())
-    # Names are those of the model, without what torch.compile puts before them.
+    # Names are those of the model, without the prefix of torch.compile.
     assert distance(trained(compiled_whole, sgd, WAYS[0]), expected) < 2e-5
     assert any("compile its blocks" in message for message in messages)
 
@@ -286,7 +286,7 @@ def test_compiled_blocks_and_compiled_models() -> None:
 
 
 def raise_in_backward(gradient: Tensor) -> None:
-    raise ArithmeticError("this rank cannot go on")
+    raise ArithmeticError("this rank cannot continue")
 
 
 @ranks(2)
@@ -327,4 +327,4 @@ def test_a_rank_that_raises_in_backward_ends_the_job_with_its_error(tmp_path: Pa
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     ended = run(python(*launcher, str(script)), tmp_path)
     assert ended.returncode != 0
-    assert "ArithmeticError: this rank cannot go on" in ended.stderr
+    assert "ArithmeticError: this rank cannot continue" in ended.stderr

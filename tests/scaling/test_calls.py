@@ -1,4 +1,4 @@
-"""Calls in words and as a number, on ranks that are played by logs of one process."""
+"""Calls as text and as fingerprints; several logs in one process stand for ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def optimizer(value: float = 0.0) -> torch.optim.Optimizer:
 
 
 def compared(*decisions: Decision, world_size: int | None = None) -> str | None:
-    """Return what ranks with these decisions are told, through JSON as through a store."""
+    """Return the message for ranks with these decisions, converted to JSON as in a store."""
     sent = {rank: json.loads(json.dumps(decision)) for rank, decision in enumerate(decisions)}
     everything = calls.all_identities()
     return difference(
@@ -31,12 +31,12 @@ def compared(*decisions: Decision, world_size: int | None = None) -> str | None:
 
 def test_words() -> None:
     log, (first, second) = CallLog(), (optimizer(), optimizer(1.0))
-    assert log.decide("step", [first], [first]).doing == "step(optimizer 0) in iteration 1"
+    assert log.decide("step", [first], [first]).call == "step(optimizer 0) in iteration 1"
     log.steps(first)
     log.updates(sets_scale=False)
     decision = log.decide("clip_grad_norm_", [second], [second, first], max_norm=0.5)
     assert (
-        decision.doing == "clip_grad_norm_(optimizer 1, 0.5) for optimizers 0 and 1 in iteration 2"
+        decision.call == "clip_grad_norm_(optimizer 1, 0.5) for optimizers 0 and 1 in iteration 2"
     )
     assert decision.before == "step(optimizer 0) and update() in iteration 1"
     assert decision.changes == ("step(optimizer 0) in iteration 1",)
@@ -45,25 +45,31 @@ def test_words() -> None:
         log.steps(both)
     log.updates(sets_scale=True)
     decision = log.decide("step", [first], [first], unscaled=[first])
-    assert decision.doing == "step(optimizer 0) after unscale_(optimizer 0) in iteration 3"
+    assert decision.call == "step(optimizer 0) after unscale_(optimizer 0) in iteration 3"
     assert decision.before == (
         "unscale_(optimizer 1), step(optimizers 0 and 1) and update(new_scale) in iteration 2"
     )
-    assert log.decide("update", [], []).doing == "update() in iteration 3"
+    assert log.decide("update", [], []).call == "update() in iteration 3"
 
 
 def test_numbers_differ_from_the_first_difference_on() -> None:
     one, other = CallLog(), CallLog()
-    mine, yours = optimizer(), optimizer()
+    member, other_member = optimizer(), optimizer()
     for _ in range(3):
-        first, second = one.decide("step", [mine], [mine]), other.decide("step", [yours], [yours])
+        first, second = (
+            one.decide("step", [member], [member]),
+            other.decide("step", [other_member], [other_member]),
+        )
         assert (first.fingerprint, first.digest) == (second.fingerprint, second.digest)
         assert first.fingerprint < 2**calls.FINGERPRINT_BITS
         for log in (one, other):
             log.updates(sets_scale=False)
     one.updates(sets_scale=False)
     for _ in range(3):
-        first, second = one.decide("step", [mine], [mine]), other.decide("step", [yours], [yours])
+        first, second = (
+            one.decide("step", [member], [member]),
+            other.decide("step", [other_member], [other_member]),
+        )
         assert first.fingerprint != second.fingerprint
 
 

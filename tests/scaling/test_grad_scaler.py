@@ -1,4 +1,4 @@
-"""In place of torch's scaler: the same bits on one process, and what is different on purpose."""
+"""As a replacement of torch's scaler: the same bits in one process, and intended differences."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KINDS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Work:
-    """Two small models with an optimizer each, and inputs of which some overflow."""
+    """Two small models with one optimizer each, and inputs, some of which overflow."""
 
     def __init__(self, scaler: Scaler, kind: str) -> None:
         torch.manual_seed(0)
@@ -139,7 +139,7 @@ def one_parameter(*gradient: float, fused: bool = False) -> torch.optim.Optimize
 
 
 def misuse(scaler: Scaler, optimizer: torch.optim.Optimizer) -> Iterator[Callable[[], Any]]:
-    """Yield calls that torch refuses, one after the other."""
+    """Yield calls that torch refuses."""
     yield lambda: scaler.step(optimizer)
     yield lambda: scaler.unscale_(optimizer)
     yield scaler.update
@@ -335,7 +335,7 @@ def test_sparse_gradients(dtype: torch.dtype) -> None:
 
 
 def uncoalesced(dtype: torch.dtype, scale: float) -> tuple[Tensor, Tensor]:
-    """Return a sparse gradient whose indices stand for several values, and it as a dense one."""
+    """Return a sparse gradient with several values for one index, and the same as dense."""
     rows = torch.tensor([[0, 2, 2, 1, 2, 0]])
     values = torch.tensor([[4.0, 3], [1, -2], [9, 5], [7, 0.5], [-3, 8], [2, 6]])
     scaled = (values * scale).to(dtype)
@@ -422,11 +422,11 @@ def test_unscaling_after_clipping_shows_the_gradient_that_is_stepped_with(fused:
 
 
 def in_inference_mode(kind: str, way: str, mode: Callable[[], Any]) -> list[Any]:
-    """Train with the scaler's calls in a mode; ten steps, of which two overflow."""
+    """Call the scaler in a mode while training; two of ten steps overflow."""
     work = Work(DistributedGradScaler("cpu", 2.0**12, growth_interval=2), kind)
     for step in range(10):
         work.zero_grad()
-        # What the scaler makes below takes part in autograd here.
+        # Autograd uses tensors that the scaler creates below.
         work.scaler.scale(work.loss(step)).backward()
         with mode():
             if way == "clip":
@@ -478,7 +478,7 @@ def test_several_processes_without_a_process_group(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             call()
     assert optimizer.param_groups[0]["params"][0].item() == 0.0
-    # A scaler that was built before the group, as a plugin of Fabric is, works with it.
+    # A scaler that was built before the process group works too, as in a plugin of Fabric.
     store = dist.FileStore(str(tmp_path / "store"), 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
     optimizer = one_parameter(math.inf if dist.get_rank() == 1 else 1.0)
@@ -501,11 +501,11 @@ def test_one_process_needs_no_process_group(
     assert not scaler.step_skipped
 
 
-def test_clipping_stands_in_place_of_unscaling() -> None:
+def test_clipping_replaces_unscaling() -> None:
     optimizer, scaler = one_parameter(1.0), DistributedGradScaler("cpu")
     scaler.scale(torch.ones(()))
     scaler.unscale_(optimizer)
-    with pytest.raises(RuntimeError, match="in place of unscale_"):
+    with pytest.raises(RuntimeError, match="instead of unscale_"):
         scaler.clip_grad_norm_(optimizer, 1.0)
 
 
@@ -573,7 +573,7 @@ def test_fused_sgd_with_momentum_survives_a_skipped_start() -> None:
 
 
 class LegacyOptimizer(torch.optim.SGD):
-    """An optimizer of the kind that asks the scaler itself."""
+    """An optimizer that calls the scaler itself."""
 
     _step_supports_amp_scaling = True
 
@@ -673,7 +673,7 @@ def pairs() -> list[dist.ProcessGroup]:
 
 
 def train(steps: int, overflowing: dict[int, int], device: str = "cpu") -> tuple[Any, ...]:
-    """Train on the same data everywhere, except that some ranks overflow in some steps."""
+    """Train on the same data on all ranks, but some ranks overflow in some steps."""
     me, skips = (dist.get_rank(), False) if dist.is_initialized() else (0, True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).to(device)
@@ -723,12 +723,12 @@ def test_on_a_gpu_the_bits_of_torch_without_its_waiting(clips: bool) -> None:
     (their_scale, *theirs), (our_scale, *ours) = (own_loop(kind, clips=clips) for kind in BOTH)
     assert our_scale == their_scale
     for found, expected in zip(ours, theirs, strict=True):
-        # Clipping is folded into the update, which rounds in another order.
+        # Clipping is folded into the update, which rounds differently.
         torch.testing.assert_close(found, expected, rtol=1e-4 * clips, atol=1e-6 * clips)
 
 
 def own_loop(kind: type[Scaler], *, clips: bool, device: str = "cuda") -> list[Any]:
-    """Train, twice with an overflow; ours from the second step on without waiting."""
+    """Train with two overflows; our scaler does not wait after the first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 64), nn.Tanh(), nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)

@@ -1,4 +1,4 @@
-"""Ranks that call the scaler differently: one error on all of them, before a weight has changed."""
+"""Ranks that call the scaler differently raise one error before a weight changes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADVICE = "; make the same calls of the scaler in the same order on every rank"
 
 
 class Work:
-    """Two optimizers whose parameters start at different values, the same ones on each rank."""
+    """Two optimizers with different parameter values, which are the same on each rank."""
 
     def __init__(self, *, fused: bool = False, **options: Any) -> None:
         self.parameters = [nn.Parameter(torch.full((2,), value)) for value in (1.0, 2.0)]
@@ -42,10 +42,10 @@ class Work:
     def weights(self) -> list[list[float]]:
         return [parameter.tolist() for parameter in self.parameters]
 
-    # What a rank does in an iteration
+    # Iterations of a rank
 
     def nothing(self) -> None:
-        """Leave the iteration out."""
+        """Do nothing in this iteration."""
 
     def step_both(self) -> None:
         self.scaler.step(self.optimizers[0])
@@ -117,7 +117,7 @@ Calls = Callable[[Work], None]
 
 
 def differ(first: list[Calls], second: list[Calls], options: dict[str, Any]) -> Any:
-    """Do what is meant for this rank; return the error and the weights."""
+    """Run the iterations of this rank; return the error and the weights."""
     work = Work(**options)
     message = None
     try:
@@ -132,7 +132,7 @@ def differ(first: list[Calls], second: list[Calls], options: dict[str, Any]) -> 
 
 
 Cases = list[tuple[list[Calls], list[Calls], str]]
-# What the ranks do, and what they raise.
+# The iterations of the ranks, and the error that they raise.
 CASES: Cases = [
     (
         [Work.clip_first],
@@ -202,7 +202,7 @@ CASES: Cases = [
 
 
 def play(cases: list[tuple[list[Calls], list[Calls]]], options: dict[str, Any]) -> list[Any]:
-    """Do what is meant for this rank in each case; return the errors and the weights."""
+    """Run the iterations of this rank in each case; return the errors and the weights."""
     rank_monitor.INTERVAL_SECONDS = 0.1
     return [differ(first, second, options) for first, second in cases]
 
@@ -229,14 +229,14 @@ def test_another_order_from_the_first_step_on(fused: bool) -> None:
     optimizer = "SGD with 1 parameter, the first of shape (2,)"
     message = (
         "ranks use their optimizers in a different order: step(optimizer 0) in iteration 1 is "
-        f"{optimizer} on rank 0, but another one, {optimizer} on rank 1{ADVICE}"
+        f"{optimizer} on rank 0, but a different one, {optimizer} on rank 1{ADVICE}"
     )
     assert errors == [message] * 2
     assert weights == [[[1.0, 1.0], [2.0, 2.0]]] * 2
 
 
 def test_a_step_that_one_rank_leaves_out_after_a_common_decision() -> None:
-    """Nobody can know before the next decision; the error says that weights differ."""
+    """The next decision detects it; the error says that weights differ."""
     one, other = [Work.clip_both, Work.clip_both], [Work.clip_both_and_step_first, Work.clip_both]
     # Not in the first iteration, in which rank 1 has an overflow.
     ((errors, _),) = outcomes([([Work.clip_both, *one], [Work.clip_both, *other])])
@@ -314,7 +314,7 @@ def test_stages_of_a_pipeline_have_other_parameters(fused: bool) -> None:
 
 
 class LateCopy(HostCopy):
-    """Numbers that arrive only when the host waits for them, as those of a busy CUDA device."""
+    """Numbers that arrive only if the host waits for them, like those of a busy CUDA device."""
 
     is_complete = False  # type: ignore[assignment]
 
@@ -341,7 +341,7 @@ def differ_on_a_device(first: list[Calls], second: list[Calls]) -> Any:
 
 
 def test_on_a_device_all_ranks_skip_at_once_and_raise_at_the_next_update() -> None:
-    """The host does not wait for the device, so it knows of the difference an update later."""
+    """The host does not wait for the device, so it detects the difference one update later."""
     first = [Work.step_first, Work.clip_first, Work.step_first, Work.step_first]
     second = [Work.step_first, Work.step_first, Work.step_first, Work.step_first]
     seen = run_ranks(differ_on_a_device, 2, first, second)
@@ -381,7 +381,7 @@ def test_copies_continue_on_several_ranks() -> None:
 
 @ranks(2)
 def test_a_new_process_group_begins_anew(tmp_path: Path) -> None:
-    """A rank that has been restarted joins others that keep their scaler."""
+    """A restarted rank joins others that keep their scaler."""
     work = Work()
     work.backward()
     work.step_first()

@@ -1,4 +1,4 @@
-"""What goes wrong with loss scaling across ranks: shown with torch's scalers, right with ours."""
+"""Loss scaling across ranks: cases that fail with torch's scalers and pass with ours."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def plain(*gradient: float) -> nn.Parameter:
 
 
 def sharded(mesh: DeviceMesh, placements: Any, *gradient: float) -> nn.Parameter:
-    """Return a parameter of zeros whose gradient has these local values."""
+    """Return a zero parameter whose gradient has these local values."""
     zeros, local = torch.zeros(1, len(gradient)), torch.tensor([gradient])
     return with_gradient(
         DTensor.from_local(zeros, mesh, placements), DTensor.from_local(local, mesh, placements)
@@ -60,7 +60,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def moved(*parameters: Tensor) -> bool:
-    """Whether a step changed the parameters, which start from zero."""
+    """Return whether a step changed the parameters, which start at zero."""
     return any(bool(local(parameter.detach()).any()) for parameter in parameters)
 
 
@@ -73,7 +73,7 @@ def fused_adamw(*parameters: Tensor) -> torch.optim.Optimizer:
 
 
 def stepped(name: str, *parameters: nn.Parameter) -> bool | str:
-    """Take one step; return whether this rank took it, or the error that it raised."""
+    """Run one step; return whether this rank stepped, or its error."""
     scaler = started(name)
     try:
         scaler.step(sgd(*parameters))
@@ -83,7 +83,7 @@ def stepped(name: str, *parameters: nn.Parameter) -> bool | str:
     return moved(*parameters)
 
 
-# The cases. Each returns what one rank sees.
+# The cases. Each returns the result of one rank.
 
 
 class WithLocalBias(nn.Module):
@@ -211,7 +211,7 @@ def growing_for_ever(name: str) -> Any:
 
 
 class SummingScaler(torch.amp.GradScaler):
-    """Adds up the flags of all ranks, which is the first thing that comes to mind."""
+    """Sums the flags of all ranks, the obvious wrong fix."""
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         flags = super()._check_inf_per_device(optimizer)
@@ -265,7 +265,7 @@ def clipping_a_mixture(name: str) -> Any:
 
 
 Case = Callable[[str], Any]
-# case, ranks, whose scaler goes wrong, what its ranks see, what ours see
+# case, number of ranks, scaler that fails, its results by rank, our results
 CASES: list[tuple[Case, int, str, list[Any], list[Any]]] = [
     (
         parameter_that_ddp_ignores,

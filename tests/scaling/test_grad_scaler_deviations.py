@@ -1,4 +1,4 @@
-"""Random sequences of calls on two ranks: the right numbers, or one error on both of them.
+"""Random sequences of calls on two ranks: correct numbers, or the same error on both ranks.
 
 One rank may deviate in one call. Either that changes no decision, or both ranks raise the same
 message; weights are the same bits afterwards, unless the message says that they are not.
@@ -22,7 +22,7 @@ from tests.ranks import run_ranks
 
 OPTIMIZERS = 2
 RATE = 0.125
-# The gradients of an iteration in which nothing overflows, by optimizer.
+# The gradients of an iteration without overflow, by optimizer.
 GRADIENTS = ([3.0, 4.0], [-1.0, 0.5])
 
 
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 @dataclass(frozen=True)
 class Sequence:
     calls: tuple[Call, ...]
-    # The calls of rank 1, where they are others.
+    # The calls of rank 1, if they differ.
     deviating: tuple[Call, ...] | None
     # (backward, rank, optimizer) whose gradient is infinite
     overflows: frozenset[tuple[int, int, int]]
@@ -82,7 +82,7 @@ def sequences(draw: st.DrawFn) -> Sequence:
 
 @st.composite
 def deviations(draw: st.DrawFn, calls: tuple[Call, ...]) -> tuple[Call, ...]:
-    """Leave out, repeat, exchange or change one call of the scaler."""
+    """Remove, repeat, swap or change one call of the scaler."""
     changed = list(calls)
     places = [place for place, call in enumerate(calls) if call.method != "backward"]
     place = draw(st.sampled_from(places))
@@ -150,10 +150,10 @@ class Rank:
 
 
 class Seen(NamedTuple):
-    """What a rank has in the end."""
+    """The final result of a rank."""
 
-    error: str | None  # that of ranks that differ
-    misuse: str | None  # one that torch's scaler raises too
+    error: str | None  # because ranks differ
+    misuse: str | None  # an error that torch's scaler raises too
     weights: list[list[float]]
     scale: float
 
@@ -170,7 +170,7 @@ def play(sequence: Sequence, number: int) -> Seen:
             raise
         except (AssertionError, RuntimeError) as raised:
             misuse = str(raised)
-        # A rank with fewer decisions comes here, and meets a decision of the other rank.
+        # A rank with fewer decisions joins a decision of the other rank here.
         rank.scaler.clip_grad_norm_([], 1000.0 + number)
     except TrainingError as raised:
         error = str(raised)

@@ -1,4 +1,4 @@
-"""Random sequences of overflows, against a single-process model of the rules."""
+"""Random sequences of overflows, compared with a single-process model of the rules."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from distmp import DistributedGradScaler, TrainingError
 from tests.ranks import run_ranks
 
-# The first parameter of an optimizer is replicated, the second one every rank's own.
+# The first parameter of an optimizer is replicated, the second one is local to each rank.
 SHARED, OWN = 0, 1
 OPTIMIZERS = ("fused adamw", "fused sgd", "foreach adamw", "sgd")
 
 
 @dataclass(frozen=True)
 class Iteration:
-    # (rank, optimizer, parameter) to the value that stands somewhere in its gradient
+    # (rank, optimizer, parameter) to a non-finite value in its gradient
     broken: dict[tuple[int, int, int], float]
-    # (rank, optimizer) whose own parameter has no gradient
+    # (rank, optimizer) whose local parameter has no gradient
     missing: frozenset[tuple[int, int]]
     # optimizers without any gradient on any rank
     idle: frozenset[int]
@@ -47,7 +47,7 @@ class Sequence:
     iterations: tuple[Iteration, ...]
 
 
-@functools.cache  # hypothesis is slow with strategies that are always made anew
+@functools.cache  # hypothesis is slow if strategies are built again
 def iterations(world_size: int, count: int) -> st.SearchStrategy[Iteration]:
     ranks, optimizers = st.integers(0, world_size - 1), st.integers(0, count - 1)
     places = st.tuples(ranks, optimizers, st.sampled_from([SHARED, OWN]))
@@ -98,7 +98,7 @@ def build(kind: str, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     if kind.endswith("adamw"):
         which = {"fused": True} if kind.startswith("fused") else {"foreach": True}
         return torch.optim.AdamW(parameters, lr=0.1, **which)  # type: ignore[arg-type]
-    # torch's fused SGD fails where one parameter has momentum and another one not yet.
+    # torch's fused SGD fails if only some parameters have momentum.
     options = {"fused": True} if kind.startswith("fused") else {"momentum": 0.9}
     return torch.optim.SGD(parameters, lr=0.1, **options)  # type: ignore[arg-type]
 
@@ -118,7 +118,7 @@ class Rank:
         ]
 
     def set_gradients(self, index: int, scale: float) -> None:
-        """Set what backward gives: gradients that are exact at any power of two."""
+        """Set gradients that are exact at any power of two, like a backward."""
         iteration = self.sequence.iterations[index]
         for number, optimizer in enumerate(self.optimizers):
             for which, parameter in enumerate(optimizer.param_groups[0]["params"]):
@@ -152,16 +152,16 @@ def bits(tensor: Tensor) -> list[int]:
     return tensor.detach().reshape(-1).view(torch.int32).tolist()
 
 
-# What is seen after each iteration, and the parameters and moments in the end.
+# Results after each iteration, and the final parameters and moments.
 Seen = tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]
 
 
 def play(sequence: Sequence, rank: int, prepare: Callable[[Any], None]) -> Seen:
-    """Run a sequence on one rank; return what is seen."""
-    mine = Rank(sequence, rank)
+    """Run a sequence on one rank; return its results."""
+    local = Rank(sequence, rank)
 
     def make() -> DistributedGradScaler:
-        registered = [mine.optimizers[number] for number in sequence.registered]
+        registered = [local.optimizers[number] for number in sequence.registered]
         scaler = DistributedGradScaler("cpu", optimizers=registered, **sequence.rules)
         prepare(scaler)
         return scaler
@@ -171,11 +171,11 @@ def play(sequence: Sequence, rank: int, prepare: Callable[[Any], None]) -> Seen:
     for index, iteration in enumerate(sequence.iterations):
         if rank == 0:  # the others have no loss to scale
             scaler.scale(torch.ones(()))
-        mine.set_gradients(index, scaler.get_scale())
+        local.set_gradients(index, scaler.get_scale())
         for number in iteration.unscaled:
-            scaler.unscale_(mine.optimizers[number])
+            scaler.unscale_(local.optimizers[number])
         for number in iteration.stepped:
-            scaler.step(mine.optimizers[number])
+            scaler.step(local.optimizers[number])
         error = None
         try:
             scaler.update(iteration.new_scale)
@@ -198,11 +198,11 @@ def play(sequence: Sequence, rank: int, prepare: Callable[[Any], None]) -> Seen:
         if iteration.reload:
             scaler = make()
             scaler.load_state_dict(state)
-    return seen, mine.state()
+    return seen, local.state()
 
 
 def expected(sequence: Sequence) -> list[Seen]:
-    """Say in plain Python what every rank has to see."""
+    """Compute the expected results of every rank in plain Python."""
     ranks = [Rank(sequence, rank) for rank in range(sequence.world_size)]
     rules = sequence.rules
     scale, clean, in_a_row, consecutive, total = rules["init_scale"], 0, 0, 0, 0
@@ -257,7 +257,7 @@ def expected(sequence: Sequence) -> list[Seen]:
         if error:
             break
         if iteration.reload and rules["static"]:
-            scale = rules["init_scale"]  # the configuration wins
+            scale = rules["init_scale"]  # the configuration takes precedence
     return [(seen, rank.state()) for rank in ranks]
 
 
@@ -269,7 +269,7 @@ def overflows(iteration: Iteration, number: int) -> bool:
 
 
 class ThreadRanks:
-    """Stands for a process group among threads."""
+    """Replaces a process group by threads."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -295,7 +295,7 @@ class ThreadRanks:
         return self._result
 
     def exchange(self, place: None, name: str, value: Any) -> dict[int, Any]:
-        # Ranks differ in parameters alone; all their optimizers are in this process.
+        # Ranks differ only in parameters; all their optimizers are in this process.
         return dict.fromkeys(range(self.world_size), value)
 
 

@@ -19,7 +19,7 @@ KINDS = {
     CLEAN: (False, False),
     OVERFLOW: (True, False),
     EMPTY: (False, True),
-    # A rank without any weight, and a gradient that is not finite nevertheless.
+    # An empty step with a non-finite gradient.
     BOTH: (True, True),
 }
 
@@ -35,7 +35,7 @@ def follow(scale: LossScale, kinds: list[str]) -> list[float]:
 
 
 class Model:
-    """The rules once more, in plain Python."""
+    """The rules in plain Python."""
 
     def __init__(self, rules: LossScaleConfig) -> None:
         self.rules = rules
@@ -132,12 +132,12 @@ def test_the_scale_is_exhausted_only_when_a_backoff_is_due_at_the_minimum() -> N
         scale.update(*(torch.tensor(flag) for flag in KINDS[kind])).item()
         for kind in (OVERFLOW, OVERFLOW, EMPTY, OVERFLOW, CLEAN, OVERFLOW, OVERFLOW)
     ]
-    # The second overflow takes it from 4 to 2; each further one in a row finds it there.
+    # The second overflow lowers it from 4 to 2, its minimum; it stays there.
     assert exhausted == [False, False, False, True, False, False, True]
 
 
 @pytest.mark.parametrize("limit", [2.0**-126, 2.0**126])
-def test_the_scale_stays_a_normal_number_for_ever(limit: float) -> None:
+def test_the_scale_is_always_a_normal_number(limit: float) -> None:
     config = LossScaleConfig(
         init=1,
         min_scale=2.0**-126,
@@ -230,12 +230,12 @@ def test_a_state_without_a_scale_starts_anew(stored: float) -> None:
         (
             "dynamic",
             LossScaleConfig(init=8.0, dynamic=False, growth_interval=5),
-            "precision.loss_scale.growth_interval = 5: has no effect, the loss scale is 8 for ever",
+            "precision.loss_scale.growth_interval = 5: has no effect, the loss scale is fixed at 8",
         ),
         (
             4.0,
             LossScaleConfig(hysteresis=2),
-            "precision.loss_scale.hysteresis = 2: has no effect, the loss scale is 4 for ever",
+            "precision.loss_scale.hysteresis = 2: has no effect, the loss scale is fixed at 4",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""What tells an optimizer from another one on every rank."""
+"""Identities of optimizers that ranks compare."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from distmp.buckets.reduction import sum_in_order
 from distmp.distributed import rank_monitor
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, SetupError
-from distmp.parallel import reduce_scatter
+from distmp.parallel import fsdp_internals, reduce_scatter
 
 BACKEND = "fake_ranks"
 # Tensors of integers up to this size (counts, token ids of a batch, orders of buckets) are real:
@@ -136,7 +136,7 @@ def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
             mock.patch.object(reduction, "sum_in_order", _sum_of_two),
             mock.patch.object(reduce_scatter, "sum_in_order", _sum_of_two),
             mock.patch.object(nn.Module, "_apply", _apply),
-            mock.patch("torch.distributed.fsdp._flat_param._same_storage", _same_storage),
+            mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
             warnings.catch_warnings(),
             mode,
         ):

@@ -16,16 +16,16 @@ class Mistake:
     """A change of a script.
 
     Attributes:
-        name: Unique.
-        change: Makes it; called on every rank.
-        part: What it changes; a case has one mistake of a part.
-        ends: What is known of the outcome: "error" (one message of ours, or of the user's code),
-            "warning" (at least that), "right" (numbers), "either" (one of the two).
-        ranks: Numbers of ranks that it can be made on.
-        strategies: Where it can be made; empty for all.
-        policies: Likewise.
-        known: Why it ends otherwise as yet.
-        kind: Which script it is made in: "engine", "scaler", "buckets" or "call".
+        name: Unique name.
+        change: Function that makes the mistake; called on every rank.
+        part: The part of the script that it changes; a case has at most one mistake for each part.
+        ends: The expected outcome: "error" (of distmp or of the user's code), "warning" (at least
+            that), "right" (correct numbers), "either" (an error or correct numbers).
+        ranks: Supported numbers of ranks.
+        strategies: Supported strategies; empty for all.
+        policies: Supported policies; empty for all.
+        known: Why the outcome is still different, if it is.
+        kind: Kind of the script: "engine", "scaler", "buckets" or "call".
     """
 
     name: str
@@ -43,7 +43,7 @@ MISTAKES: dict[str, Mistake] = {}
 
 
 def mistake(part: str, ends: Ends, **limits: Any) -> Callable[[Callable[[Any], None]], Any]:
-    """Register a function as a mistake, under its name."""
+    """Register a function as a mistake with this name."""
 
     def register(change: Callable[[Any], None]) -> Callable[[Any], None]:
         add(change.__name__.replace("_", " "), change, part, ends, **limits)
@@ -59,11 +59,11 @@ def add(name: str, change: Callable[[Any], None], part: str, ends: Ends, **limit
 
 
 def in_lines(text: str, truth: tuple[str, ...] | None = None) -> Callable[[Any], None]:
-    """Return a change that gives the loop of every rank these lines, and perhaps the truth others.
+    """Return a change that replaces the lines of the loop on every rank.
 
     Args:
         text: Names of the lines, separated by commas.
-        truth: Those of the truth.
+        truth: Names of the lines of the reference, if they change.
     """
 
     def change(script: Any) -> None:
@@ -75,7 +75,7 @@ def in_lines(text: str, truth: tuple[str, ...] | None = None) -> Callable[[Any],
 
 
 def setting(part: str, ends: Ends, values: Sequence[Any], name: str = "", **limits: Any) -> None:
-    """Register an argument of the engine with each of some values."""
+    """Register a mistake for each value of an argument of the engine."""
     argument = part
     for value in values:
         add(f"{name or argument} = {value!r}", _set(argument, value), part, ends, **limits)

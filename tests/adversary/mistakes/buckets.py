@@ -1,4 +1,4 @@
-"""`Fp32GradBuckets` in a loop of one's own."""
+"""`Fp32GradBuckets` in a custom loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls at the wrong time, and what is done to the model behind the engine's back."""
+"""Calls at the wrong time, and changes of the model without the engine's knowledge."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def checks_the_numbers(script: Script) -> None:
     script.on("after 1", lambda: script.engine.check(script.outcomes[-1].numbers))
 
 
-# Steps where they do not belong
+# Steps at the wrong time
 
 
 @mistake("mode", "error")
@@ -152,7 +152,7 @@ def passes_stop_by_place(script: Script) -> None:
 
 
 def failing_step(script: Script, *, rank: int | None, place: int) -> None:
-    """Take a step whose loss fails, and go on."""
+    """Run a step whose loss fails, and continue."""
     armed = {"left": -1}
     correct = script.loss
 
@@ -419,7 +419,7 @@ later(
     "error",
     part="model",
     ranks=(2,),
-    # A state of FSDP1 is gathered, by all ranks.
+    # All ranks gather the state of FSDP1.
     strategies=("ddp", "fsdp", "hsdp"),
 )
 
@@ -472,7 +472,7 @@ later(
     "either",
     lambda script: initialize(script.truth.model),
     part="model",
-    # Not fsdp1, where no parameter has two dimensions.
+    # Not fsdp1, where all parameters are 1-dim.
     strategies=tuple(name for name in STRATEGIES if name != "fsdp1"),
 )
 

@@ -1,4 +1,4 @@
-"""What `Engine.step` and `Engine.evaluate` are given."""
+"""Arguments of `Engine.step` and `Engine.evaluate`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ in_place_of_the_list(
 
 @mistake("batches", "right")
 def inputs_are_float64(script: Script) -> None:
-    # Cast where the policy casts, refused by torch where it does not.
+    # Converted if the policy casts inputs, otherwise refused by torch.
     if script.case.policy in ("fp32", "fp16-autocast", "bf16-autocast"):
         script.compared = True
     script.batches = [
@@ -177,7 +177,7 @@ def exit_at_once(script: Script) -> None:
     raise SystemExit(0)
 
 
-# What evaluate is given
+# Arguments of evaluate
 
 
 def in_place_of_the_evaluated(name: str, wrong: Callable[[list[Any]], Any], ends: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the loss function returns and does."""
+"""Results and side effects of the loss function."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def returns(name: str, wrong: Callable[[Tensor, int], Any], ends: Any, **limits:
 
 @mistake("loss", "warning", strategies=("ddp",))
 def loss_returns_a_mean(script: Script) -> None:
-    script.options.pop("first_step_checks", None)  # which look for it, where nothing is sharded
+    script.options.pop("first_step_checks", None)  # which detect it, if nothing is sharded
 
     def loss(module: nn.Module, batch: Any) -> Any:
         total, weight = summed(module, batch)
@@ -79,7 +79,7 @@ returns("a truth value as loss", lambda loss, n: (loss > 0, n), "error")
 
 
 def weighs(name: str, weight: Any, truth: Any, ends: Any = "right", **limits: Any) -> None:
-    """A weight of the last microbatch of step 1 on the last rank, by its first input."""
+    """Register a mistake that changes the weight of one microbatch (see `marked`)."""
 
     def change(script: Script) -> None:
         marked(script, lambda loss, n: (loss, weight(n)), lambda loss, n: (loss, truth(n)))
@@ -88,7 +88,7 @@ def weighs(name: str, weight: Any, truth: Any, ends: Any = "right", **limits: An
 
 
 def marked(script: Script, wrong: Any, truth: Any, step: int = 1) -> None:
-    """Let the loss do something else for one batch."""
+    """Replace the loss for the last microbatch of one step on the last rank."""
     mark = script.truth.batches[step][-1][-1].inputs[0, 0].item()
 
     def loss_with(other: Any) -> Any:
@@ -137,7 +137,7 @@ def a_loss_is_nan(script: Script) -> None:
     marked(script, wrong, wrong)
 
 
-# What it does
+# Side effects
 
 
 @mistake("loss", "error")
@@ -267,7 +267,7 @@ def the_loss_wants_gradients_of_its_own(script: Script) -> None:
 
 
 def part_of(module: nn.Module, batch: Any) -> Any:
-    """Leave the first block out."""
+    """Skip the first block."""
     inner = module.module if hasattr(module, "module") else module
     inputs, labels = batch
     hidden = inner.norm(inner.first(inputs))
@@ -300,7 +300,7 @@ def no_rank_uses_a_part_of_the_model(script: Script) -> None:
 
 
 def skip_block(script: Script, skips: Any, *, bypass: bool = False) -> None:
-    """Leave the last block out of the forward, on the ranks where `skips` says so."""
+    """Skip the last block in forward, on the ranks for which `skips` returns True."""
 
     def loss_at(rank: int) -> Any:
         def loss(module: nn.Module, batch: Any) -> Any:
@@ -443,7 +443,7 @@ def the_loss_evaluates_on_the_way(script: Script) -> None:
 
 @mistake("loss", "right", policies=FP32)
 def the_loss_is_divided_by_the_number_of_microbatches(script: Script) -> None:
-    # What people are used to for accumulation; as the weight is divided too it changes nothing.
+    # A common pattern for accumulation. The weight is divided too, so it has no effect.
     script.loss = lambda module, batch: tuple(value / 2 for value in summed(module, batch))
     script.truth.loss = script.loss
 

@@ -1,4 +1,4 @@
-"""What is passed as the optimizer and the schedule, and what is done to them later."""
+"""Wrong optimizers and schedules, and later changes of them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ taken_as(
             {"params": [p for n, p in named if n not in ("first.weight", "first.bias")]},
         ]
     ),
-    "either",  # which parameters come first is not the same everywhere
+    "either",  # the order of the parameters differs
 )
 
 
@@ -130,13 +130,13 @@ def building_the_optimizer_fails_on_one_rank(script: Script) -> None:
         building_the_optimizer_fails(script)
 
 
-# What is done to it later
+# Later changes
 
 
 def later(
     name: str, act: Any, ends: Any, truth: Any = None, part: str = "later", **limits: Any
 ) -> None:
-    """Something done to a built engine between two steps."""
+    """A change of a built engine between two steps."""
 
     def change(script: Script) -> None:
         place = script.random.choice(["built", "before 1", "after 1", "before 2"])

@@ -1,4 +1,4 @@
-"""Settings that are not the same on all ranks."""
+"""Settings that differ between ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def on_rank_1(name: str, values: dict[str, Any], ends: Any = "error", **limits: 
     def change(script: Script) -> None:
         if script.rank == 1:
             script.options |= values
-        else:  # the case itself may have them
+        else:  # the case may have these settings
             script.options = {
                 name: value
                 for name, value in script.options.items()

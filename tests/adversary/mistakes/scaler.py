@@ -1,4 +1,4 @@
-"""`DistributedGradScaler` in a loop of one's own."""
+"""`DistributedGradScaler` in a custom loop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ lines("backward after clip", "zero, backward, reduce, clip, backward, step, upda
 
 
 def on_one_rank(name: str, text: str, other: str = "", rank: int = 1) -> None:
-    """One rank has these lines in its loop, and the others what is right."""
+    """Use these lines on one rank, and the correct lines on the others."""
 
     def change(script: ScalerScript) -> None:
         if script.rank == rank:

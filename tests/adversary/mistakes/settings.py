@@ -1,4 +1,4 @@
-"""Values of arguments that cannot work, or hardly."""
+"""Invalid or unusual values of arguments."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ setting(
 def value(
     name: str, make: Any, ends: Any = "error", argument: str = "parallel", **limits: Any
 ) -> None:
-    """A configuration that is made when the engine is, so that its own checks count."""
+    """Builds a configuration together with the engine, so that its errors count."""
 
     def change(script: Script) -> None:
         script.options[argument] = make()
@@ -218,7 +218,7 @@ def a_parameter_overlaps_another(script: Script) -> None:
         model.blocks[1].weight.data = model.blocks[0].weight.data
 
 
-# A batch norm with statistics in 16 bits is an error of torch's.
+# torch raises an error for batch norm with 16-bit statistics.
 @mistake("model", "either")
 def the_model_is_in_bfloat16(script: Script) -> None:
     script.model.bfloat16()
@@ -233,7 +233,7 @@ def the_model_is_in_a_sequence(script: Script) -> None:
     )
 
 
-# Functions that are called alone
+# Single function calls
 
 
 def call(name: str, function: Any, ends: Any = "error") -> None:
@@ -263,7 +263,7 @@ call("PrecisionPolicy with a word", lambda: distmp.PrecisionPolicy("mine", loss_
 call("PrecisionPolicy with truth as text", lambda: distmp.PrecisionPolicy("mine", autocast="yes"))
 
 
-# Arguments that are not there
+# Unknown arguments
 
 
 @mistake("arguments", "error")
