@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -37,7 +37,7 @@ def write(
     Raises:
         CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
     """
-    files = _Files()
+    files = _Files({})
     _silence(ranks)
     with ranks.one_error(goal):
         state_dict_saver.save(
@@ -50,16 +50,22 @@ def write(
 
 
 def read(
-    goal: str, path: Location, index: Metadata, tensors: dict[str, Tensor], ranks: Ranks
+    goal: str,
+    path: Location,
+    index: Metadata,
+    tensors: dict[str, Tensor],
+    ranks: Ranks,
+    opened: dict[str, IO[bytes]],
 ) -> None:
     """Read tensors, in place, from the folder `path`. Collective over `ranks`.
 
     Args:
-        goal: What for, for the error.
-        path: A checkpoint.
+        goal: Purpose, for the error.
+        path: Folder of the checkpoint.
         index: Its index, which has been checked.
-        tensors: Must fit those in the index.
+        tensors: Live tensors by name; they must fit those in the index.
         ranks: All ranks.
+        opened: Files that are open already, by name. Each is closed and removed once it is read.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
@@ -69,7 +75,7 @@ def read(
         state_dict_loader.load(
             dict(tensors),
             process_group=ranks.group,
-            storage_reader=_Reader(path, index, _Files()),
+            storage_reader=_Reader(path, index, _Files(opened)),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
 
@@ -90,17 +96,26 @@ class _SummedFile:
 
 
 class _Files(FileSystemBase):
-    """DCP's view of a `Location`; notes the checksums of the files that it writes.
+    """DCP's view of a `Location`; records the checksums of the files that it writes.
+
+    Args:
+        opened: Files that are open already, by name. Each is closed and removed once it is read.
 
     Attributes:
-        sums: By file name.
+        sums: Size and checksum of each written file, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: dict[str, IO[bytes]]) -> None:
+        self._opened = opened
         self.sums: dict[str, FileSum] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode == "rb" and path.name in self._opened:
+            with self._opened.pop(path.name) as file:
+                file.seek(0)
+                yield file
+            return
         with path.open(mode) as file:
             if mode == "rb":
                 yield file

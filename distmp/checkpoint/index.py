@@ -12,7 +12,7 @@ import io
 import pickle
 import pickletools
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -50,22 +50,28 @@ class _RestrictedUnpickler(pickle.Unpickler):
         raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs")
 
 
-def read_index(path: Location) -> Metadata:
+def read_index(
+    path: Location, files: dict[str, FileSum] | None, opened: IO[bytes] | None = None
+) -> Metadata:
     """Read and check the index of the checkpoint at `path`.
 
+    Args:
+        path: Folder of the checkpoint.
+        files: Its files by name; None in a checkpoint without checksums.
+        opened: The file of the index, if it is open already; it is closed.
+
     Raises:
-        CheckpointError: If it is damaged, would run code, or does not describe whole tensors in
+        CheckpointError: If it is damaged, would run code, or does not describe complete tensors in
             files of the checkpoint.
     """
-    files = manifest.read(path).files
     file = path / INDEX_FILE
     try:
-        data = file.read_bytes()
+        data = file.read_bytes() if opened is None else _read_again(opened)
         if files is None:
             sizes = {found.name: found.stat().st_size for found in path.iterdir()}
             _refuse_absurd(data)
         else:
-            sizes = {name: found.size for name, found in files.items()}
+            sizes = {name: written.size for name, written in files.items()}
             manifest.check_sum(file, FileSum().extended(data), files.get(INDEX_FILE, FileSum()))
         index = _RestrictedUnpickler(io.BytesIO(data)).load()
         _check_tensors(index)
@@ -73,6 +79,12 @@ def read_index(path: Location) -> Metadata:
     except Exception as error:
         raise CheckpointError(f"{file} cannot be used: {describe(error)}") from error
     return index
+
+
+def _read_again(file: IO[bytes]) -> bytes:
+    with file:
+        file.seek(0)
+        return file.read()
 
 
 def _refuse_absurd(data: bytes) -> None:

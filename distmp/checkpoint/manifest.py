@@ -10,10 +10,11 @@ that such a checkpoint runs no code is the business of `index`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from distmp.checkpoint.location import Location
 from distmp.distributed.ranks import describe
@@ -103,21 +104,34 @@ def read(path: Location) -> State:
         raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
 
 
-def check_file(path: Location, expected: FileSum) -> None:
-    """Check that a file holds what was written, by reading it once.
+def open_verified(path: Location, expected: FileSum, copy: IO[bytes] | None = None) -> IO[bytes]:
+    """Open a file and check that it holds what was written, by reading it once.
+
+    Args:
+        path: The file.
+        expected: Its size and checksum when it was written.
+        copy: Receives the bytes that are read.
+
+    Returns:
+        The open file, at its end.
 
     Raises:
-        CheckpointError: If it does not.
+        CheckpointError: If the file is missing, cannot be read, or holds something else.
     """
     check_size(path, expected)
     found = FileSum()
-    try:
-        with path.open("rb") as file:
+    with contextlib.ExitStack() as on_error:
+        try:
+            file = on_error.enter_context(path.open("rb"))
             while data := file.read(_CHUNK_BYTES):
                 found = found.extended(data)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
-    check_sum(path, found, expected)
+                if copy is not None:
+                    copy.write(data)
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
+        check_sum(path, found, expected)
+        on_error.pop_all()
+    return file
 
 
 def check_size(path: Location, expected: FileSum) -> None:

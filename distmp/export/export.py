@@ -62,12 +62,12 @@ def export(
     checkpoint = _find(source)
     weights = read(checkpoint, DTYPE_WORDS[dtype])
     size = sum(tensor.numel() for tensor in weights.values())
-    architecture = store.read_numbers(checkpoint).get("model")
+    architecture = checkpoint.numbers.get("model")
     write(target, weights, architecture, DTYPE_WORDS[dtype], largest_file)
     return size
 
 
-def read(checkpoint: store.Location, dtype: torch.dtype) -> dict[str, Tensor]:
+def read(checkpoint: store.StoredCheckpoint, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights and buffers in a checkpoint, on the CPU, under their names in the model.
 
     Args:
@@ -79,10 +79,10 @@ def read(checkpoint: store.Location, dtype: torch.dtype) -> dict[str, Tensor]:
     """
     live = {
         name: torch.empty(shape, dtype=dtype if _is_converted(stored) else stored)
-        for name, (shape, stored) in store.stored_tensors(checkpoint).items()
+        for name, (shape, stored) in checkpoint.tensors.items()
         if name.startswith(PREFIX)
     }
-    store.load(checkpoint, live, verified=True)
+    checkpoint.load(live)
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in live.items()}
     if dtype == torch.float16:
         _refuse_infinite(checkpoint, weights)
@@ -166,7 +166,7 @@ def _make_readable(folder: Path) -> None:
     new.unlink()
 
 
-def _find(source: str | Path) -> store.Location:
+def _find(source: str | Path) -> store.StoredCheckpoint:
     """Return the checkpoint that is meant, compared with its checksums."""
     place = locate("checkpoint", str(source))
     if (place / "checkpoints").is_dir():
@@ -180,7 +180,7 @@ def _is_converted(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize <= 4
 
 
-def _refuse_infinite(checkpoint: store.Location, weights: Mapping[str, Tensor]) -> None:
+def _refuse_infinite(checkpoint: store.StoredCheckpoint, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         if tensor.is_floating_point() and tensor.isinf().any():
             raise CheckpointError(

@@ -72,7 +72,7 @@ def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.Warnin
     assert store.load(path, found) == []
     assert_all_equal(found, plain_tensors())
     assert {name: tensor.data_ptr() for name, tensor in found.items()} == addresses
-    assert store.read_numbers(path) == NUMBERS
+    assert store.StoredCheckpoint(path).numbers == NUMBERS
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -84,7 +84,7 @@ def test_no_tensors(tmp_path: Path) -> None:
 def test_stored_tensors(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in plain_tensors().items()}
-    assert store.stored_tensors(path) == expected
+    assert store.StoredCheckpoint(path).tensors == expected
 
 
 def test_everything_is_on_disk_before_the_rename(
@@ -120,7 +120,7 @@ def test_round_trip(world_size: int, tmp_path: Path) -> None:
     found = zeros(tensors)
     store.load(path, found)
     assert_all_equal(found, plain_tensors())
-    assert store.read_numbers(path) == {"rank": 0}
+    assert store.StoredCheckpoint(path).numbers == {"rank": 0}
 
 
 def _save_sharded(directory: Path, placement: Placement) -> None:

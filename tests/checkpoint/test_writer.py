@@ -151,12 +151,12 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
         for step in (2, 4):
             path = directory / way / f"step-{step:06d}"
             engine = make_engine(options)
-            engine.prepare_to_load(store.stored_tensors(path))
+            engine.prepare_to_load(store.StoredCheckpoint(path).tensors)
             state = engine.state_dict()
             assert store.load(path, state) == []
             engine.load_state_dict(state)
             assert_same(name, state_of(engine), alone[step])
-            assert store.read_numbers(path) == {"step": step}
+            assert store.StoredCheckpoint(path).numbers == {"step": step}
 
 
 @pytest.mark.gpu
@@ -228,11 +228,11 @@ def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
         saving.save(3, {"a": torch.ones(1)}, {"first": True})
         saving.save_now(3, {"a": torch.ones(1)}, {"first": False})
         assert saving.saved_step == 3
-        assert store.read_numbers(tmp_path / "step-000003") == {"first": True}
+        assert store.StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": True}
         # The run has gone back, and comes to step 3 with another state.
         saving.resumed(1, saved=True)
         saving.save_now(3, {"a": torch.ones(1)}, {"first": False})
-        assert store.read_numbers(tmp_path / "step-000003") == {"first": False}
+        assert store.StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": False}
 
 
 @pytest.mark.parametrize("error", [None, CheckpointError("of all ranks"), ValueError("of one")])

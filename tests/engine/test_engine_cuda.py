@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World, join
 from distmp.precision import PrecisionPolicy
@@ -187,6 +188,6 @@ def check_resuming(world: World, sizes: Any, options: dict[str, Any], directory:
         train(engine, 2, sizes)
         saving.save(2, engine.state_dict(), {"step": 2}, engine.held_until_update())
         train(engine, 2, sizes, first=2)
-    assert restore(resumed, directory / "step-000002").step == 2
+    assert restore(resumed, StoredCheckpoint(directory / "step-000002")).step == 2
     train(resumed, 2, sizes, first=2)
     assert_same_bits(snapshot(resumed), snapshot(engine))

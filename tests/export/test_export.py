@@ -188,7 +188,7 @@ def test_a_run_its_export_and_a_run_from_there(
 
 REFUSED = {
     "no such checkpoint": (["nowhere", "--to", "new"], "checkpoint = 'nowhere': "),
-    "no checkpoint in it": (["empty", "--to", "new"], "holds none"),
+    "no checkpoint in it": (["empty", "--to", "new"], "contains none"),
     "a folder that is there": (["run", "--to", "run"], "--to = 'run': is there already"),
     "a file": (["run", "--to", "file"], "--to = 'file': is there already"),
     "no folder": (["run"], "--to"),
