@@ -1,7 +1,7 @@
-"""Tensors in and out of the files of a checkpoint, by torch.distributed.checkpoint (DCP).
+"""Writes and reads the tensors of a checkpoint with torch.distributed.checkpoint (DCP).
 
 Every rank writes and reads its own shards, replicated tensors are written once, and a checkpoint
-can be loaded at another world size or with another sharding than it was saved with.
+can be loaded at another world size or with another sharding than the one it was saved with.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def write(
     """Write tensors and their index to the folder `path`. Collective over `ranks`.
 
     Returns:
-        The files that this rank has written, by name.
+        Size and checksum of the files that this rank wrote, by name.
 
     Raises:
-        CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
+        CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
     files = _Files({})
     _silence(ranks)
@@ -68,7 +68,7 @@ def read(
         opened: Files that are open already, by name. Each is closed and removed once it is read.
 
     Raises:
-        CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
+        CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
     _silence(ranks)
     with ranks.one_error(goal):
@@ -81,7 +81,7 @@ def read(
 
 
 class _SummedFile:
-    """A file that is written from beginning to end, and what it is recognised by."""
+    """A file that is written sequentially, and its checksum."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -153,17 +153,17 @@ class _Writer(FileSystemWriter):
     path: Any
 
     def __init__(self, path: Location, files: _Files) -> None:
-        # Where files cannot be flushed one by one, DCP would flush every disk of the machine.
+        # Where single files cannot be flushed, DCP would flush every disk of the machine.
         super().__init__(str(path), sync_files=not isinstance(path, RemotePath))
         self.fs, self.path = files, path
 
     def storage_meta(self) -> StorageMeta:
-        """Leave out where the files are: the index would hold a path of this machine."""
+        """Omit the location: the index would hold a path of this machine."""
         return StorageMeta(save_id=self.save_id)
 
 
 class _Reader(FileSystemReader):
-    """Reads with an index that has been read and checked before."""
+    """Reads with an index that is already read and checked."""
 
     fs: Any
     path: Any
@@ -179,10 +179,10 @@ class _Reader(FileSystemReader):
 
 
 def _silence(ranks: Ranks) -> None:
-    """Silence warnings of DCP that nobody can do anything about.
+    """Silence warnings of DCP that users cannot act on.
 
-    They are that a run without a process group has none, and a deprecation inside torch 2.10.
-    For good: to restore the filters afterwards would undo what other threads do to them meanwhile.
+    One says that a run without a process group has none, the other is a deprecation inside torch
+    2.10. The filters stay: restoring them would undo changes that other threads make meanwhile.
     """
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     if not ranks.distributed:

@@ -1,4 +1,4 @@
-"""Saving and loading checkpoints: tensors, sharded or not, and a few numbers."""
+"""Saves and loads checkpoints: tensors, sharded or not, and a few numbers."""
 
 from __future__ import annotations
 
@@ -44,36 +44,36 @@ def save(
 ) -> Location:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
-    The checkpoint appears whole, under its final name, or not at all. One of the same step is
-    replaced. Later ones, from before the run went back, are set aside; see `storage`.
+    The checkpoint is atomic: it appears completely, under its final name, or not at all. One of the
+    same step is replaced. Later ones, from before the run went back, are set aside; see `storage`.
 
-    May run in a thread of its own, if nothing else uses `group` meanwhile.
+    May run in another thread, if nothing else uses `group` meanwhile.
 
     Args:
-        directory: Holds the run's checkpoints; on storage that all ranks share.
+        directory: Directory of the run's checkpoints, on storage that all ranks share.
         step: Number of steps done.
-        tensors: Each a DTensor or a `FlatShard`, of which every rank writes its part, or a plain
-            tensor that is the same on all ranks. A rank may leave out what others write; any shape
-            and device.
-        numbers: What JSON can hold. Rank 0's are written.
-        keep: Which checkpoints stay; a number of latest ones, 1 or more, or all the rules.
-        group: All ranks; carries the collectives. None: the default group.
+        tensors: Tensors of any shape, dtype and device, by name: DTensors and `FlatShard`s, of
+            which every rank writes its part, and plain tensors, which are equal on all ranks. A
+            rank may omit tensors that other ranks write.
+        numbers: Values that JSON can represent. Those of rank 0 are written.
+        keep: Number of latest checkpoints to keep, 1 or more, or all rules of retention.
+        group: Group of all ranks, used for the collectives. None: the default group.
 
     Returns:
         Path of the checkpoint.
 
     Raises:
-        CheckpointError: The same on all ranks, if any of them failed. What was there before is
-            untouched.
+        CheckpointError: The same on all ranks, if any of them failed. Earlier checkpoints are
+            unchanged.
     """
     retention = Retention(keep) if isinstance(keep, int) else keep
     ranks = Ranks(group)
     goal = f"save {final_path(directory, step)}"
-    # Its name and not its path: how to reach a file system cannot always be sent.
+    # The name and not the path: objects of a file system cannot always be pickled.
     writing = directory / ranks.on_rank_0(goal, lambda: _begin(directory, step, numbers))
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks))
     files = {name: file for sums in written for name, file in sums.items()}
-    files[INDEX_FILE] = files.pop(INDEX_FILE)  # behind the data, of which each rank has one
+    files[INDEX_FILE] = files.pop(INDEX_FILE)  # last, after one data file of each rank
 
     def finish() -> str:
         final = _finish(directory, writing, manifest.encode(step, numbers, files), files)
@@ -91,7 +91,7 @@ def load(
 
 
 def _begin(directory: Location, step: int, numbers: dict[str, Any]) -> str:
-    manifest.encode(step, numbers, {})  # before anything is written
+    manifest.encode(step, numbers, {})  # raises before anything is written
     return storage(directory).prepare(step).name
 
 

@@ -111,8 +111,8 @@ class Trainer:
             self.directory.checkpoints,
             world,
             timeout_seconds=60 * config.timeout_minutes,
-            say=console.message,
-            took=self._saved,
+            log=console.message,
+            on_saved=self._saved,
         )
         self.writer.guard(self.engine.optimizer)
         if checkpoint is not None:

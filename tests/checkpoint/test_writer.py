@@ -38,7 +38,7 @@ def make_writer(
         directory,
         World.current("cpu"),
         timeout_seconds=60,
-        say=[].append if said is None else said.append,
+        log=[].append if said is None else said.append,
     )
 
 
@@ -260,7 +260,7 @@ def test_a_save_that_does_not_end_keeps_no_failed_rank_alive(
         saving.save(1, {"a": torch.ones(1)}, {})
         raise error
     leave.set()
-    assert said == ["the checkpoint of step 1 has not been finished"]
+    assert said == ["the checkpoint of step 1 was not finished"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
@@ -334,7 +334,7 @@ def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(tmp_path: Path) -> 
                 f"cannot save {directory / 'step-000002'}: rank 1: OSError: [Errno 28] No space "
                 "left on device; the last checkpoint is of step 1"
             )
-            then = "goes on" if on_failure == "continue" else "stops (checkpoint.on_failure)"
+            then = "continues" if on_failure == "continue" else "stops (checkpoint.on_failure)"
             assert seen["said"] == [f"NOT SAVED: {cause}; the run {then}"]
             assert seen["error"] == cause
             assert seen["stops"] == [False, on_failure == "stop", on_failure == "stop"]
@@ -365,7 +365,7 @@ def test_a_failure_is_reported_at_the_next_step(
         else:
             saving.finish()
         assert len(said) == 1
-        assert "nothing has been saved yet; the run goes on" in said[0]
+        assert "no checkpoint has been saved yet; the run continues" in said[0]
 
 
 def _until(condition: Callable[[], bool]) -> None:

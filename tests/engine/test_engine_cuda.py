@@ -181,7 +181,7 @@ def check_resuming(world: World, sizes: Any, options: dict[str, Any], directory:
         make_engine(device=world.device, policy="fp16", max_norm=1.0, **options) for _ in range(2)
     )
     writer = CheckpointWriter(
-        CheckpointConfig(), directory, world, timeout_seconds=60, say=pytest.fail
+        CheckpointConfig(), directory, world, timeout_seconds=60, log=pytest.fail
     )
     with writer as saving:
         saving.guard(engine.optimizer)

@@ -189,8 +189,8 @@ def test_a_run_its_export_and_a_run_from_there(
 REFUSED = {
     "no such checkpoint": (["nowhere", "--to", "new"], "checkpoint = 'nowhere': "),
     "no checkpoint in it": (["empty", "--to", "new"], "contains none"),
-    "a folder that is there": (["run", "--to", "run"], "--to = 'run': is there already"),
-    "a file": (["run", "--to", "file"], "--to = 'file': is there already"),
+    "a folder that is there": (["run", "--to", "run"], "--to = 'run': exists already"),
+    "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
     "no folder": (["run"], "--to"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
@@ -262,6 +262,6 @@ def test_from_python_errors_are_ours(tmp_path: Path) -> None:
         export(path, tmp_path / "new", "fp15")
     with pytest.raises(CheckpointError, match="beyond the range of float16"):
         export(path, tmp_path / "new", "fp16")
-    # Infinity that is there already is none of ours to judge in FP32.
+    # In FP32 infinities of the checkpoint are exported as they are.
     path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(float("inf"))})
     assert export(path, tmp_path / "new") == 1

@@ -249,7 +249,7 @@ def test_what_would_overrule_the_policy_is_refused() -> None:
         ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "neither policy nor"),
         ("fp32", {"deepspeed_plugins": {"a": object()}}, "deepspeed_plugin", "neither policy nor"),
         ("fp32", {"megatron_lm_plugin": object()}, "megatron_lm_plugin", "neither policy nor"),
-        ("fp32", {"kwargs_handlers": [AutocastKwargs()]}, "kwargs_handlers", "leave it out"),
+        ("fp32", {"kwargs_handlers": [AutocastKwargs()]}, "kwargs_handlers", "remove it"),
         ("fp32", {"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers", "LossScaleConfig"),
         ("fp32", {"kwargs_handlers": [compressed]}, "kwargs_handlers", "would not"),
         # accelerate ignores the plugin on a CPU.

@@ -246,7 +246,7 @@ def test_the_end_of_a_schedule_in_a_loop_of_ones_own() -> None:
         ),
         ("ReduceLROnPlateau", "{}", "schedule.name = 'ReduceLROnPlateau': follows a metric"),
         ("LambdaLR", "{}", "schedule.name = 'LambdaLR': needs a Python function"),
-        ("SequentialLR", "{}", "schedule.name = 'SequentialLR': is made of other schedulers"),
+        ("SequentialLR", "{}", "schedule.name = 'SequentialLR': consists of other schedulers"),
         ("StepLR", "{}", "schedule.options = {}: refused by StepLR"),
     ],
 )

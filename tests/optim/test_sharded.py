@@ -71,7 +71,7 @@ def test_an_unknown_optimizer_is_used_with_a_warning(caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.WARNING, "distmp"):
         build_on_shares(Own, shares(), SHAPES)
-    assert "right only if it treats every element" in caplog.text
+    assert "this is correct only if it updates every element" in caplog.text
 
 
 def test_an_optimizer_of_others_that_is_known_to_look_at_whole_parameters_is_refused() -> None:
