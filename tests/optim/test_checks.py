@@ -241,8 +241,8 @@ def test_the_end_of_a_schedule_in_a_loop_of_ones_own() -> None:
         (
             "OneCycleLR",
             "{max_lr: 0.1, total_steps: 800, cycle_momentum: false}",
-            "schedule.options.total_steps = 800: OneCycleLR ends before the run, which follows it "
-            "for 1000 updates; set it to 1000",
+            "schedule.options.total_steps = 800: OneCycleLR ends before the run, which has 1000 "
+            "updates; set it to 1000",
         ),
         ("ReduceLROnPlateau", "{}", "schedule.name = 'ReduceLROnPlateau': follows a metric"),
         ("LambdaLR", "{}", "schedule.name = 'LambdaLR': needs a Python function"),

@@ -106,7 +106,7 @@ def test_the_rest_of_the_plugin_stays() -> None:
 def test_another_precision_in_the_plugin_is_refused(version: int) -> None:
     # accelerate's own default: everything in 16 bits.
     given = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="bf16")
-    with pytest.raises(ConfigError, match="leave it out") as caught:
+    with pytest.raises(ConfigError, match="remove it") as caught:
         fsdp_plugin(policy("bf16"), given)
     assert caught.value.setting == "fsdp_plugin.mixed_precision_policy"
     again = fsdp_plugin(policy("bf16"), FullyShardedDataParallelPlugin(fsdp_version=version))
@@ -119,7 +119,7 @@ def test_accumulation_in_16_bits_is_refused() -> None:
         return fsdp_plugin(policy(text), plugin, reduces_every_microbatch=False)
 
     for text, version in (("bf16", 1), ("bf16,reduce=bf16", 2), ("fp32,reduce=bf16", 2)):
-        with pytest.raises(ConfigError, match="add microbatches up in bfloat16") as caught:
+        with pytest.raises(ConfigError, match="would sum microbatches in bfloat16") as caught:
             build(text, version)
         assert caught.value.setting == "gradient_accumulation_plugin.sync_each_batch"
     for text, version in (("bf16", 2), ("bf16-autocast", 1), ("fp32", 1)):
@@ -130,7 +130,7 @@ def test_accumulation_in_16_bits_is_refused() -> None:
     ("text", "message"),
     [
         ("bf16-autocast,output=bf16", "returns outputs in float32"),
-        ("fp32,reduce=fp16,loss_scale=dynamic", "unscales gradients only where float16"),
+        ("fp32,reduce=fp16,loss_scale=dynamic", "unscales gradients only for float16"),
     ],
 )
 def test_what_accelerate_has_no_word_for_is_refused(text: str, message: str) -> None:

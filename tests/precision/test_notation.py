@@ -63,12 +63,12 @@ def test_what_a_mapping_says(mapping: dict[str, Any], expected: str) -> None:
         ("fp16-autocats", "did you mean 'fp16-autocast'"),
         ("int4x", "choose one of auto, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, "),
         ("", r"^precision\.policy = '': choose one of"),
-        ("auto", r"^precision\.policy = 'auto': is what distmp\.resolve chooses for a device"),
+        ("auto", r"^precision\.policy = 'auto': is resolved for a device by distmp\.resolve"),
         ("auto,reduce=bf16", r"'auto': .* name a preset to change something in it"),
         ("bf16,fp16", r"'bf16,fp16': 'fp16' lacks a value"),
         ("bf16,", r"'bf16,': '' lacks a value; write key=\.\.\."),
-        ("bf16,reduce=bf16,reduce=fp32", "says reduce twice"),
-        ("bf16,preset=fp16", "says preset twice"),
+        ("bf16,reduce=bf16,reduce=fp32", "gives reduce twice"),
+        ("bf16,preset=fp16", "gives preset twice"),
         ("bf16,reduec=bf16", r"policy\.reduec = 'bf16': unknown key; did you mean 'reduce'\?"),
         ("bf16,reduce_dtype=bf16", "did you mean 'reduce'"),
         ("bf16,reduce=bf61", r"policy\.reduce = 'bf61': did you mean 'bf16'\?"),
@@ -161,7 +161,7 @@ def test_any_text_is_a_policy_or_one_message(text: str) -> None:
 
 
 def test_a_name_that_reads_as_another_policy_is_not_written() -> None:
-    with pytest.raises(ConfigError, match="says something else than the policy"):
+    with pytest.raises(ConfigError, match="is the text of another policy"):
         as_text(PrecisionPolicy("compute=bf16"))
 
 
