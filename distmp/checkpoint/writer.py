@@ -156,8 +156,8 @@ class CheckpointWriter:
             return
         started = time.perf_counter()
         self._clock.restart(step)
-        here = written_here(tensors, self._world.rank, self._world.world_size)
-        pending = _Pending(step, Snapshot(here, held, self._buffers))
+        written = written_here(tensors, self._world.rank, self._world.world_size)
+        pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
             target=self._write,
             args=(pending, numbers, self._group),

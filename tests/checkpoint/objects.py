@@ -11,13 +11,13 @@ URL = "objects://"
 
 
 class ObjectStore(LocalFileSystem):
-    """Objects that all processes see; there is no moving, and no folder without a file in it."""
+    """An object store shared by all processes: no rename of folders, and no empty folders."""
 
     protocol = "objects"
     cachable = False
 
     def mv(self, path1: str, path2: str, **kwargs: object) -> None:
-        """Copy and remove, one object only, as object stores do it."""
+        """Copy and remove one object, like object stores."""
         assert self.isfile(path1), "an object store moves no folders"
         self.cp_file(path1, path2)
         self.rm_file(path1)
@@ -26,7 +26,7 @@ class ObjectStore(LocalFileSystem):
         """Do nothing."""
 
     def open(self, path: str, mode: str = "rb", **kwargs: object) -> object:
-        """Open; a file appears in its folder."""
+        """Open a file; writing creates its folder."""
         if "w" in mode:
             Path(self._strip_protocol(path)).parent.mkdir(parents=True, exist_ok=True)
         return super().open(path, mode, **kwargs)

@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a checkpoint: it is found out, or it does not matter."""
+"""Any damage to the files of a checkpoint is detected or harmless."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES, ON_TWO_RANKS = 200, 50
 OLD, NEW = "step-000001", "step-000002"
 
 
-# What can happen to a checkpoint. Each gets its folder.
+# Kinds of damage to a checkpoint. Each function gets the folder.
 
 
 def a_file(path: Path, random: Random) -> Path:
@@ -206,7 +206,7 @@ def _save_and_load(tmp_path: Path) -> list[tuple[str, list[str]]]:
 def _load(
     tmp_path: Path, cases: range, mesh: DeviceMesh | None = None
 ) -> list[tuple[str, list[str]]]:
-    """Return for each case what came of it, and what was reported."""
+    """Return the outcome and the messages of each case."""
     outcomes = []
     for case in cases:
         directory = tmp_path / str(case)
@@ -246,7 +246,7 @@ def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tupl
         store.load(directory / NEW, tensors)
     if not same_bits(tensors, whole(zeros())):
         return "is found out too late, after values were read", reports
-    if save_again:  # over what is left of it
+    if save_again:  # over the damaged checkpoint
         store.save(directory, 2, {"mark": torch.tensor(1.0)}, {}, keep=2)
         if store.usable(directory).checkpoint.path != directory / NEW:
             return "prevents another checkpoint", reports

@@ -53,7 +53,7 @@ def rewrite(path: Path, index: Any) -> None:
 
 
 def deceive(path: Path) -> None:
-    """Have the checksums, where there are some, say that all is well."""
+    """Recompute the checksums, if there are any."""
     if manifest.read(path).files is not None:
         seal(path)
 
@@ -180,7 +180,7 @@ def test_nothing_there(path: Path) -> None:
 
 
 ABSURD = [
-    b"\x80\x04]r\x00\x00\x00\x01.",  # remember an empty list as number 2^24
+    b"\x80\x04]r\x00\x00\x00\x01.",  # store an empty list in the memo under 2^24
     b"\x80\x04]p16777216\n.",
     b"\x80\x04\x8e\xff\xff\xff\xff\xff\x00\x00\x00.",  # a terabyte of bytes
     b"\x80\x04\x96\xff\xff\xff\xff\xff\x00\x00\x00.",  # the same, as a bytearray

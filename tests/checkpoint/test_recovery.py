@@ -21,14 +21,14 @@ from tests.torchrun import TINY, corpus
 
 
 def save(directory: Path, *steps: int) -> list[Path]:
-    """Save checkpoints that all stay; return their folders."""
+    """Save checkpoints and keep all of them; return their folders."""
     for step in steps:
         store.save(directory, step, {"step": torch.tensor(step)}, {}, keep=9)
     return [directory / f"step-{step:06d}" for step in steps]
 
 
 def damage(path: Path) -> str:
-    """Change a bit; return what will be said about it."""
+    """Change a bit; return the start of the message about it."""
     file = path / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1

@@ -1,4 +1,4 @@
-"""Checkpoints on what cannot rename folders, such as object stores."""
+"""Checkpoints on file systems that cannot rename folders, such as object stores."""
 
 from __future__ import annotations
 
@@ -117,14 +117,14 @@ CHANGES = ("mkdir", "open", "write_bytes", "rename", "unlink", "remove_tree")
 
 
 def killed_save(directory: Location, step: int, lives: int) -> bool:
-    """Save, but be killed after so many operations; return whether it was."""
+    """Save, but be killed after so many operations; return whether killed."""
     countdown = itertools.count(lives, -1)
 
     def mortal(operation: object) -> object:
         def run(path: RemotePath, *args: object, **kwargs: object) -> object:
             if next(countdown) > 0:
                 return operation(path, *args, **kwargs)  # type: ignore[operator]
-            if operation is REMOVE_TREE:  # only half-way through
+            if operation is REMOVE_TREE:  # removes only a half
                 (path / "__0_0.distcp")._file_system.rm_file((path / "__0_0.distcp")._path)
             raise Killed
 
@@ -142,7 +142,7 @@ def killed_save(directory: Location, step: int, lives: int) -> bool:
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
-    """The newest is the old or the new one, whole, and the next save goes well."""
+    """The newest is the old or the new one, complete, and the next save succeeds."""
     for lives in itertools.count():
         directory = locate("checkpoint.path", f"memory://{uuid.uuid4().hex}")
         save(directory, 1, 2)
@@ -201,7 +201,7 @@ def test_a_run_and_its_continuation_on_another_machine(
         for run in (here, there)
     ]
     assert losses[0] == losses[1]
-    # A new run, on a third machine, leaves them alone.
+    # A new run on a third machine does not change them.
     third = tmp_path / "third"
     assert main([*common, f"--run-dir={third / 'run'}"]) == 0
     assert [path.name for path in third.iterdir()] == ["run-2"]

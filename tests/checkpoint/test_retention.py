@@ -7,7 +7,7 @@ from distmp.checkpoint.retention import Retention
 
 
 def staying(retention: Retention, steps: list[int], size: int = 1) -> list[int]:
-    """Save at each of the steps and return what is left in the end."""
+    """Save at each of the steps and return the remaining checkpoints."""
     left: list[int] = []
     for step in steps:
         left.append(step)

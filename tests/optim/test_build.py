@@ -166,7 +166,7 @@ def test_a_schedule_of_torch_is_torchs_own(name: str, warmup_steps: int) -> None
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    if name == "OneCycleLR":  # it starts at a rate of its own, and the warm-up leads there
+    if name == "OneCycleLR":  # it starts at its own rate, which the warm-up leads to
         start = expected[warmup_steps]
         expected[:warmup_steps] = [start / 0.5 * rate for rate in expected[:warmup_steps]]
     config = ScheduleConfig(name, warmup_steps=warmup_steps, options=options)

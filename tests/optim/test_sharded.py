@@ -17,7 +17,7 @@ SHAPES = {"matrix": torch.Size([4, 6]), "vector": torch.Size([6]), "far": torch.
 
 
 def shares() -> list[tuple[str, Tensor]]:
-    """Ten elements of the matrix, the whole vector, and nothing of a third parameter."""
+    """Ten elements of the matrix, the full vector, and no element of a third parameter."""
     sizes = {"matrix": 10, "vector": 6, "far": 0}
     return [(name, torch.linspace(1, 2, size).requires_grad_()) for name, size in sizes.items()]
 

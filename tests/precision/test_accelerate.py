@@ -21,7 +21,7 @@ from distmp.precision.accelerate import (
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-# accelerate's word, whether autocast is on, what FSDP casts parameters to, without FSDP refused.
+# accelerate's word, autocast, the dtype to which FSDP casts parameters, refused without FSDP.
 WANTED: dict[str, tuple[str, bool, torch.dtype | None, str]] = {
     "fp32": ("no", False, None, ""),
     "tf32": ("no", False, None, ""),
@@ -41,16 +41,16 @@ def test_every_preset_is_expected() -> None:
 @pytest.mark.parametrize("text", WANTED)
 def test_presets_field_by_field(text: str) -> None:
     word, autocast, cast, refused = WANTED[text]
-    wanted = policy(text)
-    assert mixed_precision(wanted) == word
-    assert autocast_kwargs(wanted).enabled == autocast
+    requested = policy(text)
+    assert mixed_precision(requested) == word
+    assert autocast_kwargs(requested).enabled == autocast
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        check_replicated(wanted)
-    plugin = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=2))
+        check_replicated(requested)
+    plugin = fsdp_plugin(requested, FullyShardedDataParallelPlugin(fsdp_version=2))
     assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
         param_dtype=cast, reduce_dtype=FP32, output_dtype=None, cast_forward_inputs=False
     )
-    plugin = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=1))
+    plugin = fsdp_plugin(requested, FullyShardedDataParallelPlugin(fsdp_version=1))
     assert plugin.mixed_precision_policy == MixedPrecision(
         param_dtype=cast,
         reduce_dtype=FP32,
@@ -62,8 +62,8 @@ def test_presets_field_by_field(text: str) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_fields_that_fsdp_knows_reach_it(version: int) -> None:
-    wanted = policy("bf16,reduce=bf16,buffer=bf16")
-    given = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=version))
+    requested = policy("bf16,reduce=bf16,buffer=bf16")
+    given = fsdp_plugin(requested, FullyShardedDataParallelPlugin(fsdp_version=version))
     assert given.mixed_precision_policy.reduce_dtype == BF16
     assert version == 2 or given.mixed_precision_policy.buffer_dtype == BF16
 
@@ -104,7 +104,7 @@ def test_the_rest_of_the_plugin_stays() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_another_precision_in_the_plugin_is_refused(version: int) -> None:
-    # accelerate's own default: everything in 16 bits.
+    # The default of accelerate: everything in 16 bits.
     given = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="bf16")
     with pytest.raises(ConfigError, match="remove it") as caught:
         fsdp_plugin(policy("bf16"), given)

@@ -74,7 +74,7 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
 @pytest.mark.parametrize(
     ("bad", "setting", "problem"),
     [
-        # What is no floating-point type that trains.
+        # Not a floating-point dtype for training.
         ({"compute_dtype": torch.int8}, "compute", "choose one of float32, bfloat16, float16"),
         ({"compute_dtype": "bf16"}, "compute", "choose one of float32"),
         ({"compute_dtype": None}, "compute", "choose one of float32"),
@@ -108,7 +108,7 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         ({**H, "loss_scale": 0}, "loss_scale", r"from 2\^-126 to 2\^126"),
         ({**H, "loss_scale": float("nan")}, "loss_scale", r"from 2\^-126 to 2\^126"),
         ({**H, "loss_scale": 10**400}, "loss_scale", r"from 2\^-126 to 2\^126"),
-        # Outputs, buffers and what is kept.
+        # Outputs, buffers and kept modules.
         ({"output_dtype": BF16}, "output", r"is not the compute dtype float32"),
         ({**H, "output_dtype": BF16}, "output", "use fp32 or fp16"),
         ({"buffer_dtype": BF16}, "buffer", "held in float32"),
@@ -164,18 +164,18 @@ _CHANGES = {
 
 @st.composite
 def changed_presets(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw the fields of a preset with some of them changed, whether they fit or not."""
+    """Draw the fields of a preset with some of them changed, valid or not."""
     preset = draw(st.sampled_from(list(PRESETS.values())))
     changed = draw(st.sets(st.sampled_from(sorted(_CHANGES)), max_size=4))
     return vars(preset) | {field: draw(_CHANGES[field]) for field in sorted(changed)}
 
 
 @settings(max_examples=400, deadline=None)
-@given(wanted=changed_presets())
-def test_any_policy_is_refused_or_runs_as_it_says(wanted: dict[str, Any]) -> None:
+@given(fields=changed_presets())
+def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> None:
     model = Model()
     try:
-        built = PrecisionPolicy(**wanted)
+        built = PrecisionPolicy(**fields)
         prepare(model, built, "cpu")
     except ConfigError as refused:
         message = str(refused)
@@ -187,7 +187,7 @@ def test_any_policy_is_refused_or_runs_as_it_says(wanted: dict[str, Any]) -> Non
         assert "\n" not in message
         return
     event("runs")
-    assert {field: getattr(built, field) for field in wanted} == wanted
+    assert {field: getattr(built, field) for field in fields} == fields
     held = built.module_dtype
     seen: dict[str, torch.dtype] = {}
     for name in ("first", "head"):

@@ -63,7 +63,7 @@ def whole(name: str) -> Tensor:
 
 
 def part_of(name: str, values: Tensor) -> Tensor:
-    """Return this rank's run of elements; one rank has none of the smallest tensor."""
+    """Return this rank's range of elements; one rank has none of the smallest tensor."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = values.numel()
