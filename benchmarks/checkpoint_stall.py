@@ -68,7 +68,7 @@ class Rank:
             Path(folders[0]),
             world,
             timeout_seconds=600,
-            say=lambda text: print(text, file=sys.stderr),
+            log=lambda text: print(text, file=sys.stderr),
         )
         self._writer.guard(self._engine.optimizer)
         self._writer.__enter__()  # its group is left with all others at the end

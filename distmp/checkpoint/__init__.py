@@ -1,1 +1,1 @@
-"""Checkpoints: whole or absent, loaded without running code, at any world size."""
+"""Checkpoints: written atomically, loaded at any world size and without running code."""

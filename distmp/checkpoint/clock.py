@@ -1,4 +1,4 @@
-"""Saving by time: all ranks find in the same step that so many minutes have passed."""
+"""Saving by time: all ranks decide in the same step that it is time to save."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from distmp.distributed.world import World
 class SaveClock:
     """Measures the time since the last save began, by the clock of rank 0.
 
-    Ranks do not ask each other in every step. Rank 0 looks at its clock, estimates from the pace of
-    the steps when half of the remaining time will have passed, and tells the others at which step
-    to ask again: fewer than twenty broadcasts of one number between two saves.
+    The ranks do not communicate in every step. Rank 0 estimates from the duration of the steps when
+    half of the remaining time will have passed, and broadcasts the step of the next check: fewer
+    than twenty broadcasts of one number between two saves.
 
     Args:
-        minutes: Between saves; 0 never asks.
+        minutes: Minutes between saves; 0 disables saving by time.
         world: The ranks.
-        now: Seconds on a clock that only goes forward.
+        now: Returns seconds of a monotonic clock.
     """
 
     def __init__(
@@ -33,32 +33,32 @@ class SaveClock:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Begin to measure anew after `step`, the same on all ranks."""
+        """Restart the measurement after `step`, the same on all ranks."""
         self._started, self._first_step = self._now(), step
-        self._look_at = step + 1
+        self._next_check = step + 1
 
     def is_due(self, step: int, *, busy: bool) -> bool:
-        """Return whether to save after `step`, alike on all ranks, which call it for every step.
+        """Return whether to save after `step`. Collective: all ranks call it for every step.
 
         Args:
-            step: Steps done.
-            busy: Whether the last save is still being written; rank 0's word decides. The next one
-                then waits until it has ended, instead of training.
+            step: Number of steps done.
+            busy: Whether the last save is still being written; the value of rank 0 counts. The next
+                save is then postponed until that has ended, so that training does not wait for it.
         """
-        if not self._seconds or step < self._look_at:
+        if not self._seconds or step < self._next_check:
             return False
         steps = torch.tensor(self._steps_to_wait(step, busy=busy), device=self._world.device)
         if self._world.group is not None:
             dist.broadcast(steps, src=0, group=self._world.group)
-        self._look_at = step + int(steps)
-        return self._look_at == step
+        self._next_check = step + int(steps)
+        return self._next_check == step
 
     def _steps_to_wait(self, step: int, *, busy: bool) -> int:
-        """Return after how many steps to look again; 0: it is time."""
+        """Return the number of steps until the next check; 0 if it is time to save."""
         done = max(step - self._first_step, 1)
         elapsed = self._now() - self._started
         if elapsed >= self._seconds:
             return 1 if busy else 0
         half = (self._seconds - elapsed) / 2
-        # No more than have been done: the pace of the first steps says little.
+        # At most as many as have been done: the first steps are a poor estimate.
         return max(1, min(done, int(half * done / max(elapsed, 1e-9))))

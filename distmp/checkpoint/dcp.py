@@ -1,7 +1,7 @@
-"""Tensors in and out of the files of a checkpoint, by torch.distributed.checkpoint (DCP).
+"""Writes and reads the tensors of a checkpoint with torch.distributed.checkpoint (DCP).
 
 Every rank writes and reads its own shards, replicated tensors are written once, and a checkpoint
-can be loaded at another world size or with another sharding than it was saved with.
+can be loaded at another world size or with another sharding than the one it was saved with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -32,12 +32,12 @@ def write(
     """Write tensors and their index to the folder `path`. Collective over `ranks`.
 
     Returns:
-        The files that this rank has written, by name.
+        Size and checksum of the files that this rank wrote, by name.
 
     Raises:
-        CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
+        CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
-    files = _Files()
+    files = _Files({})
     _silence(ranks)
     with ranks.one_error(goal):
         state_dict_saver.save(
@@ -50,32 +50,38 @@ def write(
 
 
 def read(
-    goal: str, path: Location, index: Metadata, tensors: dict[str, Tensor], ranks: Ranks
+    goal: str,
+    path: Location,
+    index: Metadata,
+    tensors: dict[str, Tensor],
+    ranks: Ranks,
+    opened: dict[str, IO[bytes]],
 ) -> None:
     """Read tensors, in place, from the folder `path`. Collective over `ranks`.
 
     Args:
-        goal: What for, for the error.
-        path: A checkpoint.
+        goal: Purpose, for the error.
+        path: Folder of the checkpoint.
         index: Its index, which has been checked.
-        tensors: Must fit those in the index.
+        tensors: Live tensors by name; they must fit those in the index.
         ranks: All ranks.
+        opened: Files that are open already, by name. Each is closed and removed once it is read.
 
     Raises:
-        CheckpointError: On all ranks, if one of them failed; beginning with "cannot <goal>".
+        CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
     _silence(ranks)
     with ranks.one_error(goal):
         state_dict_loader.load(
             dict(tensors),
             process_group=ranks.group,
-            storage_reader=_Reader(path, index, _Files()),
+            storage_reader=_Reader(path, index, _Files(opened)),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
 
 
 class _SummedFile:
-    """A file that is written from beginning to end, and what it is recognised by."""
+    """A file that is written sequentially, and its checksum."""
 
     def __init__(self, file: Any) -> None:
         self._file = file
@@ -90,17 +96,26 @@ class _SummedFile:
 
 
 class _Files(FileSystemBase):
-    """DCP's view of a `Location`; notes the checksums of the files that it writes.
+    """DCP's view of a `Location`; records the checksums of the files that it writes.
+
+    Args:
+        opened: Files that are open already, by name. Each is closed and removed once it is read.
 
     Attributes:
-        sums: By file name.
+        sums: Size and checksum of each written file, by name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, opened: dict[str, IO[bytes]]) -> None:
+        self._opened = opened
         self.sums: dict[str, FileSum] = {}
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        if mode == "rb" and path.name in self._opened:
+            with self._opened.pop(path.name) as file:
+                file.seek(0)
+                yield file
+            return
         with path.open(mode) as file:
             if mode == "rb":
                 yield file
@@ -138,17 +153,17 @@ class _Writer(FileSystemWriter):
     path: Any
 
     def __init__(self, path: Location, files: _Files) -> None:
-        # Where files cannot be flushed one by one, DCP would flush every disk of the machine.
+        # Where single files cannot be flushed, DCP would flush every disk of the machine.
         super().__init__(str(path), sync_files=not isinstance(path, RemotePath))
         self.fs, self.path = files, path
 
     def storage_meta(self) -> StorageMeta:
-        """Leave out where the files are: the index would hold a path of this machine."""
+        """Omit the location: the index would hold a path of this machine."""
         return StorageMeta(save_id=self.save_id)
 
 
 class _Reader(FileSystemReader):
-    """Reads with an index that has been read and checked before."""
+    """Reads with an index that is already read and checked."""
 
     fs: Any
     path: Any
@@ -164,10 +179,10 @@ class _Reader(FileSystemReader):
 
 
 def _silence(ranks: Ranks) -> None:
-    """Silence warnings of DCP that nobody can do anything about.
+    """Silence warnings of DCP that users cannot act on.
 
-    They are that a run without a process group has none, and a deprecation inside torch 2.10.
-    For good: to restore the filters afterwards would undo what other threads do to them meanwhile.
+    One says that a run without a process group has none, the other is a deprecation inside torch
+    2.10. The filters stay: restoring them would undo changes that other threads make meanwhile.
     """
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     if not ranks.distributed:

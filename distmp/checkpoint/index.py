@@ -1,9 +1,9 @@
-"""The index of a checkpoint's tensors, read without running code from it.
+"""Reads the index of a checkpoint's tensors without running code from it.
 
-torch.distributed.checkpoint (DCP) keeps the index as a pickle and reads it with `pickle.load`,
-which runs whatever the file says. Here only the plain classes that an index is made of are allowed.
-An index can also declare an entry to be a pickled object, which DCP would load the same way; that
-is refused too. The tensors themselves DCP loads with `weights_only=True`.
+torch.distributed.checkpoint (DCP) stores the index as a pickle and reads it with `pickle.load`,
+which can run arbitrary code. Here only the plain classes that an index consists of are allowed. An
+index can also declare an entry as a pickled object, which DCP would load in the same way; that is
+refused, too. DCP loads the tensors themselves with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import io
 import pickle
 import pickletools
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -47,25 +47,31 @@ class _RestrictedUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise CheckpointError(f"it asks for {module}.{name}, which no checkpoint needs")
+        raise CheckpointError(f"it requires {module}.{name}, which no checkpoint needs")
 
 
-def read_index(path: Location) -> Metadata:
+def read_index(
+    path: Location, files: dict[str, FileSum] | None, opened: IO[bytes] | None = None
+) -> Metadata:
     """Read and check the index of the checkpoint at `path`.
 
+    Args:
+        path: Folder of the checkpoint.
+        files: Its files by name; None in a checkpoint without checksums.
+        opened: The file of the index, if it is open already; it is closed.
+
     Raises:
-        CheckpointError: If it is damaged, would run code, or does not describe whole tensors in
+        CheckpointError: If it is damaged, would run code, or does not describe complete tensors in
             files of the checkpoint.
     """
-    files = manifest.read(path).files
     file = path / INDEX_FILE
     try:
-        data = file.read_bytes()
+        data = file.read_bytes() if opened is None else _read_again(opened)
         if files is None:
             sizes = {found.name: found.stat().st_size for found in path.iterdir()}
             _refuse_absurd(data)
         else:
-            sizes = {name: found.size for name, found in files.items()}
+            sizes = {name: written.size for name, written in files.items()}
             manifest.check_sum(file, FileSum().extended(data), files.get(INDEX_FILE, FileSum()))
         index = _RestrictedUnpickler(io.BytesIO(data)).load()
         _check_tensors(index)
@@ -75,19 +81,26 @@ def read_index(path: Location) -> Metadata:
     return index
 
 
-def _refuse_absurd(data: bytes) -> None:
-    """Refuse what would take any amount of memory to unpickle, in an index without a checksum.
+def _read_again(file: IO[bytes]) -> bytes:
+    with file:
+        file.seek(0)
+        return file.read()
 
-    The one such operation that random bytes contain is to remember an object under a number of
-    their choice: a list of that length is made. Protocol 4 of pickle, which DCP uses, counts.
+
+def _refuse_absurd(data: bytes) -> None:
+    """Refuse an index without a checksum that could take any amount of memory to unpickle.
+
+    The one such operation that random bytes contain stores an object in the memo under an arbitrary
+    number, which allocates a list of that length. Protocol 4 of pickle, which DCP uses, has no need
+    of it: it numbers the objects itself.
     """
     for opcode, _, _ in pickletools.genops(data):
         if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT"):
-            raise CheckpointError(f"it has the operation {opcode.name}, which no checkpoint needs")
+            raise CheckpointError(f"it uses the opcode {opcode.name}, which no checkpoint needs")
 
 
 def _check_files(path: Location, index: Metadata, sizes: dict[str, int]) -> None:
-    """Check that the files which the index names are there, in full length."""
+    """Check that the files that the index names exist and are long enough."""
     ends: dict[str, int] = {}
     for entry in (index.storage_data or {}).values():
         name = entry.relative_path
@@ -98,7 +111,7 @@ def _check_files(path: Location, index: Metadata, sizes: dict[str, int]) -> None
         if name not in sizes:
             raise CheckpointError(f"there is no {path / name}")
         if sizes[name] < end:
-            raise CheckpointError(f"{path / name} is shorter than the {end} bytes it should have")
+            raise CheckpointError(f"{path / name} is shorter than the {end} bytes it needs")
 
 
 def _check_tensors(index: Metadata) -> None:

@@ -1,4 +1,4 @@
-"""Which checkpoints are in a directory, and which of them stay."""
+"""Lists the checkpoints in a directory and removes old ones."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ logger = logging.getLogger("distmp")
 def latest(directory: Location) -> Location | None:
     """Return the checkpoint of the highest step in `directory`, or None if there is none.
 
-    Whether it is damaged is not looked at; see `recovery.usable`.
+    It may be damaged; see `recovery.usable`.
     """
     found = checkpoints(directory)
     return found[max(found)] if found else None
 
 
 def checkpoints(directory: Location) -> dict[int, Location]:
-    """Return the whole checkpoints in `directory` by step, in ascending order."""
+    """Return the complete checkpoints in `directory` by step, in ascending order."""
     found: dict[int, Location] = {}
     for entry in storage(directory).entries():
         if entry.finished and entry.step not in found and is_checkpoint(entry.path):
@@ -30,25 +30,27 @@ def checkpoints(directory: Location) -> dict[int, Location]:
 
 
 def final_path(directory: Location, step: int) -> Location:
-    """Return where the checkpoint of `step` lies; on an object store an ending may follow."""
+    """Return the path of the checkpoint of `step`; an object store may append a suffix."""
     return directory / folder_name(step)
 
 
 def discard(directory: Location, step: int) -> None:
-    """Remove what a save of `step` has left that failed; log it if that cannot be done."""
+    """Remove the files of a failed save of `step`; log it if that fails."""
     place = storage(directory)
     try:
         for entry in place.entries():
             if entry.step == step and not entry.finished:
                 place.discard(entry.path)
     except Exception as error:  # noqa: BLE001  (whatever a file system of fsspec raises)
-        logger.warning("cannot remove what is left of step %d in %s: %s", step, directory, error)
+        logger.warning(
+            "cannot remove the unfinished checkpoint of step %d in %s: %s", step, directory, error
+        )
 
 
 def tidy(directory: Location, step: int, retention: Retention) -> None:
-    """Remove what need not stay of the checkpoints up to `step`, and set later ones aside.
+    """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
-    What cannot be removed is logged: the new checkpoint is good all the same.
+    A failure is logged and not raised: the new checkpoint is complete all the same.
     """
     place = storage(directory)
     try:
@@ -58,22 +60,22 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
             path = found.pop(later)
             aside = place.set_aside(path)
             logger.warning(
-                "the run went back to step %d: %s is abandoned, and kept as %s", step, path, aside
+                "the run went back to step %d: %s is abandoned and renamed to %s", step, path, aside
             )
         sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in found.items()}
-        going = retention.surplus(sizes)
-        for old in going:
+        surplus = retention.surplus(sizes)
+        for old in surplus:
             place.remove(found[old])
     except Exception as error:  # noqa: BLE001  (whatever a file system of fsspec raises)
-        logger.warning("cannot tidy up old checkpoints in %s: %s", directory, error)
+        logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
         return
-    staying = sum(size for s, size in sizes.items() if s not in going)
-    if retention.max_bytes is not None and staying > retention.max_bytes:
+    kept = sum(size for s, size in sizes.items() if s not in surplus)
+    if retention.max_bytes is not None and kept > retention.max_bytes:
         logger.warning(
             "the checkpoints in %s take %.3g GiB, more than checkpoint.max_gib = %.3g: the latest "
-            "and those kept for good stay",
+            "checkpoint and those kept permanently are never removed",
             directory,
-            staying / 2**30,
+            kept / 2**30,
             retention.max_bytes / 2**30,
         )
 

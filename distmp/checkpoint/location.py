@@ -1,7 +1,7 @@
-"""Where checkpoints may lie: below a local path, or anywhere that fsspec reaches (`s3://...`).
+"""Locations of checkpoints: a local path, or any file system of fsspec (`s3://...`).
 
-`RemotePath` has those methods of `pathlib.Path` that checkpoints need, so that most code does not
-care which of the two it has. What an object store cannot do is rename; see `storage`.
+`RemotePath` has the methods of `pathlib.Path` that checkpoints need, so that most code works with
+both. An object store cannot rename; see `storage`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class RemotePath:
 
     Args:
         file_system: A `fsspec.AbstractFileSystem`.
-        path: The path as that file system has it.
-        url: The path as the user has it.
+        path: The path in the form of that file system.
+        url: The URL that the user gave.
     """
 
     def __init__(self, file_system: Any, path: str, url: str) -> None:
@@ -61,35 +61,35 @@ class RemotePath:
         )
 
     def resolve(self) -> RemotePath:
-        """Return the path itself: nothing links to another place here."""
+        """Return the path itself: there are no links."""
         return self
 
     absolute = resolve
 
     def exists(self) -> bool:
-        """Whether there is a file, or anything below this path."""
+        """Return whether there is a file, or anything below this path."""
         return bool(self._fresh().exists(self._path))
 
     def is_file(self) -> bool:
-        """Whether there is a file."""
+        """Return whether there is a file."""
         return bool(self._fresh().isfile(self._path))
 
     def is_dir(self) -> bool:
-        """Whether there is anything below this path."""
+        """Return whether there is anything below this path."""
         return bool(self._fresh().isdir(self._path))
 
     def stat(self) -> _Stat:
-        """Return the size of the file."""
+        """Return the size of the file, in bytes."""
         return _Stat(self._fresh().info(self._path)["size"])
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yield what lies directly below this path."""
-        for found in self._fresh().ls(self._path, detail=False):
-            if found.rstrip("/") != self._path:
-                yield self / PurePosixPath(found).name
+        """Yield the paths directly below this one."""
+        for entry in self._fresh().ls(self._path, detail=False):
+            if entry.rstrip("/") != self._path:
+                yield self / PurePosixPath(entry).name
 
     def mkdir(self, parents: bool = False, exist_ok: bool = False) -> None:
-        """Make a folder, where the file system has such a thing; always with its parents."""
+        """Create a folder and its parents, where the file system has folders."""
         self._file_system.makedirs(self._path, exist_ok=exist_ok)
 
     def open(self, mode: str) -> IO[bytes]:
@@ -101,12 +101,12 @@ class RemotePath:
         return self._fresh().cat_file(self._path)
 
     def write_bytes(self, data: bytes) -> int:
-        """Write the file, as a whole where the file system can."""
+        """Write the file, atomically where the file system can."""
         self._file_system.pipe_file(self._path, data)
         return len(data)
 
     def rename(self, target: RemotePath) -> RemotePath:
-        """Move a file; most object stores copy it, and it is in both places for a while."""
+        """Move a file. Most object stores copy it, so that both paths exist for a while."""
         self._file_system.mv(self._path, target._path)
         return target
 
@@ -120,7 +120,7 @@ class RemotePath:
         self._file_system.rm(self._path, recursive=True)
 
     def _fresh(self) -> Any:
-        """Return the file system, which may have listed the files before other ranks wrote some."""
+        """Return the file system without cached listings, as other ranks may have written files."""
         self._file_system.invalidate_cache()
         return self._file_system
 
@@ -129,14 +129,14 @@ Location = Path | RemotePath
 
 
 def locate(setting: str, text: str) -> Location:
-    """Return the place that a setting names: a local path, or a URL for fsspec.
+    """Return the location that a setting names: a local path, or a URL for fsspec.
 
     Args:
         setting: Dotted name of the setting.
         text: Its value.
 
     Raises:
-        ConfigError: If fsspec does not know the kind of URL, or lacks a package for it.
+        ConfigError: If fsspec does not support the protocol, or lacks a package for it.
     """
     scheme, separator, path = text.partition("://")
     if not separator:
@@ -153,10 +153,14 @@ def locate(setting: str, text: str) -> Location:
 
 
 def check_reachable(checkpoint_path: str | None, resume: str | None) -> None:
-    """Check on this rank that fsspec knows the places that are configured.
+    """Check on this rank that fsspec supports the configured locations.
+
+    Args:
+        checkpoint_path: Setting `checkpoint.path`.
+        resume: Setting `resume`.
 
     Raises:
-        ConfigError: If it does not, or lacks a package.
+        ConfigError: If fsspec does not support one of them, or lacks a package for it.
     """
     for setting, text in (("checkpoint.path", checkpoint_path), ("resume", resume)):
         if text is not None:

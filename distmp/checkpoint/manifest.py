@@ -1,19 +1,20 @@
-"""`state.json`: our own numbers, and the list of a checkpoint's files with their checksums.
+"""`state.json`: the numbers of a checkpoint, and its files with their checksums.
 
-It is written last, so a checkpoint that has one is whole. Its own checksum is that of its content,
-not of its bytes: of JSON with sorted keys and no spaces, without the checksum.
+It is written last, so a checkpoint that has one is complete. Its own checksum covers its content
+and not its bytes: JSON with sorted keys and no spaces, without the checksum.
 
-CRC-32 is there to find what disks, copies and crashes do. It takes half the time of SHA-256 on a
-processor with instructions for the latter, and does not protect from somebody who means to deceive;
-that such a checkpoint runs no code is the business of `index`.
+CRC-32 detects damage by disks, copies and crashes. It takes half the time of SHA-256 on a processor
+with instructions for the latter. It does not protect against an attacker; `index` makes sure that a
+forged checkpoint runs no code.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from distmp.checkpoint.location import Location
 from distmp.distributed.ranks import describe
@@ -21,17 +22,17 @@ from distmp.errors import CheckpointError
 
 STATE_FILE = "state.json"
 FORMAT = 2
-# Of before there were checksums.
+# The format before checksums were added.
 FORMAT_WITHOUT_CHECKSUMS = 1
 
 _CHUNK_BYTES = 1 << 22
 
 
 class FileSum(NamedTuple):
-    """What a file is recognised by.
+    """Size and checksum of a file.
 
     Attributes:
-        size: In bytes.
+        size: Size in bytes.
         crc32: CRC-32 of its bytes.
     """
 
@@ -39,10 +40,10 @@ class FileSum(NamedTuple):
     crc32: int = 0
 
     def extended(self, data: Any) -> FileSum:
-        """Return the sum with more bytes at the end of the file.
+        """Return the sum of the file with `data` appended.
 
         Args:
-            data: Anything with a buffer.
+            data: An object with the buffer protocol.
         """
         return FileSum(self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc32))
 
@@ -53,9 +54,10 @@ class State:
 
     Attributes:
         step: Number of steps done.
-        numbers: What the caller of `store.save` gave.
-        files: The other files by name; None in a checkpoint without checksums.
-        crc32: CRC-32 of the content.
+        numbers: The numbers that the caller of `store.save` passed.
+        files: Size and checksum of the other files, by name; None in a checkpoint without
+            checksums.
+        crc32: CRC-32 of the content; 0 in a checkpoint without checksums.
     """
 
     step: int
@@ -68,13 +70,13 @@ def encode(step: int, numbers: dict[str, Any], files: dict[str, FileSum]) -> byt
     """Return the bytes of `state.json`.
 
     Raises:
-        TypeError: If `numbers` holds something that JSON cannot.
+        TypeError: If `numbers` holds a value that JSON cannot represent.
     """
     listed = {
         name: {"bytes": file.size, "crc32": f"{file.crc32:08x}"} for name, file in files.items()
     }
     state = {"format": FORMAT, "step": step, "numbers": numbers, "files": listed}
-    # As it will be read: JSON turns other keys to strings.
+    # The sum covers what will be read: JSON converts other keys to strings.
     state["crc32"] = f"{_content_sum(json.loads(json.dumps(state))):08x}"
     return json.dumps(state, indent=2).encode() + b"\n"
 
@@ -83,7 +85,7 @@ def read(path: Location) -> State:
     """Read and check `state.json` of the checkpoint at `path`.
 
     Raises:
-        CheckpointError: If it is missing or damaged, or of a format that this version cannot read.
+        CheckpointError: If it is missing, damaged, or has a format that this version cannot read.
     """
     file = path / STATE_FILE
     try:
@@ -103,28 +105,41 @@ def read(path: Location) -> State:
         raise CheckpointError(f"{file} cannot be read: {describe(error)}") from error
 
 
-def check_file(path: Location, expected: FileSum) -> None:
-    """Check that a file holds what was written, by reading it once.
+def open_verified(path: Location, expected: FileSum, copy: IO[bytes] | None = None) -> IO[bytes]:
+    """Open a file and check that it holds what was written, by reading it once.
+
+    Args:
+        path: The file.
+        expected: Its size and checksum when it was written.
+        copy: Receives the bytes that are read.
+
+    Returns:
+        The open file, at its end.
 
     Raises:
-        CheckpointError: If it does not.
+        CheckpointError: If the file is missing, cannot be read, or holds something else.
     """
     check_size(path, expected)
-    found = FileSum()
-    try:
-        with path.open("rb") as file:
+    actual = FileSum()
+    with contextlib.ExitStack() as on_error:
+        try:
+            file = on_error.enter_context(path.open("rb"))
             while data := file.read(_CHUNK_BYTES):
-                found = found.extended(data)
-    except Exception as error:
-        raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
-    check_sum(path, found, expected)
+                actual = actual.extended(data)
+                if copy is not None:
+                    copy.write(data)
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read: {describe(error)}") from error
+        check_sum(path, actual, expected)
+        on_error.pop_all()
+    return file
 
 
 def check_size(path: Location, expected: FileSum) -> None:
-    """Check that a file is there and as long as what was written.
+    """Check that a file exists and has the size that was written.
 
     Raises:
-        CheckpointError: If it is not.
+        CheckpointError: If it does not.
     """
     if not path.exists():
         raise CheckpointError(f"{path} is missing")
@@ -134,15 +149,15 @@ def check_size(path: Location, expected: FileSum) -> None:
         raise CheckpointError(f"{path} has {size} bytes, not the {expected.size} that were written")
 
 
-def check_sum(path: Location, found: FileSum, expected: FileSum) -> None:
-    """Compare what a file holds with what was written.
+def check_sum(path: Location, actual: FileSum, expected: FileSum) -> None:
+    """Compare size and checksum of a file with those that were written.
 
     Raises:
-        CheckpointError: If it is different.
+        CheckpointError: If they differ.
     """
-    if found != expected:
+    if actual != expected:
         raise CheckpointError(
-            f"{path} does not hold what was written (its CRC-32 is {found.crc32:08x}, not "
+            f"{path} does not hold what was written (its CRC-32 is {actual.crc32:08x}, not "
             f"{expected.crc32:08x})"
         )
 
@@ -153,7 +168,7 @@ def _decode(state: dict[str, Any]) -> State:
         return State(state["step"], state["numbers"], None, 0)
     written = int(state.pop("crc32"), 16)
     if _content_sum(state) != written:
-        raise CheckpointError("its content does not have its checksum")
+        raise CheckpointError("its content does not match its checksum")
     files = {
         name: FileSum(file["bytes"], int(file["crc32"], 16))
         for name, file in state["files"].items()

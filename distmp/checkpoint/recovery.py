@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest that is not damaged, the same on all ranks."""
+"""Selects the checkpoint to continue from: the newest undamaged one, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -7,27 +7,26 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from distmp.checkpoint import manifest
-from distmp.checkpoint.index import read_index
 from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.storage import INDEX_FILE, named_step, storage
-from distmp.distributed.ranks import Ranks, describe
+from distmp.checkpoint.stored import StoredCheckpoint
+from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("distmp")
 
 
 class Usable(NamedTuple):
-    """What `usable` has found.
+    """The result of `usable`.
 
     Attributes:
-        path: The newest checkpoint that is not damaged, or None if there is none.
-        damaged: What is wrong with each newer one.
-        unfinished: A message for each newer one that was never finished.
+        checkpoint: The newest undamaged checkpoint, verified; None if there is none.
+        damaged: A message for each newer checkpoint that is damaged.
+        unfinished: A message for each newer checkpoint that was not finished.
     """
 
-    path: Location | None
+    checkpoint: StoredCheckpoint | None
     damaged: list[str]
     unfinished: list[str]
 
@@ -39,19 +38,19 @@ def usable(
     other_than: Location | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Usable:
-    """Find the newest checkpoint in `directory` that is not damaged. Collective over all ranks.
+    """Find the newest undamaged checkpoint in `directory`. Collective over all ranks.
 
     Args:
-        directory: The same on all ranks; rank 0 looks what is in it.
-        before: Only checkpoints of earlier steps count.
-        other_than: A checkpoint not to be looked at.
-        group: All ranks; carries the collectives. None: the default group.
+        directory: The same on all ranks; rank 0 lists it.
+        before: Consider only checkpoints of earlier steps than this one.
+        other_than: Ignore this checkpoint.
+        group: Group of all ranks, used for the collectives. None: the default group.
 
     Returns:
-        The same on all ranks; the checkpoint has been compared with its checksums.
+        The same result on all ranks.
 
     Raises:
-        CheckpointError: On all ranks, if the directory cannot be looked at.
+        CheckpointError: On all ranks, if the directory cannot be listed.
     """
     ranks = Ranks(group)
     entries = ranks.on_rank_0(
@@ -62,46 +61,22 @@ def usable(
             if before is None or entry.step < before
         ],
     )
-    found = Usable(None, [], [])
+    result = Usable(None, [], [])
     for name, finished in entries:
         path = directory / name
         if path == other_than:
             continue
         if not finished:
-            found.unfinished.append(f"{path} was never finished")
+            result.unfinished.append(f"{path} was not finished")
             continue
+        checkpoint = StoredCheckpoint(path)
         try:
-            verify(path, group=group)
+            checkpoint.verify(group=group)
         except CheckpointError as error:
-            found.damaged.append(str(error))
+            result.damaged.append(str(error))
         else:
-            return found._replace(path=path)
-    return found
-
-
-def verify(path: Location, *, group: dist.ProcessGroup | None = None) -> None:
-    """Compare the files of a checkpoint with their checksums. Collective over all ranks.
-
-    Each file is read once, by one of the ranks. One without checksums, of the first version of
-    distmp, has its index checked.
-
-    Raises:
-        CheckpointError: The same on all ranks, if it is damaged or of a later format.
-    """
-    ranks = Ranks(group)
-    problem, crc32 = None, None
-    try:
-        crc32 = _check_share(path, ranks)
-    except Exception as error:  # noqa: BLE001  (raised below, on all ranks together)
-        problem = describe(error)
-    results = ranks.gather((problem, crc32))
-    problems = sorted({problem for problem, _ in results if problem is not None})
-    if problems:
-        raise CheckpointError(f"{path} cannot be used: {'; '.join(problems)}")
-    if any(other != crc32 for _, other in results):
-        raise CheckpointError(
-            f"{path} is not the same on all ranks (all hosts must read the same, shared storage)"
-        )
+            return result._replace(checkpoint=checkpoint)
+    return result
 
 
 def resolve(
@@ -110,20 +85,20 @@ def resolve(
     *,
     group: dist.ProcessGroup | None = None,
     setting: str = "resume",
-) -> Location | None:
-    """Return the checkpoint that setting `resume` means. Collective over all ranks.
+) -> StoredCheckpoint | None:
+    """Return the checkpoint that the setting `resume` refers to. Collective over all ranks.
 
-    Rank 0 logs what is wrong with newer ones.
+    Rank 0 logs newer checkpoints that are damaged or unfinished.
 
     Args:
-        resume: "auto", a checkpoint, or a directory of checkpoints, of which the newest that is
-            not damaged is taken; a path, or a URL for fsspec.
+        resume: "auto", or the path or fsspec URL of a checkpoint or of a directory of checkpoints.
+            In a directory the newest undamaged checkpoint is used.
         directory: Directory of this run's checkpoints, for "auto".
-        group: All ranks; carries the collectives. None: the default group.
-        setting: How errors call the setting.
+        group: Group of all ranks, used for the collectives. None: the default group.
+        setting: Name of the setting, for errors.
 
     Returns:
-        The checkpoint, compared with its checksums; None only for "auto" where there is none yet.
+        The checkpoint, verified; None only for "auto" where there is no checkpoint yet.
 
     Raises:
         ConfigError: If the path holds no checkpoint.
@@ -132,58 +107,42 @@ def resolve(
     ranks = Ranks(group)
     if resume != "auto":
         directory = locate(setting, resume)
-    goal = f"look for checkpoints in {directory}"
-    exists, is_one = ranks.on_rank_0(
-        goal, lambda: (directory.exists(), resume != "auto" and _means_one(directory))
+    exists, is_checkpoint = ranks.on_rank_0(
+        f"look for checkpoints in {directory}",
+        lambda: (directory.exists(), resume != "auto" and _names_checkpoint(directory)),
     )
-    if is_one:
-        _verify_named(directory, group)
-        return directory
+    if is_checkpoint:
+        return _verify_named(directory, group)
     found = usable(directory, group=group)
-    if found.path is None and found.damaged:
+    if found.checkpoint is None and found.damaged:
         raise CheckpointError(
             f"no checkpoint in {directory} can be used: {'; '.join(found.damaged)}"
         )
-    if found.path is None and resume != "auto":
-        problem = "is no checkpoint and holds none" if exists else "does not exist"
+    if found.checkpoint is None and resume != "auto":
+        problem = "is not a checkpoint and contains none" if exists else "does not exist"
         raise ConfigError(setting, resume, f"{directory.absolute()} {problem}")
     if ranks.rank == 0:
-        for report in found.damaged + found.unfinished:
-            logger.warning("%s; going on from %s", report, found.path or "the beginning")
-    return found.path
+        for message in found.damaged + found.unfinished:
+            logger.warning("%s; continuing from %s", message, found.checkpoint or "the beginning")
+    return found.checkpoint
 
 
-def _verify_named(path: Location, group: dist.ProcessGroup | None) -> None:
-    """Verify a checkpoint that somebody has named, and name another one if it is damaged."""
+def _verify_named(path: Location, group: dist.ProcessGroup | None) -> StoredCheckpoint:
+    """Verify a checkpoint that the user named; if it is damaged, the error suggests another one."""
+    checkpoint = StoredCheckpoint(path)
     try:
-        verify(path, group=group)
+        checkpoint.verify(group=group)
     except CheckpointError as error:
-        other = usable(path.parent, other_than=path, group=group).path
-        hint = f"{other} is whole" if other is not None else "there is no other one beside it"
+        other = usable(path.parent, other_than=path, group=group).checkpoint
+        hint = f"{other} is intact" if other is not None else "its directory has no other one"
         raise CheckpointError(f"{error}; {hint}") from error
+    return checkpoint
 
 
-def _means_one(path: Location) -> bool:
-    """Whether a path means a checkpoint, whatever has become of it, and not a directory of them."""
+def _names_checkpoint(path: Location) -> bool:
+    """Whether a path names a checkpoint, damaged or not, and not a directory of checkpoints."""
     if not path.exists():
         return False
     if named_step(path) is not None:
         return True
     return (path / STATE_FILE).exists() or (path / INDEX_FILE).exists()
-
-
-def _check_share(path: Location, ranks: Ranks) -> int:
-    """Check the files that fall to this rank; return the checksum of the list of them."""
-    state = manifest.read(path)
-    step = named_step(path)
-    if step not in (None, state.step):
-        raise CheckpointError(f"it is named after step {step}, and holds step {state.step}")
-    if state.files is None:
-        read_index(path)
-        if ranks.rank == 0:
-            logger.warning("%s has no checksums; an earlier version of distmp wrote it", path)
-        return state.crc32
-    # In the order of the ranks that wrote them, which may have them still in memory.
-    for name in list(state.files)[ranks.rank :: ranks.world_size]:
-        manifest.check_file(path / name, state.files[name])
-    return state.crc32

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run stay."""
+"""Selects the checkpoints of a run to keep."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Retention:
-    """Rules of what stays after a checkpoint was saved.
+    """Rules that select the checkpoints to remove after each save.
 
     Attributes:
-        last: Number of latest checkpoints that stay, 1 or more.
-        every: Steps. Of each so many steps, counted from the `every`th, the first checkpoint stays
-            for good; 0: none does.
-        max_bytes: The oldest go while all of them are larger together; never the latest, and none
-            that stays for good. None: no limit.
+        last: Number of latest checkpoints to keep, 1 or more.
+        every: Length of a window in steps, counted from step `every`. The first checkpoint of each
+            window is kept permanently; 0 keeps none.
+        max_bytes: Total size in bytes above which the oldest checkpoints are removed; never the
+            latest, and none that is kept permanently. None: no limit.
     """
 
     last: int = 2
@@ -23,25 +23,25 @@ class Retention:
     max_bytes: int | None = None
 
     def surplus(self, sizes: Mapping[int, int]) -> list[int]:
-        """Return the steps whose checkpoints go, the oldest first.
+        """Return the steps of the checkpoints to remove, the oldest first.
 
         Args:
-            sizes: Bytes of each checkpoint by step.
+            sizes: Size of each checkpoint in bytes, by step.
         """
         steps = sorted(sizes)
-        latest, for_good = set(steps[-self.last :]), self._for_good(steps)
-        going = [step for step in steps if step not in latest | for_good]
+        latest, permanent = set(steps[-self.last :]), self._permanent(steps)
+        removed = [step for step in steps if step not in latest | permanent]
         if self.max_bytes is None:
-            return going
-        staying = [step for step in steps if step not in going]
-        excess = sum(sizes[step] for step in staying) - self.max_bytes
-        for step in staying[:-1]:
-            if excess > 0 and step not in for_good:
-                going.append(step)
+            return removed
+        kept = [step for step in steps if step not in removed]
+        excess = sum(sizes[step] for step in kept) - self.max_bytes
+        for step in kept[:-1]:
+            if excess > 0 and step not in permanent:
+                removed.append(step)
                 excess -= sizes[step]
-        return going
+        return removed
 
-    def _for_good(self, steps: list[int]) -> set[int]:
+    def _permanent(self, steps: list[int]) -> set[int]:
         if self.every == 0:
             return set()
         # In reverse, so that the first of each window overwrites the others.

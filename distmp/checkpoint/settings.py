@@ -12,33 +12,34 @@ from distmp.errors import ConfigError
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """When checkpoints are written, and how many stay."""
+    """When checkpoints are written, and how many are kept."""
 
     every: int = 0
-    """Steps between checkpoints; 0 writes one at the end only."""
+    """Steps between checkpoints; 0 writes one only at the end."""
 
     every_minutes: float = 0.0
-    """Minutes between checkpoints, by the clock of the first rank; 0 leaves it to `every`."""
+    """Minutes between checkpoints, by the clock of rank 0; 0 disables saving by time."""
 
     asynchronous: bool = True
-    """Go on training while a checkpoint is written; takes host memory for what a rank writes."""
+    """Continue training while a checkpoint is written; takes host memory for a copy of the state
+    that the rank writes."""
 
     on_failure: Literal["continue", "stop"] = "continue"
-    """Whether a run whose checkpoint could not be written goes on, or ends with an error."""
+    """Whether a run continues or ends with an error if a checkpoint cannot be written."""
 
     keep: int = 2
-    """Number of latest checkpoints that stay."""
+    """Number of latest checkpoints to keep."""
 
     keep_every: int = 0
-    """Of each so many steps, the first checkpoint stays for good; 0: none does."""
+    """Keep the first checkpoint of every so many steps permanently; 0 keeps none."""
 
     max_gib: float | None = None
-    """The oldest checkpoints go while all of them take more GiB than this; never the latest, and
-    none that stays for good. null: no limit."""
+    """Remove the oldest checkpoints while all of them take more GiB than this; never the latest,
+    and none that is kept permanently. null: no limit."""
 
     path: str | None = None
-    """Where checkpoints lie, in a folder with the name of the run's: a path, or a URL for fsspec
-    such as s3://bucket/folder. null: in the run's folder."""
+    """Where checkpoints are written, in a folder with the name of the run's folder: a path, or a
+    URL for fsspec such as s3://bucket/folder. null: in the run's folder."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -62,6 +63,6 @@ class CheckpointConfig:
 
     @property
     def retention(self) -> Retention:
-        """Which checkpoints stay."""
+        """The rules that select the checkpoints to keep."""
         max_bytes = None if self.max_gib is None else int(self.max_gib * 2**30)
         return Retention(self.keep, self.keep_every, max_bytes)

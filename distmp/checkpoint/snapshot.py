@@ -1,12 +1,7 @@
-"""A copy of a run's state in host memory, from which it is written while training goes on.
+"""Copies a run's state to host memory, from which it is written while training continues.
 
-Weights and optimizer state, nearly everything, stand still between two updates of the optimizer. So
-they are copied while the next step runs forward and backward, and only its update waits for the
-copy, if it has not ended by then: on CUDA the device copies, in a stream of its own, and the device
-waits; for tensors in host memory a thread does, and the training thread waits. What is left
-(buffers of the model, counts) is small and copied at once.
-
-A rank copies only what it is going to write: its own shards, and its share of what all ranks have.
+A rank copies only what it writes: its own shards, and its share of the replicated tensors. See
+Note [Copying while training continues] for streams and order, and Note [Lifetime of host memory].
 """
 
 from __future__ import annotations
@@ -24,21 +19,51 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard
 
-# From this size on memory is pinned where it lies. For small tensors that is not worth a call of
-# the driver, but torch's own pinned memory comes in powers of two.
+# Buffers of this size or larger are allocated by `mmap` and pinned in place: torch's allocator of
+# pinned memory rounds up to a power of two. For smaller tensors a driver call costs more than that.
 PINNED_IN_PLACE_BYTES = 1 << 20
+
+# Note [Copying while training continues]
+# Weights and optimizer state are nearly the whole state, and only the optimizer's update changes
+# them. So they are "held": copied while the next step runs forward and backward, and only its
+# update waits for the end of the copy. Buffers of the model and counts may change at any time; they
+# are small and copied before `Snapshot` returns (on CUDA: enqueued on the current stream).
+#
+#     training thread   Snapshot()   forward, backward    release()   update
+#     writing thread                 complete() ------------------>   writes the copies
+#     CUDA side stream               device-to-host copies
+#
+# Order on CUDA: the side stream first waits for the current stream, whose last update may still be
+# running, then copies; `release` makes the current stream wait for the event behind the copies.
+# The host waits for neither: the update is enqueued at once and starts after the copies. Only the
+# writing thread synchronizes with the event, before it reads host memory.
+#
+# Order for tensors in host memory: `complete` copies them in the writing thread, and `release`
+# blocks the training thread until that is done. `_copied` and `_released` are separate events since
+# each thread waits for the other: the update waits for the copy, and the writing thread waits for
+# `release`, which compares the versions of the sources. A source that was changed meanwhile makes
+# the snapshot invalid: it would mix two steps.
+
+# Note [Lifetime of host memory]
+# `HostBuffers` keeps the buffers from one snapshot to the next, since allocating and pinning take
+# longer than copying. The writer therefore has at most one snapshot pending, and joins its thread
+# before it takes the next one. The sources are alive while they are copied, as the optimizer and
+# the model hold them; `complete` drops its references to them, so that a snapshot that waits for
+# the disk does not keep a replaced tensor alive. Pinned memory is unregistered when its tensor is
+# collected, but not at interpreter exit: the CUDA driver may be gone by then.
 
 
 class HostParts(Tensor):
     """Parts of a tensor in host memory, which torch.distributed.checkpoint (DCP) writes.
 
-    The tensor itself is empty. DCP asks a DTensor or a `FlatShard` what to write; here the answers
-    have been noted.
+    The tensor itself is empty. It returns to DCP the write items that the DTensor or `FlatShard`
+    returned.
 
     Attributes:
         items: DCP's write items.
-        parts: The values of each, contiguous, each with a memory of its own: DCP copies a tensor
-            that is a part of a larger memory, and keeps all copies until a file is written.
+        parts: The values of each item, contiguous, with the dtype of the tensor. Each has its own
+            storage: DCP copies a tensor that is a view of a larger storage, and keeps all copies
+            until a file is written.
     """
 
     items: list[Any]
@@ -48,10 +73,10 @@ class HostParts(Tensor):
 
     @staticmethod
     def of(items: list[Any], parts: list[Tensor]) -> HostParts:
-        """Return the parts, one for each item."""
-        found = torch.Tensor._make_subclass(HostParts, torch.empty(0, dtype=parts[0].dtype))
-        found.items, found.parts = items, parts
-        return found
+        """Return a tensor with one part for each item."""
+        tensor = torch.Tensor._make_subclass(HostParts, torch.empty(0, dtype=parts[0].dtype))
+        tensor.items, tensor.parts = items, parts
+        return tensor
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
         return self.items
@@ -64,33 +89,33 @@ class HostParts(Tensor):
 
 
 class HostBuffers:
-    """Host memory for snapshots, used again for every one; pinned if it receives from a GPU."""
+    """Host memory that all snapshots of a run reuse; pinned if it receives copies from a GPU."""
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def like(self, name: str, part: int, source: Tensor) -> Tensor:
-        """Return the memory for a part of the tensor `name`: shape and dtype of `source`."""
+        """Return the buffer for a part of the tensor `name`, with shape and dtype of `source`."""
         key = (name, part)
-        found = self._buffers.get(key)
-        if found is None or found.shape != source.shape or found.dtype != source.dtype:
-            found = _host_memory(source)
-            self._buffers[key] = found
-        return found
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
+            buffer = _host_memory(source)
+            self._buffers[key] = buffer
+        return buffer
 
     def bytes(self) -> int:
-        """Return how much memory there is, in bytes."""
+        """Return the size of all buffers, in bytes."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
 
 class _Copy(NamedTuple):
-    """A copy that may still be under way.
+    """A copy that may not have ended yet.
 
     Attributes:
-        name: Of the tensor.
-        source: The live values.
-        target: Host memory.
-        version: Of the source when the copy was ordered.
+        name: Name of the tensor.
+        source: The live tensor.
+        target: The buffer in host memory, with shape and dtype of `source`.
+        version: Version counter of `source` when the copy was enqueued.
     """
 
     name: str
@@ -100,15 +125,15 @@ class _Copy(NamedTuple):
 
 
 class Snapshot:
-    """The state at one moment, complete a little later.
+    """A copy of the state at one step, which completes while training continues.
 
-    Training calls `release` before anything that is `held` changes, and another thread `complete`
-    to have the copy.
+    The training thread calls `release` before a held tensor changes. The writing thread calls
+    `complete` to get the copy. See Note [Copying while training continues].
 
     Args:
-        tensors: Live tensors by name, those that this rank writes.
-        held: Names of those that do not change before `release` is called.
-        buffers: Where to copy to; what an earlier snapshot had there is overwritten.
+        tensors: Live tensors that this rank writes, by name.
+        held: Names of the tensors that do not change before `release` is called.
+        buffers: Memory to copy to. It overwrites the previous snapshot.
     """
 
     def __init__(
@@ -123,35 +148,36 @@ class Snapshot:
         self._released = threading.Event()
         try:
             with torch.no_grad():
-                self._order(tensors, held, buffers)
+                self._start_copies(tensors, held, buffers)
         except (MemoryError, OSError, RuntimeError) as error:
-            # Told by `complete`: the other ranks have to learn of it.
+            # Raised by `complete`, where all ranks fail together.
             self._problem = f"no host memory for a copy of the state ({error})"
         if not self._copies:
             self._released.set()
 
     def release(self) -> None:
-        """Return as soon as held tensors may change. On CUDA that is an order for the device."""
+        """Return when held tensors may change. On CUDA the current stream waits, not the host."""
         if self._released.is_set():
             return
         self._copied.wait()
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
-        moved = [copy.name for copy in self._copies if copy.source._version != copy.version]
-        if moved:
+        changed = [copy.name for copy in self._copies if copy.source._version != copy.version]
+        if changed:
             self._problem = (
-                f"{moved[0]} was changed before the optimizer's update; for such a model set "
+                f"{changed[0]} was changed before the optimizer's update; for such a model set "
                 "checkpoint.asynchronous to false"
             )
         self._released.set()
 
     def complete(self) -> dict[str, Tensor]:
-        """Do the rest of the copying and return the tensors to be written.
+        """Finish copying and return the tensors to write, in host memory, by name.
 
-        They are good until the next snapshot in the same buffers.
+        They are valid until the next snapshot in the same buffers.
 
         Raises:
-            CheckpointError: If they are not those of one moment, or there is no memory for them.
+            CheckpointError: If a tensor changed while it was copied, or there is no memory for the
+                copies.
         """
         try:
             with torch.no_grad():
@@ -170,10 +196,10 @@ class Snapshot:
             raise CheckpointError(self._problem)
         return self._tensors
 
-    def _order(
+    def _start_copies(
         self, tensors: Mapping[str, Tensor], held: Collection[str], buffers: HostBuffers
     ) -> None:
-        """Copy what may change, and order the copies of what is held."""
+        """Copy the tensors that may change now, and enqueue the copies of the held ones."""
         for name, tensor in tensors.items():
             self._tensors[name], copies = _in_host_memory(name, tensor, buffers)
             for copy in copies:
@@ -188,40 +214,40 @@ class Snapshot:
 
 
 def written_here(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
-    """Return the tensors of a state that this rank writes.
+    """Return the tensors of a state that this rank writes, by name.
 
-    Those that several ranks have go to the one of them with the least to write so far. Every rank
-    finds the same without asking the others, as all have the same names.
+    A replicated tensor is assigned to the replica with the fewest bytes so far. All ranks compute
+    the same assignment without communication, since all have the same names.
 
     Args:
-        tensors: All tensors of the state: `FlatShard`s, DTensors, and plain ones, which all ranks
-            have.
+        tensors: All tensors of the state by name: `FlatShard`s, DTensors, and plain tensors, which
+            are replicated on all ranks.
         rank: This rank.
         world_size: Number of ranks.
     """
-    # Bytes that each of so many replicas has to write.
+    # Number of replicas -> bytes that each of them writes.
     loads: dict[int, list[int]] = {}
-    found: dict[str, Tensor] = {}
+    written: dict[str, Tensor] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
         if isinstance(tensor, FlatShard):
             if tensor.numel():
-                found[name] = tensor
+                written[name] = tensor
             continue
         replica, replicas = (
             _replica(tensor) if is_traceable_wrapper_subclass(tensor) else (rank, world_size)
         )
         load = loads.setdefault(replicas, [0] * replicas)
         writer = load.index(min(load))
-        # An empty one counts too, so that numbers are spread.
+        # One byte more, so that empty tensors are spread, too.
         load[writer] += tensor.numel() * tensor.element_size() + 1
         if replica == writer:
-            found[name] = tensor
-    return found
+            written[name] = tensor
+    return written
 
 
 def _replica(tensor: Any) -> tuple[int, int]:
-    """Return which copy of its shard of a DTensor this rank has, and how many there are."""
+    """Return the index of this rank's replica of its shard of a DTensor, and their number."""
     coordinate = tensor.device_mesh.get_coordinate()
     replica, replicas = 0, 1
     for dimension, placement in enumerate(tensor.placements):
@@ -233,12 +259,12 @@ def _replica(tensor: Any) -> tuple[int, int]:
 
 
 def _in_host_memory(name: str, tensor: Tensor, buffers: HostBuffers) -> tuple[Tensor, list[_Copy]]:
-    """Return what is written in place of `tensor`, and the copies that it needs."""
-    ask = getattr(tensor, "__create_write_items__", None)
-    if ask is None:
+    """Return the host tensor to write in place of `tensor`, and the copies that fill it."""
+    create_write_items = getattr(tensor, "__create_write_items__", None)
+    if create_write_items is None:
         copy = _copy(name, 0, tensor.detach(), buffers)
         return copy.target, [copy]
-    items = ask(name, tensor)
+    items = create_write_items(name, tensor)
     copies = [
         _copy(name, part, tensor.__get_tensor_shard__(item.index), buffers)  # type: ignore[attr-defined]
         for part, item in enumerate(items)
@@ -251,7 +277,10 @@ def _copy(name: str, part: int, source: Tensor, buffers: HostBuffers) -> _Copy:
 
 
 def _copy_on_device(copies: list[_Copy], device: torch.device) -> torch.cuda.Event:
-    """Have the device copy, after what it has been ordered to do so far; return the end of it."""
+    """Enqueue copies on the side stream, behind the current stream; return the event at their end.
+
+    See Note [Copying while training continues].
+    """
     stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -265,7 +294,7 @@ _side_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for copies to the host, always the same one."""
+    """Return the stream for copies to the host, one per device."""
     if device not in _side_streams:
         _side_streams[device] = torch.cuda.Stream(device)
     return _side_streams[device]
@@ -280,13 +309,13 @@ def _host_memory(source: Tensor) -> Tensor:
 
 
 def _whole_pages(source: Tensor) -> Tensor:
-    """Return memory that shares no page with anything else: pages are what is pinned."""
+    """Return a host tensor like `source` that shares no page: memory is pinned by pages."""
     flat = torch.frombuffer(mmap.mmap(-1, source.nbytes), dtype=source.dtype)
     return flat.view(source.shape)
 
 
 def _pin(tensor: Tensor) -> Tensor:
-    """Pin the memory of a tensor for as long as it lives."""
+    """Pin the memory of a tensor until it is collected; see Note [Lifetime of host memory]."""
     runtime = torch.cuda.cudart()
     address = tensor.data_ptr()
     torch.cuda.check_error(int(runtime.cudaHostRegister(address, tensor.nbytes, 1)))

@@ -1,20 +1,19 @@
-"""How a checkpoint appears and disappears as a whole, on a disk and on an object store.
+"""Creates and removes checkpoints atomically, on a disk and on an object store.
 
-The checkpoint of step 100 is the folder `step-000100`, and it has `state.json`, which is written
-last. On a disk a folder is renamed, which is atomic, so every reader sees a whole checkpoint or
-none; endings mark what is not one:
+The checkpoint of step 100 is the folder `step-000100`. It contains `state.json`, which is written
+last. On a disk a folder is renamed, which is atomic, so every reader sees a complete checkpoint or
+none. Suffixes mark other folders:
 
 - `.writing`: not finished; removed by the next save.
-- `.replaced`: was current until another checkpoint of the same step came; stands in for it while
+- `.replaced`: was current until another checkpoint of the same step was written. It is used while
   that one is missing, in case the machine stops between the two renames.
-- `.removing`: being deleted.
-- `.abandoned`: of a later step than the one just saved, from before the run went back; kept for
-  the user, but never resumed from by itself.
+- `.removing`: is being deleted.
+- `.abandoned`: belongs to a later step than the one just saved, from before the run went back. It
+  is kept for the user; `--resume auto` ignores it.
 
-An object store cannot rename a folder. There a folder is a checkpoint as soon as it has
-`state.json`, and loses that file first when it is removed. Another checkpoint of a step that has
-one goes to `step-000100.2` and so on, the highest number counts, and an abandoned one gets a file
-`abandoned`.
+An object store cannot rename a folder. There a folder is a checkpoint as soon as it contains
+`state.json`, and that file is removed first. A second checkpoint of the same step is written to
+`step-000100.2` and so on; the highest number counts. An abandoned one gets a file `abandoned`.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ Folder = TypeVar("Folder", Path, RemotePath)
 
 
 class Entry(NamedTuple):
-    """The folder of a checkpoint, or of one that was never finished.
+    """The folder of a checkpoint, finished or not.
 
     Attributes:
-        step: As its name says.
+        step: Step in the name of the folder.
         path: The folder.
-        finished: Whether it was whole once.
+        finished: Whether the checkpoint was completed.
     """
 
     step: int
@@ -58,26 +57,26 @@ class Storage(ABC, Generic[Folder]):
 
     @abstractmethod
     def entries(self) -> list[Entry]:
-        """Return what was or should become a checkpoint, the one to prefer first."""
+        """Return the folders of checkpoints, finished or not, in order of preference."""
 
     @abstractmethod
     def prepare(self, step: int) -> Folder:
-        """Remove what a crash has left behind, and return the folder to write to."""
+        """Remove leftovers of a crash, and return the folder to write to."""
 
     @abstractmethod
     def discard(self, path: Folder) -> None:
-        """Remove what was never finished."""
+        """Remove a checkpoint that was not finished."""
 
     @abstractmethod
     def publish(self, written: Folder) -> Folder:
-        """Make the checkpoint in that folder current; return the folder under its final name.
+        """Make the checkpoint in a folder current; return the folder under its final name.
 
-        Its files must have reached the disk, `state.json` last.
+        Its files must be on the disk, `state.json` last.
         """
 
     @abstractmethod
     def clean(self) -> None:
-        """Remove checkpoints that another one of the same step has replaced."""
+        """Remove checkpoints that were replaced by another one of the same step."""
 
     @abstractmethod
     def remove(self, path: Folder) -> None:
@@ -85,34 +84,34 @@ class Storage(ABC, Generic[Folder]):
 
     @abstractmethod
     def set_aside(self, path: Folder) -> Folder:
-        """Mark a checkpoint as abandoned; return where it lies now."""
+        """Mark a checkpoint as abandoned; return its new path."""
 
 
 def storage(directory: Location) -> Storage[Any]:
-    """Return what manages the checkpoints in a directory."""
+    """Return the storage of the checkpoints in a directory."""
     if isinstance(directory, RemotePath):
         return RemoteStorage(directory)
     return LocalStorage(directory)
 
 
 def is_checkpoint(path: Location) -> bool:
-    """Whether `path` is a directory with the files that every checkpoint has."""
+    """Return whether `path` is a directory with the files that every checkpoint has."""
     return (path / STATE_FILE).is_file() and (path / INDEX_FILE).is_file()
 
 
 def folder_name(step: int) -> str:
-    """Return the name of the folder of a step's checkpoint."""
+    """Return the folder name of the checkpoint of `step`."""
     return f"step-{step:06d}"
 
 
 def named_step(path: Location) -> int | None:
-    """Return the step that a folder is named after, whatever its ending; None if after none."""
+    """Return the step in the name of a folder, with any suffix; None if the name has none."""
     name = _REMOTE_NAME.match(path.name)
     return int(name[1]) if name else None
 
 
 def synchronize(path: Path) -> None:
-    """Wait until a file, or the names in a directory, have reached the disk."""
+    """Wait until a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -124,7 +123,7 @@ class LocalStorage(Storage[Path]):
     """Checkpoints on a disk, or on a network file system that renames atomically.
 
     Args:
-        directory: Need not exist yet.
+        directory: Directory of the checkpoints; it need not exist yet.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -132,12 +131,12 @@ class LocalStorage(Storage[Path]):
 
     def entries(self) -> list[Entry]:  # noqa: D102
         order = {".writing": 0, None: 1, ".replaced": 2}
-        found = []
+        entries = []
         for path in self._directory.glob("step-*"):
             if name := _LOCAL_NAME.fullmatch(path.name):
                 entry = Entry(int(name[1]), path, finished=name[2] != ".writing")
-                found.append((-entry.step, order[name[2]], entry))
-        return [entry for *_, entry in sorted(found)]
+                entries.append((-entry.step, order[name[2]], entry))
+        return [entry for *_, entry in sorted(entries)]
 
     def prepare(self, step: int) -> Path:  # noqa: D102
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -156,7 +155,7 @@ class LocalStorage(Storage[Path]):
         final = written.with_suffix("")
         synchronize(written)
         if final.exists():
-            final.rename(_clear(final.with_suffix(".replaced")))
+            final.rename(_vacate(final.with_suffix(".replaced")))
         written.rename(final)
         synchronize(self._directory)
         return final
@@ -166,29 +165,29 @@ class LocalStorage(Storage[Path]):
             self.remove(path)
 
     def remove(self, path: Path) -> None:  # noqa: D102
-        _delete(path.rename(_clear(path.with_suffix(".removing"))))
+        _delete(path.rename(_vacate(path.with_suffix(".removing"))))
 
     def set_aside(self, path: Path) -> Path:  # noqa: D102
-        return path.rename(_clear(path.with_suffix(".abandoned")))
+        return path.rename(_vacate(path.with_suffix(".abandoned")))
 
 
 class RemoteStorage(Storage[RemotePath]):
-    """Checkpoints on anything that fsspec can write.
+    """Checkpoints on any file system of fsspec.
 
     Args:
-        directory: Need not exist yet.
+        directory: Directory of the checkpoints; it need not exist yet.
     """
 
     def __init__(self, directory: RemotePath) -> None:
         self._directory = directory
 
     def entries(self) -> list[Entry]:  # noqa: D102
-        found = [
+        entries = [
             (-step, -attempt, Entry(step, path, finished=(path / STATE_FILE).is_file()))
             for step, attempt, path in self._folders()
             if not (path / _ABANDONED_FILE).exists()
         ]
-        return [entry for *_, entry in sorted(found)]
+        return [entry for *_, entry in sorted(entries)]
 
     def prepare(self, step: int) -> RemotePath:  # noqa: D102
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -199,8 +198,8 @@ class RemoteStorage(Storage[RemotePath]):
             elif found_step == step:
                 attempts.append(attempt)
         attempt = max(attempts) + 1
-        ending = f".{attempt}" if attempt > 1 else ""
-        return self._directory / f"{folder_name(step)}{ending}"
+        suffix = f".{attempt}" if attempt > 1 else ""
+        return self._directory / f"{folder_name(step)}{suffix}"
 
     def discard(self, path: RemotePath) -> None:  # noqa: D102
         path.remove_tree()
@@ -226,7 +225,7 @@ class RemoteStorage(Storage[RemotePath]):
         return path
 
     def _folders(self) -> list[tuple[int, int, RemotePath]]:
-        """Return step, attempt and path of every folder that is named like a checkpoint."""
+        """Return step, attempt and path of every folder with the name of a checkpoint."""
         if not self._directory.is_dir():
             return []
         return [
@@ -243,8 +242,8 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
-def _clear(path: Path) -> Path:
-    """Make sure that nothing is at `path`."""
+def _vacate(path: Path) -> Path:
+    """Remove what is at `path`, if anything; return `path`."""
     if path.exists():
         _delete(path)
     return path

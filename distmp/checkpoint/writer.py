@@ -1,11 +1,11 @@
-"""Writes the checkpoints of a run, while training goes on unless told otherwise.
+"""Writes the checkpoints of a run, by default while training continues.
 
-A save copies the state to host memory (see `snapshot`), and a thread of its own writes the copy
-through `store.save`, with collectives of a group of its own. Writing waits for the disk and copies
-and sums bytes in native code, so that the interpreter is free for training nearly all of that time.
+A save copies the state to host memory (see `snapshot`). A separate thread writes the copy with
+`store.save`, whose collectives use a separate group. That thread waits for the disk, or copies and
+sums bytes in native code, so it rarely holds the interpreter lock.
 
-What cannot be written ends no training: it is said at once and the run goes on, or it stops where
-`checkpoint.on_failure` says so. What was there before stays as it is.
+A failed save does not end training by itself: it is reported at once, and the run continues or
+stops as `checkpoint.on_failure` says. Earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
 
-# What the priority of the thread that writes is lowered by; the system limits the sum.
+# Added to the nice value of the writing thread; the system limits the sum.
 NICENESS = 10
-# How long a rank that fails by itself waits for the save that is being written.
+# How long a rank that fails on its own waits for a pending save.
 PATIENCE_SECONDS = 10.0
 
 
@@ -43,38 +43,38 @@ class _Pending:
     """A save that a thread is writing.
 
     Attributes:
-        step: Of the checkpoint.
-        snapshot: What is written.
-        thread: Writes it.
-        problem: Why it failed, once the thread has ended; None if it has not. Only the words: an
-            error would keep its frames alive, and with them the process group.
-        seconds: How long it took.
+        step: Step of the checkpoint.
+        snapshot: The copy of the state that is written.
+        thread: The thread that writes it.
+        problem: Why the save failed, valid once the thread has ended; None if it succeeded. Only
+            the text: an exception would keep its frames alive, and with them the process group.
+        seconds: Duration of the save in seconds.
     """
 
     step: int
     snapshot: Snapshot
     thread: threading.Thread = field(init=False)
-    problem: str | None = "the thread that writes has ended without a word"
+    problem: str | None = "the writing thread ended without a result"
     seconds: float = 0.0
 
 
 class CheckpointWriter:
-    """Saves the state of a run when it is time, one save after the other.
+    """Saves the state of a run when it is due, one save at a time.
 
-    Every rank makes one and calls `is_due`, `save`, `save_now` and `finish` in the same steps, in a
-    `with` block: no save is under way after it, so that process groups can be left.
+    Every rank creates one and calls `is_due`, `save`, `save_now` and `finish` in the same steps,
+    inside a `with` block. After the block no save is pending, so process groups can be destroyed.
 
     Args:
-        settings: When, how, and what happens if it fails.
-        directory: Holds the run's checkpoints.
+        settings: When and how to save, and what to do if a save fails.
+        directory: Directory of the run's checkpoints.
         world: The ranks.
-        timeout_seconds: A collective that takes longer fails the save.
-        say: Prints a message on the first rank.
-        took: Called with the seconds that a save took until it was whole.
+        timeout_seconds: Timeout of a collective of a save, in seconds.
+        log: Prints a message on rank 0.
+        on_saved: Called with the duration in seconds of each successful save.
 
     Attributes:
-        saved_step: Step of the latest checkpoint known to be whole; None without one.
-        stalled_seconds: How long training has waited for saves so far.
+        saved_step: Step of the latest complete checkpoint of this run; None if there is none.
+        stalled_seconds: Time that training has waited for saves so far, in seconds.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class CheckpointWriter:
         world: World,
         *,
         timeout_seconds: float,
-        say: Callable[[str], None],
-        took: Callable[[float], object] = lambda seconds: None,
+        log: Callable[[str], None],
+        on_saved: Callable[[float], object] = lambda seconds: None,
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._world = world
-        self._say = say
-        self._took = took
+        self._log = log
+        self._on_saved = on_saved
         self.saved_step: int | None = None
         self.stalled_seconds = 0.0
         self._failure: str | None = None
@@ -103,23 +103,23 @@ class CheckpointWriter:
         self._group: dist.ProcessGroup | None = None
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
-        """Have the optimizer wait, in its next update, for a copy that has not ended."""
+        """Make the updates of `optimizer` wait for a pending copy of the state."""
         optimizer.register_step_pre_hook(lambda *_: self._release())
 
     def resumed(self, step: int, *, saved: bool) -> None:
-        """Take note that the state of `step` has been loaded.
+        """Record that the state of `step` was loaded.
 
         Args:
-            step: Steps done.
-            saved: Whether from a checkpoint in the directory of this run.
+            step: Number of steps done.
+            saved: Whether the checkpoint is in the directory of this run.
         """
         self.saved_step = step if saved else None
         self._clock.restart(step)
 
     def is_due(self, step: int) -> bool:
-        """Return whether to save after `step`; the same on all ranks, which all have to call it.
+        """Return whether to save after `step`, the same on all ranks. Collective.
 
-        It is also where a save that has failed in the meantime is reported.
+        Also reports a save that has failed in the meantime.
         """
         self._report()
         every = self._settings.every
@@ -133,42 +133,45 @@ class CheckpointWriter:
         numbers: dict[str, Any],
         held: Collection[str] = (),
     ) -> None:
-        """Save the state of `step`; it may change as soon as this returns. Collective.
+        """Save the state of `step`; the state may change as soon as this returns. Collective.
 
-        An earlier save that is still being written is waited for.
+        Waits for a save that is still pending.
 
         Args:
-            step: Steps done.
-            tensors: All tensors of the state, see `store.save`.
-            numbers: What JSON can hold.
-            held: Names of the tensors that nothing but a guarded optimizer changes.
+            step: Number of steps done.
+            tensors: All tensors of the state by name, see `store.save`.
+            numbers: Values that JSON can represent.
+            held: Names of the tensors that only a guarded optimizer changes.
+
+        Raises:
+            RuntimeError: If ranks save asynchronously outside of the `with` block.
         """
         if not self._settings.asynchronous:
             self.save_now(step, tensors, numbers)
             return
         if self._world.group is not None and self._group is None:
-            raise RuntimeError("a checkpoint writer saves in its own `with` block only")
+            raise RuntimeError("a checkpoint writer saves only inside its `with` block")
         self.finish()
-        if self._stopped:  # `save_now` comes next
+        if self._stopped:  # the trainer calls `save_now` next
             return
         started = time.perf_counter()
         self._clock.restart(step)
-        here = written_here(tensors, self._world.rank, self._world.world_size)
-        pending = _Pending(step, Snapshot(here, held, self._buffers))
+        written = written_here(tensors, self._world.rank, self._world.world_size)
+        pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
             target=self._write,
             args=(pending, numbers, self._group),
             name=f"checkpoint of step {step}",
-            daemon=True,  # one that hangs keeps no failed rank alive
+            daemon=True,  # a save that hangs must not keep a failed rank alive
         )
         self._pending = pending
         pending.thread.start()
         self.stalled_seconds += time.perf_counter() - started
 
     def save_now(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Save the state of `step` and wait until it is written, unless it is already. Collective.
+        """Save the state of `step` and wait until it is written. Collective.
 
-        Like `save`, it does not raise if that fails.
+        Does nothing if `step` is saved already. Like `save`, it does not raise if writing fails.
         """
         self.finish()
         if self.saved_step == step:
@@ -180,12 +183,12 @@ class CheckpointWriter:
             store.save(self._directory, step, tensors, numbers, keep=self._settings.retention)
         except CheckpointError as error:
             problem = str(error)
-        self._note(step, problem, time.perf_counter() - started)
+        self._record(step, problem, time.perf_counter() - started)
         self.stalled_seconds += time.perf_counter() - started
 
     @property
     def wants_stop(self) -> bool:
-        """Whether the run should end after this step, since a save has failed."""
+        """Whether the run should stop after this step because a save failed."""
         return self._stopped
 
     @property
@@ -194,26 +197,28 @@ class CheckpointWriter:
         return self._pending is not None and self._pending.thread.is_alive()
 
     def finish(self) -> None:
-        """Wait for the save that is being written, if any, and report it if it failed.
+        """Wait for a pending save and report it if it failed.
 
-        To be called before anything but a guarded optimizer changes the state.
+        Call it before anything other than a guarded optimizer changes the state.
         """
         started = time.perf_counter()
         self._join(timeout=None)
         self.stalled_seconds += time.perf_counter() - started
 
     def check(self) -> None:
-        """Raise if the last save failed, or one has stopped the run; `finish` comes first.
+        """Raise if the last save failed, or a failed save has stopped the run.
+
+        Call it after `finish`.
 
         Raises:
-            CheckpointError: On all ranks alike.
+            CheckpointError: The same on all ranks.
         """
         if self._failure is not None:
-            raise CheckpointError(f"{self._failure}; {self._what_there_is()}")
+            raise CheckpointError(f"{self._failure}; {self._last_saved()}")
         if self._stopped:
             raise CheckpointError(
                 "the run has stopped because a checkpoint could not be written "
-                f"(checkpoint.on_failure = stop); {self._what_there_is()}"
+                f"(checkpoint.on_failure = stop); {self._last_saved()}"
             )
 
     def __enter__(self) -> CheckpointWriter:
@@ -235,12 +240,12 @@ class CheckpointWriter:
     def _write(
         self, pending: _Pending, numbers: dict[str, Any], group: dist.ProcessGroup | None
     ) -> None:
-        """Write a snapshot; what a thread of its own does."""
+        """Write a snapshot, in the writing thread."""
         path = final_path(self._directory, pending.step)
         started = time.perf_counter()
         try:
-            _give_way()
-            if self._world.device.type == "cuda":  # a thread begins with the first device
+            _lower_priority()
+            if self._world.device.type == "cuda":  # a new thread uses the first device
                 torch.cuda.set_device(self._world.device)
             goal = f"save {path}"
             tensors = store.Ranks(group).on_every_rank(goal, pending.snapshot.complete)
@@ -255,20 +260,20 @@ class CheckpointWriter:
             pending.problem = None
         except CheckpointError as error:
             pending.problem = str(error)
-        except Exception as error:  # noqa: BLE001  # another rank is lost, or a fault of ours
+        except Exception as error:  # noqa: BLE001  # a lost rank, or a bug in distmp
             pending.problem = f"cannot save {path}: {type(error).__name__}: {error}"
         finally:
             pending.seconds = time.perf_counter() - started
 
     def _release(self) -> None:
-        """Let the optimizer change what the pending snapshot holds, as soon as it is copied."""
+        """Wait until the optimizer may change the tensors that the pending snapshot holds."""
         if self._pending is not None:
             started = time.perf_counter()
             self._pending.snapshot.release()
             self.stalled_seconds += time.perf_counter() - started
 
     def _report(self) -> None:
-        """Take note of a save that has ended."""
+        """Record a save that has ended."""
         if not self.is_writing:
             self._join(timeout=None)
 
@@ -280,32 +285,32 @@ class CheckpointWriter:
         pending.thread.join(timeout)
         self._pending = None
         if pending.thread.is_alive():
-            self._say(f"the checkpoint of step {pending.step} has not been finished")
+            self._log(f"the checkpoint of step {pending.step} was not finished")
             return
-        self._note(pending.step, pending.problem, pending.seconds)
+        self._record(pending.step, pending.problem, pending.seconds)
 
-    def _note(self, step: int, problem: str | None, seconds: float) -> None:
-        """Take note of how a save has ended, and say so if it failed."""
+    def _record(self, step: int, problem: str | None, seconds: float) -> None:
+        """Record the result of a save, and report it if it failed."""
         self._failure = problem
         if problem is None:
             self.saved_step = step
-            self._took(seconds)
+            self._on_saved(seconds)
             return
         if self._world.rank == 0:
-            # What is there of it only takes room, which other files of the run may need.
+            # The files of a failed save take space that other files of the run may need.
             discard(self._directory, step)
         self._stopped = self._stopped or self._settings.on_failure == "stop"
-        then = "stops (checkpoint.on_failure)" if self._stopped else "goes on"
-        self._say(f"NOT SAVED: {problem}; {self._what_there_is()}; the run {then}")
+        then = "stops (checkpoint.on_failure)" if self._stopped else "continues"
+        self._log(f"NOT SAVED: {problem}; {self._last_saved()}; the run {then}")
 
-    def _what_there_is(self) -> str:
+    def _last_saved(self) -> str:
         if self.saved_step is None:
-            return "nothing has been saved yet"
+            return "no checkpoint has been saved yet"
         return f"the last checkpoint is of step {self.saved_step}"
 
 
-def _give_way() -> None:
-    """Let training go first where all cores are busy, as with ranks on CPUs."""
+def _lower_priority() -> None:
+    """Give training priority where all cores are busy, as with ranks on CPUs."""
     if sys.platform == "linux":  # elsewhere priorities belong to processes
         thread = threading.get_native_id()
         nice = os.getpriority(os.PRIO_PROCESS, thread)

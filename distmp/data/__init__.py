@@ -1,4 +1,4 @@
-"""What a run trains on: sources, the order of samples, and microbatches for each rank."""
+"""Training data: sources, the order of samples, and microbatches for each rank."""
 
 IGNORED = -100
-"""Target that carries no loss and no weight (the default `ignore_index` of torch)."""
+"""Target with loss and weight zero (the default `ignore_index` of torch)."""

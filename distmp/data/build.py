@@ -1,4 +1,4 @@
-"""From settings to data sets. This is where the files are looked at, before a run starts."""
+"""Builds data sets from settings, and checks their files before a run starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NOT_STANDARD_LIBRARY = ("site-packages", "dist-packages", "__pycache__")
 
 
 class Datasets(NamedTuple):
-    """What a run trains and validates on."""
+    """The data sets of a run."""
 
     train: Any
     """Map-style dataset (`__len__`, `__getitem__`)."""
@@ -27,10 +27,10 @@ class Datasets(NamedTuple):
     """Map-style dataset of held-out samples, or None."""
 
     vocabulary_size: int | None
-    """Number of different token ids; None where samples are not tokens."""
+    """Number of different token ids; None if samples are not tokens."""
 
     description: str
-    """One line that says what this is, for people."""
+    """One line that describes the data, for the log."""
 
 
 def build_datasets(config: DataConfig) -> Datasets:
@@ -46,11 +46,11 @@ def build_datasets(config: DataConfig) -> Datasets:
 
 
 def is_held_out(name: str, share: float) -> bool:
-    """Return whether a file is for validation: a hash of its name decides, and nothing else.
+    """Return whether a file is used for validation. Only a hash of its name decides.
 
     Args:
         name: Path relative to the folder, with forward slashes.
-        share: Share of all names for which this is true, on average.
+        share: Share of held-out names, on average, from 0 to 1.
     """
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") < share * 2**64
@@ -78,27 +78,27 @@ def _split_text(
     config: DataConfig, folder: Path, files: Sequence[TextFile]
 ) -> tuple[TextFolder, TextFolder | None]:
     length = config.sequence_length
-    whole = TextFolder(folder, files, length)
+    everything = TextFolder(folder, files, length)
     if config.validation_path is not None:
         other = Path(config.validation_path).expanduser()
         other_files = list_text_files(other, config.pattern, setting="data.validation_path")
         validation = TextFolder(other, other_files, length)
         _require_window("data.validation_path", str(other), validation)
-        return whole, validation
+        return everything, validation
     if config.held_out == 0.0:
-        return whole, None
+        return everything, None
     held_out = {file.name for file in files if is_held_out(file.name, config.held_out)}
     train = TextFolder(folder, [file for file in files if file.name not in held_out], length)
     validation = TextFolder(folder, [file for file in files if file.name in held_out], length)
     if len(train) and len(validation):
         return train, validation
-    # A few files cannot be shared out by a hash; a single one never can.
-    split = _split_position(config, str(folder), whole.last)
+    # With few files the hash may leave one side empty; then the tokens are split.
+    split = _split_position(config, str(folder), everything.last)
     return TextFolder(folder, files, length, last=split), TextFolder(folder, files, length, split)
 
 
 def _extent(dataset: TextFolder) -> str:
-    """Return the number of files and bytes of a data set, for people."""
+    """Return the number of files and bytes of a data set, as text."""
     begin, end = dataset.starts[:-1], dataset.starts[1:]
     used = int(((end > dataset.first) & (begin < dataset.last)).sum())
     size = (dataset.last - dataset.first) / 1e6
@@ -147,7 +147,7 @@ def _open_tokens(config: DataConfig, path: Path, first: int, last: int) -> Token
 
 
 def _split_position(config: DataConfig, path: str, tokens: int) -> int:
-    """Return the token from which on the rest is held out.
+    """Return the first held-out token; all after it are held out, too.
 
     Raises:
         ConfigError: If either side has less than one sample.
@@ -181,7 +181,7 @@ def _refuse_short(setting: str, path: str, tokens: int, window: int) -> None:
     )
 
 
-# --- a user's own ---
+# --- a user's function ---
 
 
 def _build_from_callable(config: DataConfig) -> Datasets:

@@ -1,4 +1,4 @@
-"""The error of data that went wrong after the run had started."""
+"""The error for data that cannot be read after the run has started."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from distmp.errors import DistmpError
 
 
 class DataError(DistmpError, RuntimeError):
-    """A sample that cannot be read: its file is gone, has changed or holds impossible values.
+    """A sample cannot be read: its file is missing, has changed or holds impossible values.
 
-    It takes one argument, the message, so that it survives the way out of a loader's worker.
+    The message is the only argument, so that the error can be pickled in a worker of the loader.
     """

@@ -1,4 +1,4 @@
-"""What tells one data set from another, without reading it."""
+"""Identifies a data set without reading it."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from distmp.data.build import Datasets
 
 
 def identity(datasets: Datasets) -> dict[str, Any]:
-    """Return what a checkpoint notes about the training data, in numbers and text.
+    """Return what a checkpoint records about the training data, as numbers and text.
 
     Args:
-        datasets: A data set that has a method `digest() -> str` is asked; those of text and token
-            files answer with names and sizes of files, not with their content.
+        datasets: The data sets of the run. A training set may have a method `digest() -> str`;
+            that of text files covers names and sizes of files, not their content.
     """
     train = datasets.train
     return {

@@ -1,4 +1,4 @@
-"""Microbatches of tensors for one rank: endless for training, finite for evaluation."""
+"""Loads the microbatches of one rank: endless for training, finite for evaluation."""
 
 from __future__ import annotations
 
@@ -36,25 +36,25 @@ def step_batches(
     workers: int = 0,
     pin_memory: bool = False,
 ) -> Generator[list[Batch], None, None]:
-    """Return the microbatches of this rank, one list for each step, forever.
+    """Return an endless generator of the microbatches of this rank, one list per step.
 
     Args:
         dataset: Map-style dataset. It may draw random numbers (see `distmp.data.seeded`); an
-            attribute `draws_nothing = True` saves the time that this costs.
+            attribute `draws_nothing = True` disables the seeding, which takes time.
         seed: Seed of the order (see `distmp.data.order`).
         first_sample: Number of samples that all ranks together have consumed before.
         global_batch_size: Samples of one step, over all ranks.
         microbatch_size: Samples of one forward and backward.
         rank: This rank.
         world_size: Number of ranks that share the batch.
-        workers: Processes that prepare microbatches; 0 prepares them in this one.
-        pin_memory: Whether tensors are put in page-locked memory, for faster copies to a GPU.
+        workers: Processes that prepare microbatches; 0 prepares them in this process.
+        pin_memory: Whether tensors are in page-locked memory, for faster copies to a GPU.
 
     Returns:
-        A generator. Closing it (or dropping it) ends its workers.
+        A generator. Its workers end when it is closed or deleted.
 
     Raises:
-        ConfigError: At once, if the global batch cannot be divided over the ranks.
+        ConfigError: Immediately, if the global batch cannot be divided over the ranks.
     """
     count = microbatches_per_rank(global_batch_size, microbatch_size, world_size)
     sampler = MicrobatchSampler(
@@ -74,8 +74,8 @@ def step_batches(
         batch_sampler=places,
         num_workers=workers,
         pin_memory=pin_memory,
-        worker_init_fn=_follow_the_training_process,
-        # One of its own: the loader would otherwise draw from the generator that dropout uses.
+        worker_init_fn=_ignore_stop_signals,
+        # Without a separate generator, the loader would draw from the one that dropout uses.
         generator=torch.Generator().manual_seed(seed % 2**63),
     )
     return _group(loader, count)
@@ -99,19 +99,19 @@ def _group(loader: DataLoader[Any], count: int) -> Generator[list[Batch], None, 
         while True:
             yield [next(microbatches) for _ in range(count)]
     finally:
-        # A dropped iterator ends its workers by itself, but a traceback that is still looked at
-        # keeps it alive. One without workers has no such method.
+        # A deleted iterator ends its workers, but a traceback can keep it alive. An iterator
+        # without workers has no such method.
         end_workers = getattr(microbatches, "_shutdown_workers", None)
         if end_workers is not None:
             end_workers()
 
 
-def _follow_the_training_process(worker: int) -> None:
-    """Leave stopping to the training process, which finishes its step and closes the loader.
+def _ignore_stop_signals(worker: int) -> None:
+    """Ignore stop signals in a worker: the training process ends its step and closes the loader.
 
-    Ctrl-C and a cluster's notice reach every process of a group; a worker that obeyed first would
-    turn an orderly stop into a crash. It ends with the training process, however that ends, also
-    while it is busy with a sample.
+    Ctrl-C and the signals of a scheduler reach every process of a group. A worker that ended first
+    would turn an orderly stop into a crash. The kernel kills the worker when the training process
+    dies, also while it reads a sample.
     """
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -128,21 +128,20 @@ def evaluation_batches(
 ) -> Iterator[Batch]:
     """Return the microbatches of this rank in an evaluation.
 
-    Over all ranks each chosen sample comes exactly once, whatever the world size; the choice is
-    the same every time. Every rank gets equally many microbatches, because the forward of a
-    sharded model is a collective operation: where microbatches do not divide over the ranks, the
-    last ranks get one more whose targets are all IGNORED. Its loss sum and its weight are zero, so
-    sums over ranks are right.
+    Every chosen sample occurs exactly once over all ranks, at any world size, and the choice is
+    always the same. All ranks get the same number of microbatches, because the forward of a sharded
+    model is collective. If the microbatches do not divide over the ranks, the last ranks get one
+    more whose targets are all IGNORED. Its loss sum and its weight are zero, so it does not change
+    sums over ranks.
 
-    A dataset of dicts whose integer "targets" go through a loss that leaves IGNORED out needs
-    nothing more. Any other dataset has to offer a method `ignored(batch) -> batch` that turns a
-    collated microbatch into one for which the run's loss function returns a sum and a weight of
-    zero.
+    This works for a dataset of dicts with integer "targets" and a loss that skips IGNORED. Any
+    other dataset needs a method `ignored(batch) -> batch` that turns a collated microbatch into one
+    for which the run's loss function returns a sum and a weight of zero.
 
     Args:
         dataset: Map-style dataset.
         samples: Number of samples, spread evenly over the dataset; None for all.
-        microbatch_size: Samples of one forward; the last one may hold fewer.
+        microbatch_size: Samples of one forward; the last microbatch may have fewer.
         rank: This rank.
         world_size: Number of ranks that share the evaluation.
 
@@ -150,8 +149,8 @@ def evaluation_batches(
         A finite iterator of collated microbatches.
 
     Raises:
-        ConfigError: At once and on every rank, if a microbatch must be ignored and the dataset
-            offers no way to do it.
+        ConfigError: Immediately and on every rank, if a microbatch must be ignored and the dataset
+            does not support it.
     """
     size = len(dataset)
     chosen = size if samples is None else min(samples, size)
@@ -169,12 +168,12 @@ def _evaluate(
     for group in groups[rank::world_size]:
         yield default_collate([dataset[index] for index in group])
     if missing and rank >= world_size - missing:
-        # One sample is enough: what counts is that a forward takes place.
+        # One sample is enough: only the forward has to happen.
         yield ignore_targets(dataset, default_collate([dataset[groups[0][0]]]))
 
 
 def ignore_targets(dataset: Any, batch: Any) -> Any:
-    """Return a microbatch of the same shape that adds neither loss nor weight.
+    """Return a microbatch of the same shape whose loss and weight are zero.
 
     Raises:
         ConfigError: If the dataset has no method `ignored` and its samples no integer "targets".

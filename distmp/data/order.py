@@ -1,12 +1,12 @@
 """The order of samples: a pure function of the seed and the number of samples consumed.
 
-Training reads an endless sequence of epochs, each a permutation of the data set. The permutation
-is never stored: a keyed Feistel network (Luby and Rackoff, 1988) permutes a power of four not
-smaller than the data set, and positions that land outside walk on along their cycle until they are
-inside (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). Its round function is
-the finalizer of SplitMix64 (Steele, Lea and Flood, 2014). Everything is integer arithmetic modulo
-2**64, so the order is the same with every version of numpy and on every machine, and resuming
-anywhere costs nothing.
+Training reads an endless sequence of epochs, each a permutation of the data set. The permutation is
+not stored. A keyed Feistel network (Luby and Rackoff, 1988) permutes a power of four that is at
+least the size of the data set; positions outside the data set are permuted again until they are
+inside (cycle walking: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002). The round
+function is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014). All operations are integer
+arithmetic modulo 2**64, so the order is the same with every version of numpy and on every machine,
+and a run resumes at any position without reading earlier samples.
 """
 
 from __future__ import annotations
@@ -18,23 +18,27 @@ from numpy.typing import NDArray
 
 from distmp.errors import ConfigError
 
-# Four suffice for a large data set; a handful of samples needs more for all orders to be as likely.
+# Four rounds suffice for a large data set. With few samples more are needed to make all orders
+# equally likely.
 _ROUNDS = 10
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def sample_indices(seed: int, first: int, count: int, size: int) -> NDArray[np.int64]:
-    """Return which samples stand at positions `first` to `first + count - 1` of the order.
+    """Return the indices of the samples at positions `first` to `first + count - 1` of the order.
 
     Args:
         seed: Any integer; another seed gives another order.
         first: Number of samples consumed before.
-        count: Number of positions asked for.
+        count: Number of positions.
         size: Number of samples in the data set. Positions `e * size` to `(e + 1) * size - 1` are
-            epoch e and hold every sample once.
+            epoch e and contain every sample once.
 
     Returns:
-        int64 [count], values from 0 to `size - 1`.
+        Indices, int64 [count], from 0 to `size - 1`.
+
+    Raises:
+        ValueError: If `size` is below 1, or `first` or `count` is negative.
     """
     if size < 1 or first < 0 or count < 0:
         raise ValueError(f"need size >= 1, first >= 0, count >= 0; got {size}, {first}, {count}")
@@ -81,8 +85,8 @@ def microbatches_per_rank(global_batch_size: int, microbatch_size: int, world_si
     """Return how many microbatches each rank computes in a step.
 
     Raises:
-        ConfigError: If the global batch cannot be cut into equally many whole microbatches for
-            each rank. The message names the nearest batch sizes that can.
+        ConfigError: If the global batch cannot be divided into the same number of full microbatches
+            for each rank. The message names the nearest batch sizes that can.
     """
     for name, value in (
         ("batch.global_batch_size", global_batch_size),
@@ -106,10 +110,9 @@ def microbatches_per_rank(global_batch_size: int, microbatch_size: int, world_si
 class MicrobatchSampler:
     """Endless sequence of the microbatches of one rank, as lists of sample indices.
 
-    Step t reads the positions `first_sample + t * global_batch_size` onwards. The global batch is
-    cut into contiguous microbatches; of each step rank r computes the r-th run of
-    `microbatches_per_rank` of them. So the samples of a step, in order, are the same at any world
-    size.
+    Step t starts at position `first_sample + t * global_batch_size`. Its global batch is divided
+    into contiguous microbatches, and rank r computes the r-th group of `microbatches_per_rank` of
+    them. So the samples of a step and their order are the same at any world size.
 
     Args:
         size: Number of samples in the data set.
@@ -144,7 +147,7 @@ class MicrobatchSampler:
         self.first = first_sample + rank * self.samples_per_rank
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield one list of `microbatch_size` indices after the other, forever."""
+        """Yield an endless sequence of lists of `microbatch_size` indices."""
         first = self.first
         while True:
             indices = sample_indices(self.seed, first, self.samples_per_rank, self.size).tolist()
@@ -153,7 +156,7 @@ class MicrobatchSampler:
             first += self.global_batch_size
 
     def positions(self) -> Iterator[range]:
-        """Yield the positions in the order of the data that each of the microbatches stands at."""
+        """Yield the positions of each microbatch in the order of the data."""
         first = self.first
         while True:
             for start in range(first, first + self.samples_per_rank, self.microbatch_size):

@@ -1,8 +1,8 @@
-"""Samples that draw random numbers, the same ones at their place in the order of the data.
+"""Makes random numbers of samples a function of the seed and the position in the order.
 
-A data set that crops, masks or shuffles draws from torch, numpy or Python's `random`. What it draws
-is made a function of the seed and of the position in the order, as the order itself is: a run that
-is resumed gets the samples it would have had, with any number of workers and ranks.
+A data set that crops, masks or shuffles draws from torch, numpy or Python's `random`. Seeding them
+for each position gives a resumed run the same samples that it would have had without the
+interruption, with any number of workers and ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 
 
 class SeededSamples:
-    """A data set that is asked for (position, index) and draws what belongs to the position.
+    """A data set indexed by (position, index) that seeds the generators with the position.
 
     Args:
         dataset: Map-style data set.
-        seed: Of the run.
+        seed: Seed of the run.
     """
 
     def __init__(self, dataset: Any, seed: int) -> None:
@@ -30,12 +30,16 @@ class SeededSamples:
         self.seed = seed
 
     def __getitems__(self, places: Sequence[tuple[int, int]]) -> Any:
-        """Return the samples of a microbatch; the data loader calls it by this name."""
-        whole_microbatch = getattr(self.dataset, "__getitems__", None)
-        with _generators_kept():
-            if whole_microbatch is not None:
+        """Return the samples of a microbatch; torch's data loader calls this method.
+
+        Args:
+            places: (position, index) of each sample.
+        """
+        get_items = getattr(self.dataset, "__getitems__", None)
+        with _restored_generators():
+            if get_items is not None:
                 _seed_generators(self.seed, places[0][0])
-                return whole_microbatch([index for _, index in places])
+                return get_items([index for _, index in places])
             return [self._sample(position, index) for position, index in places]
 
     def _sample(self, position: int, index: int) -> Any:
@@ -44,8 +48,8 @@ class SeededSamples:
 
 
 @contextmanager
-def _generators_kept() -> Iterator[None]:
-    """Give torch's generator of the CPU, numpy's and Python's back as they were."""
+def _restored_generators() -> Iterator[None]:
+    """Restore torch's CPU generator, numpy's and Python's on exit."""
     before = torch.get_rng_state(), np.random.get_state(), random.getstate()
     try:
         yield

@@ -11,13 +11,13 @@ TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 _SOURCES = ("text", "tokens")
 _CALL_ARGUMENTS = ("split", "sequence_length")
-# A wider type says nothing about the vocabulary: nobody has four billion tokens in mind.
+# A wider type does not imply a vocabulary: four billion tokens are never meant.
 _IMPLIED_VOCABULARY = {"uint8": 2**8, "uint16": 2**16}
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train on and how to cut it into samples. Values are checked here, files later."""
+    """Training data, and how it is divided into samples. Values are checked here, files later."""
 
     source: str = "text"
     """'text' (files below a folder, as bytes), 'tokens' (a file of token ids) or the import path
@@ -28,39 +28,39 @@ class DataConfig:
     of a token source."""
 
     validation_path: str | None = None
-    """Folder or file to validate on; then nothing is held out of `path`."""
+    """Folder or file for validation; then nothing of `path` is held out."""
 
     pattern: str = "**/*.py"
-    """Which files of the folder are text, as a glob on the path relative to it. Hidden files and
-    folders are left out, links to folders are not followed."""
+    """Files of the folder to read, as a glob on the path relative to it. Hidden files and folders
+    are skipped, links to folders are not followed."""
 
     sequence_length: int = 256
     """Tokens in one sample."""
 
     held_out: float = 0.05
-    """Share of the data kept for validation: of the files, chosen by a hash of their relative path
-    (where that leaves one side empty, and for token files: the last share of the tokens). 0 for
-    no validation."""
+    """Share of the data used for validation, from 0 to below 1; 0 disables validation. Text files
+    are chosen by a hash of their relative path. If that leaves one side empty, and for token files,
+    the last tokens are used."""
 
     token_dtype: TokenType = "uint16"
     """Type of the ids in a token file, little-endian and without a header."""
 
     vocabulary_size: int | None = None
-    """Number of different token ids. Text has 257; a token file of uint8 or uint16 has as many as
-    the type holds unless this says otherwise; wider types need it."""
+    """Number of different token ids. Text has 257. The default for a token file of uint8 or uint16
+    is the number of values of the type; wider types require this setting."""
 
     workers: int = 0
-    """Processes that prepare microbatches, for each rank. 0 prepares them in the training
+    """Number of processes per rank that prepare microbatches. 0 prepares them in the training
     process, which is enough for text and token files."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path."""
 
     def __post_init__(self) -> None:
-        """Check each value, and each pair of values that exclude one another.
+        """Check each value, and combinations of values.
 
         Raises:
-            ConfigError: Naming the setting, its value and what to do.
+            ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
         self._check_source()
         self._check_numbers()
@@ -69,12 +69,12 @@ class DataConfig:
 
     @property
     def is_import_path(self) -> bool:
-        """Whether the source is a user's own callable."""
+        """Whether the source is a callable of the user."""
         return ":" in self.source
 
     @property
     def token_vocabulary_size(self) -> int:
-        """Vocabulary size of a token source, given or implied by its type."""
+        """Vocabulary size of a token source, set or implied by its type."""
         return self.vocabulary_size or _IMPLIED_VOCABULARY[self.token_dtype]
 
     def _check_source(self) -> None:

@@ -1,4 +1,4 @@
-"""Text as bytes: the files below a folder, end to end, cut into windows."""
+"""Text as bytes: the files below a folder, concatenated and divided into windows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distmp.data.errors import DataError
 from distmp.errors import ConfigError
 
 END_OF_FILE = 256
-"""Token that stands after each file."""
+"""Token after each file."""
 
 VOCABULARY_SIZE = 257
 """The 256 bytes and END_OF_FILE."""
@@ -31,20 +31,24 @@ def encode(text: str) -> Tensor:
 
 
 def decode(ids: Iterable[int] | Tensor) -> str:
-    """Return the text of token ids; ids that are no bytes are left out, bad UTF-8 is replaced."""
+    """Return the text of token ids. Ids that are not bytes are skipped, bad UTF-8 is replaced.
+
+    Args:
+        ids: Token ids, an iterable or a tensor int64 [tokens].
+    """
     values = ids.tolist() if isinstance(ids, Tensor) else ids
     return bytes(value for value in values if 0 <= value < 256).decode(errors="replace")
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file as it was when the folder was indexed."""
+    """A file at the time when the folder was indexed."""
 
     name: str
     """Path relative to the folder, with forward slashes."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
 
 def list_text_files(
@@ -56,14 +60,14 @@ def list_text_files(
     """Return the files below a folder that match and are not empty, sorted by relative path.
 
     Args:
-        folder: Where to look.
-        pattern: Glob on the relative path: `*`, `?` and `[...]` stay inside one name, `**` spans
-            folders. Hidden names are left out, links to folders are not followed.
-        skipped_folders: Names of folders not to enter.
+        folder: The folder to search.
+        pattern: Glob on the relative path: `*`, `?` and `[...]` match within one name, `**` matches
+            folders. Hidden names are skipped, links to folders are not followed.
+        skipped_folders: Names of folders to skip.
         setting: Name of the setting that holds the folder, for error messages.
 
     Raises:
-        ConfigError: If the folder does not exist or is none, a file in it cannot be read, or no
+        ConfigError: If the folder does not exist or is a file, a file in it cannot be read, or no
             file matches or has content.
     """
     if not folder.is_dir():
@@ -95,13 +99,13 @@ def _walk(folder: Path, skipped_folders: Collection[str], setting: str) -> Itera
         folders[:] = [f for f in folders if f not in skipped_folders and not f.startswith(".")]
         for name in names:
             path = os.path.join(parent, name)
-            # A link into nowhere or a socket is no text, and not the user's mistake.
+            # Broken links and sockets are skipped, and are not the user's mistake.
             if not name.startswith(".") and os.path.isfile(path):
                 yield os.path.relpath(path, folder).replace(os.sep, "/")
 
 
 def _readable_size(folder: Path, name: str, setting: str) -> int:
-    """Return the size of a file in bytes, having opened it: permissions alone do not say."""
+    """Return the size of a file in bytes. Opens it, as permissions alone do not tell enough."""
     try:
         with open(folder / name, "rb", buffering=0) as file:
             return os.fstat(file.fileno()).st_size
@@ -111,14 +115,14 @@ def _readable_size(folder: Path, name: str, setting: str) -> int:
 
 
 def _regular_expression(pattern: str) -> str:
-    """Translate a glob on paths; the standard library does so only from Python 3.13 on."""
+    """Translate a glob on paths; the standard library supports this only since Python 3.13."""
     tokens = {"**/": "(?:[^/]+/)*", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
     def translate(match: re.Match[str]) -> str:
-        found = match.group()
-        if found.startswith("[") and len(found) > 1:
-            return "[^" + found[2:] if found.startswith("[!") else found
-        return tokens.get(found) or re.escape(found)
+        token = match.group()
+        if token.startswith("[") and len(token) > 1:
+            return "[^" + token[2:] if token.startswith("[!") else token
+        return tokens.get(token) or re.escape(token)
 
     return re.sub(r"\*\*/|\*\*|\[!?[^]/]+\]|.", translate, pattern, flags=re.DOTALL)
 
@@ -126,14 +130,14 @@ def _regular_expression(pattern: str) -> str:
 class TextFolder(Dataset[dict[str, Tensor]]):
     """Map-style dataset of windows over the bytes of many files.
 
-    The files stand end to end, END_OF_FILE after each. Sample i is the window of
+    The files are concatenated, with END_OF_FILE after each. Sample i is the window of
     `sequence_length + 1` tokens that starts at token `i * sequence_length`; a last partial window
-    is dropped. Only names and sizes are kept: a sample is read from its files when it is asked
-    for, and no file stays open, so copies in worker processes are safe and cheap.
+    is dropped. Only names and sizes are kept in memory. A sample is read from its files on access,
+    and no file stays open, so copies in worker processes are safe and cheap.
 
     Args:
         folder: Folder of the files.
-        files: Its files, in the order in which they are joined.
+        files: Its files, in the order of concatenation.
         sequence_length: Tokens in a sample, T.
         first: First token of the part to use.
         last: Token after the part to use; None for the end.
@@ -159,14 +163,15 @@ class TextFolder(Dataset[dict[str, Tensor]]):
         self.last = int(self.starts[-1]) if last is None else last
 
     def __len__(self) -> int:
-        """Number of whole windows."""
+        """Return the number of complete windows."""
         return max(0, (self.last - self.first - 1) // self.sequence_length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return {"inputs": int64 [T], "targets": int64 [T]}, targets one token ahead.
+        """Return {"inputs": int64 [T], "targets": int64 [T]}; targets are shifted by one token.
 
         Raises:
-            DataError: If a file cannot be read any more or is not as long as when it was indexed.
+            DataError: If a file cannot be read, or its size has changed since it was indexed.
+            IndexError: If there is no such sample.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -175,11 +180,11 @@ class TextFolder(Dataset[dict[str, Tensor]]):
         return {"inputs": window[:-1], "targets": window[1:]}
 
     def digest(self) -> str:
-        """Return a digest of the names and sizes of the files, and of the part that is used."""
-        found = hashlib.sha256(f"{self.first} {self.last}".encode())
+        """Return a hash of the names and sizes of the files, and of the range that is used."""
+        digest = hashlib.sha256(f"{self.first} {self.last}".encode())
         for file in self.files:
-            found.update(f"\n{file.size} {file.name}".encode(errors="surrogateescape"))
-        return found.hexdigest()[:16]
+            digest.update(f"\n{file.size} {file.name}".encode(errors="surrogateescape"))
+        return digest.hexdigest()[:16]
 
     def _read(self, first: int, last: int) -> NDArray[np.int64]:
         """Return the tokens `first` to `last - 1`."""

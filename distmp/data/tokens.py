@@ -1,4 +1,4 @@
-"""Token files: ids of one type, end to end, without a header."""
+"""Token files: consecutive ids of one integer type, without a header."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def count_tokens(path: Path, dtype: str, setting: str = "data.path") -> int:
 class TokenFile(Dataset[dict[str, Tensor]]):
     """Map-style dataset of windows over the ids of one file.
 
-    Sample i is the window of `sequence_length + 1` ids that starts `i * sequence_length` ids
-    after the first; a last partial window is dropped. Each sample maps only its own window into
-    memory, so nothing is held between samples and copies in worker processes are cheap.
+    Sample i is the window of `sequence_length + 1` ids that starts at token
+    `first + i * sequence_length`; a last partial window is dropped. Each access maps only its own
+    window into memory, so copies in worker processes are cheap.
 
     Args:
         path: File of ids, little-endian, without a header.
         dtype: numpy name of the type of an id.
-        vocabulary_size: Number of different ids; others are refused when a sample holds one.
+        vocabulary_size: Number of different ids. A sample with another id is an error.
         sequence_length: Tokens in a sample, T.
         first: First token of the part to use.
         last: Token after the part to use; None for the end of the file.
@@ -79,15 +79,15 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         self.last = count_tokens(path, dtype) if last is None else last
 
     def __len__(self) -> int:
-        """Number of whole windows."""
+        """Return the number of complete windows."""
         return max(0, (self.last - self.first - 1) // self.sequence_length)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return {"inputs": int64 [T], "targets": int64 [T]}, targets one token ahead.
+        """Return {"inputs": int64 [T], "targets": int64 [T]}; targets are shifted by one token.
 
         Raises:
-            DataError: If the file cannot be read any more, or the sample holds an id outside the
-                vocabulary.
+            DataError: If the file cannot be read, or the sample has an id outside the vocabulary.
+            IndexError: If there is no such sample.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
@@ -95,7 +95,7 @@ class TokenFile(Dataset[dict[str, Tensor]]):
         return {"inputs": window[:-1], "targets": window[1:]}
 
     def digest(self) -> str:
-        """Return what is known without reading: type of the ids, and which of them are used."""
+        """Return the type of the ids and the range that is used; the file is not read."""
         return f"{self.dtype.name} {self.first} {self.last}"
 
     def _read(self, first: int) -> NDArray[np.int64]:

@@ -1,10 +1,10 @@
-"""Weights for others: a folder of safetensors, from a checkpoint of any strategy.
+"""Exports weights: a folder of safetensors, from a checkpoint of any strategy.
 
     distmp export runs/default --to weights
 
-The weights are those that the optimizer steps, FP32 unless the run had no master weights. A folder
-loads in plain torch (`safetensors.torch.load_file`, `model.load_state_dict`), as the start of a run
-(`model.weights`), and, where the model is theirs, in transformers (`from_pretrained`).
+The weights are those that the optimizer updates, in FP32 unless the run had no master weights. They
+load in plain torch (`safetensors.torch.load_file`, `model.load_state_dict`), as the start of a run
+(`model.weights`), and, for models of transformers, in transformers (`from_pretrained`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distmp.precision.policy import DTYPE_WORDS
 from distmp.utils.flat_shard import gathered
 
 PREFIX = "model/"
-# What readers of safetensors expect: larger models are several files and an index.
+# The usual limit for safetensors: larger models are several files with an index.
 LARGEST_FILE = 5 * 10**9
 
 
@@ -37,52 +37,54 @@ def export(
     dtype: str = "fp32",
     largest_file: int = LARGEST_FILE,
 ) -> int:
-    """Write the weights in a checkpoint as safetensors; no other process is needed.
+    """Write the weights in a checkpoint as safetensors, in one process.
 
-    Takes the memory of one copy of the weights, in the type that is asked for.
+    Takes the memory of one copy of the weights in `dtype`.
 
     Args:
-        source: A checkpoint, a run's folder, or a folder of checkpoints (the latest is taken).
+        source: A checkpoint, a run's folder, or a folder of checkpoints, of which the newest
+            undamaged one is used.
         folder: A new folder, or an empty one.
-        dtype: "fp32", "bf16" or "fp16": type of all floating-point tensors of up to 32 bits.
-        largest_file: Bytes; more are divided into several files, with an index.
+        dtype: "fp32", "bf16" or "fp16": dtype of all floating-point tensors of up to 32 bits.
+        largest_file: Maximum size of one file, in bytes. Larger models are divided into several
+            files, with an index.
 
     Returns:
-        How many numbers were written.
+        Number of exported elements.
 
     Raises:
-        ConfigError: If there is no checkpoint, the folder is not empty, or there is no such type.
-        CheckpointError: If the checkpoint cannot be read, or a weight does not fit into the type.
+        ConfigError: If there is no checkpoint, the folder is not empty, or `dtype` is unknown.
+        CheckpointError: If the checkpoint cannot be read, or a weight is out of range of `dtype`.
     """
     if dtype not in DTYPE_WORDS:
         raise ConfigError("--dtype", dtype, nearest(dtype, DTYPE_WORDS))
     target = Path(folder)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ConfigError("--to", str(folder), "is there already; name a new folder")
+        raise ConfigError("--to", str(folder), "exists already; name a new folder")
     checkpoint = _find(source)
     weights = read(checkpoint, DTYPE_WORDS[dtype])
     size = sum(tensor.numel() for tensor in weights.values())
-    architecture = store.read_numbers(checkpoint).get("model")
+    architecture = checkpoint.numbers.get("model")
     write(target, weights, architecture, DTYPE_WORDS[dtype], largest_file)
     return size
 
 
-def read(checkpoint: store.Location, dtype: torch.dtype) -> dict[str, Tensor]:
+def read(checkpoint: store.StoredCheckpoint, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the weights and buffers in a checkpoint, on the CPU, under their names in the model.
 
     Args:
-        checkpoint: Written by any strategy at any world size, and compared with its checksums.
-        dtype: Of all floating-point tensors of up to 32 bits.
+        checkpoint: A checkpoint of any strategy and world size.
+        dtype: Dtype of all floating-point tensors of up to 32 bits; others keep theirs.
 
     Raises:
         CheckpointError: If it cannot be read, or a finite weight is infinite in `dtype`.
     """
     live = {
         name: torch.empty(shape, dtype=dtype if _is_converted(stored) else stored)
-        for name, (shape, stored) in store.stored_tensors(checkpoint).items()
+        for name, (shape, stored) in checkpoint.tensors.items()
         if name.startswith(PREFIX)
     }
-    store.load(checkpoint, live, verified=True)
+    checkpoint.load(live)
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in live.items()}
     if dtype == torch.float16:
         _refuse_infinite(checkpoint, weights)
@@ -90,18 +92,18 @@ def read(checkpoint: store.Location, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def live_weights(state: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
-    """Return the weights and buffers of a running engine; every rank has to call it.
+    """Return the weights and buffers of a running engine. Collective over all ranks.
 
     Args:
-        state: What `Engine.state_dict` returns; shards are gathered one by one.
-        keep: Whether this rank wants them, copied to the CPU; the others get nothing.
+        state: Result of `Engine.state_dict`; shards are gathered one by one.
+        keep: Whether this rank returns them, copied to the CPU; otherwise the result is empty.
     """
     weights = {}
     for name, tensor in state.items():
         if name.startswith(PREFIX):
-            whole = gathered(tensor)
+            full = gathered(tensor)
             if keep:
-                weights[name.removeprefix(PREFIX)] = whole.detach().to("cpu", copy=True)
+                weights[name.removeprefix(PREFIX)] = full.detach().to("cpu", copy=True)
     return weights
 
 
@@ -112,15 +114,14 @@ def write(
     dtype: torch.dtype,
     largest_file: int = LARGEST_FILE,
 ) -> None:
-    """Write a folder of safetensors, which appears whole; one that is there is replaced.
+    """Write a folder of safetensors atomically; an existing one is replaced.
 
     Args:
-        folder: What to write.
-        weights: On the CPU, by name; a tied weight once.
-        architecture: What config.json is to say, see `distmp.models.architecture`; None: no such
-            file.
-        dtype: What config.json calls the type of the weights.
-        largest_file: Bytes of one file.
+        folder: The folder to write.
+        weights: Tensors by name, on the CPU; a tied weight once.
+        architecture: Content of config.json, see `distmp.models.architecture`; None: no such file.
+        dtype: Dtype of the weights, for config.json.
+        largest_file: Maximum size of one file, in bytes.
 
     Raises:
         CheckpointError: If it cannot be written.
@@ -148,7 +149,7 @@ def _write_plain(
     architecture: Mapping[str, Any] | None,
     largest_file: int,
 ) -> None:
-    # Comes with accelerate; imported where it is used, like everything that few runs need.
+    # A dependency of accelerate; imported here because most runs do not need it.
     from huggingface_hub import save_torch_state_dict
 
     save_torch_state_dict(weights, folder, max_shard_size=largest_file)
@@ -157,7 +158,7 @@ def _write_plain(
 
 
 def _make_readable(folder: Path) -> None:
-    """Give files the permissions of new ones: safetensors makes them for their owner alone."""
+    """Give files default permissions: safetensors makes them readable only for their owner."""
     files = list(folder.iterdir())
     new = folder / "new"
     new.touch()
@@ -166,21 +167,21 @@ def _make_readable(folder: Path) -> None:
     new.unlink()
 
 
-def _find(source: str | Path) -> store.Location:
-    """Return the checkpoint that is meant, compared with its checksums."""
-    place = locate("checkpoint", str(source))
-    if (place / "checkpoints").is_dir():
-        place = place / "checkpoints"
-    found = store.resolve(str(place), place, setting="checkpoint")
-    assert found is not None  # only "auto" may find none
-    return found
+def _find(source: str | Path) -> store.StoredCheckpoint:
+    """Return the checkpoint that `source` refers to, verified."""
+    location = locate("checkpoint", str(source))
+    if (location / "checkpoints").is_dir():
+        location = location / "checkpoints"
+    checkpoint = store.resolve(str(location), location, setting="checkpoint")
+    assert checkpoint is not None  # only "auto" can return None
+    return checkpoint
 
 
 def _is_converted(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize <= 4
 
 
-def _refuse_infinite(checkpoint: store.Location, weights: Mapping[str, Tensor]) -> None:
+def _refuse_infinite(checkpoint: store.StoredCheckpoint, weights: Mapping[str, Tensor]) -> None:
     for name, tensor in weights.items():
         if tensor.is_floating_point() and tensor.isinf().any():
             raise CheckpointError(

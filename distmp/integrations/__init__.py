@@ -1,1 +1,1 @@
-"""distmp inside of other frameworks."""
+"""distmp in other frameworks."""

@@ -48,47 +48,48 @@ from distmp.utils.dtypes import dtype_name
 
 logger = logging.getLogger("distmp")
 
-# What reaches gradients or the loss without passing through a policy or a scaler.
+# Engines that change gradients and loss without the policy and the scaler.
 _OTHER_ENGINES = ("deepspeed", "megatron_lm")
-# The variable in which `accelerate launch` hands its `--mixed_precision` to the ranks.
+# The variable in which `accelerate launch` passes its `--mixed_precision` to the ranks.
 _LAUNCHED = "ACCELERATE_MIXED_PRECISION"
 _SIGNATURE = inspect.signature(accelerate.Accelerator)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """`accelerate.Accelerator` that computes as a policy says, on all ranks alike.
+    """`accelerate.Accelerator` with a precision policy and distributed loss scaling.
 
-    A script that imports it in place of accelerate's changes in nothing else. `mixed_precision`,
-    whether it is given, comes from `accelerate launch` or stands in the environment, means a
-    policy: "no" is `fp32`, "bf16" is `bf16-autocast`, "fp16" is `fp16-autocast`. With `policy` any
-    other one can be named, and holds with FSDP too.
+    A drop-in replacement: a script only changes the import. `mixed_precision` (an argument, an
+    option of `accelerate launch`, or an environment variable) selects a policy: "no" is `fp32`,
+    "bf16" is `bf16-autocast`, "fp16" is `fp16-autocast`. `policy` selects any other policy, and
+    also works with FSDP.
 
     With a float16 policy `scaler` is a `distmp.DistributedGradScaler`: all ranks apply or skip a
-    step together, `step_was_skipped` is right for fused optimizers as well, so that schedulers
-    rest, and float16 works on the CPU, where accelerate silently computes in float32.
+    step together. `step_was_skipped` is correct for fused optimizers, too, so that schedulers do
+    not advance, and float16 works on the CPU, where accelerate silently computes in float32.
 
-    Optimizers that belong to one model may be registered, to be skipped together:
-    `accelerator.scaler.register(...)`. The scale moves when the next backward begins, once for all
-    of them, and that is when a scale that cannot be lowered further raises.
+    Optimizers of one model can be registered to be skipped together:
+    `accelerator.scaler.register(...)`. The scale is updated when the next backward starts, once for
+    all of them. A scale that cannot be lowered further raises at that time.
 
-    With `policy`, products use TF32 or not as it says, in the whole process, until `end_training`.
-    With `mixed_precision` they do as the process has it, as with accelerate.
+    `policy` sets the use of TF32 in the process until `end_training`. With `mixed_precision` the
+    setting of the process stays, as in accelerate.
 
     Args:
-        *positional: Those of `accelerate.Accelerator`, or one: a policy.
-        policy: What `distmp.policy` takes (a preset's name, text, a mapping), a `PrecisionPolicy`,
-            or "auto" for what the device supports. None follows `mixed_precision`.
+        *positional: Arguments of `accelerate.Accelerator`, or a policy as the only one.
+        policy: An argument of `distmp.policy` (name of a preset, text, a mapping), a
+            `PrecisionPolicy`, or "auto" for what the device supports. None uses `mixed_precision`.
         loss_scale: Rules of the loss scale, for float16 policies.
-        max_consecutive_skips: Raise when so many steps in a row were skipped; None never does.
-        **arguments: Those of `accelerate.Accelerator`.
+        max_consecutive_skips: Raise an error after this many skipped steps in a row; None never
+            raises.
+        **arguments: Keyword arguments of `accelerate.Accelerator`.
 
     Attributes:
-        policy: The policy in force.
-        policy_reason: Where it comes from, in words.
+        policy: The precision policy.
+        policy_reason: Why this policy was selected, as text.
 
     Raises:
-        ConfigError: For both `policy` and `mixed_precision`, and for what accelerate cannot do as
-            the policy says.
+        ConfigError: If both `policy` and `mixed_precision` are given, or accelerate cannot
+            implement the policy.
 
     Example:
         >>> accelerator = Accelerator(mixed_precision="bf16")
@@ -110,11 +111,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         _refuse_other_precision(arguments, policy)
         shards = arguments.get("fsdp_plugin") is not None or _is_set("ACCELERATE_USE_FSDP")
         if not torch.accelerator.is_available():
-            arguments["cpu"] = True  # unless told so, accelerate leaves CPU ranks to themselves
+            arguments["cpu"] = True  # otherwise accelerate does not connect CPU ranks
         on_cpu = bool(arguments.get("cpu")) or _is_set("ACCELERATE_USE_CPU")
         device = torch.device("cuda" if torch.cuda.is_available() and not on_cpu else "cpu")
         self.policy, self.policy_reason = (
-            _followed(arguments.get("mixed_precision"), device)
+            _from_mixed_precision(arguments.get("mixed_precision"), device)
             if policy is None
             else _resolve(policy, device, shards=shards)
         )
@@ -134,17 +135,17 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         else:
             check_replicated(self.policy)
         if policy is not None:
-            _say_who_wins(arguments["mixed_precision"], self.policy)
+            _warn_of_launched(arguments["mixed_precision"], self.policy)
         super().__init__(**arguments)
-        self.state.distmp_policy = self.policy  # for another Accelerator of this process
+        self.state.distmp_policy = self.policy  # for other Accelerators of this process
         unused = unused_rules(self.policy.loss_scale, loss_scale)
         if unused and self.is_main_process:
             logger.warning("precision %s: %s", self.policy.name, unused)
         if not self._shards:
-            # accelerate ignores the plugin on a CPU, and where it started one process alone.
+            # accelerate ignores the plugin on a CPU and in a single process.
             check_replicated(self.policy)
         if rules is not None:
-            self.native_amp = True  # what accelerate leaves out on the CPU
+            self.native_amp = True  # accelerate does not set it on the CPU
             self.scaler = _Scaler(
                 self.device.type, rules, max_consecutive_skips=max_consecutive_skips
             )
@@ -158,7 +159,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return bool(self.distributed_type == DistributedType.FSDP)
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Prepare models, optimizers and the rest, as accelerate does."""
+        """Prepare models, optimizers and other objects, as accelerate does."""
         if self.is_fsdp2:
             for module in args:
                 if isinstance(module, nn.Module) and not isinstance(module, FSDPModule):
@@ -171,7 +172,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """Prepare a model: what it holds, takes, computes and returns is what the policy says."""
+        """Prepare a model: the policy sets dtypes of parameters, inputs, compute and outputs."""
         if not getattr(model, "_is_accelerate_prepared", False):
             self._check_model(model)
             (prepare_to_shard if self._shards else prepare)(model, self.policy, self.device.type)
@@ -185,14 +186,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Prepare an optimizer; it knows whether its last step was skipped."""
+        """Prepare an optimizer, with an exact `step_was_skipped` for a float16 policy."""
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if isinstance(self.scaler, _Scaler):
             prepared.__class__ = _ScaledOptimizer
         return prepared
 
     def end_training(self) -> None:
-        """End training, as accelerate does, and put torch's switches back."""
+        """End training, as accelerate does, and restore torch's TF32 switches."""
         if dist.is_initialized():
             keep_until_exit(dist.group.WORLD)
         super().end_training()
@@ -214,7 +215,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             )
 
     def _prepare_for_fsdp2(self, module: nn.Module) -> None:
-        """Do what accelerate does with DDP and FSDP1 only: prepare the model, and autocast."""
+        """Prepare the model and apply autocast, which accelerate does only for DDP and FSDP1."""
         self._check_model(module)
         prepare_to_shard(module, self.policy, self.device.type)
         if self.policy.autocast:
@@ -222,10 +223,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 class _Scaler(DistributedGradScaler):
-    """A scaler whose `update` takes effect when the next backward begins.
+    """A scaler whose `update` takes effect when the next backward starts.
 
-    accelerate calls `update` after the step of each optimizer. If the scale moved at once, the next
-    optimizer's gradients of the same backward would be divided by a scale they never had.
+    accelerate calls `update` after the step of each optimizer. If the scale changed immediately,
+    gradients of the same backward in the next optimizer would be divided by the wrong scale.
     """
 
     def __init__(
@@ -268,7 +269,7 @@ class _Scaler(DistributedGradScaler):
 
     @property
     def latest_found_inf(self) -> Tensor | None:
-        """The flag of the latest step: 0-dim, above 0 if it was skipped."""
+        """Flag of the latest step: 0-dim, above 0 if the step was skipped."""
         return self._latest_found_inf
 
     def _finish_iteration(self) -> None:
@@ -278,9 +279,10 @@ class _Scaler(DistributedGradScaler):
 
 
 class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
-    """Reads from the scaler whether a step was skipped; accelerate asks whether it was called.
+    """Reads from the scaler whether a step was skipped.
 
-    A fused optimizer is called and skips on the device.
+    accelerate checks whether `optimizer.step` was called, but a fused optimizer is always called
+    and skips on the device.
     """
 
     _found_inf: Tensor | None = None
@@ -292,7 +294,7 @@ class _ScaledOptimizer(AcceleratedOptimizer):  # type: ignore[misc]
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the latest step was skipped, on all ranks; waits for the device."""
+        """Whether the latest step was skipped, the same on all ranks. Waits for the device."""
         return self._found_inf is not None and bool(self._found_inf.item())
 
 
@@ -301,25 +303,30 @@ def _only(positional: tuple[Any, ...], keyword: PolicyLike | None) -> PolicyLike
         raise ConfigError(
             "policy",
             positional[0],
-            "stands where accelerate has device_placement, so it is the only positional argument; "
-            "write policy=..., and the others with their names",
+            "is in the place of accelerate's device_placement, so it is the only positional "
+            "argument; write policy=..., and the others with their names",
         )
-    given: PolicyLike = positional[0]
-    return given
+    only: PolicyLike = positional[0]
+    return only
 
 
-def _resolve(wanted: PolicyLike, device: torch.device, *, shards: bool) -> Resolution:
-    found = resolve(wanted, device)
-    if wanted == "auto" and found.policy.has_masters and not shards:
-        instead = policy(f"{found.policy.name}-autocast")
-        return Resolution(instead, f"{found.reason}; accelerate has no FP32 master weights")
-    return found
+def _resolve(requested: PolicyLike, device: torch.device, *, shards: bool) -> Resolution:
+    resolution = resolve(requested, device)
+    if requested == "auto" and resolution.policy.has_masters and not shards:
+        autocast = policy(f"{resolution.policy.name}-autocast")
+        return Resolution(autocast, f"{resolution.reason}; accelerate has no FP32 master weights")
+    return resolution
 
 
-def _followed(given: Any, device: torch.device) -> Resolution:
-    """Return the policy that `mixed_precision` means, read from where accelerate reads it."""
-    if given is not None:
-        setting, word = "mixed_precision", str(given)
+def _from_mixed_precision(argument: Any, device: torch.device) -> Resolution:
+    """Return the policy for `mixed_precision`, which is read from the same place as in accelerate.
+
+    Args:
+        argument: The argument of the Accelerator; None if it was not given.
+        device: The device of the rank.
+    """
+    if argument is not None:
+        setting, word = "mixed_precision", str(argument)
     elif AcceleratorState._shared_state:  # this is not the first Accelerator of the process
         first = AcceleratorState()
         if hasattr(first, "distmp_policy"):
@@ -327,12 +334,13 @@ def _followed(given: Any, device: torch.device) -> Resolution:
         setting, word = "mixed_precision of the first Accelerator", first.mixed_precision
     else:
         setting, word = _LAUNCHED, os.environ.get(_LAUNCHED, "no").lower()
-    found = resolve(policy_of(word, setting), device)
-    return Resolution(found.policy, found.reason.replace("given", f"{setting} = {word!r}", 1))
+    resolution = resolve(policy_of(word, setting), device)
+    reason = resolution.reason.replace("given", f"{setting} = {word!r}", 1)
+    return Resolution(resolution.policy, reason)
 
 
 def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | None) -> None:
-    """Refuse what would overrule the policy or the scaler."""
+    """Refuse arguments that would override the policy or the scaler."""
     if arguments.get("mixed_precision") is not None and policy is not None:
         raise ConfigError(
             "mixed_precision",
@@ -346,8 +354,8 @@ def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | N
             raise ConfigError(
                 f"{engine}_plugin",
                 "in use",
-                "it casts, reduces and scales by itself, so that neither policy nor scaler would"
-                " reach it; use DDP or FSDP, or accelerate's own Accelerator",
+                "it casts, reduces and scales on its own, so the policy and the scaler would not"
+                " apply; use DDP or FSDP, or accelerate's own Accelerator",
             )
     for handler in arguments.get("kwargs_handlers") or ():
         _check_handler(handler)
@@ -356,13 +364,13 @@ def _refuse_other_precision(arguments: Mapping[str, Any], policy: PolicyLike | N
 def _check_handler(handler: KwargsHandler) -> None:
     name = type(handler).__name__
     if isinstance(handler, AutocastKwargs):
-        raise ConfigError("kwargs_handlers", name, "the policy says it; leave it out")
+        raise ConfigError("kwargs_handlers", name, "the policy defines autocast; remove it")
     if isinstance(handler, GradScalerKwargs):
         raise ConfigError(
             "kwargs_handlers", name, "pass loss_scale=distmp.LossScaleConfig(...) instead"
         )
     if "Recipe" in name:
-        raise ConfigError("kwargs_handlers", name, "policies have no 8-bit types; leave it out")
+        raise ConfigError("kwargs_handlers", name, "policies have no 8-bit types; remove it")
     if (
         isinstance(handler, DistributedDataParallelKwargs)
         and handler.comm_hook != DDPCommunicationHookType.NO
@@ -370,7 +378,7 @@ def _check_handler(handler: KwargsHandler) -> None:
         raise ConfigError(
             "kwargs_handlers",
             f"{name}(comm_hook={handler.comm_hook})",
-            "the policy reduces gradients in float32, this would not; leave it out",
+            "the policy reduces gradients in float32, this hook does not; remove it",
         )
 
 
@@ -385,7 +393,7 @@ def _reduces_every_microbatch(arguments: Mapping[str, Any]) -> bool:
 
 
 def _grad_scaler_kwargs(rules: LossScaleConfig) -> GradScalerKwargs:
-    """Return what accelerate's own settings can hold of the rules; the scaler knows them all."""
+    """Return the rules that accelerate's settings can represent; the scaler has all of them."""
     return GradScalerKwargs(
         init_scale=rules.init,
         growth_factor=rules.growth_factor,
@@ -394,11 +402,12 @@ def _grad_scaler_kwargs(rules: LossScaleConfig) -> GradScalerKwargs:
     )
 
 
-def _say_who_wins(ours: str, policy: PrecisionPolicy) -> None:
+def _warn_of_launched(used: str, policy: PrecisionPolicy) -> None:
+    """Warn that a policy overrides another precision of `accelerate launch`."""
     launched = os.environ.get(_LAUNCHED, "no")
-    if launched not in ("no", ours):
+    if launched not in ("no", used):
         logger.warning(
-            "accelerate was launched with mixed_precision %s; the policy %s wins",
+            "accelerate was launched with mixed_precision %s; the policy %s overrides it",
             launched,
             policy.name,
         )

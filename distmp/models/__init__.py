@@ -1,1 +1,1 @@
-"""What a run trains: the default transformer, its loss, and models by import path."""
+"""Models: the default transformer and its loss, Hugging Face models, models by import path."""

@@ -1,4 +1,4 @@
-"""What says how to build a model again, beside its weights (config.json)."""
+"""Describes how to rebuild a model, in a config.json next to its weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig
 
 CONFIG_FILE = "config.json"
-# `model_type` says whose a configuration is; all others are of Hugging Face transformers.
+# Values of `model_type` for distmp's models; all others belong to Hugging Face transformers.
 TRANSFORMER = "distmp-transformer"
 IMPORT_PATH = "distmp-import-path"
 
 
 def architecture(model: nn.Module, config: ModelConfig) -> dict[str, Any]:
-    """Describe a model that `build_model` has built, as JSON can hold it."""
+    """Return the description of a model from `build_model`, as values that JSON can represent."""
     if config.is_import_path:
         return {"model_type": IMPORT_PATH, "name": config.name, "options": config.options}
     if config.is_hugging_face:
@@ -32,15 +32,15 @@ def architecture(model: nn.Module, config: ModelConfig) -> dict[str, Any]:
 
 
 def is_hugging_face(described: Mapping[str, Any]) -> bool:
-    """Whether a description is a configuration of Hugging Face transformers."""
+    """Return whether a description is a configuration of Hugging Face transformers."""
     return described.get("model_type") not in (TRANSFORMER, IMPORT_PATH)
 
 
 def read(folder: str | Path) -> dict[str, Any]:
-    """Return the description in a folder; `model_type` is among it.
+    """Return the description in a folder; it contains `model_type`.
 
     Raises:
-        ConfigError: If there is no config.json, or it is no such description.
+        ConfigError: If there is no config.json, or it is not such a description.
     """
     file = Path(folder) / CONFIG_FILE
     try:
@@ -53,13 +53,13 @@ def read(folder: str | Path) -> dict[str, Any]:
 
 
 def rebuild(folder: str | Path) -> nn.Module:
-    """Build distmp's transformer as config.json in a folder describes it, with random weights.
+    """Build distmp's transformer from config.json in a folder, with random weights.
 
-    No code out of the folder is run, and none that it names: a model by import path is built by
-    whoever trusts it, one of Hugging Face by transformers.
+    Runs no code from the folder, and none that config.json names. So it does not build models by
+    import path; transformers builds its own models.
 
     Raises:
-        ConfigError: If there is no config.json, or it is of something else.
+        ConfigError: If there is no config.json, or it describes another kind of model.
     """
     described = read(folder)
     kind = described.pop("model_type")
@@ -67,7 +67,7 @@ def rebuild(folder: str | Path) -> nn.Module:
         raise ConfigError(
             "folder",
             str(folder),
-            f"is a model of type {kind!r}; only {TRANSFORMER!r} can be built from its config.json",
+            f"has a model of type {kind!r}; only {TRANSFORMER!r} can be built from config.json",
         )
     try:
         return Transformer(TransformerConfig(**described))

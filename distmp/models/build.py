@@ -1,4 +1,4 @@
-"""From settings to a model and a loss."""
+"""Builds the model and the loss from settings."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def build_model(
 
     Args:
         config: The settings.
-        vocabulary_size: Number of token ids in the data; None if it does not say.
+        vocabulary_size: Number of token ids in the data; None if it is unknown.
         sequence_length: Length of the data's samples, in tokens.
 
     Raises:
-        ConfigError: If the model cannot take the data, or a user's callable does not return a
+        ConfigError: If the model is too small for the data, or a user's callable does not return a
             module.
     """
     if config.is_import_path:
@@ -43,7 +43,7 @@ def build_loss(config: ModelConfig) -> Loss:
     """Return the loss function of a configuration.
 
     Raises:
-        ConfigError: If an import path leads nowhere, or to something that is not callable.
+        ConfigError: If an import path does not exist or its target is not callable.
     """
     if config.loss == "next_token":
         return next_token_loss

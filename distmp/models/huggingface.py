@@ -1,7 +1,7 @@
-"""Models by Hugging Face transformers, from and into local folders (`model.name: hf:FOLDER`).
+"""Reads and writes models of Hugging Face transformers in local folders (`model.name: hf:FOLDER`).
 
-Nothing is downloaded, and no code out of a folder is run: weights are read from safetensors only,
-and `trust_remote_code` is never given.
+Nothing is downloaded, and no code from a folder is run: weights are read only from safetensors, and
+`trust_remote_code` is always false.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def locate(name: str) -> Path:
     """Return the folder or configuration file that `hf:PATH` names.
 
     Raises:
-        ConfigError: If there is none, or transformers is not installed.
+        ConfigError: If it does not exist, or transformers is not installed.
     """
     path = Path(name.removeprefix(PREFIX)).expanduser()
     file = path if path.suffix == ".json" else path / _CONFIG
@@ -53,14 +53,14 @@ def build(
     """Build a causal language model, on torch's default device, with FP32 parameters.
 
     Args:
-        name: `hf:FOLDER`, with the weights that are in it, or as `hf:FILE.json` with random ones;
-            a folder without weights gives random ones too.
-        options: Values of the configuration in place of those in the file.
-        vocabulary_size: Number of token ids in the data; None if it does not say.
+        name: `hf:FOLDER` uses the weights in the folder, or random weights if it has none;
+            `hf:FILE.json` uses random weights.
+        options: Values that replace those in the configuration file.
+        vocabulary_size: Number of token ids in the data; None if it is unknown.
         sequence_length: Length of the data's samples, in tokens.
 
     Raises:
-        ConfigError: If transformers cannot build it, weights are missing or no safetensors, or the
+        ConfigError: If transformers cannot build it, weights are missing or not safetensors, or the
             model is too small for the data.
     """
     path = locate(name)
@@ -74,9 +74,9 @@ def build(
 
 
 def configuration(model: nn.Module) -> dict[str, Any]:
-    """Return the configuration of a model that `build` has built, as JSON can hold it."""
-    found: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr,operator]
-    return found
+    """Return the configuration of a model from `build`, as values that JSON can represent."""
+    values: dict[str, Any] = json.loads(model.config.to_json_string(use_diff=False))  # type: ignore[union-attr,operator]
+    return values
 
 
 def write(
@@ -86,14 +86,14 @@ def write(
     dtype: torch.dtype,
     largest_file: int,
 ) -> None:
-    """Write a model as transformers does.
+    """Write a model in the format of transformers.
 
     Args:
-        folder: Where `from_pretrained` will find it.
-        weights: Names and tensors of the model's state, on the CPU; each tied weight once.
-        values: What `configuration` returned.
-        dtype: Type of the weights, for the configuration.
-        largest_file: Bytes of one file.
+        folder: Target folder, for `from_pretrained`.
+        weights: Tensors of the model's state by name, on the CPU; each tied weight once.
+        values: Result of `configuration`.
+        dtype: Dtype of the weights, for the configuration.
+        largest_file: Maximum size of one file, in bytes.
 
     Raises:
         ConfigError: If transformers is not installed or does not know the model.
@@ -101,7 +101,7 @@ def write(
     _require_transformers(str(values.get("model_type")))
     from transformers import AutoConfig
 
-    # The class of a sharded module is no class of transformers: one without weights stands in.
+    # FSDP changes the class of a module, so a model on the meta device writes the files.
     with _quiet(), torch.device("meta"):
         try:
             config = AutoConfig.for_model(**values)
@@ -189,14 +189,14 @@ def _load(name: str, path: Path, config: Any) -> nn.Module:
         )
     except Exception as error:
         raise _refused(name, error) from error
-    # transformers fills what is not there with random values.
+    # transformers fills missing weights with random values.
     for problem in ("missing_keys", "mismatched_keys"):
-        if found := sorted(map(str, report[problem])):
+        if keys := sorted(map(str, report[problem])):
             raise ConfigError(
                 "model.name",
                 name,
                 f"its weights do not fit {type(model).__name__}: {problem.replace('_', ' ')} "
-                f"{', '.join(found[:3])}{' and more' if len(found) > 3 else ''}",
+                f"{', '.join(keys[:3])}{' and more' if len(keys) > 3 else ''}",
             )
     loaded: nn.Module = model
     return loaded
@@ -214,13 +214,13 @@ def _refused(name: str, error: Exception) -> ConfigError:
 
 
 def _without_cache(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Keep no keys and values of past tokens, which training never reads."""
+    """Disable the cache of keys and values, which training never reads."""
     return args, {"use_cache": False, **kwargs}
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep progress bars and reports of every rank off the console."""
+    """Disable progress bars and reports of transformers, which every rank would print."""
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Losses: a sum and its weight, so that nothing is ever a mean of means."""
+"""Losses: each returns a sum and its weight, so that no mean of means is computed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from distmp.data import IGNORED
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the next token, summed over the targets that are not IGNORED.
+    """Return the cross entropy of the next token, summed over the targets that are not IGNORED.
 
     Args:
-        model: Called with "inputs"; returns logits [batch, time, vocabulary], or what has them as
-            `logits`, as models of Hugging Face do.
+        model: Called with "inputs"; returns logits [batch, time, vocabulary], or an output with an
+            attribute `logits`, as models of Hugging Face do.
         batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time].
 
     Returns:
-        Loss sum in nats and number of targets, both FP32 and 0-dim on the device of the logits.
-        The softmax is computed in FP32 whatever the logits are. Counts are exact up to 2**24.
+        Loss sum in nats and number of targets, both FP32, 0-dim, on the device of the logits. The
+        softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
     """
     logits = logits_of(model(batch["inputs"]))
     targets = batch["targets"]

@@ -1,4 +1,4 @@
-"""Text from a model, token by token."""
+"""Generates text with a model, token by token."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ def generate(
 ) -> Tensor:
     """Continue a prompt.
 
-    The model is only called, as `model(tokens)`, exactly `count` times whatever it answers: all
-    ranks of a sharded model can do this in lockstep, with generators of the same seed.
+    Calls `model(tokens)` exactly `count` times, so that all ranks of a sharded model can call this
+    together, with generators of the same seed.
 
     Args:
-        model: int64 [1, time] -> logits [1, time, vocabulary], or what has them as `logits`.
-        prompt: Token ids, int64 [length], at least one; on the device of the model.
+        model: int64 [1, time] -> logits [1, time, vocabulary], or an output with an attribute
+            `logits`.
+        prompt: Token ids, int64 [length], at least one, on the device of the model.
         count: Number of tokens to add.
-        sequence_length: Longest sequence the model accepts; it sees that many last tokens.
-        temperature: Divides the logits; 0 always takes the likeliest token.
-        generator: Source of randomness, on the CPU; None for torch's own.
+        sequence_length: Longest sequence the model accepts; earlier tokens are cut off.
+        temperature: Divides the logits; 0 always selects the most likely token.
+        generator: CPU generator of the samples; None for torch's default generator.
 
     Returns:
         Prompt and continuation, int64 [length + count], on the device of the prompt.

@@ -10,7 +10,7 @@ from distmp.models import huggingface
 
 
 class Size(NamedTuple):
-    """Dimensions of a transformer."""
+    """Dimensions of a transformer; see `ModelConfig`."""
 
     layers: int
     dimension: int
@@ -25,8 +25,8 @@ SIZES = {
     "350m": Size(layers=24, dimension=1024, heads=16, hidden=2816),
     "1.3b": Size(layers=24, dimension=2048, heads=16, hidden=5504),
 }
-"""Named sizes. The first two are named after their parameters with a vocabulary of bytes; the
-others are the usual sizes of that name, which count the embeddings of some 50,000 tokens."""
+"""Named sizes. The names of the first two count parameters with a vocabulary of bytes; the others
+are the usual sizes of that name, which include the embeddings of about 50,000 tokens."""
 
 _OVERRIDES = ("layers", "dimension", "heads", "hidden")
 _TRANSFORMER_OPTIONS = ("tied_head", "rotary_base")
@@ -34,7 +34,7 @@ _TRANSFORMER_OPTIONS = ("tied_head", "rotary_base")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model to train, and with which loss."""
+    """The model to train, and its loss."""
 
     name: str = "transformer"
     """'transformer' (decoder-only), 'hf:FOLDER' for a local model of Hugging Face transformers, or
@@ -44,19 +44,19 @@ class ModelConfig:
     """Named size of the transformer: 1m, 22m, 125m, 350m or 1.3b."""
 
     layers: int | None = None
-    """Number of blocks, in place of the named size's."""
+    """Number of blocks (default: that of the named size)."""
 
     dimension: int | None = None
-    """Width of the residual stream, in place of the named size's."""
+    """Width of the residual stream (default: that of the named size)."""
 
     heads: int | None = None
-    """Attention heads, in place of the named size's."""
+    """Number of attention heads (default: that of the named size)."""
 
     hidden: int | None = None
-    """Width inside the feed-forward part, in place of the named size's."""
+    """Width of the hidden layer of the feed-forward part (default: that of the named size)."""
 
     vocabulary_size: int | None = None
-    """Number of token ids the model knows (default: as many as the data has)."""
+    """Number of token ids of the model (default: that of the data)."""
 
     sequence_length: int | None = None
     """Longest sequence the model accepts, in tokens (default: that of the data)."""
@@ -66,19 +66,19 @@ class ModelConfig:
     loss(model, batch) -> (loss sum, weight)."""
 
     weights: str | None = None
-    """Folder of safetensors (or one such file) that a new run starts from, as `distmp export` or
-    others have left it; null: random weights. A run that is resumed has its own."""
+    """Folder of safetensors (or one such file) that a new run starts from, for example from
+    `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
 
     options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments for the callable of an import path; values in place of those in config.json
-    for a Hugging Face model. The transformer takes `tied_head` (true, false) and `rotary_base`
+    """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
+    replace those in config.json. The transformer takes `tied_head` (true, false) and `rotary_base`
     (a number)."""
 
     def __post_init__(self) -> None:
-        """Check each value, and that the dimensions fit one another.
+        """Check each value, and that the dimensions are consistent.
 
         Raises:
-            ConfigError: Naming the setting, its value and what to do.
+            ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
         if self.is_hugging_face:
             huggingface.locate(self.name)
@@ -106,12 +106,12 @@ class ModelConfig:
 
     @property
     def is_import_path(self) -> bool:
-        """Whether the model is a user's own callable."""
+        """Whether the model is built by a callable of the user."""
         return ":" in self.name and not self.is_hugging_face
 
     @property
     def dimensions(self) -> Size:
-        """The named size with the overrides in place."""
+        """The named size with the overrides applied."""
         given = {name: getattr(self, name) for name in _OVERRIDES}
         return SIZES[self.size]._replace(**{k: v for k, v in given.items() if v is not None})
 
@@ -145,7 +145,7 @@ class ModelConfig:
 
 
 def _fitting_heads(dimension: int, heads: int) -> str:
-    """Return the number of heads nearest to `heads` that fits, for people."""
+    """Return the number of heads nearest to `heads` that fits, as text."""
     fitting = [n for n in range(1, dimension // 2 + 1) if dimension % (2 * n) == 0]
     if not fitting:
         return "an even model.dimension"

@@ -1,8 +1,8 @@
 """The default model: a decoder-only transformer.
 
-RMSNorm before each part, rotary positions, SwiGLU and causal scaled-dot-product attention. Every
-module that owns parameters has a `reset_parameters`, so a model built on the meta device gets its
-values by `to_empty` and a reset of each module.
+It has RMSNorm before each part, rotary positions, SwiGLU and causal scaled-dot-product attention.
+Every module that owns parameters has a `reset_parameters`: a model built on the meta device is
+initialized by `to_empty` and a reset of each module.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ class TransformerConfig:
     """Width of the residual stream."""
 
     heads: int
-    """Attention heads."""
+    """Number of attention heads."""
 
     hidden: int
-    """Width inside the feed-forward part."""
+    """Width of the hidden layer of the feed-forward part."""
 
     tied_head: bool = True
-    """Whether the embedding also serves as the output matrix. Small models learn faster so."""
+    """Whether the embedding is also the output matrix. Small models learn faster with it."""
 
     rotary_base: float = 10_000.0
-    """Ratio, nearly, of the slowest to the fastest wavelength of the rotary positions."""
+    """Approximate ratio of the longest to the shortest wavelength of the rotary positions."""
 
 
 class Projection(nn.Linear):
-    """Linear layer without bias, normally distributed weights.
+    """Linear layer without bias and with normally distributed initial weights.
 
     Args:
-        inputs: Features in.
-        outputs: Features out.
+        inputs: Number of input features.
+        outputs: Number of output features.
         std: Standard deviation of the initial weights.
     """
 
@@ -64,7 +64,7 @@ class Projection(nn.Linear):
 
 
 class TokenEmbedding(nn.Embedding):
-    """Embedding with the standard deviation of a transformer's."""
+    """Embedding with the initial standard deviation of a transformer."""
 
     def reset_parameters(self) -> None:
         """Draw new weights."""
@@ -72,7 +72,7 @@ class TokenEmbedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in FP32 whatever the input is.
+    """Root-mean-square norm over the last dimension, computed in FP32 for any input dtype.
 
     Args:
         dimension: Size of the last dimension.
@@ -91,7 +91,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x / rms(x) * weight, in the dtype of `x`."""
-        # torch computes 16-bit inputs in FP32 inside, in one kernel if the weight has their dtype.
+        # torch computes 16-bit inputs internally in FP32, in one kernel if the weight has the same
+        # dtype.
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         weight = self.weight.to(dtype)
         return F.rms_norm(x.to(dtype), weight.shape, weight, self.epsilon).to(x.dtype)
@@ -107,20 +108,18 @@ class Attention(nn.Module):
         self.output = Projection(config.dimension, config.dimension, residual_std)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Mix information over time.
+        """Return the attention output, [batch, time, dimension].
 
         Args:
-            x: [batch, time, dimension].
-            cosine: [time, 1, dimension / heads], of the rotary angles (see `rotary_tables`).
-            sine: Likewise.
-
-        Returns:
-            [batch, time, dimension].
+            x: Residual stream after the norm, [batch, time, dimension].
+            cosine: Cosines of the rotary angles, FP32 [time, 1, dimension / heads]; see
+                `rotary_tables`.
+            sine: Signed sines of the rotary angles, with the same shape and dtype.
         """
         batch, time, dimension = x.shape
         parts = self.query_key_value(x).view(batch, time, 3 * self.heads, -1)
-        turned, value = parts.split((2 * self.heads, self.heads), dim=2)
-        query, key = rotate(turned, cosine, sine).transpose(1, 2).chunk(2, dim=1)
+        query_key, value = parts.split((2 * self.heads, self.heads), dim=2)
+        query, key = rotate(query_key, cosine, sine).transpose(1, 2).chunk(2, dim=1)
         mixed = F.scaled_dot_product_attention(query, key, value.transpose(1, 2), is_causal=True)
         output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, dimension))
         return output
@@ -135,18 +134,18 @@ class FeedForward(nn.Module):
         self.down = Projection(config.hidden, config.dimension, residual_std)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Transform each position by itself, [..., dimension] -> [..., dimension]."""
+        """Transform each position independently, [..., dimension] -> [..., dimension]."""
         gate, up = self.gate_up(x).chunk(2, -1)
         output: Tensor = self.down(F.silu(gate) * up)
         return output
 
 
 class TransformerBlock(nn.Module):
-    """Attention and feed-forward part, each normalised before and added to the residual stream."""
+    """Attention and feed-forward part, each with a norm before it and a residual connection."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        # So that the variance of the residual stream does not grow with depth.
+        # Scaled so that the variance of the residual stream does not grow with depth.
         residual_std = _STD / (2 * config.layers) ** 0.5
         self.attention_norm = RMSNorm(config.dimension)
         self.attention = Attention(config, residual_std)
@@ -168,7 +167,7 @@ class Transformer(nn.Module):
         self.embedding = TokenEmbedding(config.vocabulary_size, config.dimension)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dimension)
-        # A tied head is no module of its own: a shared parameter would come apart in `to_empty`.
+        # A tied head is not a module: `to_empty` would turn a shared parameter into two.
         self.head = (
             None if config.tied_head else Projection(config.dimension, config.vocabulary_size)
         )
@@ -177,11 +176,10 @@ class Transformer(nn.Module):
         """Predict the token after each position.
 
         Args:
-            tokens: int64 [batch, time], time at most `config.sequence_length`.
+            tokens: Token ids, int64 [batch, time]; time is at most `config.sequence_length`.
 
         Returns:
-            Logits [batch, time, vocabulary_size], in the dtype that the parameters or autocast
-            give them.
+            Logits [batch, time, vocabulary_size]; the parameters or autocast determine the dtype.
 
         Raises:
             ValueError: If the sequence is too long.
@@ -207,14 +205,14 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """Return the tables of rotary positions: cosine, and sine with the signs of a rotation.
 
-    They are computed in each forward, at next to no cost beside one block. A buffer would be
-    rounded by `model.to(torch.bfloat16)`, and positions beyond 256 would run together.
+    They are computed in each forward, which costs little compared to one block. A buffer would be
+    rounded by `model.to(torch.bfloat16)`, so that positions beyond 256 would coincide.
 
     Args:
         time: Number of positions.
         width: Width of an attention head.
-        base: Ratio, nearly, of the slowest to the fastest wavelength.
-        device: Where to put them.
+        base: Approximate ratio of the longest to the shortest wavelength.
+        device: Device of the tables.
 
     Returns:
         Two FP32 tensors [time, 1, width]. Both halves of the last dimension hold the same angles.
@@ -227,15 +225,15 @@ def rotary_tables(
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + width / 2]) by the angle of its position.
+    """Rotate each pair (x[i], x[i + width / 2]) by the angle of its position.
 
     Args:
-        x: [batch, time, heads, width].
-        cosine: [time, 1, width].
-        sine: [time, 1, width].
+        x: Queries or keys, [batch, time, heads, width].
+        cosine: Cosines, FP32 [time, 1, width].
+        sine: Signed sines, FP32 [time, 1, width].
 
     Returns:
-        As `x`, in its dtype.
+        The rotated tensor, with shape and dtype of `x`.
     """
     first, second = x.chunk(2, dim=-1)
     return x * cosine.to(x.dtype) + torch.cat((second, first), dim=-1) * sine.to(x.dtype)

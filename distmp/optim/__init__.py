@@ -1,4 +1,4 @@
-"""Optimizers by name, and learning rates that follow the applied updates."""
+"""Optimizers and schedules by name; learning rates as a function of applied updates."""
 
 from distmp.optim.build import NamedParameters, OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import LearningRates

@@ -1,4 +1,4 @@
-"""Optimizers and learning-rate schedules from their settings."""
+"""Builds optimizers and learning-rate schedules from their settings."""
 
 from __future__ import annotations
 
@@ -32,22 +32,23 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
     """Return the function that builds the configured optimizer over named parameters.
 
     Raises:
-        ConfigError: For an unknown optimizer now, for options that it does not take when called.
+        ConfigError: If the optimizer or one of its options is unknown. The returned function raises
+            it for values that the optimizer refuses.
     """
     build = find_optimizer(config.name)
     if inspect.isclass(build) and issubclass(build, torch.optim.Optimizer):
         refuse_kind(build, "optim.name", config.name)
     accepted = inspect.signature(build).parameters
-    takes_anything = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
+    accepts_any = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
     for name, value in config.options.items():
         if name in OWN_SETTINGS:
             raise ConfigError(f"optim.options.{name}", value, f"set optim.{name} instead")
-        if name not in accepted and not takes_anything:
+        if name not in accepted and not accepts_any:
             choices = optimizer_options(config.name)
             raise ConfigError(f"optim.options.{name}", value, nearest(name, choices))
     options = {"lr": config.lr, **config.options}
     if "fused" in accepted and not any(options.get(name) for name in NOT_WITH_FUSED):
-        # The fused kernel unscales, clips and skips by itself, without waiting for the device.
+        # The fused kernel unscales, clips and skips on the device, without a host synchronization.
         # Older releases of torch have no fused Adagrad for CUDA.
         options.setdefault("fused", build is not torch.optim.Adagrad)
 
@@ -68,7 +69,7 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
 def weight_decay_groups(
     named_parameters: NamedParameters, weight_decay: float
 ) -> list[dict[str, Any]]:
-    """Divide parameters into matrices, which decay, and vectors (biases, norms), which do not."""
+    """Return parameter groups: matrices with weight decay, vectors (biases, norms) without."""
     matrices = [entry for entry in named_parameters if entry[1].dim() >= 2]
     vectors = [entry for entry in named_parameters if entry[1].dim() < 2]
     groups = (
@@ -82,8 +83,8 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
     """Return the function that builds the configured schedule on an optimizer.
 
     Args:
-        config: What to build.
-        steps: Updates of the whole run, at whose end cosine and linear reach `config.final`.
+        config: The settings of the schedule.
+        steps: Number of updates of the run. Cosine and linear reach `config.final` at its end.
 
     Raises:
         ConfigError: If the schedule is unknown, its options do not fit, or it needs a metric.
@@ -127,14 +128,13 @@ def _check_from_torch(
             f"only learning rates follow a schedule, and {config.name} moves the momentum too; set "
             "it to false",
         )
-    # OneCycleLR has an end: a rate for the beginning and one after each of so many updates.
+    # OneCycleLR ends: it has one rate for the start, and one after each of `total_steps` updates.
     last = getattr(scheduler, "total_steps", None)
     if last is not None and steps > last + 1:
         raise ConfigError(
             "schedule.options.total_steps",
             last,
-            f"{config.name} ends before the run, which follows it for {steps} updates; set it to "
-            f"{steps}",
+            f"{config.name} ends before the run, which has {steps} updates; set it to {steps}",
         )
 
 
@@ -157,7 +157,7 @@ def _shape(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
 ) -> lr_scheduler.LRScheduler:
     if config.name == "cosine":
-        # Behind a warm-up the rate stands below its peak by now.
+        # After a warm-up was set up, the current rate is below the peak.
         group = optimizer.param_groups[0]
         peak = float(group.get("initial_lr", group["lr"]))
         return lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=peak * config.final)

@@ -1,7 +1,8 @@
-"""Optimizers and schedules that cannot work in a step of the engine, refused by their names.
+"""Refuses optimizers and schedules that cannot work in a step of the engine.
 
-The engine computes the loss once per step, sums gradients in dense FP32 tensors, and lets learning
-rates follow the number of applied updates. What needs something else is refused when it is built.
+The engine computes the loss once per step, sums gradients in dense FP32 tensors, and makes learning
+rates a function of the number of applied updates. Optimizers and schedules that need something else
+are refused when they are built.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import ConfigError
 
-# What torch's DTensor cannot do for them (torch 2.13): a test tells when it can.
+# torch's DTensor lacks operations of these (torch 2.13). A test fails when it supports them.
 NOT_ON_DTENSORS = ("Adafactor", "Rprop")
 
 _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=1000)"
@@ -25,15 +26,15 @@ _EXAMPLE = "lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_si
 def check_kind(
     optimizer: torch.optim.Optimizer, setting: str = "optimizer", value: object = None
 ) -> None:
-    """Check that an optimizer is of a kind that the engine can step.
+    """Check that the engine can step an optimizer.
 
     Args:
-        optimizer: Built on what it is to step.
-        setting: Where the user has chosen it.
-        value: What stands there; None for the name of its class.
+        optimizer: An optimizer on the tensors that it updates.
+        setting: Name of the setting that selects it.
+        value: Value of that setting; None for the name of its class.
 
     Raises:
-        ConfigError: Naming the optimizer, what it needs, and what to use instead.
+        ConfigError: If it cannot; it names the optimizer, what it needs, and an alternative.
     """
     kind = type(optimizer)
     value = value or kind.__name__
@@ -52,12 +53,12 @@ def check_kind(
 
 
 def refuse_kind(kind: type[torch.optim.Optimizer], setting: str, value: object) -> None:
-    """Refuse an optimizer that the engine cannot step, whatever it is built on.
+    """Refuse an optimizer that the engine cannot step on any tensors.
 
     Args:
-        kind: Its class.
-        setting: Where the user has chosen it.
-        value: What stands there.
+        kind: Class of the optimizer.
+        setting: Name of the setting that selects it.
+        value: Value of that setting.
 
     Raises:
         ConfigError: If `kind` is such an optimizer.
@@ -66,7 +67,7 @@ def refuse_kind(kind: type[torch.optim.Optimizer], setting: str, value: object) 
         raise ConfigError(
             setting,
             value,
-            "needs a closure that computes the loss again and again within one step, and the "
+            "needs a closure that computes the loss again several times in one step, and the "
             "engine computes it once; use an optimizer that steps without a closure, such as AdamW",
         )
     names = {base.__name__ for base in kind.__mro__}
@@ -82,7 +83,7 @@ def refuse_kind(kind: type[torch.optim.Optimizer], setting: str, value: object) 
             setting,
             value,
             "keeps its state to itself, so that checkpoints would lose it; use the optimizer "
-            "inside it by itself, with shard_optimizer=True",
+            "inside it directly, with shard_optimizer=True",
         )
 
 
@@ -96,15 +97,15 @@ def _needs_closure(kind: type[torch.optim.Optimizer]) -> bool:
 
 
 def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
-    """Build a schedule on an optimizer and check that the engine can follow it.
+    """Build a schedule on an optimizer and check that the engine can use it.
 
     Args:
-        build: Called with `optimizer`.
-        optimizer: An SGD whose momentum is 0.
+        build: Function that is called with `optimizer` and returns a scheduler of torch.
+        optimizer: An SGD optimizer with momentum 0.
 
     Raises:
-        ConfigError: If `build` is a scheduler already, or does not return one; if the scheduler
-            follows a metric, moves the momentum, or is built on another optimizer.
+        ConfigError: If `build` is a scheduler or does not return one; if the scheduler follows a
+            metric, changes the momentum, or is built on another optimizer.
     """
     if isinstance(build, lr_scheduler.LRScheduler):
         raise ConfigError(
@@ -133,7 +134,7 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
 
 
 def cycles_momentum(schedule: lr_scheduler.LRScheduler) -> bool:
-    """Whether a scheduler moves the momentum beside the learning rate."""
+    """Return whether a scheduler changes the momentum besides the learning rate."""
     return bool(getattr(schedule, "cycle_momentum", False))
 
 
@@ -149,8 +150,8 @@ def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer
         raise ConfigError(
             "schedule",
             name,
-            "follows a metric, and a schedule of the engine the number of updates alone; build the "
-            "engine without `schedule`, and step it on engine.optimizer yourself",
+            "follows a metric, and a schedule of the engine only the number of updates; build the "
+            "engine without `schedule`, and step the scheduler on engine.optimizer yourself",
         )
     if cycles_momentum(part):
         raise ConfigError(
@@ -164,5 +165,5 @@ def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer
             "schedule",
             name,
             "is built on another optimizer than the one that the function is called with, whose "
-            f"learning rate would stay; use that: {_EXAMPLE}",
+            f"learning rate would not change; use that one: {_EXAMPLE}",
         )

@@ -14,26 +14,27 @@ from torch.optim import lr_scheduler
 from distmp.errors import ConfigError
 from distmp.optim.checks import build_schedule
 
-# Rows that the table grows by; one host-to-device copy for that many steps.
+# Number of rows by which the table grows; one host-to-device copy for that many steps.
 CHUNK = 1024
 
 
 class LearningRates:
     """The learning rate of every parameter group as a function of applied updates.
 
-    Without a schedule the rates in the optimizer's groups count, whoever sets them and whenever.
+    Without a schedule the rates in the optimizer's groups are used as the user sets them.
 
-    With one, a torch scheduler is run ahead on a stand-in optimizer and its rates are kept in a
-    table on the device. A step looks its rate up by the device's own count of applied updates, so
-    that a skipped step does not consume the schedule and the host need not know whether it was
-    skipped. Nothing but that count has to be saved.
+    With a schedule, a torch scheduler runs ahead on a placeholder optimizer, and its rates are
+    stored in a table on the device. A step indexes the table with the number of applied updates,
+    which is on the device, too. So a skipped step does not advance the schedule, and the host need
+    not know whether it was skipped. A checkpoint needs only that number.
 
     Args:
-        optimizer: Its groups' rates are the base rates of the schedule.
-        schedule: Builds a torch scheduler on an optimizer; None leaves the groups alone.
-        device: Where the table lives.
-        on_device: With a schedule, make each group's rate a 0-dim FP32 tensor (fused optimizers),
-            updated in place; otherwise a Python number.
+        optimizer: The optimizer; the rates of its groups are the base rates of the schedule.
+        schedule: Function that builds a torch scheduler on an optimizer; None leaves the rates
+            unchanged.
+        device: Device of the table.
+        on_device: With a schedule, make each group's rate a 0-dim FP32 tensor on `device`, for
+            fused optimizers, updated in place; otherwise a Python number.
     """
 
     def __init__(
@@ -49,20 +50,20 @@ class LearningRates:
         self._build_schedule = schedule
         self._device = device
         self._on_device = on_device
-        # What each group was given last, and the version of it where it is a tensor.
-        self._given: list[tuple[Any, int]] = []
+        # The rate that each group received last, and its version counter if it is a tensor.
+        self._assigned: list[tuple[Any, int]] = []
         self.add_groups(optimizer.param_groups)
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        # Looked up anew: a state that is loaded into the optimizer brings a new list.
+        # Not stored: loading a state into the optimizer replaces the list.
         return self._optimizer.param_groups
 
     def add_groups(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Follow more groups: they get the rates that they would have had from the beginning.
+        """Include more groups, with the rates that they would have had from the start.
 
         Args:
-            groups: They stand, or are about to stand, at the end of the optimizer's groups.
+            groups: The last groups of the optimizer, or groups that will be added at its end.
         """
         build = self._build_schedule
         if build is None:
@@ -71,27 +72,31 @@ class LearningRates:
         if self._on_device:
             for group in groups:
                 group["lr"] = torch.tensor(float(group["lr"]), device=self._device)
-        self._stand_in = torch.optim.SGD(
+        self._placeholder = torch.optim.SGD(
             [
                 {"params": [torch.zeros((), requires_grad=True)], "lr": rate}
                 for rate in self._base_rates
             ],
             lr=0.0,
         )
-        self._schedule = build_schedule(build, self._stand_in)
+        self._schedule = build_schedule(build, self._placeholder)
         self._rows = [self._current_rates()]
         self._table = self._make_table(self._rows)
 
     def set(self, applied: Tensor, at_most: int) -> Tensor:
-        """Give every group the rate of the update after `applied` ones; return the first group's.
+        """Set the rates of the next update in all groups; return that of the first group.
 
         Args:
-            applied: 0-dim int64 on the device, updates applied so far.
-            at_most: An upper bound of it that the host knows; without `on_device` the very number.
+            applied: Number of applied updates, 0-dim int64 on the device.
+            at_most: Upper bound of `applied` that the host knows; without `on_device` its exact
+                value.
+
+        Returns:
+            The rate of the first group, FP32 and 0-dim on the device.
 
         Raises:
-            ConfigError: If a rate is no number of 0 or more, or there is a schedule and somebody
-                else has set a rate.
+            ConfigError: If a rate is not a number of 0 or more, or a rate was set outside of the
+                schedule.
         """
         if self._build_schedule is None:
             for index, group in enumerate(self._groups):
@@ -99,25 +104,25 @@ class LearningRates:
             return _as_tensor(self._groups[0]["lr"], self._device)
         self._check_untouched()
         self._extend(at_most + 1)
-        # Not table[applied]: indexing by a 0-dim tensor waits for its value on the host.
+        # Not table[applied]: indexing with a 0-dim tensor synchronizes with the host.
         rates = self._table.index_select(0, applied.reshape(1))[0]
         for index, group in enumerate(self._groups):
             if self._on_device:
-                if not isinstance(group["lr"], Tensor):  # from a state that was loaded
+                if not isinstance(group["lr"], Tensor):  # from a loaded state
                     group["lr"] = torch.tensor(group["lr"], device=self._device)
                 group["lr"].copy_(rates[index])
             else:
                 group["lr"] = self._rows[at_most][index]
-        self._given = [(group["lr"], _version(group["lr"])) for group in self._groups]
+        self._assigned = [(group["lr"], _version(group["lr"])) for group in self._groups]
         return rates[0]
 
     def planned(self, update: int) -> list[float]:
-        """Return the rates of the schedule for an update, as far as the host has computed them."""
+        """Return the rate of each group for an update; empty if the host has not computed it."""
         return self._rows[update] if self._build_schedule and update < len(self._rows) else []
 
     def _check_untouched(self) -> None:
-        """Refuse rates that somebody else has set since the last step: they would be lost."""
-        for index, (rate, version) in enumerate(self._given):
+        """Refuse rates that were set outside of the schedule since the last step."""
+        for index, (rate, version) in enumerate(self._assigned):
             found = self._groups[index]["lr"]
             if found is rate and _version(found) == version:
                 continue
@@ -152,23 +157,23 @@ class LearningRates:
 
     def _make_table(self, rows: list[list[float]]) -> Tensor:
         table = torch.tensor(rows, dtype=torch.float32)
-        if self._device.type == "cuda":  # a copy from other memory makes the host wait
+        if self._device.type == "cuda":  # a copy from pageable memory makes the host wait
             table = table.pin_memory()
         return table.to(self._device, non_blocking=True)
 
     def _step_schedule(self) -> None:
-        self._stand_in.step()
+        self._placeholder.step()
         with warnings.catch_warnings():
-            # SequentialLR steps its own parts in a way that torch warns about.
+            # SequentialLR steps its schedulers in a way that torch warns about.
             warnings.filterwarnings("ignore", message=".*epoch parameter")
             self._schedule.step()
 
     def _current_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._stand_in.param_groups]
+        return [float(group["lr"]) for group in self._placeholder.param_groups]
 
 
 def _check_rate(index: int, rate: Any) -> None:
-    """Refuse a rate that updates cannot have; the values of tensors are not looked at."""
+    """Refuse an invalid rate. The value of a tensor is not read, as that would synchronize."""
     if isinstance(rate, Tensor) and rate.numel() == 1:
         return
     is_number = isinstance(rate, int | float) and not isinstance(rate, bool)

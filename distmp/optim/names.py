@@ -1,4 +1,4 @@
-"""Optimizers and schedules by name, and the options that each takes."""
+"""Optimizers and schedules by name, and the options of each."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
 }
-# Settings of their own, which as an option of the optimizer would be overridden or override.
+# Settings of section `optim`; as options of the optimizer they would conflict with those.
 OWN_SETTINGS = ("lr", "weight_decay")
 SHAPES = ("cosine", "linear", "constant")
-# Schedulers of torch that a name and options are not enough for.
+# Schedulers of torch that cannot be configured with numbers.
 _NEEDS_FUNCTION = (
-    "needs a Python function; give it to distmp.Engine as `schedule` in a loop of your own, or "
-    "use CosineAnnealingLR, PolynomialLR or another that numbers are enough for"
+    "needs a Python function; pass it to distmp.Engine as `schedule` in your own loop, or use "
+    "CosineAnnealingLR, PolynomialLR or another one that only needs numbers"
 )
 _NEEDS_SCHEDULERS = (
-    "is made of other schedulers; give it to distmp.Engine as `schedule` in a loop of your own. "
-    "schedule.warmup_steps puts a warm-up before any schedule"
+    "consists of other schedulers; pass it to distmp.Engine as `schedule` in your own loop. "
+    "schedule.warmup_steps adds a warm-up to any schedule"
 )
 NOT_BY_NAME = {
     "ReduceLROnPlateau": (
-        "follows a metric; only schedules that depend on the number of updates alone work, such "
-        "as CosineAnnealingLR"
+        "follows a metric; only schedules that depend on the number of updates work, such as "
+        "CosineAnnealingLR"
     ),
     "LambdaLR": _NEEDS_FUNCTION,
     "MultiplicativeLR": _NEEDS_FUNCTION,
@@ -46,7 +46,7 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     """Return the class or function that builds an optimizer.
 
     Raises:
-        ConfigError: If there is none of this name.
+        ConfigError: If the name is unknown or its import path has no callable.
     """
     if ":" in name:
         build = load_object("optim.name", name)
@@ -55,12 +55,12 @@ def find_optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
     else:
         raise ConfigError("optim.name", name, nearest(name, OPTIMIZERS))
     if not callable(build):
-        raise ConfigError("optim.name", name, "name something callable")
+        raise ConfigError("optim.name", name, "is not callable; name a class or function")
     return cast("Callable[..., torch.optim.Optimizer]", build)
 
 
 def optimizer_options(name: str) -> list[str]:
-    """Return what `optim.options` may hold for an optimizer.
+    """Return the valid names in `optim.options` for an optimizer.
 
     Raises:
         ConfigError: For an unknown optimizer.
@@ -70,14 +70,14 @@ def optimizer_options(name: str) -> list[str]:
 
 
 def schedule_options(name: str) -> list[str]:
-    """Return what `schedule.options` may hold for a scheduler of torch; nothing for others."""
+    """Return the valid names in `schedule.options` for a scheduler of torch; none for others."""
     build = torch_schedules().get(name)
     parameters = () if build is None else inspect.signature(build).parameters
     return [option for option in parameters if option != "optimizer"]
 
 
 def torch_schedules() -> dict[str, Callable[..., lr_scheduler.LRScheduler]]:
-    """Return torch's schedulers that a name and options are enough for."""
+    """Return torch's schedulers that can be configured with numbers, by name."""
     return {
         name: value
         for name, value in vars(lr_scheduler).items()

@@ -21,7 +21,7 @@ def _is_schedule_option(section: Mapping[str, Any], name: str) -> bool:
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """Which optimizer steps the FP32 weights."""
+    """The optimizer of the FP32 weights."""
 
     name: str = "adamw"
     """adamw, adam, sgd, adagrad, or an import path 'module:callable'."""
@@ -30,7 +30,7 @@ class OptimizerConfig:
     weight_decay: float = 0.1
     """Weight decay of matrices; biases, norms and other vectors have none."""
     max_norm: float | None = 1.0
-    """Clip the norm of the global gradient to this; null leaves it alone."""
+    """Maximum norm of the global gradient, which is clipped to it; null: no clipping."""
     options: dict[str, Any] = field(default_factory=dict, metadata={"takes": _is_optimizer_option})
     """Further arguments of the optimizer, such as betas or momentum."""
 
@@ -49,14 +49,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """How the learning rate moves with the number of applied updates."""
+    """The learning rate as a function of the number of applied updates."""
 
     name: str = "cosine"
     """cosine, linear, constant, or a scheduler of torch.optim.lr_scheduler by its name."""
     warmup_steps: int = 0
-    """Updates over which the learning rate rises linearly to its peak."""
+    """Number of updates over which the learning rate rises linearly to its peak."""
     final: float = 0.1
-    """Learning rate at the end of cosine and linear, as a share of the peak."""
+    """Learning rate at the end of cosine and linear, as a share of the peak from 0 to 1."""
     options: dict[str, Any] = field(default_factory=dict, metadata={"takes": _is_schedule_option})
     """Arguments of a torch scheduler."""
 

@@ -1,4 +1,4 @@
-"""An optimizer that steps this rank's shares of flattened parameters."""
+"""Builds an optimizer on this rank's shards of flattened parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from distmp.errors import ConfigError
 from distmp.optim.build import OptimizerFactory
 from distmp.optim.stepped import build_on
 
-# Optimizers whose update of an element depends on nothing but that element's history.
+# Optimizers whose update of an element depends only on the history of that element.
 ELEMENTWISE = (
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -27,7 +27,7 @@ ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
-# Words in the names of others that look at whole matrices or at norms of whole parameters.
+# Words in the names of optimizers that use full matrices or norms of full parameters.
 NOT_ELEMENTWISE = ("adafactor", "lamb", "lars", "muon", "shampoo", "soap")
 
 logger = logging.getLogger("distmp")
@@ -39,34 +39,34 @@ def build_on_shares(
     shapes: Mapping[str, torch.Size],
     sharded_by: tuple[str, object] = ("shard_optimizer", True),
 ) -> torch.optim.Optimizer:
-    """Build an optimizer whose parameters are shares, in groups chosen by whole parameters.
+    """Build an optimizer on shards, in the groups that the factory chooses for full parameters.
 
-    The factory sees tensors in the shapes of the whole parameters, so that a rule such as "vectors
-    do not decay" finds what it expects; they have no memory of their own. Then the shares take
-    their places.
+    The factory receives placeholders with the shapes of the full parameters, so that rules such as
+    "no weight decay for vectors" work; they take no memory. Then the shards replace them.
 
     Args:
         factory: Builds the optimizer on `[(name, tensor), ...]`.
-        shares: This rank's part of each flattened parameter, 1-dim, possibly empty.
-        shapes: Shape of each whole parameter.
+        shares: This rank's shard of each flattened parameter, by name: 1-dim, possibly empty.
+        shapes: Shape of each full parameter.
         sharded_by: The setting that shards them, and its value, for messages.
 
     Raises:
-        ConfigError: For an optimizer that looks at more than one element at a time.
+        ConfigError: If the update of an element depends on other elements.
     """
-    stand_ins = [
+    placeholders = [
         (name, share.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, share in shares
     ]
-    optimizer = build_on(factory, stand_ins)
+    optimizer = build_on(factory, placeholders)
     _check_elementwise(type(optimizer), *sharded_by)
-    of_stand_in = {
-        id(stand_in): share for (_, stand_in), (_, share) in zip(stand_ins, shares, strict=True)
+    share_of = {
+        id(placeholder): share
+        for (_, placeholder), (_, share) in zip(placeholders, shares, strict=True)
     }
     groups: list[dict[str, Any]] = [
-        {**group, "params": [of_stand_in[id(parameter)] for parameter in group["params"]]}
+        {**group, "params": [share_of[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
-    if optimizer.state:  # some, such as Adagrad, make their state at once, in the wrong shape
+    if optimizer.state:  # some, such as Adagrad, create it immediately, with the wrong shape
         for group in groups:
             group.pop("param_names", None)
         return type(optimizer)(groups, **optimizer.defaults)
@@ -88,8 +88,8 @@ def _check_elementwise(kind: type[torch.optim.Optimizer], setting: str, value: o
             "ddp without shard_optimizer, or an element-wise optimizer such as AdamW",
         )
     logger.warning(
-        "%s = %r gives %s flat shares of parameters: right only if it treats every element by "
-        "itself",
+        "%s = %r gives %s flat shares of parameters: this is correct only if it updates every "
+        "element independently",
         setting,
         value,
         name,

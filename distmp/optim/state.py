@@ -1,4 +1,4 @@
-"""The state of any torch optimizer under the names of its parameters."""
+"""Saves and loads the state of any torch optimizer under the names of its parameters."""
 
 from __future__ import annotations
 
@@ -14,24 +14,25 @@ from distmp.utils.flat_shard import FlatShard, whole_shape
 
 # The optimizers whose fused kernels DTensor can call (torch 2.13).
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
-# State that torch's optimizers keep as one number per parameter, whatever the parameter's shape.
+# State that torch's optimizers keep as one number per parameter of any shape.
 _COUNTS = ("step", "mu_product", "eta", "mu")
 
 logger = logging.getLogger("distmp")
 
 
 def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the optimizer unscales and skips by itself, from tensors on the device.
+    """Return whether the optimizer unscales and skips on the device, and prepare it for that.
 
-    torch's fused optimizers do, from their attributes `grad_scale` and `found_inf`. Fused SGD
-    leaves its momentum uninitialised when the very first step is skipped, and reads it in the next
-    (seen on torch 2.13), so its momentum starts at zero here, which gives the same first update.
-    An optimizer whose fused kernel cannot take the parameters is switched to its other one: only
-    Adam's takes sharded ones, and SGD's on CPUs steps 16-bit ones wrongly (seen on torch 2.13: off
-    by more than the update, and momentum from memory that nobody has written).
+    torch's fused optimizers do, with their attributes `grad_scale` and `found_inf`. Fused SGD does
+    not initialize its momentum when the first step is skipped, and reads it in the next one (torch
+    2.13), so its momentum is set to zero here, which gives the same first update.
+
+    If the fused kernel does not support the parameters, the optimizer is switched to another one:
+    only that of Adam supports sharded parameters, and that of SGD on CPUs updates 16-bit parameters
+    wrongly (torch 2.13: errors above the size of the update, and uninitialized momentum).
 
     Raises:
-        ConfigError: For fused SGD with dampening, whose first update differs from a zero start.
+        ConfigError: For fused SGD with dampening, whose first update would differ.
     """
     fused = any(group.get("fused") for group in optimizer.param_groups)
     if fused and (kind := _unfit_for_fused(optimizer)):
@@ -57,9 +58,9 @@ def prepare_for_device_skip(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _unfit_for_fused(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the kind of parameters that the fused kernel of the optimizer cannot take, if any."""
+    """Return the kind of parameters that the optimizer's fused kernel does not support, if any."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    # A DTensor is such a subclass; importing it to ask would take half a second.
+    # A DTensor is such a subclass; importing DTensor for the check would take half a second.
     if not isinstance(optimizer, FUSED_WHEN_SHARDED) and any(
         is_traceable_wrapper_subclass(parameter) for parameter in parameters
     ):
@@ -73,14 +74,14 @@ def _unfit_for_fused(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Tensor]:
-    """Return the live state tensors as `parameter name/key`.
+    """Return the live state tensors by `parameter name/key`.
 
     Args:
         optimizer: Any torch optimizer whose state consists of tensors.
         names: Name of each parameter by its `id`.
 
     Raises:
-        CheckpointError: If a state is not a tensor and so would be lost.
+        CheckpointError: If a state is not a tensor, so that it would be lost.
     """
     state = {}
     for parameter, values in optimizer.state.items():
@@ -97,10 +98,10 @@ def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> d
 
 
 def check_state(state: object) -> None:
-    """Refuse what is no state of an engine.
+    """Check that an object is a state of an engine, a mapping of names to tensors.
 
     Raises:
-        CheckpointError: Naming what came in its place.
+        CheckpointError: If it is not; the message names its type.
     """
     expected = "pass what engine.state_dict() returns, a mapping of names to tensors"
     if not isinstance(state, Mapping):
@@ -111,23 +112,23 @@ def check_state(state: object) -> None:
 
 
 def check_shapes(state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
-    """Refuse a state whose tensors do not fit those that it is copied into.
+    """Check that the tensors of a state fit those that it is copied into.
 
     Raises:
-        CheckpointError: Naming the first one that does not.
+        CheckpointError: If one does not; the message names it.
     """
     for name, tensor in live.items():
-        found = state[name]
-        if whole_shape(found) != whole_shape(tensor):
+        value = state[name]
+        if whole_shape(value) != whole_shape(tensor):
             raise CheckpointError(
-                f"{name!r} has the shape {tuple(whole_shape(found))} in the state and "
+                f"{name!r} has the shape {tuple(whole_shape(value))} in the state and "
                 f"{tuple(whole_shape(tensor))} in this engine; load the state of the same model"
             )
-        if type(found) is not type(tensor) and _is_part(tensor) != _is_part(found):
+        if type(value) is not type(tensor) and _is_part(tensor) != _is_part(value):
             raise CheckpointError(
-                f"{name!r} is a {type(found).__name__} in the state and sharded as a "
+                f"{name!r} is a {type(value).__name__} in the state and sharded as a "
                 f"{type(tensor).__name__} in this engine; load it with distmp.checkpoint, which "
-                "shards it anew"
+                "shards it again"
             )
 
 
@@ -141,43 +142,43 @@ def create_state(
     stored: Mapping[str, tuple[torch.Size, torch.dtype]],
     shapes: Mapping[str, torch.Size] | None = None,
 ) -> list[str]:
-    """Create state tensors for loading, shaped and sharded like their parameters where they match.
+    """Create state tensors to load into, with shape and sharding of their parameters.
 
-    State of parameters that have none in store is forgotten: they had not been stepped then.
+    Removes the state of parameters without a stored state: they had not been updated then.
 
     Args:
-        optimizer: A fresh one, or one that goes back to an earlier state.
+        optimizer: A new optimizer, or one that returns to an earlier state.
         names: Name of each parameter by its `id`.
-        stored: Shape and dtype of each stored state, named as by `named_state`.
-        shapes: Shape of each whole parameter, where the optimizer has shares of them.
+        stored: Shape and dtype of each stored state, by its name in `named_state`.
+        shapes: Shape of each full parameter by name, if the optimizer updates shards of them.
 
     Returns:
-        Names of parameters that have a stored state and are not the optimizer's.
+        Names of parameters with a stored state that the optimizer does not have.
     """
-    places = {
+    owners = {
         names[id(parameter)]: (parameter, group)
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
     left_out: dict[str, None] = {}
     stepped = {entry.rpartition("/")[0] for entry in stored}
-    for name, (parameter, _) in places.items():
+    for name, (parameter, _) in owners.items():
         if name not in stepped:
             optimizer.state.pop(parameter, None)
     for entry, (shape, dtype) in stored.items():
         name, key = entry.rsplit("/", 1)
-        if name not in places:
+        if name not in owners:
             left_out[name] = None
             continue
-        parameter, group = places[name]
+        parameter, group = owners[name]
         state = optimizer.state[parameter]
         if key in state:
             continue
-        whole = parameter.shape if shapes is None else shapes[name]
-        if shape == whole and parameter.dim() > 0 and (shape or key not in _COUNTS):
+        full = parameter.shape if shapes is None else shapes[name]
+        if shape == full and parameter.dim() > 0 and (shape or key not in _COUNTS):
             state[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         else:
-            # Step counts: torch keeps them on the host unless a kernel reads them.
+            # Step counts: torch keeps them on the host unless a device kernel reads them.
             on_device = group.get("fused") or group.get("capturable")
             state[key] = torch.zeros(
                 shape, dtype=dtype, device=parameter.device if on_device else "cpu"
@@ -188,12 +189,12 @@ def create_state(
 def never_stepped(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], stored: Iterable[str]
 ) -> list[str]:
-    """Return the parameters without a stored state, where others of their group have one.
+    """Return the names of parameters without a stored state in groups where others have one.
 
     Args:
-        optimizer: Whose groups are looked at.
+        optimizer: The optimizer with these groups.
         names: Name of each parameter by its `id`.
-        stored: Names of the stored states, as by `named_state`.
+        stored: Names of the stored states, as in `named_state`.
     """
     stepped = {entry.rpartition("/")[0] for entry in stored}
     groups = [[names[id(tensor)] for tensor in group["params"]] for group in optimizer.param_groups]

@@ -1,4 +1,4 @@
-"""Building an optimizer that steps exactly the tensors it was built for."""
+"""Builds an optimizer, and checks that it updates exactly the tensors that it was built for."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _EXAMPLE = "lambda named_parameters: torch.optim.AdamW(named_parameters, lr=1e-3
 
 
 def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.optim.Optimizer:
-    """Build an optimizer on named tensors and check that it steps them.
+    """Build an optimizer on named tensors and check that it updates them.
 
     Args:
-        factory: Called with `parameters`.
-        parameters: `[(name, tensor), ...]`, what is to be stepped.
+        factory: Function that is called with `parameters` and returns the optimizer.
+        parameters: The tensors to update, `[(name, tensor), ...]`.
 
     Raises:
-        ConfigError: If `factory` is an optimizer already, cannot be called so, returns something
-            else, or returns an optimizer of a kind that the engine cannot step, or one that leaves
-            out some of the tensors, has one twice, or steps others.
+        ConfigError: If `factory` is an optimizer, cannot be called with `parameters`, or returns
+            something else; if the engine cannot step the optimizer; or if the optimizer lacks a
+            tensor, has one twice, or has others.
     """
     if isinstance(factory, torch.optim.Optimizer):
         raise ConfigError(
@@ -46,17 +46,20 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
     _check_tensors(optimizer, parameters)
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ConfigError(
-            "optimizer", "differentiable=True", "keeps graphs of updates; leave the argument out"
+            "optimizer", "differentiable=True", "keeps graphs of updates; remove the argument"
         )
     return optimizer
 
 
 class SteppedTensors:
-    """Watches that an optimizer goes on to step what it was built on, and only when it is told to.
+    """Checks that an optimizer keeps its tensors, and is only stepped by the engine.
 
     Args:
-        optimizer: It.
-        parameters: What it steps, with names.
+        optimizer: The optimizer.
+        parameters: The tensors that it updates, `[(name, tensor), ...]`.
+
+    Attributes:
+        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: NamedParameters) -> None:
@@ -67,11 +70,11 @@ class SteppedTensors:
         optimizer.register_step_pre_hook(self._refuse_step)
 
     def add(self, parameters: NamedParameters) -> None:
-        """Take note of tensors that were given to the optimizer in addition."""
+        """Include tensors that were added to the optimizer."""
         self._parameters += parameters
         self._groups = self.optimizer.param_groups
-        self._stepped = self._found()
-        # Which kernel a group was built for; a loaded state brings its own.
+        self._stepped = self._tensor_ids()
+        # The kernel that each group was built for; loading a state overwrites the flag.
         self._fused = [group.get("fused") for group in self._groups]
 
     def step(self) -> None:
@@ -83,19 +86,19 @@ class SteppedTensors:
             self._is_stepping = False
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse another optimizer, or one with other tensors in its groups.
+        """Check that the optimizer is the same and has the same tensors in its groups.
 
         Raises:
-            ConfigError: Naming what is missing, foreign or there twice.
+            ConfigError: If not; the message names tensors that are missing, foreign or duplicate.
         """
         if optimizer is not self.optimizer:
             raise ConfigError(
                 "engine.optimizer",
                 type(optimizer).__name__,
-                "was put in the place of the optimizer that the engine has built; build a new "
-                "engine, or change the rates in engine.optimizer.param_groups",
+                "replaces the optimizer that the engine has built; build a new engine, or change "
+                "the rates in engine.optimizer.param_groups",
             )
-        if self._found() != self._stepped:
+        if self._tensor_ids() != self._stepped:
             _check_tensors(optimizer, self._parameters)
         if optimizer.param_groups is not self._groups:  # by optimizer.load_state_dict
             for group, fused in zip(optimizer.param_groups, self._fused, strict=True):
@@ -103,7 +106,7 @@ class SteppedTensors:
                     group["fused"] = fused
             self._groups = optimizer.param_groups
 
-    def _found(self) -> list[int]:
+    def _tensor_ids(self) -> list[int]:
         groups = self.optimizer.param_groups
         return [id(tensor) for group in groups for tensor in group["params"]]
 
@@ -111,7 +114,7 @@ class SteppedTensors:
         if not self._is_stepping:
             raise TrainingError(
                 "engine.optimizer.step() was called outside of engine.step(), which steps the "
-                "optimizer by itself, with gradients of all ranks; leave the call out"
+                "optimizer with the gradients of all ranks; remove the call"
             )
 
 
@@ -123,7 +126,7 @@ def _call(factory: OptimizerFactory, parameters: NamedParameters) -> Any:
         raise ConfigError(
             "optimizer", name, f"is called with one argument, [(name, tensor), ...]: {_EXAMPLE}"
         ) from error
-    except ValueError:  # a callable of C code does not tell its signature
+    except ValueError:  # a callable in C has no signature
         return factory(parameters)
     try:
         return factory(parameters)
@@ -133,8 +136,8 @@ def _call(factory: OptimizerFactory, parameters: NamedParameters) -> Any:
         raise ConfigError(
             "optimizer",
             name,
-            f"does not take what it is called with, [(name, tensor), ...] ({error}); build groups "
-            "as [{'params': [(name, tensor), ...]}, ...] or take the tensors out: "
+            f"does not accept its argument, [(name, tensor), ...] ({error}); build groups as "
+            "[{'params': [(name, tensor), ...]}, ...] or extract the tensors: "
             "[tensor for _, tensor in named_parameters]",
         ) from error
 
@@ -166,6 +169,6 @@ def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters
             "optimizer",
             kind,
             f"does not step {listed(missing)}; put every tensor that the function is called with "
-            "into a group, and freeze what is not to be trained (requires_grad_(False)) before "
-            "the engine is built",
+            "into a group, and freeze parameters that are not trained (requires_grad_(False)) "
+            "before the engine is built",
         )

@@ -1,4 +1,4 @@
-"""Precision policies: what is stored, computed, reduced and scaled in which floating-point type."""
+"""Precision policies: the dtypes of parameters, compute, reduction and buffers; loss scaling."""
 
 from distmp.precision.hardware import Resolution, resolve
 from distmp.precision.notation import PolicyLike, as_mapping, as_text, policy

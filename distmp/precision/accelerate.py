@@ -1,8 +1,8 @@
-"""What Hugging Face accelerate needs to be told, built from a policy.
+"""Arguments for Hugging Face accelerate, built from a policy.
 
-accelerate knows one word for precision, `mixed_precision`, and lets it mean autocast with DDP,
-autocast and 16-bit parameters and a 16-bit reduction with FSDP1, and the latter two with FSDP2.
-These functions say instead what the policy means, each field, or refuse.
+accelerate has one word for precision, `mixed_precision`. It means autocast with DDP; autocast,
+16-bit parameters and 16-bit reduction with FSDP1; and the latter two with FSDP2. These functions
+set every field as the policy says, or refuse the policy.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 ACCELERATE_WORDS = {dtype: word for word, dtype in DTYPE_WORDS.items()} | {torch.float32: "no"}
 
 
-# What its words mean to somebody who changes nothing but the import.
+# The policy for each of its words.
 POLICIES = {"no": "fp32", "bf16": "bf16-autocast", "fp16": "fp16-autocast"}
 
 
 def policy_of(word: str, setting: str = "mixed_precision") -> PrecisionPolicy:
-    """Return the policy of accelerate's word for precision: FP32 weights in any case.
+    """Return the policy for accelerate's word for precision; all of them have FP32 weights.
 
     Args:
         word: "no", "bf16" or "fp16".
-        setting: Where it stands, for the message.
+        setting: Name of the setting, for the message.
 
     Raises:
         ConfigError: For "fp8", for which accelerate needs other libraries, and for other words.
@@ -60,15 +60,15 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
     With a 16-bit word accelerate steps FP32 weights, which a pure policy does not have.
 
     Raises:
-        ConfigError: If outputs are to be in 16 bits, which accelerate widens with such a word, or
-            the loss is scaled for FP32 compute, which accelerate would not unscale.
+        ConfigError: If outputs have 16 bits, which accelerate casts to FP32, or the loss is scaled
+            for FP32 compute, which accelerate would not unscale.
     """
     if not (policy.autocast or policy.has_masters):
         if policy.loss_scale is not None:
             raise ConfigError(
                 "precision.policy.loss_scale",
                 policy.loss_scale,
-                "accelerate unscales gradients only where float16 is computed; use reduce=fp32",
+                "accelerate unscales gradients only for float16 compute; use reduce=fp32",
             )
         return "no"
     if policy.output_dtype != torch.float32:
@@ -81,24 +81,24 @@ def mixed_precision(policy: PrecisionPolicy) -> str:
 
 
 def autocast_kwargs(policy: PrecisionPolicy) -> AutocastKwargs:
-    """Return the handler that keeps autocast off where the policy has none."""
+    """Return the handler that disables autocast for policies without it."""
     from accelerate.utils import AutocastKwargs
 
     return AutocastKwargs(enabled=policy.autocast)
 
 
 def check_replicated(policy: PrecisionPolicy) -> None:
-    """Refuse a policy that needs FP32 master weights or sums beside 16-bit parameters.
+    """Refuse a policy with FP32 master weights or FP32 sums for 16-bit parameters.
 
     Raises:
-        ConfigError: With the policy to use instead.
+        ConfigError: For such a policy; the message suggests another one.
     """
     if policy.has_masters:
         raise ConfigError(
             "precision.policy",
             policy.name,
-            f"holds {dtype_name(policy.compute_dtype)} parameters beside FP32 master weights, which"
-            " accelerate has only with FSDP; use a policy with autocast, an fsdp_plugin, or"
+            f"has {dtype_name(policy.compute_dtype)} parameters and FP32 master weights, which"
+            " accelerate supports only with FSDP; use a policy with autocast, an fsdp_plugin, or"
             " distmp.Engine",
         )
     ddp_comm_hook(policy)
@@ -110,52 +110,53 @@ def fsdp_plugin(
     *,
     reduces_every_microbatch: bool = True,
 ) -> FullyShardedDataParallelPlugin:
-    """Complete a plugin with the precision of a policy, for both versions of FSDP.
+    """Set the precision of a policy in a plugin, for FSDP1 and FSDP2.
 
-    What FSDP does not do itself, `prepare_to_shard` does.
+    `prepare_to_shard` does what FSDP does not do itself.
 
     Args:
-        policy: What is stored, computed and reduced in which type.
-        plugin: Everything else about FSDP; None takes accelerate's defaults and environment.
+        policy: The precision policy.
+        plugin: Plugin with all other settings of FSDP; None uses accelerate's defaults and
+            environment variables.
         reduces_every_microbatch: Whether gradients are reduced after each backward.
 
     Returns:
-        The plugin: reduction as the policy says, never accelerate's 16-bit default.
+        The plugin, with the reduction dtype of the policy in place of accelerate's 16-bit default.
 
     Raises:
-        ConfigError: If the plugin has another precision already, or FSDP would sum microbatches in
-            another type than the policy says.
+        ConfigError: If the plugin has another precision, or FSDP would sum microbatches in another
+            dtype than the policy.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin() if plugin is None else plugin
-    wanted = fsdp2_policy(policy) if plugin.fsdp_version == 2 else fsdp1_policy(policy)
+    precision = fsdp2_policy(policy) if plugin.fsdp_version == 2 else fsdp1_policy(policy)
     given = plugin.mixed_precision_policy
-    if given is not None and given != wanted:
+    if given is not None and given != precision:
         raise ConfigError(
             "fsdp_plugin.mixed_precision_policy",
             given,
-            f"the policy {policy.name} makes it {wanted}; leave it out",
+            f"the policy {policy.name} sets it to {precision}; remove it",
         )
     if not reduces_every_microbatch:
         _check_sums(policy, plugin.fsdp_version)
     if policy.casts_parameters and policy.keep_fp32:
         raise _cannot_keep(policy, ", ".join(policy.keep_fp32))
-    plugin.mixed_precision_policy = wanted
+    plugin.mixed_precision_policy = precision
     return plugin
 
 
 def prepare_to_shard(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> None:
-    """Do what FSDP does not do itself, before it shards a module.
+    """Apply the parts of a policy that FSDP does not implement, before it shards a module.
 
     Args:
-        module: The outermost module; changed in place.
-        policy: What is stored and computed in which type.
-        device_type: Where the module runs: "cuda", "cpu".
+        module: The root module; changed in place.
+        policy: The precision policy.
+        device_type: Device type of the module: "cuda", "cpu".
 
     Raises:
-        ConfigError: If modules would have to be kept in FP32 among 16-bit parameters, because
-            accelerate shards all modules alike.
+        ConfigError: If the policy keeps modules in FP32 among 16-bit parameters: accelerate shards
+            all modules in the same way.
     """
     if policy.casts_parameters and (kept := modules_in_fp32(module, policy)):
         raise _cannot_keep(policy, next(iter(kept)))
@@ -168,14 +169,14 @@ def prepare_to_shard(module: nn.Module, policy: PrecisionPolicy, device_type: st
 
 
 def _check_sums(policy: PrecisionPolicy, version: int) -> None:
-    """Refuse sums of microbatches, before their reduction, in another type than the policy's."""
+    """Refuse to sum microbatches, before their reduction, in another dtype than the policy's."""
     unreduced = policy.reduce_dtype if version == 2 else policy.module_dtype
     if unreduced != policy.accumulate_dtype:
         raise ConfigError(
             "gradient_accumulation_plugin.sync_each_batch",
             False,
-            f"FSDP{version} would add microbatches up in {dtype_name(unreduced)}, the policy "
-            f"{policy.name} does so in {dtype_name(policy.accumulate_dtype)}; set it to True",
+            f"FSDP{version} would sum microbatches in {dtype_name(unreduced)}, the policy "
+            f"{policy.name} in {dtype_name(policy.accumulate_dtype)}; set it to True",
         )
 
 
@@ -184,5 +185,5 @@ def _cannot_keep(policy: PrecisionPolicy, what: str) -> ConfigError:
         "precision.policy",
         policy.name,
         f"keeps {what} in FP32 among {dtype_name(policy.compute_dtype)} parameters, but accelerate "
-        "shards all modules alike; use a policy with autocast, or distmp.Engine",
+        "shards all modules in the same way; use a policy with autocast, or distmp.Engine",
     )

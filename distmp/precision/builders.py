@@ -1,4 +1,4 @@
-"""torch's own precision objects, built from a policy: each complete, or refused with the reason."""
+"""Builds torch's precision objects from a policy, or refuses it with the reason."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ CommHook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 def autocast_context(
     policy: PrecisionPolicy, device: torch.device
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return the context in which forward runs: autocast if the policy asks for it, or nothing."""
+    """Return the context for forward: autocast if the policy uses it, otherwise a null context."""
     if not policy.autocast:
         return contextlib.nullcontext()
     return torch.autocast(device.type, dtype=policy.compute_dtype)
 
 
 def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context without the autocast that a caller may have switched on around it.
+    """Return a context that disables an autocast of the caller.
 
-    The policy says what is cast, and under autocast backward would cast as well.
+    The policy defines all casts, and under autocast backward would cast, too.
     """
     if device.type != "meta" and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
@@ -43,24 +43,24 @@ def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[Any]
 
 
 def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> MixedPrecisionPolicy:
-    """Return the policy for `fully_shard`: what is gathered and what is reduced in which type.
+    """Return the policy for `fully_shard`: the dtypes of all-gather and reduce-scatter.
 
     Shards have the `param_dtype` of the policy. With autocast FSDP gathers FP32 parameters, and
-    `autocast_context` does the rest. Everything else is done around FSDP: `keep_in_fp32` (with
+    `autocast_context` casts. The rest is applied outside of FSDP: `keep_in_fp32` (with
     `fsdp2_policy` of an FP32 policy for the kept modules), `cast_buffers`, and
-    `cast_inputs_and_outputs` on the root module; between blocks nothing is cast, so that a block
-    gets what it gets without sharding.
+    `cast_inputs_and_outputs` on the root module. Nothing is cast between blocks, so a block gets
+    the same inputs as without sharding.
 
-    FSDP sums microbatches in the shards when each one is reduced, and in `reduce_dtype` when only
-    the last one is: with 16 bits on the wire reduce each one.
+    FSDP sums microbatches in the shards if each one is reduced, and in `reduce_dtype` if only the
+    last one is. With a 16-bit communication dtype reduce each one.
 
     Args:
         policy: The policy.
-        own_accumulator: Whether the caller takes the gradient of every microbatch out of FSDP and
+        own_accumulator: Whether the caller takes the gradient of every microbatch from FSDP and
             sums them in `accumulate_dtype` itself.
 
     Raises:
-        ConfigError: If FSDP would sum microbatches in another type than the policy says.
+        ConfigError: If FSDP would sum microbatches in another dtype than the policy.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -76,16 +76,17 @@ def fsdp2_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> M
 def fsdp1_policy(policy: PrecisionPolicy, *, own_accumulator: bool = False) -> MixedPrecision:
     """Return the policy for `FullyShardedDataParallel`; see `fsdp2_policy`.
 
-    FSDP1 sums microbatches in the shards when each one is reduced, and under `no_sync` in the
-    compute type: with 16-bit parameters do not use `no_sync`. Its own exception for batch norms is
-    off: `keep_in_fp32` decides.
+    FSDP1 sums microbatches in the shards if each one is reduced, and under `no_sync` in the compute
+    dtype: do not use `no_sync` with 16-bit parameters. Its exception for batch norms is disabled;
+    `keep_in_fp32` selects the modules in FP32.
 
     Args:
         policy: The policy.
-        own_accumulator: As for `fsdp2_policy`.
+        own_accumulator: Whether the caller takes the gradient of every microbatch from FSDP and
+            sums them in `accumulate_dtype` itself.
 
     Raises:
-        ConfigError: As `fsdp2_policy`.
+        ConfigError: If FSDP would sum microbatches in another dtype than the policy.
     """
     from torch.distributed.fsdp import MixedPrecision
 
@@ -105,20 +106,20 @@ def _check_shards_accumulate(target: str, policy: PrecisionPolicy, own_accumulat
     if not own_accumulator and policy.accumulate_dtype != policy.param_dtype:
         _refuse(
             policy,
-            f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but {target} gives a "
-            f"gradient the type of its shard, {dtype_name(policy.param_dtype)}; use "
+            f"sums microbatches in {dtype_name(policy.accumulate_dtype)}, but {target} "
+            f"gives gradients the dtype of their shard, {dtype_name(policy.param_dtype)}; use "
             f"accumulate={dtype_word(policy.param_dtype)}, or param=fp32",
         )
 
 
 def ddp_comm_hook(policy: PrecisionPolicy) -> CommHook | None:
-    """Return the communication hook that `DistributedDataParallel` needs, or None for its own.
+    """Return the communication hook for `DistributedDataParallel`; None for DDP's default.
 
-    DDP knows no types: `.grad` has that of the parameter, sums microbatches in it and is averaged
-    in it. `prepare` the module first; the hook then makes gradients travel in `reduce_dtype`.
+    DDP sums microbatches and averages `.grad` in the dtype of the parameter. Call `prepare` on the
+    module first. The hook then averages gradients in `reduce_dtype`.
 
     Raises:
-        ConfigError: If DDP would sum microbatches in another type than the policy says.
+        ConfigError: If DDP would sum microbatches in another dtype than the policy.
     """
     if policy.accumulate_dtype != policy.module_dtype:
         _refuse(
@@ -127,8 +128,8 @@ def ddp_comm_hook(policy: PrecisionPolicy) -> CommHook | None:
             f"DistributedDataParallel sums them in the {dtype_name(policy.module_dtype)} of the "
             "parameters; use distmp's strategy 'ddp', or a policy with autocast",
         )
-    everything_alike = not (policy.casts_parameters and policy.keep_fp32)
-    if policy.reduce_dtype == policy.module_dtype and everything_alike:
+    one_dtype = not (policy.casts_parameters and policy.keep_fp32)
+    if policy.reduce_dtype == policy.module_dtype and one_dtype:
         return None
     return _averaging_hook(policy.reduce_dtype)
 
@@ -138,12 +139,12 @@ def _averaging_hook(dtype: torch.dtype) -> CommHook:
         group = dist.group.WORLD if group is None else group
         gradients = bucket.buffer()
         # Divided before the cast: a sum of many ranks may not fit into 16 bits.
-        sent = gradients.div(group.size()).to(dtype)
-        work = dist.all_reduce(sent, group=group, async_op=True)
-        assert work is not None  # None means that this rank is no member of the group
+        reduced = gradients.div(group.size()).to(dtype)
+        work = dist.all_reduce(reduced, group=group, async_op=True)
+        assert work is not None  # None means that this rank is not in the group
         return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
 
-    # DDP insists on its own annotation of the bucket, as an object and not as text, or on none.
+    # DDP requires its annotation of the bucket, as a type and not as text, or none.
     return lambda group, bucket: average(group, bucket)
 
 
@@ -152,15 +153,15 @@ def _refuse(policy: PrecisionPolicy, problem: str) -> NoReturn:
 
 
 def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> None:
-    """Make a whole module on one device hold, take, compute and return what the policy says.
+    """Apply a policy to a module on one device: parameters, buffers, inputs, compute and outputs.
 
-    Run its forward in `autocast_context`. Master weights, the loss scale and the sums of
-    microbatches belong to the optimizer's side: `distmp.Engine` has them.
+    Run its forward in `autocast_context`. `distmp.Engine` implements the parts of the optimizer:
+    master weights, loss scale and the sums of microbatches.
 
     Args:
-        module: The outermost module; changed in place.
-        policy: What is held and computed in which type.
-        device_type: Where the module runs: "cuda", "cpu".
+        module: The root module; changed in place.
+        policy: The precision policy.
+        device_type: Device type of the module: "cuda", "cpu".
 
     Raises:
         ConfigError: If `keep_fp32` does not fit the module.
@@ -174,9 +175,9 @@ def prepare(module: nn.Module, policy: PrecisionPolicy, device_type: str) -> Non
 
 
 def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Make `module` cast its floating-point inputs and outputs as the policy says.
+    """Register hooks that cast floating-point inputs and outputs of `module`.
 
-    Inputs get the type of the parameters (autocast casts further by itself), outputs
+    Inputs are cast to the dtype of the parameters (autocast casts further inside), outputs to
     `output_dtype`.
     """
     if policy.cast_inputs:

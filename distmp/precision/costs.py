@@ -1,11 +1,11 @@
-"""What a policy gives up beyond the type that it computes in, with the measured figure."""
+"""The loss of precision by the 16-bit options of a policy, with measured figures."""
 
 from __future__ import annotations
 
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
 from distmp.utils.dtypes import dtype_name
 
-# Relative errors as `python -m benchmarks.precision` measures them, for bfloat16.
+# Relative errors for bfloat16, measured with `python -m benchmarks.precision`.
 MEASURED = {
     "param lost": 0.12,
     "accumulate 8": 0.0035,
@@ -18,33 +18,33 @@ MEASURED = {
 
 
 def costs(policy: PrecisionPolicy) -> list[str]:
-    """Say what each saving of a policy costs in precision; nothing for one that saves none."""
+    """Return a line for each 16-bit option of a policy, with its cost in precision."""
     figures = {key: f"{value:.2g}" for key, value in MEASURED.items()}
-    found = []
+    lines = []
     if policy.param_dtype in SIXTEEN_BIT:
-        found.append(
+        lines.append(
             f"param={dtype_name(policy.param_dtype)}: without FP32 master weights an update of "
-            f"3e-4 leaves {MEASURED['param lost']:.0%} of the weights where they are"
+            f"3e-4 leaves {MEASURED['param lost']:.0%} of the weights unchanged"
         )
     if policy.accumulate_dtype in SIXTEEN_BIT:
-        found.append(
+        lines.append(
             f"accumulate={dtype_name(policy.accumulate_dtype)}: the sum of 8 microbatches is off "
             f"by {figures['accumulate 8']}, that of 512 by {figures['accumulate 512']}"
         )
     if policy.reduce_dtype in SIXTEEN_BIT:
-        found.append(
+        lines.append(
             f"reduce={dtype_name(policy.reduce_dtype)}: the gradient of 64 ranks is off by "
             f"{figures['reduce once']} where distmp sums it in FP32, by {figures['reduce ring']} "
             "where the backend sums it in 16 bits"
         )
     if policy.buffer_dtype in SIXTEEN_BIT:
-        found.append(
+        lines.append(
             f"buffer={dtype_name(policy.buffer_dtype)}: a running mean is off by "
             f"{figures['buffer mean']} after 1,000 batches"
         )
     if policy.output_dtype in SIXTEEN_BIT:
-        found.append(
+        lines.append(
             f"output={dtype_name(policy.output_dtype)}: the gradient of a cross entropy is off by "
             f"{figures['output']}"
         )
-    return found
+    return lines

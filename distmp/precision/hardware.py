@@ -1,4 +1,4 @@
-"""The policy that a device really supports."""
+"""Selects the policy that a device computes natively."""
 
 from __future__ import annotations
 
@@ -10,36 +10,41 @@ from distmp.errors import ConfigError
 from distmp.precision.notation import PolicyLike, policy
 from distmp.precision.policy import PrecisionPolicy
 
-# First compute capabilities with tensor cores for the type; below it is emulated or slow.
+# First compute capability with tensor cores for the dtype; below, it is emulated or slow.
 BF16_CAPABILITY = (8, 0)
 FP16_CAPABILITY = (7, 0)
 TF32_CAPABILITY = (8, 0)
 
-# Instruction sets of a CPU that compute with the type, as the kernel lists them.
+# CPU features that compute with the dtype, as the kernel lists them.
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 FP16_INSTRUCTIONS = ("amx_fp16", "avx512_fp16", "asimdhp")
 
 
 class Resolution(NamedTuple):
-    """A policy and, in words, why it was chosen and what the device cannot do for it."""
+    """A policy, and why it was selected.
+
+    Attributes:
+        policy: The policy to use.
+        reason: Why it was selected and what the device lacks for it, as text.
+    """
 
     policy: PrecisionPolicy
     reason: str
 
 
-def resolve(wanted: PolicyLike, device: torch.device | str) -> Resolution:
-    """Turn "auto" into the policy that `device` computes natively; anything else is kept.
+def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
+    """Resolve "auto" to the policy that `device` computes natively; return other policies as is.
 
-    A policy that was asked for runs everywhere with the types that it says. Where the device only
-    emulates them, or has no TF32 to use, the reason says so.
+    A requested policy runs on every device with its dtypes. If the device only emulates them, or
+    has no TF32, the reason says so.
 
     Args:
-        wanted: A policy, the name of a preset, its text or mapping (see `distmp.policy`), or
+        requested: A policy, the name of a preset, its text or mapping (see `distmp.policy`), or
             "auto".
-        device: Where the model will run.
+        device: Device of the model.
 
     Returns:
-        The policy, and the reason in words.
+        The policy, and the reason as text.
 
     Raises:
         ConfigError: If there is no such policy or device.
@@ -49,10 +54,10 @@ def resolve(wanted: PolicyLike, device: torch.device | str) -> Resolution:
         'fp32'
     """
     device = _as_device(device)
-    if isinstance(wanted, str) and wanted == "auto":
+    if isinstance(requested, str) and requested == "auto":
         return _resolve_cuda(device) if device.type == "cuda" else _resolve_cpu(device)
-    given = isinstance(wanted, PrecisionPolicy)
-    chosen = wanted if isinstance(wanted, PrecisionPolicy) else policy(wanted)
+    given = isinstance(requested, PrecisionPolicy)
+    chosen = requested if isinstance(requested, PrecisionPolicy) else policy(requested)
     reason = "given" if given else "configured"
     limit = _cuda_limit(chosen, device) if device.type == "cuda" else _cpu_limit(chosen, device)
     return Resolution(chosen, f"{reason}; {limit}" if limit else reason)
@@ -68,7 +73,7 @@ def _as_device(device: torch.device | str) -> torch.device:
 
 
 def native_dtypes(device: torch.device) -> list[torch.dtype]:
-    """Return the 16-bit types that `device` computes with instructions of its own."""
+    """Return the 16-bit dtypes that `device` computes natively."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         has_bf16, has_fp16 = capability >= BF16_CAPABILITY, capability >= FP16_CAPABILITY
@@ -101,7 +106,7 @@ def _resolve_cpu(device: torch.device) -> Resolution:
 
 
 def _cuda_limit(chosen: PrecisionPolicy, device: torch.device) -> str:
-    """Return what a GPU lacks for a policy, or nothing, also where there is no GPU to ask."""
+    """Return what a GPU lacks for a policy; an empty text if nothing, or if there is no GPU."""
     if not torch.cuda.is_available():
         return ""
     gpu, capability = _gpu(device), torch.cuda.get_device_capability(device)
@@ -131,16 +136,16 @@ def _gpu(device: torch.device) -> str:
     return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
 
 
-def _cpu_features(wanted: tuple[str, ...]) -> list[str]:
-    """Return which instruction sets the CPU has, as the kernel lists them in `/proc/cpuinfo`."""
+def _cpu_features(features: tuple[str, ...]) -> list[str]:
+    """Return those of some features that the CPU has, according to `/proc/cpuinfo`."""
     try:
         with open("/proc/cpuinfo") as lines:
-            found = {
+            available = {
                 word
                 for line in lines
                 if line.startswith(("flags", "Features"))
                 for word in line.split()
             }
-    except OSError:  # not Linux: assume the instructions are missing, which is slow at worst
+    except OSError:  # not Linux: assume that they are missing, which is slow at worst
         return []
-    return [feature for feature in wanted if feature in found]
+    return [feature for feature in features if feature in available]

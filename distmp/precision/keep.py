@@ -1,10 +1,9 @@
-"""Modules that stay in FP32 although the policy computes in 16 bits.
+"""Keeps modules in FP32 under a policy that computes in 16 bits.
 
-A kept module has FP32 parameters and buffers, gets FP32 inputs, and computes with autocast off.
-What is called as a function instead of a module (`F.softmax` in a forward, the cross entropy in a
-loss function) cannot be kept by name. Under autocast torch itself runs those in FP32; with 16-bit
-parameters they get what they are given, and the `output_dtype` of the policy makes that FP32 for
-everything behind the outermost module.
+A kept module has FP32 parameters and buffers, gets FP32 inputs, and computes with autocast
+disabled. Functions (`F.softmax` in a forward, the cross entropy in a loss function) cannot be kept
+by name. Under autocast torch runs those in FP32. With 16-bit parameters they compute in the dtype
+of their inputs; the `output_dtype` of the policy makes that FP32 after the root module.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ from torch.utils import _pytree as pytree
 from distmp.errors import ConfigError, nearest
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
 
-# Words for what people want to keep, whatever a model calls it: by the last part of the module's
-# name, or by its class.
+# Words for common kinds of modules. Each matches the last part of a module's name, or its class.
 _NAMES = {
     "router": re.compile(r"(.*_)?router|gate"),
     "head": re.compile(r"(.*_)?heads?|classifier|score|embed_out|unembed(ding)?"),
@@ -39,48 +37,48 @@ WORDS = tuple(sorted(_CLASSES))
 
 
 def kept_modules(module: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
-    """Find the outermost modules that match a pattern, by name.
+    """Return the outermost modules that match a pattern, by name.
 
-    A pattern is one of the words `norm`, `softmax`, `router`, `head`, `loss`, or a glob over the
-    dotted names (`blocks.*.norm`, where `*` also stands for dots) or the classes (`LayerNorm`) of
-    modules. A container that is never called (`ModuleList`) stands for its entries. A module that
-    shares a parameter with a kept one is kept too: the parameter exists once, in FP32.
+    A pattern is one of the words `norm`, `softmax`, `router`, `head`, `loss`, or a glob for dotted
+    names (`blocks.*.norm`, where `*` also matches dots) or classes (`LayerNorm`) of modules.
+    A container that is never called (`ModuleList`) is replaced by its entries. A module that shares
+    a parameter with a kept one is kept, too: the parameter exists once, in FP32.
 
     Args:
-        module: The outermost module; it is not kept itself.
-        patterns: What to keep; nothing is kept if empty.
+        module: The root module; it cannot be kept itself.
+        patterns: Patterns of the modules to keep.
 
     Raises:
-        ConfigError: If a pattern matches nothing (with the nearest name), the outermost module, or
-            a module whose parameters are used without calling it.
+        ConfigError: If a pattern matches nothing (with the nearest name), the root module, or a
+            module whose parameters are used without calling it.
     """
-    found: dict[str, nn.Module] = {}
+    kept: dict[str, nn.Module] = {}
     for pattern in patterns:
         matching = {
             name: part for name, part in module.named_modules() if _matches(pattern, name, part)
         }
         if not matching:
-            raise ConfigError("precision.policy.keep_fp32", pattern, _nothing(module, pattern))
+            raise ConfigError("precision.policy.keep_fp32", pattern, _no_match(module, pattern))
         if "" in matching:
             raise ConfigError(
                 "precision.policy.keep_fp32", pattern, "keeps the whole model; use the policy fp32"
             )
         for name, part in matching.items():
-            found.update(_called(name, part, pattern))
-    while shared := _sharing(module, found):
-        found.update(shared)
-    return _outermost(module, found)
+            kept.update(_called(name, part, pattern))
+    while shared := _sharing(module, kept):
+        kept.update(shared)
+    return _outermost(module, kept)
 
 
 def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.Module]:
     """Return the modules that run in FP32 under a policy with 16 bits, by name.
 
-    These are the ones that the policy keeps and, with 16-bit parameters unless `buffer_dtype` is 16
-    bits too, the normalisation layers with running statistics: a batch norm refuses FP32 statistics
-    beside 16-bit weights, and 16-bit statistics stop to follow the data.
+    These are the modules that the policy keeps. With 16-bit parameters and without a 16-bit
+    `buffer_dtype`, they include normalization layers with running statistics: a batch norm refuses
+    FP32 statistics with 16-bit weights, and 16-bit statistics stop following the data.
 
     Raises:
-        ConfigError: As `kept_modules`.
+        ConfigError: See `kept_modules`.
     """
     kept = kept_modules(module, policy.keep_fp32)
     if policy.casts_parameters and policy.buffer_dtype not in SIXTEEN_BIT:
@@ -91,14 +89,14 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
 
 
 def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torch.dtype]:
-    """Return the dtype in which the module holds each parameter, by its name.
+    """Return the dtype in which the module holds each parameter, by name.
 
-    A parameter in 16 bits has an FP32 master where the policy has masters; one in FP32 is stepped
-    itself. Integer parameters stay as they are, and so do frozen ones (a base model in 16 bits)
-    where the policy has FP32 parameters.
+    A 16-bit parameter has an FP32 master weight if the policy has master weights. Integer
+    parameters keep their dtype, and so do frozen ones (a 16-bit base model) if the policy has FP32
+    parameters.
 
     Raises:
-        ConfigError: As `kept_modules`.
+        ConfigError: See `kept_modules`.
     """
     in_fp32 = {
         id(parameter)
@@ -122,12 +120,12 @@ def _storage_dtype(parameter: Tensor, policy: PrecisionPolicy, *, kept: bool) ->
 
 
 def cast_buffers(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Give floating-point buffers the type that the policy says, in place.
+    """Cast floating-point buffers to the `buffer_dtype` of the policy, in place.
 
-    Buffers of kept modules are FP32 whatever `buffer_dtype` says.
+    Buffers of kept modules are cast to FP32 in any case.
 
     Raises:
-        ConfigError: As `kept_modules`.
+        ConfigError: See `kept_modules`.
     """
     in_fp32 = {
         id(buffer) for part in modules_in_fp32(module, policy).values() for buffer in part.buffers()
@@ -141,22 +139,22 @@ def cast_buffers(module: nn.Module, policy: PrecisionPolicy) -> None:
 def keep_in_fp32(
     module: nn.Module, policy: PrecisionPolicy, device_type: str
 ) -> dict[str, nn.Module]:
-    """Make the modules that the policy keeps compute in FP32; their parameters are not touched.
+    """Make the modules that the policy keeps compute in FP32; their parameters are not changed.
 
-    With 16-bit parameters around them, kept modules return `compute_dtype`, which is what the
-    next layer wants; heads and losses return FP32, because nothing with parameters comes after
-    them. Under autocast all of them return FP32, as autocast's own FP32 operations do.
+    With 16-bit parameters, kept modules return `compute_dtype`, the input dtype of the next layer.
+    Heads and losses return FP32, because no layer with parameters follows. Under autocast all of
+    them return FP32, like autocast's FP32 operations.
 
     Args:
-        module: The outermost module.
-        policy: What to keep.
-        device_type: Where the module runs: "cuda", "cpu".
+        module: The root module.
+        policy: The precision policy.
+        device_type: Device type of the module: "cuda", "cpu".
 
     Returns:
         The kept modules by name.
 
     Raises:
-        ConfigError: As `kept_modules`.
+        ConfigError: See `kept_modules`.
     """
     kept = modules_in_fp32(module, policy)
     for name, part in kept.items():
@@ -169,26 +167,26 @@ def keep_in_fp32(
 def run_in_fp32(
     module: nn.Module, device_type: str, output_dtype: torch.dtype | None = None
 ) -> None:
-    """Make `module` compute in FP32: FP32 inputs, and autocast off inside.
+    """Make `module` compute in FP32: cast its inputs to FP32 and disable autocast inside.
 
-    It survives `copy.deepcopy`, `torch.compile`, activation checkpointing, FSDP1 and FSDP2.
+    Works with `copy.deepcopy`, `torch.compile`, activation checkpointing, FSDP1 and FSDP2.
 
     Args:
         module: A module that holds FP32 parameters when it is called.
-        device_type: Where it runs: "cuda", "cpu".
-        output_dtype: The type of its floating-point outputs; None leaves them in FP32.
+        device_type: Device type of the module: "cuda", "cpu".
+        output_dtype: Dtype of its floating-point outputs; None leaves them in FP32.
     """
     module.register_forward_pre_hook(_inputs_in_fp32, with_kwargs=True)
-    own: Callable[..., Any] | None = vars(module).get("forward")
+    instance_forward: Callable[..., Any] | None = vars(module).get("forward")
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device_type, enabled=False):
-            if own is not None:  # another tool has replaced the forward of this instance
-                return own(*args, **kwargs)
+            if instance_forward is not None:  # another tool has replaced it
+                return instance_forward(*args, **kwargs)
             return type(self).forward(self, *args, **kwargs)
 
-    # A bound method, so that a deep copy calls its own module; around the forward and not in hooks,
-    # so that autocast is back on whatever is raised inside.
+    # A bound method, so that a deep copy calls its own module. Wraps the forward, as with hooks
+    # autocast would stay disabled after an exception.
     module.forward = MethodType(forward, module)
     if output_dtype is not None:
         to_output = floating_point_cast(output_dtype)
@@ -198,7 +196,7 @@ def run_in_fp32(
 
 
 def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Return a function that casts floating-point tensors and leaves others alone."""
+    """Return a function that casts floating-point tensors and returns others unchanged."""
     return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
@@ -216,7 +214,7 @@ def _matches(pattern: str, name: str, part: nn.Module) -> bool:
     return (name != "" and fnmatchcase(name, pattern)) or fnmatchcase(class_name, pattern)
 
 
-def _nothing(module: nn.Module, pattern: str) -> str:
+def _no_match(module: nn.Module, pattern: str) -> str:
     parts = [(name, part) for name, part in module.named_modules() if name]
     if not parts:
         return "the model has no parts"
@@ -229,7 +227,7 @@ def _nothing(module: nn.Module, pattern: str) -> str:
 
 
 def _called(name: str, part: nn.Module, pattern: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the module, or what is inside if it is a container that is never called."""
+    """Yield the module; if it is a container that is never called, its called descendants."""
     if type(part).forward is not nn.Module.forward:
         yield name, part
         return
@@ -245,7 +243,7 @@ def _called(name: str, part: nn.Module, pattern: str) -> Iterator[tuple[str, nn.
 
 
 def _sharing(module: nn.Module, kept: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that own a parameter of a kept module without being kept."""
+    """Return the modules that share a parameter with a kept module and are not kept."""
     inside = {id(part) for top in kept.values() for part in top.modules()}
     in_fp32 = {id(parameter) for top in kept.values() for parameter in top.parameters()}
     sharing = {
@@ -262,13 +260,13 @@ def _sharing(module: nn.Module, kept: dict[str, nn.Module]) -> dict[str, nn.Modu
             "precision.policy.keep_fp32",
             next(iter(kept)),
             f"shares its parameter with {names[0]!r} of the outermost module; use the policy fp32, "
-            "or give the two a parameter each",
+            "or give each of them its own parameter",
         )
     return sharing
 
 
 def _outermost(module: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Drop what lies inside another one, in the order of registration."""
+    """Return the modules that are not inside another one of them, in order of registration."""
     tops = {id(part) for part in found.values()}
     inside = {id(part) for top in found.values() for part in top.modules() if part is not top}
     return {

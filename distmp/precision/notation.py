@@ -1,7 +1,7 @@
-"""Policies as people write them: presets, one line of text, and mappings as in YAML.
+"""Reads and writes policies: names of presets, one line of text, and mappings as in YAML.
 
-The preset `bf16`, the text `bf16,reduce=bf16,keep_fp32=norm|head`, and the mapping
-`{preset: bf16, reduce: bf16, keep_fp32: [norm, head]}`, which says the same as the text.
+Examples are the preset `bf16`, the text `bf16,reduce=bf16,keep_fp32=norm|head`, and the equivalent
+mapping `{preset: bf16, reduce: bf16, keep_fp32: [norm, head]}`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ SETTING = "precision.policy"
 # A policy, its name, its text, or its mapping.
 PolicyLike = PrecisionPolicy | str | Mapping[str, Any]
 
-# How a field is called in text and in mappings.
+# Name of each field in text and in mappings.
 _KEYS = {field.name: field.name.removesuffix("_dtype") for field in fields(PrecisionPolicy)}
 _FIELDS = {key: name for name, key in _KEYS.items()}
-# Other words for a key, which are read and never written.
+# Aliases of keys, which are read but never written.
 _ALIASES = {"fp32_modules": "keep_fp32"}
 _DTYPES = DTYPE_WORDS | {dtype_name(dtype): dtype for dtype in DTYPE_WORDS.values()}
 _SWITCHES = {"true": True, "false": False}
 
 
-def policy(wanted: str | Mapping[str, Any]) -> PrecisionPolicy:
+def policy(description: str | Mapping[str, Any]) -> PrecisionPolicy:
     """Return the policy that a preset's name, a line of text or a mapping describes.
 
-    Text is a list of `key=value`, separated by commas, that may begin with the name of a preset;
-    what is not said is as in the preset, or as in `fp32`. The keys are `param`, `compute`,
+    Text is a list of `key=value`, separated by commas, that may start with the name of a preset.
+    Other keys are as in that preset, or as in `fp32`. The keys are `param`, `compute`,
     `autocast`, `reduce`, `accumulate`, `buffer`, `output`, `loss_scale`, `keep_fp32` (or
     `fp32_modules`; patterns separated by `|`), `cast_inputs`, `tf32` and `name`; types are
     `fp32`, `bf16`, `fp16`. A mapping has the same keys, and `preset`.
@@ -48,35 +48,37 @@ def policy(wanted: str | Mapping[str, Any]) -> PrecisionPolicy:
         >>> policy("bf16,reduce=bf16,keep_fp32=norm|head").keep_fp32
         ('norm', 'head')
     """
-    if isinstance(wanted, str):
-        if wanted in PRESETS:
-            return PRESETS[wanted]
-        return _build(_split(wanted), default_name=wanted.strip())
-    if isinstance(wanted, Mapping) and wanted:
-        return _build(dict(wanted), default_name=None)
+    if isinstance(description, str):
+        if description in PRESETS:
+            return PRESETS[description]
+        return _build(_split(description), default_name=description.strip())
+    if isinstance(description, Mapping) and description:
+        return _build(dict(description), default_name=None)
     raise ConfigError(
-        SETTING, wanted, "use the name of a preset, 'key=value,...', or a mapping of these keys"
+        SETTING,
+        description,
+        "use the name of a preset, 'key=value,...', or a mapping of these keys",
     )
 
 
 def as_text(described: PrecisionPolicy) -> str:
-    """Return the line of text that `policy` turns into an equal policy.
+    """Return the line of text from which `policy` builds an equal policy.
 
     Raises:
-        ConfigError: If the policy has a name that reads as a text for something else.
+        ConfigError: If the name of the policy is the text of another policy.
     """
     with contextlib.suppress(ConfigError):
         if policy(described.name) == described:
             return described.name
     if set(",|=") & set(described.name):
         raise ConfigError(
-            f"{SETTING}.name", described.name, "says something else than the policy; use a word"
+            f"{SETTING}.name", described.name, "is the text of another policy; use a word"
         )
     return ",".join([f"name={described.name}", *_changes(described)])
 
 
 def _changes(described: PrecisionPolicy) -> list[str]:
-    """Return `key=value` for every field but the name that is not as in `fp32`."""
+    """Return `key=value` for every field, except the name, that differs from `fp32`."""
     plain = PrecisionPolicy("fp32")
     return [
         f"{key}={_word(getattr(described, name))}"
@@ -86,12 +88,12 @@ def _changes(described: PrecisionPolicy) -> list[str]:
 
 
 def as_mapping(described: PrecisionPolicy) -> dict[str, Any]:
-    """Return every field by its key, as plain values that YAML and JSON can hold."""
+    """Return all fields by their keys, as values that YAML and JSON can represent."""
     return {key: _plain(getattr(described, name)) for name, key in _KEYS.items()}
 
 
 def _split(text: str) -> dict[str, Any]:
-    """Take `preset,key=value,...` apart; values remain text."""
+    """Parse `preset,key=value,...`; values remain text."""
     items: dict[str, Any] = {}
     for index, part in enumerate(text.split(",")):
         key, equals, value = (word.strip() for word in part.partition("="))
@@ -100,7 +102,7 @@ def _split(text: str) -> dict[str, Any]:
                 raise ConfigError(SETTING, text, f"{key!r} lacks a value; write {key or 'key'}=...")
             key, value = "preset", key
         if key in items:
-            raise ConfigError(SETTING, text, f"says {key} twice")
+            raise ConfigError(SETTING, text, f"gives {key} twice")
         items[key] = value
     return items
 
@@ -125,7 +127,7 @@ def _build(items: dict[str, Any], default_name: str | None) -> PrecisionPolicy:
 
 
 def _name_of(built: PrecisionPolicy) -> str:
-    """Return the name of a policy that was given none: the preset that it equals, or its text."""
+    """Return the name of a policy without one: the preset that it equals, or its text."""
     for preset in PRESETS.values():
         if replace(built, name=preset.name) == preset:
             return preset.name
@@ -137,7 +139,7 @@ def _preset(name: Any) -> PrecisionPolicy:
         raise ConfigError(
             SETTING,
             name,
-            "is what distmp.resolve chooses for a device, and stands alone; name a preset to "
+            "is resolved for a device by distmp.resolve and cannot be changed; name a preset to "
             "change something in it",
         )
     if not isinstance(name, str) or name not in PRESETS:
@@ -146,7 +148,7 @@ def _preset(name: Any) -> PrecisionPolicy:
 
 
 def _value(key: str, value: Any) -> Any:
-    """Return what stands behind a key as the field's own type; the policy checks the rest."""
+    """Convert the value of a key to the type of its field; the policy checks it."""
     if key in ("param", "compute", "reduce", "accumulate", "buffer", "output"):
         if key == "buffer" and value in (None, "none"):
             return None
@@ -177,11 +179,11 @@ def _loss_scale(value: Any) -> Any:
     try:
         return float(value)
     except ValueError:
-        return value  # the policy says what is wrong with it
+        return value  # the policy refuses it
 
 
 def _word(value: Any) -> str:
-    """Return a field's value as it stands in text."""
+    """Return a field's value as text."""
     if isinstance(value, torch.dtype):
         return dtype_word(value)
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""What is stored, computed, reduced, accumulated and scaled in which floating-point type."""
+"""The precision policy: the dtypes of all tensors of a training run, and the loss scale."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from distmp.utils.dtypes import dtype_name
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *SIXTEEN_BIT)
 
-# The spelling of types in configurations, and the other one that people write.
+# Names of dtypes in configurations.
 DTYPE_WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# Within these a scale and its reciprocal are normal FP32 numbers.
+# Between these a scale and its reciprocal are normal FP32 numbers, so neither becomes 0 or inf.
 SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 2.0**-126, 2.0**126
 
-# What separates the parts of a policy written as text cannot be part of a pattern or a name.
+# The separators in the text of a policy cannot be part of a pattern or a name.
 _PATTERN = re.compile(r"[^\s,|=]+")
 _NAME = re.compile(r"[^\s](.*[^\s])?")
 
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The floating-point types of one training run; all of it holds, or it is refused.
+    """The floating-point dtypes of a training run. A policy that cannot be implemented is refused.
 
     Attributes:
-        name: How the policy is called in messages.
-        param_dtype: The type of the weights that the optimizer steps. FP32 unless the policy gives
-            up master weights ("pure"): then it is the 16-bit `compute_dtype`.
-        compute_dtype: The type of matrix products and activations.
-        autocast: How `compute_dtype` comes about. False: the module holds its parameters in
-            `compute_dtype`, the optimizer holds an FP32 master copy of each if `param_dtype` is
-            FP32. True: the module holds FP32 parameters, and `torch.autocast` casts per operation
-            (norms, softmax and losses stay in FP32).
-        reduce_dtype: The type in which gradients travel between ranks. Their sum is FP32 wherever
-            distmp does the reduction itself.
-        accumulate_dtype: The type in which the gradients of microbatches are summed.
-        buffer_dtype: The type of floating-point buffers (running statistics, tables) outside of
-            what is kept in FP32. None leaves them as they are, and runs normalisation layers with
-            FP32 running statistics in FP32.
-        output_dtype: The type in which the outermost module returns floating-point outputs.
-        loss_scale: "dynamic" scales the loss and follows overflows, a number is the scale for ever,
-            None leaves the loss alone. A step with a non-finite gradient is skipped on every rank
-            in all three cases.
-        keep_fp32: Modules that are stored and computed in FP32 although the policy has 16 bits; see
+        name: Name of the policy in messages.
+        param_dtype: Dtype of the weights that the optimizer updates. It is FP32, or the 16-bit
+            `compute_dtype` for policies without master weights ("pure").
+        compute_dtype: Dtype of matrix products and activations.
+        autocast: If False, the module holds its parameters in `compute_dtype`, and the optimizer
+            holds an FP32 master copy of each if `param_dtype` is FP32. If True, the module holds
+            FP32 parameters, and `torch.autocast` casts per operation (norms, softmax and losses
+            stay in FP32).
+        reduce_dtype: Communication dtype of gradients. Where distmp reduces, the sum is computed in
+            FP32.
+        accumulate_dtype: Dtype of the sum of gradients over microbatches.
+        buffer_dtype: Dtype of floating-point buffers (running statistics, tables) outside of
+            modules that are kept in FP32. None keeps their dtypes, and runs normalization layers
+            with FP32 running statistics in FP32.
+        output_dtype: Dtype of floating-point outputs of the root module.
+        loss_scale: "dynamic" adjusts the scale after overflows, a number is a fixed scale, None
+            disables scaling. A step with non-finite gradients is skipped on every rank in all three
+            cases.
+        keep_fp32: Modules that are stored and computed in FP32 under a 16-bit policy; see
             `distmp.precision.keep.kept_modules` for the patterns.
-        cast_inputs: Whether the outermost module casts floating-point inputs to the type of its
+        cast_inputs: Whether the root module casts floating-point inputs to the dtype of its
             parameters.
-        tf32: Whether FP32 matrix products may round their inputs to TF32 (10 bits after the point)
-            where the hardware can.
+        tf32: Whether FP32 matrix products may round their inputs to TF32 (10 bits of mantissa)
+            where the hardware supports it.
 
     Raises:
-        ConfigError: For a value or a combination that cannot run, contradicts itself, or would lose
-            a field silently.
+        ConfigError: For a value or a combination that cannot run, is contradictory, or would
+            silently ignore a field.
 
     Example:
         >>> import torch
@@ -92,12 +92,12 @@ class PrecisionPolicy:
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer steps FP32 master weights beside 16-bit parameters."""
+        """Whether the optimizer updates FP32 master weights of 16-bit parameters."""
         return self.casts_parameters and self.param_dtype == torch.float32
 
     @property
     def module_dtype(self) -> torch.dtype:
-        """The type in which the module holds its parameters, apart from what is kept in FP32."""
+        """Dtype in which the module holds its parameters, except those kept in FP32."""
         return self.compute_dtype if self.casts_parameters else self.param_dtype
 
     def _check_values(self) -> None:
@@ -128,8 +128,8 @@ class PrecisionPolicy:
             _refuse(
                 "param",
                 self.param_dtype,
-                "float16 weights cannot take small updates, and Adam's epsilon of 1e-8 is zero in "
-                "it; step FP32 weights with param=fp32",
+                "float16 weights lose small updates, and Adam's epsilon of 1e-8 becomes zero; use "
+                "FP32 weights with param=fp32",
             )
         if self.autocast:
             _refuse("param", self.param_dtype, "autocast casts from FP32 weights; use param=fp32")
@@ -137,11 +137,10 @@ class PrecisionPolicy:
             _refuse(
                 "param",
                 self.param_dtype,
-                f"has fewer bits than the {dtype_name(self.compute_dtype)} that is computed with; "
-                f"use compute={word} or param=fp32"
+                f"has fewer bits than the compute dtype {dtype_name(self.compute_dtype)}; use "
+                f"compute={word} or param=fp32"
                 if self.compute_dtype == torch.float32
-                else f"is not the {dtype_name(self.compute_dtype)} that is computed with; "
-                "use param=fp32",
+                else f"is not the compute dtype {dtype_name(self.compute_dtype)}; use param=fp32",
             )
 
     def _check_gradients(self) -> None:
@@ -151,7 +150,7 @@ class PrecisionPolicy:
             _refuse(
                 "reduce",
                 self.reduce_dtype,
-                f"cannot hold {computed} gradients and saves nothing; use "
+                f"cannot represent {computed} gradients and saves nothing; use "
                 f"reduce={dtype_word(self.compute_dtype)} or reduce=fp32",
             )
         if self.accumulate_dtype == torch.float32:
@@ -160,8 +159,8 @@ class PrecisionPolicy:
             _refuse(
                 "accumulate",
                 self.accumulate_dtype,
-                "FP32 weights deserve sums in float32; 16 bits are for policies that store 16-bit "
-                "weights (bf16-pure)",
+                "FP32 weights need sums in float32; 16 bits are for policies with 16-bit weights "
+                "(bf16-pure)",
             )
         if self.accumulate_dtype != self.param_dtype:
             _refuse(
@@ -192,26 +191,26 @@ class PrecisionPolicy:
             _refuse(
                 "output",
                 self.output_dtype,
-                f"is not what is computed ({dtype_name(self.compute_dtype)}); use "
+                f"is not the compute dtype {dtype_name(self.compute_dtype)}; use "
                 f"fp32 or {dtype_word(self.compute_dtype)}",
             )
         if self.buffer_dtype in SIXTEEN_BIT and self.buffer_dtype != self.module_dtype:
             _refuse(
                 "buffer",
                 self.buffer_dtype,
-                f"parameters are held in {dtype_name(self.module_dtype)}, and layers want both "
-                "alike; use fp32 or leave it out",
+                f"parameters are held in {dtype_name(self.module_dtype)}, and layers need both in "
+                "one dtype; use fp32 or remove it",
             )
         if self.keep_fp32 and self.compute_dtype == torch.float32:
             _refuse(
                 "keep_fp32",
                 self.keep_fp32,
-                "TF32 is switched for the whole process, nothing can be kept out of it"
+                "TF32 is set for the process, so no module can be excluded"
                 if self.tf32
-                else "everything is computed in FP32 already; leave it out",
+                else "everything is computed in FP32 already; remove it",
             )
         if self.tf32 and self.compute_dtype != torch.float32:
-            _refuse("tf32", True, "is a way to compute FP32; use compute=fp32 or set it to False")
+            _refuse("tf32", True, "applies only to FP32; use compute=fp32 or set it to False")
 
 
 def _check_dtype(key: str, value: Any) -> None:

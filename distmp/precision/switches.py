@@ -1,4 +1,4 @@
-"""torch's process-wide switches of matrix products, set as a policy says and put back."""
+"""Sets torch's process-wide switches of matrix products for a policy, and restores them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from distmp.precision.policy import PrecisionPolicy
 
 _BACKENDS = torch.backends
-# Where torch keeps how FP32 products are computed: "ieee", "tf32", "bf16" or "none" (not said).
+# torch's switches for FP32 products: "ieee", "tf32", "bf16" or "none" (not set).
 _FP32_PRODUCTS: tuple[Any, ...] = (
     _BACKENDS.cuda.matmul,
     _BACKENDS.cudnn.conv,  # type: ignore[attr-defined]
@@ -24,15 +24,15 @@ _REDUCED_SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_p
 
 @contextlib.contextmanager
 def product_switches(policy: PrecisionPolicy) -> Iterator[None]:
-    """Compute products inside as the policy says, whatever was set before, which comes back.
+    """Set the switches of the policy inside the block, and restore the former ones after it.
 
-    FP32 products (matrix, convolution, recurrent) use TF32 if the policy has `tf32`, and all their
-    bits otherwise; torch's own default rounds convolutions. Partial sums of 16-bit products stay in
-    FP32; torch's own default lets cuBLAS round them.
+    FP32 products (matrix, convolution, recurrent) use TF32 if the policy has `tf32`, and full
+    precision otherwise; torch's default rounds the inputs of convolutions. Partial sums of 16-bit
+    products stay in FP32; torch's default lets cuBLAS round them.
     """
     with contextlib.ExitStack() as previous:
         _remember(previous)
-        # torch refuses to read its older switches where only the newer ones were set; the older
+        # torch refuses to read its older switches if only the newer ones were set. The older
         # functions set both.
         torch.set_float32_matmul_precision("high" if policy.tf32 else "highest")
         _BACKENDS.cudnn.allow_tf32 = policy.tf32
@@ -44,18 +44,18 @@ def product_switches(policy: PrecisionPolicy) -> Iterator[None]:
 
 
 def _remember(stack: contextlib.ExitStack) -> None:
-    """Have the stack put every switch back; what is pushed last is put back first."""
+    """Register callbacks that restore every switch, in reverse order."""
     for products in _FP32_PRODUCTS:
         stack.callback(setattr, products, "fp32_precision", products.fp32_precision)
     for name in _REDUCED_SUMS:
         value = getattr(_BACKENDS.cuda.matmul, name)
-        # Newer versions of torch have a second switch, which goes back to its default with the
-        # first unless both are set.
+        # Newer versions of torch have a second switch, which setting the first resets to its
+        # default unless both are set.
         split_k = getattr(_BACKENDS.cuda.matmul, f"{name}_split_k", None)
         stack.callback(
             setattr, _BACKENDS.cuda.matmul, name, value if split_k is None else (value, split_k)
         )
-    # Unreadable where somebody has set the newer switches only; they alone count then.
+    # Unreadable if only the newer switches were set; then only those are used.
     with contextlib.suppress(RuntimeError):
         stack.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
     with contextlib.suppress(RuntimeError):

@@ -12,13 +12,10 @@ import torch
 from torch import Tensor
 
 from distmp.errors import ConfigError
+from distmp.precision.policy import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from distmp.utils.annotations import check_types
 
 logger = logging.getLogger("distmp")
-
-# Within these the scale and its reciprocal are normal FP32 numbers, so neither is ever 0 or inf.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class LossScaleConfig:
     def __post_init__(self) -> None:
         check_types(self, "precision.loss_scale")
         for name in ("init", "min_scale", "max_scale"):
-            if not SMALLEST_SCALE <= getattr(self, name) <= LARGEST_SCALE:
+            if not SMALLEST_LOSS_SCALE <= getattr(self, name) <= LARGEST_LOSS_SCALE:
                 self._refuse(name, "use a number from 2^-126 to 2^126")
         if not 1 < self.growth_factor < math.inf:
             self._refuse("growth_factor", "use a finite number above 1")

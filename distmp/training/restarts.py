@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distmp.checkpoint import store as checkpoints
-from distmp.checkpoint.location import Location, locate
+from distmp.checkpoint.store import StoredCheckpoint
 from distmp.distributed import rendezvous_store
 from distmp.errors import TrainingError
 from distmp.faults.peers import Peers
@@ -64,7 +64,9 @@ class Restarts:
         count, most = rendezvous_store.restarts(), rendezvous_store.most_restarts()
         return cls(store, count, most, world_size, checkpoint_path)
 
-    def checkpoint(self, configured: Callable[[], Location | None]) -> Location | None:
+    def checkpoint(
+        self, configured: Callable[[], StoredCheckpoint | None]
+    ) -> StoredCheckpoint | None:
         """Return the checkpoint to go on from, or None to start anew. Collective over all ranks.
 
         Args:
@@ -78,9 +80,11 @@ class Restarts:
         # told to begin with; a run that began anew has none but its own.
         if first is None or self._recall("saved"):
             own = checkpoints.resolve("auto", self.directory.checkpoints)
-        return own or (locate("resume", first) if first else None)
+        if own is not None or not first:
+            return own
+        return checkpoints.resolve(first, self.directory.checkpoints)
 
-    def begin(self, directory: RunDirectory, checkpoint: Location | None) -> None:
+    def begin(self, directory: RunDirectory, checkpoint: StoredCheckpoint | None) -> None:
         """Note where this attempt works and what it begins with; rank 0 calls it.
 
         Raises:

@@ -62,7 +62,7 @@ def check_limit(step: int, spike: SpikeAction, rollbacks: int, config: Divergenc
         )
 
 
-def checkpoint_before(directory: store.Location, step: int) -> store.Location:
+def checkpoint_before(directory: store.Location, step: int) -> store.StoredCheckpoint:
     """Return the checkpoint to go back to from `step`. Collective over all ranks.
 
     That is the latest one of an earlier step that is not damaged. If the run has gone back to that
@@ -75,10 +75,10 @@ def checkpoint_before(directory: store.Location, step: int) -> store.Location:
     Raises:
         TrainingError: On every rank alike, if there is none.
     """
-    latest = store.usable(directory, before=step).path
+    latest = store.usable(directory, before=step).checkpoint
     if latest is None:
         raise TrainingError(f"{directory} has no checkpoint of a step before {step} to go back to")
-    numbers = store.read_numbers(latest)
+    numbers = latest.numbers
     if numbers.get("rolled_back_to") != numbers["step"]:
         return latest
-    return store.usable(directory, before=numbers["step"]).path or latest
+    return store.usable(directory, before=numbers["step"]).checkpoint or latest

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -142,10 +142,10 @@ def training_batches(
     )
 
 
-def find_checkpoint(config: RunConfig) -> store.Location | None:
-    """Return the checkpoint to continue from, or None for a run that starts anew.
+def find_checkpoint(config: RunConfig) -> store.StoredCheckpoint | None:
+    """Return the checkpoint to continue from, verified, or None for a run from scratch.
 
-    Every rank has to call it; damaged checkpoints are reported and passed over.
+    Collective over all ranks. Damaged checkpoints are logged and skipped.
 
     Raises:
         CheckpointError: If there is none where `resume` says, or it is damaged.
@@ -160,24 +160,27 @@ def find_checkpoint(config: RunConfig) -> store.Location | None:
     return store.resolve(config.resume, RunDirectory(Path(run), place).checkpoints)
 
 
-def restore(engine: Engine, checkpoint: store.Location, *, optimizer: bool = True) -> Progress:
-    """Load a checkpoint into an engine; return where the run stood. Every rank has to call it.
+def restore(
+    engine: Engine, checkpoint: store.StoredCheckpoint, *, optimizer: bool = True
+) -> Progress:
+    """Load a checkpoint into an engine; return the progress of the run. Collective over all ranks.
 
     Args:
-        engine: Gets the state.
-        checkpoint: As `find_checkpoint` has found it, hence compared with its checksums.
-        optimizer: Whether the state of the optimizer is loaded too; otherwise that begins anew.
+        engine: Receives the state.
+        checkpoint: Verified, as `find_checkpoint` returns it.
+        optimizer: Whether to load the optimizer state; otherwise it starts from scratch.
 
     Raises:
-        CheckpointError: If it cannot be read, or does not fit the engine.
+        CheckpointError: If the checkpoint cannot be read or does not fit the engine.
     """
     left_out = () if optimizer else ("optimizer/",)
-    stored = store.stored_tensors(checkpoint)
-    kept = {name: kind for name, kind in stored.items() if not name.startswith(left_out)}
-    state = engine.prepare_to_load(kept)
-    wanted = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
-    store.load(checkpoint, wanted, verified=True)
-    engine.load_state_dict(state)
-    numbers: dict[str, Any] = store.read_numbers(checkpoint)
+    live = engine.prepare_to_load(
+        {name: kind for name, kind in checkpoint.tensors.items() if not name.startswith(left_out)}
+    )
+    checkpoint.load(
+        {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}
+    )
+    engine.load_state_dict(live)
     known = {field.name for field in dataclasses.fields(Progress)}
-    return Progress(**{name: number for name, number in numbers.items() if name in known})
+    numbers = checkpoint.numbers.items()
+    return Progress(**{name: number for name, number in numbers if name in known})

@@ -111,8 +111,8 @@ class Trainer:
             self.directory.checkpoints,
             world,
             timeout_seconds=60 * config.timeout_minutes,
-            say=console.message,
-            took=self._saved,
+            log=console.message,
+            on_saved=self._saved,
         )
         self.writer.guard(self.engine.optimizer)
         if checkpoint is not None:
@@ -123,7 +123,7 @@ class Trainer:
             self.progress = all_or_none(
                 world, lambda: restore(self.engine, checkpoint, optimizer=same_optimizer)
             )
-            saved = self.directory.owns(checkpoint)
+            saved = self.directory.owns(checkpoint.path)
             self.writer.resumed(self.progress.step, saved=saved)
         if told := self.restarts.announce(self.progress.step):
             console.message(told)
@@ -382,7 +382,7 @@ class Trainer:
                 lambda path: draw_curves(read_records(self.directory.records), path),
             )
 
-    def _agree_on_directory(self, checkpoint: store.Location | None) -> RunDirectory:
+    def _agree_on_directory(self, checkpoint: store.StoredCheckpoint | None) -> RunDirectory:
         """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
         place = self.config.checkpoint.path
 
@@ -393,14 +393,14 @@ class Trainer:
 
         def choose_anew() -> RunDirectory:
             newest = latest_run(self.config.run_dir, place)
-            if checkpoint is not None and newest is not None and newest.owns(checkpoint):
+            if checkpoint is not None and newest is not None and newest.owns(checkpoint.path):
                 newest.path.mkdir(parents=True, exist_ok=True)
                 return newest
             return create_run(self.config.run_dir, place)
 
         return RunDirectory(Path(from_rank_0(self.world, choose)), place)
 
-    def _introduce(self, checkpoint: store.Location | None) -> None:
+    def _introduce(self, checkpoint: store.StoredCheckpoint | None) -> None:
         """Say what is about to run, with the reason of every automatic choice."""
         engine, batch = self.engine, self.config.batch
         say = self.console.message
@@ -428,7 +428,7 @@ class Trainer:
             self.directory.manifest,
             self.world,
             settings.to_mapping(self.config),
-            first_step=0 if checkpoint is None else store.read_numbers(checkpoint).get("step", 0),
+            first_step=0 if checkpoint is None else checkpoint.numbers.get("step", 0),
         )
 
     def _try_to_write(self, path: Path, write: Callable[[Path], object]) -> None:
@@ -438,11 +438,11 @@ class Trainer:
         except OSError as error:
             self.console.message(f"cannot write {path}: {error}; the run goes on without it")
 
-    def _compare(self, checkpoint: store.Location | None) -> Changes:
+    def _compare(self, checkpoint: store.StoredCheckpoint | None) -> Changes:
         """Return what has changed since the checkpoint, unless it makes another run of it."""
         if checkpoint is None:
             return Changes()
-        changes = changes_since(store.read_numbers(checkpoint), self.origin)
+        changes = changes_since(checkpoint.numbers, self.origin)
         if not self.config.resume_force:
             changes.refuse(str(checkpoint))
         return changes

@@ -1,1 +1,1 @@
-"""Helpers without a subject of distmp: settings, files, imports, units, slices of tensors."""
+"""General helpers: settings, files, imports, units, shards of tensors."""

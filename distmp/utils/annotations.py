@@ -1,4 +1,4 @@
-"""Values and the annotations of dataclass fields: what fits, and what is wanted, in words."""
+"""Checks values against the annotations of dataclass fields, and describes expected values."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from distmp.errors import ConfigError
 
 
 def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> None:
-    """Refuse values of a dataclass instance that are not of the annotated types.
+    """Check that the values of a dataclass instance have the annotated types.
 
-    For objects built in Python; `distmp.utils.settings.from_mapping` checks what is read from
-    files. Numbers of NumPy count as Python's. The words of a Literal are left to the class.
+    It is for objects built in Python; `distmp.utils.settings.from_mapping` checks values from
+    files. NumPy scalars count as Python numbers. The class itself checks the words of a Literal.
 
     Args:
-        config: The instance.
-        section: Dotted name of the section that it stands for, for messages.
+        config: The dataclass instance.
+        section: Dotted name of its section, for messages.
         skip: Fields that are checked elsewhere.
 
     Raises:
-        ConfigError: Naming the first field with a value of another type.
+        ConfigError: If a value has another type; the message names the first such field.
     """
     for name, annotation in field_annotations(type(config)).items():
         if name in skip:
@@ -33,47 +33,51 @@ def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> N
         value = getattr(config, name)
         members = members_of(annotation)
         if get_origin(annotation) is not Literal and not any(
-            _is_one(member, value) for member in members
+            _has_type(member, value) for member in members
         ):
             setting = f"{section}.{name}" if section else name
-            words = " or ".join(map(_wanted_in_python, members))
+            words = " or ".join(map(_expected_in_python, members))
             raise ConfigError(setting, value, f"must be {words}{hint(annotation, value)}")
 
 
-def _is_one(annotation: Any, value: Any) -> bool:
+def _has_type(annotation: Any, value: Any) -> bool:
     if dataclasses.is_dataclass(annotation):
         return isinstance(value, cast("type[Any]", annotation))
     if get_origin(annotation) is tuple and accepts(annotation, value):
-        return all(_is_one(get_args(annotation)[0], item) for item in value)
+        return all(_has_type(get_args(annotation)[0], item) for item in value)
     return accepts(annotation, value.item() if isinstance(value, np.generic) else value)
 
 
-def _wanted_in_python(annotation: Any) -> str:
+def _expected_in_python(annotation: Any) -> str:
     if dataclasses.is_dataclass(annotation):
         return f"a {cast('type[Any]', annotation).__name__}"
-    return {bool: "True or False", type(None): "None"}.get(annotation) or wanted(annotation)
+    return {bool: "True or False", type(None): "None"}.get(annotation) or expected(annotation)
 
 
 def field_annotations(cls: type[Any]) -> dict[str, Any]:
-    """Return field name to resolved annotation, for the fields that can be set."""
+    """Return the resolved annotation of each field of the constructor, by name."""
     hints = _type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
 def members_of(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone."""
+    """Return the members of a union; for another annotation, a tuple of only that."""
     if get_origin(annotation) in (Union, types.UnionType):
         return get_args(annotation)
     return (annotation,)
 
 
 def accepts(annotation: Any, value: Any) -> bool:
-    """Whether a value is of an annotated type; no dataclass is."""
+    """Return whether a value has an annotated type; False for dataclasses.
+
+    Raises:
+        TypeError: If a setting cannot have that type.
+    """
     origin = get_origin(annotation)
     if annotation is Any:
         return True
     if origin is Literal:
-        # True == 1, so equality alone would take one for the other.
+        # True == 1, so equality alone would confuse them.
         return any(value == item and type(value) is type(item) for item in get_args(annotation))
     if origin is tuple:
         return isinstance(value, (list, tuple)) and _right_length(annotation, value)
@@ -102,23 +106,23 @@ _WORDS = {
 }
 
 
-def wanted(annotation: Any) -> str:
-    """Say in words which values an annotation stands for."""
+def expected(annotation: Any) -> str:
+    """Return a description of the values that an annotation allows."""
     members = members_of(annotation)
     if len(members) > 1:
-        return " or ".join(wanted(member) for member in members)
+        return " or ".join(expected(member) for member in members)
     if get_origin(annotation) is Literal:
         choices = [repr(item) for item in get_args(annotation)]
         return choices[0] if len(choices) == 1 else f"one of {', '.join(choices)}"
     if get_origin(annotation) is tuple:
         items = get_args(annotation)
         number = "" if items[-1] is Ellipsis else f" of length {len(items)}"
-        return f"a list{number}, each item {wanted(items[0])}"
+        return f"a list{number}, each item {expected(items[0])}"
     return _WORDS.get(annotation, "a section of 'name: value' lines")
 
 
 def hint(annotation: Any, value: Any) -> str:
-    """Say how to write what was probably meant."""
+    """Return a suffix for a message that says how to write the intended value, or ""."""
     members = members_of(annotation)
     if int in members and isinstance(value, float) and value.is_integer():
         return f"; write {int(value)}"

@@ -1,4 +1,4 @@
-"""What the control groups of this process allow: processor time and memory, version 1 and 2."""
+"""Limits of processor time and memory by the control groups of this process, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _NO_LIMIT_BYTES = 1 << 60
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
-    """Return how many cores' worth of time the control groups grant, or None without a limit.
+    """Return the limit of processor time in cores, or None without a limit.
 
     Args:
-        root: Where `proc` and `sys` are found.
+        root: Folder that contains `proc` and `sys`.
     """
     quotas = []
     for folder in _folders(root, "cpu"):
@@ -27,10 +27,10 @@ def core_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return how many bytes the control groups grant, or None without a limit.
+    """Return the limit of memory in bytes, or None without a limit.
 
     Args:
-        root: Where `proc` and `sys` are found.
+        root: Folder that contains `proc` and `sys`.
     """
     limits = [
         int(text)
@@ -42,14 +42,14 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """Give the folders of this process's group and of those around it, for one controller."""
+    """Yield the folders of this process's group and of its parents, for one controller."""
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
-        # Version 2 has one tree and names no controllers.
+        # Version 2 has one tree and does not name controllers.
         top = root / "sys/fs/cgroup" / (controller if controllers else "")
-        # In a container the path may be that of the host, of which only the top is seen.
+        # In a container the path may be that of the host, and only the top folder is visible.
         group = top / path.lstrip("/")
         while group != top and top in group.parents:
             yield group

@@ -1,4 +1,4 @@
-"""The circumstances that ranks of a run should have in common: versions and variables."""
+"""Versions and environment variables, which the ranks of a run should have in common."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import platform
 from collections.abc import Mapping
 from importlib import metadata
 
-# Environment variables that change how a run behaves begin so.
+# Prefixes of environment variables that change the behavior of a run.
 _RELEVANT = (
     "ACCELERATE_",
     "CUDA_",
@@ -25,12 +25,12 @@ _RELEVANT = (
     "TORCH",
     "WORLD_SIZE",
 )
-# Whatever a name begins with, such a value is never shown or written.
+# Values of variables with these words in their names are never shown or written.
 _SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY")
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that change how a run behaves, none that may hold a secret."""
+    """Return the variables that change the behavior of a run, without those that may be secret."""
     return {
         name: value
         for name, value in sorted(environment.items())
@@ -39,7 +39,7 @@ def relevant(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of what computes and talks; None for what is not installed."""
+    """Return versions of Python, distmp, torch, NCCL and accelerate; None if not installed."""
     import torch
 
     import distmp

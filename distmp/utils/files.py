@@ -1,4 +1,4 @@
-"""Files that are replaced whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a temporary file that takes the place of `path` when the block ends without an error.
+    """Open a temporary file that replaces `path` when the block ends without an error.
 
-    Readers see the old content or the new one, never a part; after an error the old one stays.
+    Readers see the old content or the new one, never a part. After an error the old one remains.
 
     Args:
         path: The file to replace or create. Its folder must exist.
 
     Yields:
-        A file open for writing bytes.
+        A binary file, open for writing.
     """
     path = Path(path)
     # Same folder, hence same file system, hence an atomic rename.
@@ -28,7 +28,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         with temporary.open("wb") as file:
             yield file
             file.flush()
-            # Without it a power cut may leave the new name on an empty file.
+            # Without it a power failure may leave an empty file under the new name.
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:

@@ -1,8 +1,9 @@
-"""A run of a tensor's elements that is saved and loaded as a part of the whole tensor.
+"""A contiguous range of a tensor's elements that is saved and loaded as a part of the tensor.
 
-A sharded optimizer cuts its flat buffers where it needs to, also in the middle of a row. But
-checkpoints are made of rectangles, so that they can be loaded with any other sharding. A run of
-elements is the rest of a row, whole rows, and the beginning of a row, and so on in each dimension.
+A sharded optimizer divides its flat buffers at any element, also in the middle of a row. A
+checkpoint consists of rectangles, so that it can be loaded with any other sharding. A range of
+elements consists of the end of a row, full rows, and the start of a row, recursively in each
+dimension.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch import Tensor
 
 
 class Rectangle(NamedTuple):
-    """A part of a tensor, and where it lies in a run of elements.
+    """A rectangular part of a tensor, and its position in a range of elements.
 
     Attributes:
-        offsets: Its first element in each dimension of the whole tensor.
-        sizes: Its extent in each dimension.
-        start: Its first element in the run.
+        offsets: Index of its first element in each dimension of the full tensor.
+        sizes: Its size in each dimension.
+        start: Index of its first element in the range.
     """
 
     offsets: tuple[int, ...]
@@ -33,30 +34,30 @@ def rectangles(shape: tuple[int, ...], start: int, stop: int) -> list[Rectangle]
     """Divide the elements [start, stop) of a row-major tensor into rectangles.
 
     Args:
-        shape: Of the whole tensor.
+        shape: Shape of the full tensor.
         start: First element, counted in row-major order.
-        stop: Behind the last one.
+        stop: One after the last element.
     """
     if start >= stop:
         return []
     if not shape:
         return [Rectangle((), (), 0)]
     row = math.prod(shape[1:])
-    first_whole, end_whole = -(-start // row), stop // row
-    if first_whole > end_whole:  # inside one row
-        return _in_row(shape, end_whole, start, stop, start)
-    found = _in_row(shape, first_whole - 1, start, first_whole * row, start)
-    if first_whole < end_whole:
-        offsets = (first_whole, *(0 for _ in shape[1:]))
-        sizes = (end_whole - first_whole, *shape[1:])
-        found.append(Rectangle(offsets, sizes, first_whole * row - start))
-    return found + _in_row(shape, end_whole, end_whole * row, stop, start)
+    first_row, end_row = -(-start // row), stop // row  # the full rows
+    if first_row > end_row:  # inside one row
+        return _in_row(shape, end_row, start, stop, start)
+    parts = _in_row(shape, first_row - 1, start, first_row * row, start)
+    if first_row < end_row:
+        offsets = (first_row, *(0 for _ in shape[1:]))
+        sizes = (end_row - first_row, *shape[1:])
+        parts.append(Rectangle(offsets, sizes, first_row * row - start))
+    return parts + _in_row(shape, end_row, end_row * row, stop, start)
 
 
 def _in_row(
     shape: tuple[int, ...], row: int, start: int, stop: int, run_start: int
 ) -> list[Rectangle]:
-    """Return the rectangles of [start, stop), which lies in one row of the first dimension."""
+    """Return the rectangles of [start, stop), a range inside one row of the first dimension."""
     row_start = row * math.prod(shape[1:])
     return [
         Rectangle((row, *offsets), (1, *sizes), at + start - run_start)
@@ -65,14 +66,14 @@ def _in_row(
 
 
 class FlatShard(Tensor):
-    """A 1-dim tensor that holds the elements from `start` on of a flattened tensor.
+    """A 1-dim tensor with consecutive elements of a flattened tensor, from `start` on.
 
-    torch.distributed.checkpoint asks it for its rectangles. Every operation sees a plain tensor;
-    only `size()` tells of the whole.
+    torch.distributed.checkpoint (DCP) asks it for its rectangles. Operations treat it as a plain
+    tensor; only `size()` returns the size of the full tensor.
 
     Attributes:
-        whole_shape: Shape of the whole tensor, row-major.
-        start: First element of the slice in the flattened whole.
+        whole_shape: Shape of the full tensor, row-major.
+        start: Index of the first element in the flattened full tensor.
     """
 
     whole_shape: torch.Size
@@ -82,28 +83,28 @@ class FlatShard(Tensor):
 
     @staticmethod
     def of(values: Tensor, whole_shape: torch.Size, start: int) -> FlatShard:
-        """Return `values`, 1-dim, as a slice; memory is shared."""
-        found = torch.Tensor._make_subclass(FlatShard, values.detach())
-        found.whole_shape, found.start = whole_shape, start
-        return found
+        """Return `values`, 1-dim, as a shard; memory is shared."""
+        shard = torch.Tensor._make_subclass(FlatShard, values.detach())
+        shard.whole_shape, shard.start = whole_shape, start
+        return shard
 
     def size(self, dim: int | None = None) -> Any:
-        """Return the size of the whole tensor: DCP compares it with the stored one by this name.
+        """Return the size of the full tensor, which DCP compares with the stored one.
 
         Args:
-            dim: Of one dimension only.
+            dim: Return the size of this dimension only.
         """
         return self.whole_shape if dim is None else self.whole_shape[dim]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle the values and where they belong."""
+        """Pickle the values and their position."""
         return FlatShard.of, (self.as_subclass(Tensor), self.whole_shape, self.start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
-        """Copy the values; torch's own way needs `new_empty` to return this class."""
+        """Copy the values; torch's implementation requires `new_empty` to return this class."""
         values = self.as_subclass(Tensor).detach().clone()
-        memo[id(self)] = found = FlatShard.of(values, self.whole_shape, self.start)
-        return found
+        memo[id(self)] = copy = FlatShard.of(values, self.whole_shape, self.start)
+        return copy
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -147,18 +148,21 @@ class FlatShard(Tensor):
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """Return the shape of the tensor that `tensor` is a part of, as checkpoints have it."""
+    """Return the shape of the full tensor: that of a `FlatShard`'s or DTensor's full tensor."""
     return tensor.whole_shape if isinstance(tensor, FlatShard) else tensor.shape
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """Return the whole of a DTensor or slice, bit by bit; every rank that has a part calls it."""
+    """Return the full tensor of a DTensor or `FlatShard`, bit for bit; plain tensors as they are.
+
+    Collective over the ranks that have a part of it.
+    """
     if isinstance(tensor, FlatShard):
         size = math.prod(tensor.whole_shape)
         flat = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
         flat[tensor.start : tensor.start + tensor.numel()] = tensor.as_subclass(Tensor)
-        # As integers: a sum with zeros would lose the sign of a zero.
+        # As integers: a floating-point sum with zeros would lose the sign of a zero.
         dist.all_reduce(flat.view(torch.uint8))
         return flat.view(tensor.whole_shape)
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return full

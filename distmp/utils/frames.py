@@ -1,4 +1,4 @@
-"""Where a Python thread is: its frames, the line of the user's code, and a collective."""
+"""Locates a Python thread: its frames, the line of the user's code, and a collective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
-# Code that is not the user's: the standard library, distmp itself, installed packages.
+# Code that is not the user's: the standard library, distmp, installed packages.
 _NOT_USER_CODE = (
     os.path.join(sysconfig.get_path("stdlib"), ""),
     os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
@@ -33,23 +33,23 @@ def user_line(thread_id: int) -> str:
         thread_id: `threading.Thread.ident` of a thread of this process.
 
     Returns:
-        "FILE:LINE in FUNCTION (`source`)"; the innermost line of all where no code is the user's,
-        and "" for a thread that has ended.
+        "FILE:LINE in FUNCTION (`source`)". If no code is the user's, the innermost line of all; ""
+        for a thread that has ended.
     """
     frames = outwards(sys._current_frames().get(thread_id))
     return _innermost_user_line([(frame, frame.f_lineno) for frame in frames])
 
 
 def user_line_of_error(error: BaseException) -> str:
-    """Return the innermost line of the user's code that an error was raised in, as `user_line`."""
+    """Return the innermost line of the user's code in a traceback, in the form of `user_line`."""
     return _innermost_user_line(list(traceback.walk_tb(error.__traceback__))[::-1])
 
 
 def collective(frame: FrameType | None) -> str:
-    """Return the collective that a thread waits in and who has called it, or "" if it does not.
+    """Return the collective that a thread waits in, with its caller, or "" if it waits in none.
 
-    A collective shows as a function of torch's `distributed_c10d`, or as a call of `wait` of what
-    such a function has returned.
+    A collective is a function in torch's `distributed_c10d`, or a call of `wait` on the work that
+    such a function returned.
     """
     if frame is None:
         return ""
@@ -75,7 +75,7 @@ def _place(frame: FrameType) -> str:
 
 
 def _innermost_user_line(places: Sequence[tuple[FrameType, int]]) -> str:
-    """Describe the first place of the user's code among some, the innermost first."""
+    """Return the first place in the user's code; the innermost is the first of `places`."""
     if not places:
         return ""
     frame, line = next((place for place in places if _is_user_code(place[0])), places[0])

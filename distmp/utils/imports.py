@@ -1,4 +1,4 @@
-"""Objects named by import path (`package.module:attribute`) in a configuration."""
+"""Imports objects that a configuration names by import path (`package.module:attribute`)."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from distmp.errors import ConfigError
 
 
 def load_object(setting: str, path: str) -> Any:
-    """Import `module:attribute`, looking in the working directory too.
+    """Import `module:attribute`; also searches the working directory.
 
     Args:
-        setting: Name of the setting that holds the path, for the error message.
+        setting: Name of the setting with the path, for the error message.
         path: `package.module:attribute`; the attribute may be dotted.
 
     Raises:
-        ConfigError: If the path is malformed, or the module or attribute does not exist. An error
-            raised *inside* an existing module is not caught: its traceback is what the user needs.
+        ConfigError: If the path is malformed, or the module or attribute does not exist. Errors
+            inside an existing module are not caught: the user needs their traceback.
     """
     module_name, _, attribute = path.partition(":")
     if not module_name or module_name.startswith(".") or not attribute:
         raise ConfigError(setting, path, "write an import path as 'package.module:attribute'")
-    # `python -m` and torchrun differ in whether they put the working directory on the path.
+    # `python -m` adds the working directory to the path, torchrun does not.
     working_directory = os.getcwd()
     if working_directory not in sys.path:
         sys.path.insert(0, working_directory)

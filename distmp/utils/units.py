@@ -1,4 +1,4 @@
-"""Numbers as people read them. Every result is ASCII."""
+"""Formats numbers for people. Every result is ASCII."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def quantity(value: float) -> str:
-    """Three significant digits and a decimal prefix: 12345 -> "12.3k"; at most 5 characters."""
+    """Return three significant digits and a decimal prefix: 12345 -> "12.3k"; 5 characters."""
     if abs(value) < 1:
         return f"{value:.2f}"
     for prefix in ("", "k", "M", "G", "T", "P"):
@@ -17,7 +17,7 @@ def quantity(value: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """A binary prefix and one decimal below 100: 1288490188 -> "1.2 GiB"; up to 8 characters."""
+    """Return bytes with a binary prefix: 1288490188 -> "1.2 GiB"; up to 8 characters."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1023.5 and len(units) > 1:
         value /= 1024
@@ -27,7 +27,7 @@ def bytes_text(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Minutes, with hours or days where needed: "3:41", "1:02:03", "2d 03h"; up to 8 characters."""
+    """Return minutes, hours or days: "3:41", "1:02:03", "2d 03h"; up to 8 characters."""
     if not math.isfinite(seconds):
         return "?"
     minutes, second = divmod(max(0, round(seconds)), 60)
@@ -39,7 +39,7 @@ def duration(seconds: float) -> str:
 
 
 def scale_text(scale: float) -> str:
-    """A loss scale: powers of two from 1024 up and below 1 as "2^16", others as a number."""
+    """Return a loss scale: powers of two from 1024 up and below 1 as "2^16", others as a number."""
     mantissa, exponent = math.frexp(scale)
     if mantissa == 0.5 and not 1 <= scale < 1024:
         return f"2^{exponent - 1}"

@@ -1,4 +1,4 @@
-"""Checkpoints whose checksums say that everything is right, whatever is in their files."""
+"""Forged checkpoints, whose checksums match files with any content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distmp.checkpoint.manifest import STATE_FILE, FileSum
 
 
 def seal(path: Path) -> None:
-    """List the files of a checkpoint anew, as somebody would who means to deceive."""
+    """Recompute the checksums in `state.json`, as an attacker would."""
     state = json.loads((path / STATE_FILE).read_text())
     files = {
         file.name: FileSum(file.stat().st_size, zlib.crc32(file.read_bytes()))
@@ -22,7 +22,7 @@ def seal(path: Path) -> None:
 
 
 def make_old(path: Path) -> None:
-    """Make a checkpoint as the first version of distmp wrote them, without checksums."""
+    """Convert a checkpoint to the format of the first version of distmp, without checksums."""
     state = json.loads((path / STATE_FILE).read_text())
     old = {"format": 1, "step": state["step"], "numbers": state["numbers"]}
     (path / STATE_FILE).write_text(json.dumps(old, indent=2) + "\n")

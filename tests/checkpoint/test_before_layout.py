@@ -1,4 +1,4 @@
-"""Files of the release before stay readable: its configurations and its checkpoints.
+"""Configurations and checkpoints of the release before are still readable.
 
 `before_layout/` holds a configuration with names of that release and, for two strategies, the
 checkpoint of step 4 and the records of all 8 steps, as that release wrote them on 2 ranks.

@@ -16,7 +16,7 @@ ALONE = World(0, 1, torch.device("cpu"), None)
 
 
 class Time:
-    """A clock that stands until it is moved."""
+    """A clock that only advances when a test advances it."""
 
     def __init__(self) -> None:
         self.seconds = 1000.0
@@ -64,7 +64,7 @@ def test_never_early_and_not_much_too_late(minutes: float, durations: list[float
             clock.restart(step)
             since = 0.0
         elif since >= 60 * minutes:
-            # Steps were at most 50 times slower than those that the estimate was made of.
+            # Steps were at most 50 times slower than those of the estimate.
             looked_late = since - 60 * minutes
             assert looked_late <= 25 * 60 * minutes + 5.0
 
@@ -79,25 +79,25 @@ def test_a_save_that_is_still_written_is_left_alone() -> None:
 
 
 def _with_clocks_of_their_own(_: Path) -> tuple[list[int], int]:
-    """Rank 1's clock stands still; count what ranks say to each other."""
+    """The clock of rank 1 does not advance; count the broadcasts."""
     time = Time()
     clock = SaveClock(1.0, World.current("cpu"), time)
-    said = 0
+    broadcasts = 0
     broadcast = dist.broadcast
 
     def counting(*args: object, **options: object) -> object:
-        nonlocal said
-        said += 1
+        nonlocal broadcasts
+        broadcasts += 1
         return broadcast(*args, **options)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(dist, "broadcast", counting)
         found = due_steps(clock, time, [0.125 * (dist.get_rank() == 0)] * 2000)
-    return found, said
+    return found, broadcasts
 
 
 def test_rank_0_decides_for_all_and_is_seldom_asked(tmp_path: Path) -> None:
-    (found, said), other = run_ranks(_with_clocks_of_their_own, 2, tmp_path)
-    assert other == (found, said)
+    (found, broadcasts), other = run_ranks(_with_clocks_of_their_own, 2, tmp_path)
+    assert other == (found, broadcasts)
     assert found == [480, 960, 1440, 1920]
-    assert said < 80
+    assert broadcasts < 80

@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a checkpoint: it is found out, or it does not matter."""
+"""Any damage to the files of a checkpoint is detected or harmless."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES, ON_TWO_RANKS = 200, 50
 OLD, NEW = "step-000001", "step-000002"
 
 
-# What can happen to a checkpoint. Each gets its folder.
+# Kinds of damage to a checkpoint. Each function gets the folder.
 
 
 def a_file(path: Path, random: Random) -> Path:
@@ -206,7 +206,7 @@ def _save_and_load(tmp_path: Path) -> list[tuple[str, list[str]]]:
 def _load(
     tmp_path: Path, cases: range, mesh: DeviceMesh | None = None
 ) -> list[tuple[str, list[str]]]:
-    """Return for each case what came of it, and what was reported."""
+    """Return the outcome and the messages of each case."""
     outcomes = []
     for case in cases:
         directory = tmp_path / str(case)
@@ -215,26 +215,28 @@ def _load(
             damage_of(case)(directory / NEW, Random(case))
         if mesh is not None:
             dist.barrier()
-        outcomes.append(_outcome(directory, mesh, save_again=case < len(DAMAGES)))
+        save_again = case < len(DAMAGES)
+        outcomes.append(_outcome(directory, mesh, save_again=save_again))
     return outcomes
 
 
 def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tuple[str, list[str]]:
-    path, damaged, unfinished = store.usable(directory)
+    checkpoint, damaged, unfinished = store.usable(directory)
     reports = damaged + unfinished
-    if path is None or path.name not in (OLD, NEW):
-        return f"leads to {path}", reports
+    if checkpoint is None or checkpoint.path.name not in (OLD, NEW):
+        return f"leads to {checkpoint}", reports
+    path = checkpoint.path
     if path.name == OLD and not all(str(directory / "step-") in report for report in reports):
         return "is reported without a path", reports
 
     tensors, step = zeros(mesh), int(path.name[-1])
     try:
-        store.load(path, tensors, verified=True)
+        checkpoint.load(tensors)
     except CheckpointError as error:
         return f"is found out too late: {error}", reports
     if not same_bits(tensors, values(step)):
         return "loads wrong values", reports
-    if store.read_numbers(path) != {"step": step, "samples": 8 * step}:
+    if checkpoint.numbers != {"step": step, "samples": 8 * step}:
         return "loads wrong numbers", reports
     if path.name == NEW:
         return "loads right", reports
@@ -244,8 +246,8 @@ def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tupl
         store.load(directory / NEW, tensors)
     if not same_bits(tensors, whole(zeros())):
         return "is found out too late, after values were read", reports
-    if save_again:  # over what is left of it
+    if save_again:  # over the damaged checkpoint
         store.save(directory, 2, {"mark": torch.tensor(1.0)}, {}, keep=2)
-        if store.usable(directory).path != directory / NEW:
+        if store.usable(directory).checkpoint.path != directory / NEW:
             return "prevents another checkpoint", reports
     return "found out", reports

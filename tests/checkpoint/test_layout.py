@@ -120,7 +120,7 @@ class Killed(BaseException):
 
 
 def mortal(operation: Callable[..., Any], lives: Iterator[int]) -> Callable[..., Any]:
-    """Return `operation`, which kills when no life is left; a removal only half-way through."""
+    """Return `operation`; it kills when no life is left, a removal only after one half."""
 
     def run(path: Path, *args: Any, **kwargs: Any) -> Any:
         if next(lives) > 0:
@@ -133,7 +133,7 @@ def mortal(operation: Callable[..., Any], lives: Iterator[int]) -> Callable[...,
 
 
 def killed_save(directory: Path, step: int, keep: int, content: str, lives: int) -> bool:
-    """Save, but be killed after `lives` operations on the file system; return whether it was."""
+    """Save, but be killed after `lives` operations on the file system; return whether killed."""
     countdown = itertools.count(lives, -1)
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in [(Path, "mkdir"), (Path, "rename"), (shutil, "rmtree")]:
@@ -155,7 +155,7 @@ def found(directory: Path) -> tuple[int, str] | None:
 
 @pytest.mark.parametrize("step", [1, 2, 3, 4])
 def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
-    """The latest is the old or the new one, and the next save goes well."""
+    """The latest checkpoint is the old or the new one, and the next save succeeds."""
     for lives in itertools.count():
         directory = tmp_path / str(lives)
         for earlier in (1, 2, 3):

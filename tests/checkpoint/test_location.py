@@ -11,7 +11,7 @@ from distmp.errors import ConfigError
 
 @pytest.fixture(params=["local", "file", "memory", "chained"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
-    """A place of each kind that does not exist yet."""
+    """A location of each kind that does not exist yet."""
     name = uuid.uuid4().hex
     texts = {
         "local": f"{tmp_path}/{name}",

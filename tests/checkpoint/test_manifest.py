@@ -74,7 +74,7 @@ def test_checksums_take_no_second_reading(tmp_path: Path, monkeypatch: pytest.Mo
         ('{"format": 1}', "cannot be read: KeyError"),
         ('{"format": 2}', "cannot be read: KeyError"),
         ('{"format": 3, "numbers": {}}', "has format 3; this version of distmp reads up to 2"),
-        ('{"format": 2, "crc32": "00000000"}', "its content does not have its checksum"),
+        ('{"format": 2, "crc32": "00000000"}', "its content does not match its checksum"),
         ("[" * 100_000, "cannot be read: RecursionError"),
         (b"\xff" * 10_000, "cannot be read: UnicodeDecodeError"),
     ],
@@ -98,14 +98,14 @@ def test_numbers_are_covered_by_the_checksum(tmp_path: Path) -> None:
     assert isinstance(path, Path)
     text = (path / STATE_FILE).read_text()
     (path / STATE_FILE).write_text(text.replace('"samples": 8', '"samples": 9'))
-    with pytest.raises(CheckpointError, match="its content does not have its checksum"):
-        store.read_numbers(path)
+    with pytest.raises(CheckpointError, match="its content does not match its checksum"):
+        _ = store.StoredCheckpoint(path).numbers
 
 
 def test_an_earlier_version_has_no_checksum_to_ignore(tmp_path: Path) -> None:
     data = manifest.encode(1, {}, {})
     (tmp_path / STATE_FILE).write_bytes(data.replace(b'"format": 2', b'"format": 1'))
-    with pytest.raises(CheckpointError, match="its content does not have its checksum"):
+    with pytest.raises(CheckpointError, match="its content does not match its checksum"):
         manifest.read(tmp_path)
 
 
@@ -119,5 +119,5 @@ def test_a_checkpoint_without_checksums_is_loaded_with_a_note(
     found = {"weight": torch.zeros(3)}
     store.load(path, found)
     assert torch.equal(found["weight"], torch.arange(3.0))
-    assert store.read_numbers(path) == {"samples": 8}
+    assert store.StoredCheckpoint(path).numbers == {"samples": 8}
     assert f"{path} has no checksums" in caplog.text

@@ -4,12 +4,14 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from distmp.checkpoint import manifest, store
+from distmp.checkpoint.location import Location
 from distmp.checkpoint.storage import INDEX_FILE
 from distmp.errors import CheckpointError, ConfigError
 from distmp.telemetry import read_records
@@ -19,14 +21,14 @@ from tests.torchrun import TINY, corpus
 
 
 def save(directory: Path, *steps: int) -> list[Path]:
-    """Save checkpoints that all stay; return their folders."""
+    """Save checkpoints and keep all of them; return their folders."""
     for step in steps:
         store.save(directory, step, {"step": torch.tensor(step)}, {}, keep=9)
     return [directory / f"step-{step:06d}" for step in steps]
 
 
 def damage(path: Path) -> str:
-    """Change a bit; return what will be said about it."""
+    """Change a bit; return the start of the message about it."""
     file = path / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -34,7 +36,12 @@ def damage(path: Path) -> str:
     return f"{path} cannot be used: {file} does not hold what was written (its CRC-32 is "
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def resolved(resume: str, directory: Path) -> Location | None:
+    checkpoint = store.resolve(resume, directory)
+    return None if checkpoint is None else checkpoint.path
+
+
+def messages_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name == "distmp"]
 
 
@@ -42,14 +49,14 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_auto_is_none_where_there_is_none(tmp_path: Path) -> None:
-    assert store.resolve("auto", tmp_path / "missing") is None
-    assert store.resolve("auto", tmp_path) is None
+    assert resolved("auto", tmp_path / "missing") is None
+    assert resolved("auto", tmp_path) is None
 
 
 def test_auto_is_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     *_, newest = save(tmp_path, 1, 2)
-    assert store.resolve("auto", tmp_path) == newest
-    assert told(caplog) == []
+    assert resolved("auto", tmp_path) == newest
+    assert messages_in(caplog) == []
 
 
 @pytest.mark.parametrize("resume", ["auto", "its path"])
@@ -59,24 +66,24 @@ def test_a_damaged_one_is_reported_and_the_one_before_it_used(
     first, second, third = save(tmp_path, 1, 2, 3)
     reports = [damage(third), damage(second)]
     resume = "auto" if resume == "auto" else str(tmp_path)
-    assert store.resolve(resume, tmp_path) == first
-    messages = told(caplog)
+    assert resolved(resume, tmp_path) == first
+    messages = messages_in(caplog)
     assert len(messages) == 2
     for message, report in zip(messages, reports, strict=True):
         assert message.startswith(report)
-        assert message.endswith(f"; going on from {first}")
+        assert message.endswith(f"; continuing from {first}")
 
 
 def test_one_that_was_never_finished_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "step-000002.writing").mkdir()
-    assert store.resolve("auto", tmp_path) is None
-    assert "step-000002.writing was never finished; going on from the beginning" in caplog.text
+    assert resolved("auto", tmp_path) is None
+    assert "step-000002.writing was not finished; continuing from the beginning" in caplog.text
     [first] = save(tmp_path, 1)
     (tmp_path / "step-000002.writing").mkdir()
-    assert store.resolve("auto", tmp_path) == first
-    assert f"step-000002.writing was never finished; going on from {first}" in caplog.text
+    assert resolved("auto", tmp_path) == first
+    assert f"step-000002.writing was not finished; continuing from {first}" in caplog.text
 
 
 def test_a_run_does_not_begin_anew_where_all_are_damaged(tmp_path: Path) -> None:
@@ -90,11 +97,11 @@ def test_a_run_does_not_begin_anew_where_all_are_damaged(tmp_path: Path) -> None
 
 def test_before_a_step(tmp_path: Path) -> None:
     first, second, third = save(tmp_path, 1, 2, 3)
-    assert store.usable(tmp_path, before=3).path == second
+    assert store.usable(tmp_path, before=3).checkpoint.path == second
     damage(second)
-    assert store.usable(tmp_path, before=3).path == first
-    assert store.usable(tmp_path, before=1).path is None
-    assert store.usable(tmp_path).path == third
+    assert store.usable(tmp_path, before=3).checkpoint.path == first
+    assert store.usable(tmp_path, before=1).checkpoint is None
+    assert store.usable(tmp_path).checkpoint.path == third
 
 
 # A path
@@ -103,15 +110,17 @@ def test_before_a_step(tmp_path: Path) -> None:
 def test_a_path(tmp_path: Path) -> None:
     first, second = save(tmp_path / "run", 1, 2)
     elsewhere = tmp_path / "other"
-    assert store.resolve(str(first), elsewhere) == first
-    assert store.resolve(str(tmp_path / "run"), elsewhere) == second
-    assert store.resolve(f"file://{first}", elsewhere) == first
+    assert resolved(str(first), elsewhere) == first
+    assert resolved(str(tmp_path / "run"), elsewhere) == second
+    assert resolved(f"file://{first}", elsewhere) == first
     kept = tmp_path / "the one of the paper"
     shutil.copytree(first, kept)
-    assert store.resolve(str(kept), elsewhere) == kept
+    assert resolved(str(kept), elsewhere) == kept
 
 
-@pytest.mark.parametrize(("name", "problem"), [("missing", "does not exist"), ("", "holds none")])
+@pytest.mark.parametrize(
+    ("name", "problem"), [("missing", "does not exist"), ("", "contains none")]
+)
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path, name: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem) as error:
         store.resolve(str(tmp_path / name), tmp_path)
@@ -125,9 +134,9 @@ def test_a_named_one_that_is_damaged_is_an_error_that_names_another(tmp_path: Pa
     with pytest.raises(CheckpointError) as error:
         store.resolve(str(second), tmp_path)
     assert str(error.value).startswith(report)
-    assert str(error.value).endswith(f"; {first} is whole")
+    assert str(error.value).endswith(f"; {first} is intact")
     damage(first)
-    with pytest.raises(CheckpointError, match="; there is no other one beside it"):
+    with pytest.raises(CheckpointError, match="; its directory has no other one"):
         store.resolve(str(second), tmp_path)
 
 
@@ -135,10 +144,12 @@ def test_a_named_one_that_lacks_everything_is_damaged(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1, 2)
     shutil.rmtree(second)
     second.mkdir()
-    with pytest.raises(CheckpointError, match=r"state\.json is missing; .*-000001 is whole"):
+    with pytest.raises(CheckpointError, match=r"state\.json is missing; .*-000001 is intact"):
         store.resolve(str(second), tmp_path)
     (first / "state.json").unlink()
-    with pytest.raises(CheckpointError, match=r"state\.json is missing; there is no other"):
+    with pytest.raises(
+        CheckpointError, match=r"state\.json is missing; its directory has no other"
+    ):
         store.resolve(str(first), tmp_path)
 
 
@@ -151,16 +162,16 @@ def test_damage_that_one_rank_sees_counts_for_all(
 ) -> None:
     first, second = save(tmp_path, 1, 2)
     if dist.get_rank() == 1:
-        check_file = manifest.check_file
+        open_verified = manifest.open_verified
 
-        def failing(path: Path, *args: object) -> None:
+        def failing(path: Path, *args: Any) -> Any:
             if path.parent == second:
                 raise OSError(5, "Input/output error")
-            check_file(path, *args)  # type: ignore[arg-type]
+            return open_verified(path, *args)
 
-        monkeypatch.setattr(manifest, "check_file", failing)
+        monkeypatch.setattr(manifest, "open_verified", failing)
     found = store.usable(tmp_path)
-    assert found.path == first
+    assert found.checkpoint.path == first
     assert found.damaged == [f"{second} cannot be used: OSError: [Errno 5] Input/output error"]
     tensors = {"step": torch.tensor(0)}
     with pytest.raises(CheckpointError, match="Input/output error"):
@@ -177,7 +188,7 @@ def test_ranks_that_see_different_files_use_none_of_them(
         other = manifest.read(path)
         monkeypatch.setattr(manifest, "read", lambda _: replace(other, crc32=other.crc32 ^ 1))
     with pytest.raises(CheckpointError, match="is not the same on all ranks"):
-        store.verify(path)
+        store.StoredCheckpoint(path).verify()
 
 
 @ranks(2)
@@ -185,20 +196,20 @@ def test_every_file_is_read_by_one_rank(tmp_path: Path, monkeypatch: pytest.Monk
     tensors = {f"weight {i}": torch.randn(10) for i in range(4)}
     path = store.save(tmp_path, 1, tensors, {}, keep=1)
     read: list[str] = []
-    check_file = manifest.check_file
+    open_verified = manifest.open_verified
 
-    def recording(path: Path, *args: object) -> None:
+    def recording(path: Path, *args: Any) -> Any:
         read.append(path.name)
-        check_file(path, *args)  # type: ignore[arg-type]
+        return open_verified(path, *args)
 
-    monkeypatch.setattr(manifest, "check_file", recording)
-    store.verify(path)
+    monkeypatch.setattr(manifest, "open_verified", recording)
+    store.StoredCheckpoint(path).verify()
     expected = [["__0_0.distcp", INDEX_FILE], ["__1_0.distcp"]]
     assert read == expected[dist.get_rank()]
 
 
 @ranks(2)
-def test_rank_0_speaks(tmp_path: Path) -> None:
+def test_only_rank_0_logs(tmp_path: Path) -> None:
     first, second = save(tmp_path, 1, 2)
     if dist.get_rank() == 0:
         damage(second)
@@ -207,7 +218,7 @@ def test_rank_0_speaks(tmp_path: Path) -> None:
     handler = logging.Handler()
     handler.emit = messages.append  # type: ignore[method-assign]
     logging.getLogger("distmp").addHandler(handler)
-    assert store.resolve("auto", tmp_path) == first
+    assert resolved("auto", tmp_path) == first
     assert len(messages) == (1 if dist.get_rank() == 0 else 0)
 
 
@@ -227,8 +238,8 @@ def test_a_run_goes_on_from_the_one_before(
     report = damage(last)
 
     assert main([*arguments, f"--resume={last}"]) == 1
-    assert f"{last.with_name('step-000002')} is whole" in capsys.readouterr().err
+    assert f"{last.with_name('step-000002')} is intact" in capsys.readouterr().err
     assert main([*arguments, "--resume=auto"]) == 0
-    assert report in "".join(told(caplog))
+    assert report in "".join(messages_in(caplog))
     assert [record.loss for record in read_records(records)] == losses
-    assert store.usable(checkpoints).path == last
+    assert store.usable(checkpoints).checkpoint.path == last

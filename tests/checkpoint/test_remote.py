@@ -1,4 +1,4 @@
-"""Checkpoints on what cannot rename folders, such as object stores."""
+"""Checkpoints on file systems that cannot rename folders, such as object stores."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import itertools
 import uuid
 from pathlib import Path
 
-import fsspec
 import pytest
 import torch
 import torch.distributed as dist
-from fsspec.implementations.local import LocalFileSystem
 from torch.distributed.device_mesh import init_device_mesh
 
 from distmp.checkpoint import store
@@ -20,33 +18,9 @@ from distmp.errors import CheckpointError
 from distmp.telemetry import read_records
 from distmp.training.train import main
 from tests.checkpoint import tiny
+from tests.checkpoint.objects import URL
 from tests.ranks import ranks
 from tests.torchrun import TINY, corpus
-
-
-class ObjectStore(LocalFileSystem):
-    """Objects that all processes see; there is no moving, and no folder without a file in it."""
-
-    protocol = "objects"
-    cachable = False
-
-    def mv(self, path1: str, path2: str, **kwargs: object) -> None:
-        """Copy and remove, one object only, as object stores do it."""
-        assert self.isfile(path1), "an object store moves no folders"
-        self.cp_file(path1, path2)
-        self.rm_file(path1)
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Do nothing."""
-
-    def open(self, path: str, mode: str = "rb", **kwargs: object) -> object:
-        """Open; a file appears in its folder."""
-        if "w" in mode:
-            Path(self._strip_protocol(path)).parent.mkdir(parents=True, exist_ok=True)
-        return super().open(path, mode, **kwargs)
-
-
-fsspec.register_implementation("objects", ObjectStore, clobber=True)
 
 
 @pytest.fixture
@@ -61,9 +35,7 @@ def save(directory: Location, *steps: int, keep: int = 9, content: int = 0) -> L
     return path
 
 
-def content(path: Location | None) -> int | None:
-    if path is None:
-        return None
+def content(path: Location) -> int:
     tensors = {"content": torch.tensor(-1)}
     store.load(path, tensors)
     return int(tensors["content"])
@@ -77,11 +49,11 @@ def test_round_trip(directory: Location) -> None:
     assert store.latest(directory) is None
     assert store.usable(directory) == (None, [], [])
     path = save(directory, 1)
-    assert path == store.latest(directory) == store.usable(directory).path
+    assert path == store.latest(directory) == store.usable(directory).checkpoint.path
     assert str(path) == f"{directory}/step-000001"
     assert content(path) == 100
-    assert store.read_numbers(path) == {"content": 0}
-    assert store.stored_tensors(path) == {"content": ((), torch.int64)}
+    assert store.StoredCheckpoint(path).numbers == {"content": 0}
+    assert store.StoredCheckpoint(path).tensors == {"content": ((), torch.int64)}
 
 
 def test_the_last_stay(directory: Location) -> None:
@@ -101,8 +73,8 @@ def test_later_steps_are_set_aside(directory: Location) -> None:
     save(directory, 10, 20, 30)
     save(directory, 15)
     assert list(checkpoints(directory)) == [10, 15]
-    assert store.usable(directory).path == directory / "step-000015"
-    assert content(store.resolve(f"{directory}/step-000030", directory)) == 3000
+    assert store.usable(directory).checkpoint.path == directory / "step-000015"
+    assert content(store.resolve(f"{directory}/step-000030", directory).path) == 3000
     save(directory, 30, content=1)
     assert content(store.latest(directory)) == 3001
     assert content(directory / "step-000030") == 3000
@@ -114,17 +86,19 @@ def test_a_damaged_one_gives_way(directory: Location) -> None:
     data[100] ^= 1
     (second / "__0_0.distcp").write_bytes(bytes(data))
     found = store.usable(directory)
-    assert found.path == first
+    assert found.checkpoint.path == first
     [report] = found.damaged
     assert report.startswith(f"{second} cannot be used: {second}/__0_0.distcp does not hold")
-    with pytest.raises(CheckpointError, match=f"{first} is whole"):
+    with pytest.raises(CheckpointError, match=f"{first} is intact"):
         store.resolve(str(second), directory)
 
 
 def test_one_without_its_list_is_not_finished(directory: Location) -> None:
     first, second = save(directory, 1), save(directory, 2)
     (second / "state.json").unlink()
-    assert store.usable(directory) == (first, [], [f"{second} was never finished"])
+    found = store.usable(directory)
+    assert found.checkpoint.path == first
+    assert (found.damaged, found.unfinished) == ([], [f"{second} was not finished"])
     discard(directory, 1)
     assert names(directory) == ["step-000001", "step-000002"]
     save(directory, 3)
@@ -143,14 +117,14 @@ CHANGES = ("mkdir", "open", "write_bytes", "rename", "unlink", "remove_tree")
 
 
 def killed_save(directory: Location, step: int, lives: int) -> bool:
-    """Save, but be killed after so many operations; return whether it was."""
+    """Save, but be killed after so many operations; return whether killed."""
     countdown = itertools.count(lives, -1)
 
     def mortal(operation: object) -> object:
         def run(path: RemotePath, *args: object, **kwargs: object) -> object:
             if next(countdown) > 0:
                 return operation(path, *args, **kwargs)  # type: ignore[operator]
-            if operation is REMOVE_TREE:  # only half-way through
+            if operation is REMOVE_TREE:  # removes only a half
                 (path / "__0_0.distcp")._file_system.rm_file((path / "__0_0.distcp")._path)
             raise Killed
 
@@ -168,16 +142,16 @@ def killed_save(directory: Location, step: int, lives: int) -> bool:
 
 @pytest.mark.parametrize("step", [1, 2, 3])
 def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
-    """The newest is the old or the new one, whole, and the next save goes well."""
+    """The newest is the old or the new one, complete, and the next save succeeds."""
     for lives in itertools.count():
         directory = locate("checkpoint.path", f"memory://{uuid.uuid4().hex}")
         save(directory, 1, 2)
         killed = killed_save(directory, step, lives)
         for path in checkpoints(directory).values():
-            store.verify(path)
-        assert content(store.usable(directory).path) in (200, 100 * step + 1)
+            store.StoredCheckpoint(path).verify()
+        assert content(store.usable(directory).checkpoint.path) in (200, 100 * step + 1)
         save(directory, step, keep=1, content=2)
-        assert content(store.usable(directory).path) == 100 * step + 2
+        assert content(store.usable(directory).checkpoint.path) == 100 * step + 2
         if not killed:
             break
     assert lives > 5
@@ -185,7 +159,7 @@ def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
 
 @ranks(2)
 def test_several_ranks(tmp_path: Path) -> None:
-    directory = locate("checkpoint.path", f"objects://{tmp_path}/bucket/run")
+    directory = locate("checkpoint.path", f"{URL}{tmp_path}/bucket/run")
     mesh = init_device_mesh("cpu", (2,))
     for step in (1, 2, 2, 3):
         tiny.save(directory, step, mesh)
@@ -195,11 +169,11 @@ def test_several_ranks(tmp_path: Path) -> None:
         file = directory / "step-000003" / "__1_0.distcp"
         file.write_bytes(file.read_bytes()[:-1])
     dist.barrier()
-    path, damaged, _ = store.usable(directory)
-    assert path == directory / "step-000002.2"
+    checkpoint, damaged, _ = store.usable(directory)
+    assert checkpoint.path == directory / "step-000002.2"
     assert len(damaged) == 1
     tensors = tiny.zeros(mesh)
-    store.load(path, tensors)
+    checkpoint.load(tensors)
     assert tiny.same_bits(tensors, tiny.values(2))
 
 
@@ -227,7 +201,7 @@ def test_a_run_and_its_continuation_on_another_machine(
         for run in (here, there)
     ]
     assert losses[0] == losses[1]
-    # A new run, on a third machine, leaves them alone.
+    # A new run on a third machine does not change them.
     third = tmp_path / "third"
     assert main([*common, f"--run-dir={third / 'run'}"]) == 0
     assert [path.name for path in third.iterdir()] == ["run-2"]

@@ -21,7 +21,7 @@ from tests.ranks import ranks
 
 
 def uneven(rank: int, whole: Tensor) -> FlatShard:
-    """Return what rank 0 (a little) or 1 (the rest) of a sharded optimizer has of a tensor."""
+    """Return the shard of a tensor on rank 0 (a few elements) or rank 1 (the others)."""
     cut = whole.numel() // 3
     part = slice(0, cut) if rank == 0 else slice(cut, whole.numel())
     return FlatShard.of(whole.flatten()[part].clone(), whole.shape, part.start)
@@ -35,7 +35,7 @@ def every_kind(rank: int) -> dict[str, Tensor]:
         for placement in (Shard(0), Shard(1), Replicate()):
             found[f"{name} {placement}"] = distribute_tensor(found[name].clone(), mesh, [placement])
         found[f"{name} slice"] = uneven(rank, found[name])
-    found["short"] = distribute_tensor(torch.randn(1, 3), mesh, [Shard(0)])  # rank 1 has none of it
+    found["short"] = distribute_tensor(torch.randn(1, 3), mesh, [Shard(0)])  # rank 1 has no row
     return found
 
 
@@ -72,9 +72,9 @@ def test_every_kind_of_tensor_is_saved_as_it_was(held: bool, tmp_path: Path) -> 
     live = every_kind(rank)
     short = live["short"].full_tensor()  # type: ignore[attr-defined]
     buffers = HostBuffers()
-    for step in (1, 2):  # the second time in the memory of the first
-        here = written_here(live, rank, 2)
-        snapshot = Snapshot(here, set(live) if held else (), buffers)
+    for step in (1, 2):  # the second time into the buffers of the first
+        written = written_here(live, rank, 2)
+        snapshot = Snapshot(written, set(live) if held else (), buffers)
         copied = complete(snapshot)
         with torch.no_grad():
             for tensor in live.values():
@@ -104,7 +104,7 @@ def test_the_memory_is_that_of_what_a_rank_writes_and_is_used_again() -> None:
     copied = complete(Snapshot(written_here(live, rank, 2), set(live), buffers))
     for tensor in copied.values():
         for part in tensor.parts if isinstance(tensor, HostParts) else [tensor]:
-            # Of anything else DCP makes copies that it keeps until a file is written.
+            # DCP copies other tensors, and keeps the copies until a file is written.
             assert part.untyped_storage().nbytes() == part.nbytes
     # Half of everything.
     assert buffers.bytes() == 4 * (3 * 1000 + 1000 + 1000)
@@ -122,10 +122,12 @@ def test_every_rank_writes_its_share_and_everything_is_written_once() -> None:
         whole = torch.zeros(10, 7)
         live[f"hybrid {n}"] = distribute_tensor(whole, mesh, [Replicate(), Shard(0)])
         live[f"copied {n}"] = distribute_tensor(whole, mesh, [Replicate(), Replicate()])
-    here = written_here(live, rank, 4)
-    elements = sum((t.to_local() if isinstance(t, DTensor) else t).numel() for t in here.values())
+    written = written_here(live, rank, 4)
+    elements = sum(
+        (t.to_local() if isinstance(t, DTensor) else t).numel() for t in written.values()
+    )
     everybody: list[Any] = [None] * 4
-    dist.all_gather_object(everybody, ([*here], elements))
+    dist.all_gather_object(everybody, ([*written], elements))
     times = {name: sum(name in names for names, _ in everybody) for name in live}
     # Two ranks have different halves of a hybrid tensor.
     assert times == {name: 2 if name.startswith("hybrid") else 1 for name in live}
@@ -137,7 +139,7 @@ def test_every_rank_writes_its_share_and_everything_is_written_once() -> None:
 def test_held_tensors_are_copied_before_release_returns() -> None:
     live = {"weight": torch.zeros(10), "buffer": torch.zeros(10)}
     snapshot = Snapshot(live, {"weight"}, HostBuffers())
-    live["buffer"].fill_(1)  # not held: it has been copied
+    live["buffer"].fill_(1)  # not held: copied already
     found: list[dict[str, Tensor]] = []
     worker = threading.Timer(0.05, lambda: found.append(snapshot.complete()))
     worker.start()
@@ -175,7 +177,7 @@ def test_memory_to_be_pinned_shares_no_page_with_anything(dtype: torch.dtype) ->
     source = torch.arange(701 * 3).view(701, 3).to(dtype)
     found = _whole_pages(source)
     assert found.data_ptr() % mmap.PAGESIZE == 0
-    # DCP copies a tensor that is a part of a larger memory.
+    # DCP copies a tensor that is a view of a larger storage.
     assert found.untyped_storage().nbytes() == source.nbytes
     assert torch.equal(found.copy_(source), source)
 
@@ -185,7 +187,7 @@ def test_memory_to_be_pinned_shares_no_page_with_anything(dtype: torch.dtype) ->
 def test_memory_for_copies_from_a_gpu_is_pinned_while_it_lives() -> None:
     for elements in (100, 3 << 20):
         source = torch.arange(elements, device="cuda")
-        for _ in range(3):  # registered again where it was before
+        for _ in range(3):  # pinned again at the same address
             buffers = HostBuffers()
             found = buffers.like("x", 0, source)
             assert found.is_pinned()

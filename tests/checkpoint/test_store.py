@@ -22,7 +22,7 @@ NUMBERS = {"step": 7, "loss": 0.1 + 0.2, "name": "run", "nested": {"list": [1, N
 
 
 def plain_tensors() -> dict[str, Tensor]:
-    """Tensors of every kind that training has, with values that bfloat16 or FP32 would round."""
+    """Tensors of every kind in a training state, with values that bfloat16 or FP32 would round."""
     generator = torch.Generator().manual_seed(0)
     return {
         "layer.weight": torch.randn(7, 5, generator=generator),
@@ -72,7 +72,7 @@ def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.Warnin
     assert store.load(path, found) == []
     assert_all_equal(found, plain_tensors())
     assert {name: tensor.data_ptr() for name, tensor in found.items()} == addresses
-    assert store.read_numbers(path) == NUMBERS
+    assert store.StoredCheckpoint(path).numbers == NUMBERS
     assert [str(warning.message) for warning in recwarn] == []
 
 
@@ -84,7 +84,7 @@ def test_no_tensors(tmp_path: Path) -> None:
 def test_stored_tensors(tmp_path: Path) -> None:
     path = store.save(tmp_path, 1, plain_tensors(), {}, keep=1)
     expected = {name: (tensor.shape, tensor.dtype) for name, tensor in plain_tensors().items()}
-    assert store.stored_tensors(path) == expected
+    assert store.StoredCheckpoint(path).tensors == expected
 
 
 def test_everything_is_on_disk_before_the_rename(
@@ -120,7 +120,7 @@ def test_round_trip(world_size: int, tmp_path: Path) -> None:
     found = zeros(tensors)
     store.load(path, found)
     assert_all_equal(found, plain_tensors())
-    assert store.read_numbers(path) == {"rank": 0}
+    assert store.StoredCheckpoint(path).numbers == {"rank": 0}
 
 
 def _save_sharded(directory: Path, placement: Placement) -> None:
@@ -184,7 +184,7 @@ def test_save_in_a_thread_while_the_ranks_talk(tmp_path: Path) -> None:
 
 
 def agreed(done: bool) -> bool:
-    """Whether all ranks say so, by a collective of the default group."""
+    """Return whether it is true on all ranks, with a collective of the default group."""
     count = torch.tensor(float(done))
     dist.all_reduce(count)
     return count.item() == dist.get_world_size()
@@ -235,7 +235,7 @@ def _fail(*_: Any, **__: Any) -> None:
 
 
 def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str, float]:
-    """Save step 1, then step 2 with a failure; return the error and what can be loaded after."""
+    """Save step 1, then step 2 with a failure; return the error and the loaded tensors."""
     tensors = distributed(plain_tensors(), Shard(0))
     store.save(directory, 1, tensors | {"mark": torch.tensor(1.0)}, {}, keep=1)
     if dist.get_rank() == failing_rank:
@@ -283,7 +283,7 @@ def test_save_after_a_failure_cleans_up(tmp_path: Path) -> None:
 
 
 def _save_to_storage_of_its_own(directory: Path) -> str:
-    """Rank 1 writes to a place that rank 0 does not see."""
+    """Rank 1 writes to a folder that rank 0 does not see."""
     tensors = {f"weight {i}": torch.zeros(10) for i in range(4)}
     if dist.get_rank() == 1:
         directory = directory / "other host"

@@ -31,14 +31,14 @@ from tests.torchrun import run
 
 
 def make_writer(
-    directory: Path, said: list[str] | None = None, **settings: Any
+    directory: Path, messages: list[str] | None = None, **settings: Any
 ) -> CheckpointWriter:
     return CheckpointWriter(
         CheckpointConfig(**settings),
         directory,
         World.current("cpu"),
         timeout_seconds=60,
-        say=[].append if said is None else said.append,
+        log=[].append if messages is None else messages.append,
     )
 
 
@@ -62,7 +62,7 @@ def state_of(engine: Engine) -> dict[str, Tensor]:
 
 
 class Summing(nn.Module):
-    """Passes on what it gets, and changes a buffer in forward."""
+    """Returns its input, and changes a buffer in forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,12 +100,12 @@ def trained(
     return states
 
 
-# Counts the steps of `trained`, for what waits until training has gone on.
+# Counts the steps of `trained`, for a copy that waits until training has continued.
 MORE_TRAINED = threading.Semaphore(0)
 
 
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copy a little later than ordered, and write when training is two steps further."""
+    """Delay the copy, and write when training is two steps further."""
     complete, save = Snapshot.complete, store.save
 
     def complete_later(snapshot: Snapshot) -> dict[str, Tensor]:
@@ -150,12 +150,12 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
         for step in (2, 4):
             path = directory / way / f"step-{step:06d}"
             engine = make_engine(options)
-            engine.prepare_to_load(store.stored_tensors(path))
+            engine.prepare_to_load(store.StoredCheckpoint(path).tensors)
             state = engine.state_dict()
             assert store.load(path, state) == []
             engine.load_state_dict(state)
             assert_same(name, state_of(engine), alone[step])
-            assert store.read_numbers(path) == {"step": step}
+            assert store.StoredCheckpoint(path).numbers == {"step": step}
 
 
 @pytest.mark.gpu
@@ -190,7 +190,7 @@ def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Pat
 
 
 def _save_often(directory: Path) -> tuple[list[int], int]:
-    """Return which steps have been saved, and how many saves were under way at once at most."""
+    """Return the saved steps, and the maximum number of simultaneous saves."""
     active, most, saved = 0, 0, []
     save = store.save
 
@@ -227,11 +227,11 @@ def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
         saving.save(3, {"a": torch.ones(1)}, {"first": True})
         saving.save_now(3, {"a": torch.ones(1)}, {"first": False})
         assert saving.saved_step == 3
-        assert store.read_numbers(tmp_path / "step-000003") == {"first": True}
-        # The run has gone back, and comes to step 3 with another state.
+        assert store.StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": True}
+        # The run has gone back, and reaches step 3 with another state.
         saving.resumed(1, saved=True)
         saving.save_now(3, {"a": torch.ones(1)}, {"first": False})
-        assert store.read_numbers(tmp_path / "step-000003") == {"first": False}
+        assert store.StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": False}
 
 
 @pytest.mark.parametrize("error", [None, CheckpointError("of all ranks"), ValueError("of one")])
@@ -254,12 +254,15 @@ def test_a_save_that_does_not_end_keeps_no_failed_rank_alive(
     leave = threading.Event()
     monkeypatch.setattr(writer.store, "save", lambda *_, **__: leave.wait())
     monkeypatch.setattr(writer, "PATIENCE_SECONDS", 0.1)
-    said: list[str] = []
-    with contextlib.suppress(KeyboardInterrupt, ValueError), make_writer(tmp_path, said) as saving:
+    messages: list[str] = []
+    with (
+        contextlib.suppress(KeyboardInterrupt, ValueError),
+        make_writer(tmp_path, messages) as saving,
+    ):
         saving.save(1, {"a": torch.ones(1)}, {})
         raise error
     leave.set()
-    assert said == ["the checkpoint of step 1 has not been finished"]
+    assert messages == ["the checkpoint of step 1 was not finished"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")
@@ -290,18 +293,18 @@ def _fail_in_every_way(directory: Path) -> dict[tuple[str, bool], dict[str, Any]
 
 
 def _fail_once(directory: Path, on_failure: str, asynchronous: bool) -> dict[str, Any]:
-    """Save steps 1 to 3, the second on a disk that is full for rank 1; return what was seen."""
-    said: list[str] = []
+    """Save steps 1 to 3, the second on a disk that is full for rank 1; return the results."""
+    messages: list[str] = []
     stops = []
     with make_writer(
-        directory, said, on_failure=on_failure, asynchronous=asynchronous, keep=1
+        directory, messages, on_failure=on_failure, asynchronous=asynchronous, keep=1
     ) as saving:
         for step in (1, 2, 3):
             with pytest.MonkeyPatch.context() as monkeypatch:
                 if step == 2 and dist.get_rank() == 1:
                     monkeypatch.setattr(FileSystemWriter, "write_data", _disk_full)
                 tensors = {f"weight {n}": torch.full((5,), float(step)) for n in range(4)}
-                # A run that stops has its last state saved in this way.
+                # A run that stops saves its last state in this way.
                 save = saving.save_now if step == 3 else saving.save
                 save(step, tensors, {"step": step})
                 saving.finish()
@@ -318,7 +321,7 @@ def _fail_once(directory: Path, on_failure: str, asynchronous: bool) -> dict[str
             saving.check()
         left = sorted(path.name for path in directory.iterdir())
     dist.barrier()
-    return {"said": said, "stops": stops, "error": str(error.value), "left": left}
+    return {"said": messages, "stops": stops, "error": str(error.value), "left": left}
 
 
 def _disk_full(*_: Any, **__: Any) -> None:
@@ -333,11 +336,11 @@ def test_a_failed_save_is_told_on_all_ranks_and_does_no_harm(tmp_path: Path) -> 
                 f"cannot save {directory / 'step-000002'}: rank 1: OSError: [Errno 28] No space "
                 "left on device; the last checkpoint is of step 1"
             )
-            then = "goes on" if on_failure == "continue" else "stops (checkpoint.on_failure)"
+            then = "continues" if on_failure == "continue" else "stops (checkpoint.on_failure)"
             assert seen["said"] == [f"NOT SAVED: {cause}; the run {then}"]
             assert seen["error"] == cause
             assert seen["stops"] == [False, on_failure == "stop", on_failure == "stop"]
-            # Neither the first nor what was written of the second is there once the third is.
+            # The third save has removed the first one, and the files of the failed second one.
             assert seen["left"] == ["step-000003"]
 
 
@@ -356,15 +359,15 @@ def test_a_failure_is_reported_at_the_next_step(
     reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LocalStorage, "publish", _disk_full)
-    said: list[str] = []
-    with make_writer(tmp_path, said) as saving:
+    messages: list[str] = []
+    with make_writer(tmp_path, messages) as saving:
         saving.save(1, {"a": torch.ones(1)}, {})
         if reported == "is_due":
-            _until(lambda: saving.is_due(2) or bool(said))
+            _until(lambda: saving.is_due(2) or bool(messages))
         else:
             saving.finish()
-        assert len(said) == 1
-        assert "nothing has been saved yet; the run goes on" in said[0]
+        assert len(messages) == 1
+        assert "no checkpoint has been saved yet; the run continues" in messages[0]
 
 
 def _until(condition: Callable[[], bool]) -> None:
@@ -376,24 +379,24 @@ def _until(condition: Callable[[], bool]) -> None:
 
 def test_a_model_that_changes_its_weights_in_forward_is_told_what_to_do(tmp_path: Path) -> None:
     weight = torch.ones(3)
-    said: list[str] = []
-    with make_writer(tmp_path, said) as saving:
+    messages: list[str] = []
+    with make_writer(tmp_path, messages) as saving:
         saving.save(1, {"model/weight": weight}, {}, held={"model/weight"})
         weight.mul_(2)
-    assert "model/weight was changed" in said[0]
-    assert "set checkpoint.asynchronous to false" in said[0]
+    assert "model/weight was changed" in messages[0]
+    assert "set checkpoint.asynchronous to false" in messages[0]
     assert store.latest(tmp_path) is None
 
 
 @ranks(2)
 def test_a_rank_without_memory_fails_the_save_of_all(tmp_path: Path) -> None:
-    said: list[str] = []
-    with make_writer(tmp_path, said) as saving:
+    messages: list[str] = []
+    with make_writer(tmp_path, messages) as saving:
         if dist.get_rank() == 1:
             saving._buffers.like = _no_memory  # type: ignore[method-assign]
         saving.save(1, {f"weight {n}": torch.ones(3) for n in range(4)}, {})
-    assert f"cannot save {tmp_path / 'step-000001'}" in said[0]
-    assert "no host memory for a copy of the state (not enough)" in said[0]
+    assert f"cannot save {tmp_path / 'step-000001'}" in messages[0]
+    assert "no host memory for a copy of the state (not enough)" in messages[0]
     assert store.latest(tmp_path) is None
 
 

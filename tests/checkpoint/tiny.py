@@ -1,4 +1,4 @@
-"""A tiny state of each kind that training has, other in every step, and its checkpoints."""
+"""Small tensors of each kind in a training state, different in every step, and checkpoints."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_validation_file_and_none(tmp_path: Path) -> None:
     assert caught.value.setting == "data.validation_path"
 
 
-# --- a user's own ---
+# --- a user's function ---
 
 
 class Squares:

@@ -35,7 +35,7 @@ class Numbers:
 
 
 class Pairs(Numbers):
-    """The same as a tuple, which no general rule can ignore."""
+    """The same as a tuple, which cannot be ignored without a method `ignored`."""
 
     def __getitem__(self, index: int) -> Any:
         return (torch.tensor([index]), torch.tensor([float(index)]))

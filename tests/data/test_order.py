@@ -38,8 +38,8 @@ def scalar_index(seed: int, position: int, size: int) -> int:
 
 
 def test_order_never_changes_silently() -> None:
-    # Runs are resumed from nothing but a count of samples: another order would repeat some and
-    # lose others. If this fails, the order needs a version in the checkpoint.
+    # Runs resume from a number of samples only: another order would repeat some and skip others.
+    # If this fails, the order needs a version in the checkpoint.
     assert sample_indices(0, 0, 25, 10).tolist() == (
         [8, 0, 2, 9, 7, 4, 5, 3, 6, 1, 3, 6, 2, 5, 4, 8, 0, 1, 7, 9, 2, 6, 5, 7, 1]
     )

@@ -1,4 +1,4 @@
-"""Windows over files, against the same thing done in one piece of memory."""
+"""Windows over files, compared with windows over their concatenation in memory."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_folder_of_empty_files_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
-    """A folder that any user may enter, used without the rights of root."""
+    """A folder that any user may enter, used without root permissions."""
     user = os.geteuid()
     with tempfile.TemporaryDirectory() as name:
         os.chmod(name, 0o755)

@@ -40,9 +40,9 @@ def test_what_is_in_one(tmp_path: Path) -> None:
     described = first_column(section("What is in one"))
     files = {file.name for file in path.iterdir()}
     assert files == {name for name in described if not name.endswith("...")} - {"__1_0.distcp"}
-    tensors = {f"{name.partition('/')[0]}/..." for name in store.stored_tensors(path)}
+    tensors = {f"{name.partition('/')[0]}/..." for name in store.StoredCheckpoint(path).tensors}
     assert tensors == {name for name in described if name.endswith("...")}
-    assert {"step", "samples"} <= store.read_numbers(path).keys()
+    assert {"step", "samples"} <= store.StoredCheckpoint(path).numbers.keys()
 
 
 def test_settings_that_keep() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import lr_scheduler
 
 from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, join
@@ -179,13 +180,13 @@ def check_resuming(world: World, sizes: Any, options: dict[str, Any], directory:
         make_engine(device=world.device, policy="fp16", max_norm=1.0, **options) for _ in range(2)
     )
     writer = CheckpointWriter(
-        CheckpointConfig(), directory, world, timeout_seconds=60, say=pytest.fail
+        CheckpointConfig(), directory, world, timeout_seconds=60, log=pytest.fail
     )
     with writer as saving:
         saving.guard(engine.optimizer)
         train(engine, 2, sizes)
         saving.save(2, engine.state_dict(), {"step": 2}, engine.held_until_update())
         train(engine, 2, sizes, first=2)
-    assert restore(resumed, directory / "step-000002").step == 2
+    assert restore(resumed, StoredCheckpoint(directory / "step-000002")).step == 2
     train(resumed, 2, sizes, first=2)
     assert_same_bits(snapshot(resumed), snapshot(engine))

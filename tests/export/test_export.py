@@ -67,7 +67,7 @@ def test_the_masters_of_every_strategy_load_in_plain_torch(tmp_path: Path) -> No
             model = Classifier().to(torch_dtype)
             model.load_state_dict(state)
             assert_same_bits(dict(model.named_parameters()), state)
-            # Nobody has said how to build the model.
+            # There is no description of the model.
             assert not (folder / "config.json").exists()
 
 
@@ -121,7 +121,7 @@ def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
 
 
 class Tied(Classifier):
-    """Its classifier's weight has two names."""
+    """The weight of its classifier has two names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,8 +162,8 @@ def test_a_run_its_export_and_a_run_from_there(
     bf16 = "--precision.policy=bf16"
     assert main([*arguments, bf16, "--steps=15", "--run-dir=run"]) == 0
     assert cli.main(["export", "run", "--to", "weights/fp32"]) == 0
-    told = capsys.readouterr().out
-    assert told.endswith(" numbers in fp32: weights/fp32\n")
+    output = capsys.readouterr().out
+    assert output.endswith(" numbers in fp32: weights/fp32\n")
     modes = {file.name: file.stat().st_mode for file in Path("weights/fp32").iterdir()}
     new = tmp_path / "new"
     new.touch()
@@ -174,13 +174,13 @@ def test_a_run_its_export_and_a_run_from_there(
     saved = load_file("weights/fp32/model.safetensors")
     assert_same_bits(model.state_dict(), saved)
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
-    # What was exported is what was learned.
+    # The exported weights are the trained ones.
     assert main([*arguments, "--steps=1", "--run-dir=next", "--model.weights=weights/fp32"]) == 0
     learned = read_records(tmp_path / "run" / "steps.jsonl")
     (continued,) = read_records(tmp_path / "next" / "steps.jsonl")
     assert learned[0].loss > 5
     assert continued.loss < learned[0].loss - 1
-    # A run that is resumed has weights of its own.
+    # A resumed run loads the weights of its checkpoint.
     (tmp_path / "weights").rename(tmp_path / "elsewhere")
     more = ["--steps=2", "--run-dir=next", "--model.weights=weights/fp32", "--resume=auto"]
     assert main([*arguments, *more]) == 0
@@ -188,9 +188,9 @@ def test_a_run_its_export_and_a_run_from_there(
 
 REFUSED = {
     "no such checkpoint": (["nowhere", "--to", "new"], "checkpoint = 'nowhere': "),
-    "no checkpoint in it": (["empty", "--to", "new"], "holds none"),
-    "a folder that is there": (["run", "--to", "run"], "--to = 'run': is there already"),
-    "a file": (["run", "--to", "file"], "--to = 'file': is there already"),
+    "no checkpoint in it": (["empty", "--to", "new"], "contains none"),
+    "a folder that is there": (["run", "--to", "run"], "--to = 'run': exists already"),
+    "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
     "no folder": (["run"], "--to"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
@@ -218,11 +218,11 @@ def test_what_cannot_be_exported_is_one_message(
     arguments, message = REFUSED[case]
     before = sorted(tmp_path.rglob("*"))
     assert cli.main(["export", *arguments]) in (1, 2)
-    told = capsys.readouterr()
-    assert told.err.startswith("distmp export: ")
-    assert message in told.err
-    assert told.err.count("\n") == 1
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert output.err.startswith("distmp export: ")
+    assert message in output.err
+    assert output.err.count("\n") == 1
+    assert output.out == ""
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -234,7 +234,7 @@ def test_the_memory_of_an_export_is_that_of_one_copy(tmp_path: Path) -> None:
     program = (
         "import re, sys, torch, distmp.export.export as e, huggingface_hub\n"
         "e.store.load(e.Path(sys.argv[1]), {'model/0': torch.empty(4, 2**18)})\n"
-        # Not getrusage, which begins with what the parent has used.
+        # Not getrusage, which includes the peak of the parent process.
         "status = lambda: open('/proc/self/status').read()\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', status())[1]) // 1024\n"
         "before = peak()\n"
@@ -244,7 +244,7 @@ def test_the_memory_of_an_export_is_that_of_one_copy(tmp_path: Path) -> None:
     )
     done = subprocess.run(
         python("-c", program, str(path), str(tmp_path)),
-        # What is freed goes back to the kernel, so that what is resident is what is in use.
+        # Freed memory is returned to the kernel, so that resident memory is memory in use.
         env={**environment(), **EXACT_MALLOC},
         capture_output=True,
         text=True,
@@ -262,6 +262,6 @@ def test_from_python_errors_are_ours(tmp_path: Path) -> None:
         export(path, tmp_path / "new", "fp15")
     with pytest.raises(CheckpointError, match="beyond the range of float16"):
         export(path, tmp_path / "new", "fp16")
-    # Infinity that is there already is none of ours to judge in FP32.
+    # In FP32 infinities of the checkpoint are exported as they are.
     path = checkpoint(tmp_path / "run", {"model/a": torch.tensor(float("inf"))})
     assert export(path, tmp_path / "new") == 1

@@ -57,10 +57,10 @@ def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_loaded(tmp_
     with pytest.raises(ConfigError) as caught:
         load_weights(model, saved(tmp_path / "weights", weights))
     assert caught.value.setting == "model.weights"
-    told = str(caught.value)
-    assert "missing: first.bias;" in told
-    assert "unknown: extra0, extra1, extra2, extra3, extra4 and 2 more;" in told
-    assert "other shape: head.weight [5, 3] for [5, 12]" in told
+    message = str(caught.value)
+    assert "missing: first.bias;" in message
+    assert "unknown: extra0, extra1, extra2, extra3, extra4 and 2 more;" in message
+    assert "other shape: head.weight [5, 3] for [5, 12]" in message
     assert_same_bits(model.state_dict(), make_model(0).state_dict())
 
 
@@ -115,7 +115,7 @@ def test_what_shapes_do_not_show_is_compared_too(tmp_path: Path) -> None:
         ([], "has no 'model_type'"),
         ({"layers": 1}, "has no 'model_type'"),
         ({"model_type": "llama"}, "a model of type 'llama'"),
-        # Whoever trusts such a folder imports it: nobody is made to run what it names.
+        # Users who trust such a folder import the model themselves; distmp runs no code from it.
         (
             {"model_type": "distmp-import-path", "name": "os:system", "options": {"command": "x"}},
             "a model of type 'distmp-import-path'",

@@ -59,7 +59,7 @@ def same_on_all_ranks(value: Any) -> bool:
 
 @ranks(2)
 def test_all_ranks_skip_what_one_of_them_cannot_apply() -> None:
-    """The infinity stands in a parameter that DDP does not reduce, so only one rank sees it."""
+    """The infinity is in a parameter that DDP does not reduce, so only one rank sees it."""
     for fused in (True, False):
         accelerator = Accelerator("fp16-autocast", loss_scale=RULES)
         assert isinstance(accelerator.scaler, DistributedGradScaler)
@@ -68,7 +68,7 @@ def test_all_ranks_skip_what_one_of_them_cannot_apply() -> None:
         adam = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
         schedule = torch.optim.lr_scheduler.ExponentialLR(adam, 0.5)
         model, optimizer, scheduler = accelerator.prepare(model, adam, schedule)
-        told = []
+        reported = []
         for step in range(4):
             optimizer.zero_grad()
             output = model(batch(step, accelerator.process_index))
@@ -78,8 +78,8 @@ def test_all_ranks_skip_what_one_of_them_cannot_apply() -> None:
                 model.module[3].bias.grad.fill_(torch.inf)
             optimizer.step()
             scheduler.step()
-            told.append((optimizer.step_was_skipped, accelerator.scaler.get_scale()))
-        assert told == [(False, 256), (True, 128), (False, 128), (False, 128)]
+            reported.append((optimizer.step_was_skipped, accelerator.scaler.get_scale()))
+        assert reported == [(False, 256), (True, 128), (False, 128), (False, 128)]
         assert scheduler.get_last_lr()[0] == pytest.approx(0.1 * 0.5**6)  # twice per step: 2 ranks
         weights = {k: v for k, v in model.module.state_dict().items() if k != "3.bias"}
         assert same_on_all_ranks([value.tolist() for value in weights.values()])
@@ -88,7 +88,7 @@ def test_all_ranks_skip_what_one_of_them_cannot_apply() -> None:
 
 @ranks(1)
 def test_two_optimizers_of_one_backward_see_one_scale() -> None:
-    """The scale doubles at every step, and accelerate says so between the two optimizers."""
+    """The scale doubles at every step, and accelerate updates it between the two optimizers."""
     reference = make_model()
     plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     rules = LossScaleConfig(init=2.0**4, growth_interval=1)
@@ -124,7 +124,7 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
         with mock.patch.object(torch.accelerator, "is_available", return_value=True):
             accelerator = Accelerator(name, loss_scale=RULES, fsdp_plugin=plugin)
         assert accelerator.distributed_type == DistributedType.FSDP
-        module = make_model().bfloat16()  # what is trained becomes FP32, exactly
+        module = make_model().bfloat16()  # trained parameters become FP32, exactly
         seen: list[torch.dtype] = []
         module[0].register_forward_hook(_recorder(seen))
         if version == 2:
@@ -158,7 +158,7 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
 @pytest.mark.parametrize("version", [1, 2])
 @ranks(2)
 def test_fsdp_computes_as_mixed_precision_says(version: int) -> None:
-    """FP32 weights under autocast, reduced in FP32, where accelerate has 16 bits in each place."""
+    """FP32 weights under autocast, reduced in FP32; accelerate would use 16 bits for both."""
     _let_accelerate_shard_on_cpu()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
     with mock.patch.object(torch.accelerator, "is_available", return_value=True):
@@ -180,7 +180,7 @@ def test_fsdp_computes_as_mixed_precision_says(version: int) -> None:
 
 
 def _let_accelerate_shard_on_cpu() -> None:
-    """accelerate does so on GPUs only; what it then does is the same."""
+    """accelerate does this only on GPUs; the code is the same."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_GPU)
 
@@ -201,7 +201,7 @@ def test_every_field_holds_with_ddp() -> None:
     model[0].register_forward_hook(_recorder(seen))
     model[2].register_forward_hook(_recorder(seen))
     model = accelerator.prepare_model(model)
-    output = model(batch(0, dist.get_rank()).double())  # cast to what the parameters are
+    output = model(batch(0, dist.get_rank()).double())  # cast to the dtype of the parameters
     accelerator.backward(output.square().mean())
     assert output.dtype == torch.float32
     assert seen == [torch.float32, torch.bfloat16, torch.float32, torch.float32]
@@ -221,7 +221,7 @@ def test_every_field_holds_with_ddp() -> None:
 
 @ranks(2)
 def test_the_process_group_ends_before_the_model() -> None:
-    """On one core the group's thread is often late, and the model's last collective with it."""
+    """On one core the thread of the group is often late, and so is the last collective."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 
     def train() -> None:
@@ -249,7 +249,7 @@ def test_what_would_overrule_the_policy_is_refused() -> None:
         ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "neither policy nor"),
         ("fp32", {"deepspeed_plugins": {"a": object()}}, "deepspeed_plugin", "neither policy nor"),
         ("fp32", {"megatron_lm_plugin": object()}, "megatron_lm_plugin", "neither policy nor"),
-        ("fp32", {"kwargs_handlers": [AutocastKwargs()]}, "kwargs_handlers", "leave it out"),
+        ("fp32", {"kwargs_handlers": [AutocastKwargs()]}, "kwargs_handlers", "remove it"),
         ("fp32", {"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers", "LossScaleConfig"),
         ("fp32", {"kwargs_handlers": [compressed]}, "kwargs_handlers", "would not"),
         # accelerate ignores the plugin on a CPU.
@@ -285,7 +285,7 @@ def test_what_accelerate_is_told_is_a_policy() -> None:
         ((True, False, "bf16"), {}, None, "bf16-autocast", "mixed_precision = 'bf16'"),
         ((True, False, PrecisionType.FP16, 2), {}, None, "fp16-autocast", "= 'fp16'"),
         ((True,), {"mixed_precision": "fp16"}, None, "fp16-autocast", "= 'fp16'"),
-        # What `accelerate launch --mixed_precision` sets; a script's own argument wins.
+        # Set by `accelerate launch --mixed_precision`; the argument of a script overrides it.
         ((), {}, "bf16", "bf16-autocast", "ACCELERATE_MIXED_PRECISION = 'bf16'"),
         ((), {}, "no", "fp32", "ACCELERATE_MIXED_PRECISION = 'no'"),
         ((), {"mixed_precision": "no"}, "bf16", "fp32", "mixed_precision = 'no'"),
@@ -406,13 +406,13 @@ def test_the_example_skips_on_both_ranks(tmp_path: Path) -> None:
     done = run(launch(example, "--bad-batch-at", "4"), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     line = r"rank {} step (\d+) skipped=(\w+) scale=(\d+) lr=(0\.\d{{5}})"
-    told = [re.findall(line.format(rank), done.stdout) for rank in range(2)]
-    assert len(told[0]) == 10
-    assert told[0] == told[1]
-    assert [step for step, skipped, _, _ in told[0] if skipped == "True"] == ["4"]
-    assert [scale for _, _, scale, _ in told[0]] == ["65536"] * 3 + ["32768"] * 7
-    assert told[0][3][3] == told[0][2][3]  # the learning rate rests
-    assert told[0][4][3] < told[0][3][3]
+    reported = [re.findall(line.format(rank), done.stdout) for rank in range(2)]
+    assert len(reported[0]) == 10
+    assert reported[0] == reported[1]
+    assert [step for step, skipped, _, _ in reported[0] if skipped == "True"] == ["4"]
+    assert [scale for _, _, scale, _ in reported[0]] == ["65536"] * 3 + ["32768"] * 7
+    assert reported[0][3][3] == reported[0][2][3]  # the learning rate does not change
+    assert reported[0][4][3] < reported[0][3][3]
     norms = re.findall(r"weights of norm (\d\.\d{8}e[+-]\d\d)", done.stdout)
     assert len(norms) == 2
     assert norms[0] == norms[1]
@@ -428,7 +428,7 @@ def test_what_the_documentation_says_of_accelerate_itself() -> None:
     """The second column of the table in docs/accelerate.md."""
     rank = dist.get_rank()
     alone = accelerate.Accelerator()
-    assert alone.num_processes == 1  # two ranks on CPUs, each by itself
+    assert alone.num_processes == 1  # two ranks on CPUs that are not connected
     AcceleratorState._reset_state(reset_partial_state=True)
 
     accelerator = accelerate.Accelerator(mixed_precision="fp16", cpu=True)
@@ -440,7 +440,7 @@ def test_what_the_documentation_says_of_accelerate_itself() -> None:
     model(batch(0, 0))
     assert seen == [torch.float32, torch.float32]
 
-    # What it has on a GPU.
+    # As on a GPU.
     accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=1)
     accelerator.native_amp = True
     model = make_model()
@@ -453,7 +453,7 @@ def test_what_the_documentation_says_of_accelerate_itself() -> None:
     for optimizer in optimizers:
         optimizer.step()
     step = before - model.module[3].weight
-    torch.testing.assert_close(step, 0.1 * gradient / 2.0**9)  # half of what it should be
+    torch.testing.assert_close(step, 0.1 * gradient / 2.0**9)  # half of the correct step
     accelerator.backward(model(batch(1, rank)).square().mean())
     for parameter in (model.module[0].weight, model.module[3].bias):
         parameter.grad.fill_(torch.inf if rank == 1 else 1.0)
@@ -477,7 +477,7 @@ def test_what_the_documentation_says_of_accelerate_itself() -> None:
     model(batch(0, 0))
     assert seen == [torch.float32, torch.float32]
 
-    # FSDP1 with 16-bit parameters, whatever it reduces in.
+    # FSDP1 with 16-bit parameters and any reduction dtype.
     wide = fsdp1_policy(policy("bf16"))
     sharded = FullyShardedDataParallel(
         make_model(), mixed_precision=wide, device_id=torch.device("cpu")

@@ -38,7 +38,7 @@ def count(size: str) -> int:
     [
         ("1m", 0.9e6, 1.2e6),
         ("22m", 21.7e6, 22.0e6),
-        # Named for a vocabulary of about 50,000: without it, what the blocks hold.
+        # The names include about 50,000 embeddings; here only the parameters of the blocks count.
         ("125m", 84e6, 87e6),
         ("350m", 300e6, 310e6),
         ("1.3b", 1.2e9, 1.3e9),

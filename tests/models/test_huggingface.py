@@ -95,8 +95,8 @@ def train_all(sources: dict[str, Path], out: Path) -> dict[str, tuple[float, dic
                 device="cpu",
             )
             for step in range(STEPS):
-                mine = tokens(step)[2 * rank : 2 * rank + 2]
-                batches = [{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in mine.split(1)]
+                local = tokens(step)[2 * rank : 2 * rank + 2]
+                batches = [{"inputs": row[:, :-1], "targets": row[:, 1:]} for row in local.split(1)]
                 numbers = engine.step(batches).numbers
             state = engine.state_dict().items()
             weights = [(k[6:], v) for k, v in state if k.startswith("model/")]
@@ -105,14 +105,14 @@ def train_all(sources: dict[str, Path], out: Path) -> dict[str, tuple[float, dic
             if rank == 0:
                 write(out / case, saved, huggingface.configuration(model), torch.float32)
             if strategy == "sharded ddp":
-                continue  # below, the file is compared with that of the whole optimizer
+                continue  # its file is compared with that of the unsharded optimizer below
             whole = {k: v.full_tensor() if strategy == "fsdp" else v for k, v in weights}
             results[case] = numbers.loss, {k: v.clone() for k, v in whole.items()}
     return results
 
 
 def plain_training(path: Path) -> tuple[float, dict[str, Tensor]]:
-    """Train on all the data with the loss of transformers itself, in float64."""
+    """Train on all data with the loss of transformers, in float64."""
     model = build(path).double()
     optimizer = adamw(model.parameters())
     for step in range(STEPS):
@@ -147,7 +147,7 @@ def test_training_saving_and_loading(tmp_path: Path) -> None:
 def distance(
     found: dict[str, Tensor], expected: dict[str, Tensor], start: dict[str, Tensor]
 ) -> float:
-    """Return how far two trainings are apart, relative to how far the second has come."""
+    """Return the difference of two trainings, relative to the change in the second one."""
     apart = torch.cat([(found[k].double() - expected[k]).flatten() for k in expected])
     moved = torch.cat([(expected[k] - start[k]).flatten() for k in expected])
     return float((apart.norm() / moved.norm()).detach())
@@ -185,7 +185,7 @@ def test_a_run_saves_what_another_starts_from(
     assert saved["architectures"] == ["LlamaForCausalLM"]
     assert saved["dtype"] == "float32"
     assert saved["use_cache"]
-    # The same from a checkpoint, also where the folder that the model came from is gone.
+    # The same from a checkpoint, also if the original folder of the model is removed.
     source.rename(tmp_path / "gone")
     weights = AUTO.from_pretrained("first/model").state_dict()
     for dtype in (torch.float32, torch.bfloat16):
@@ -197,7 +197,7 @@ def test_a_run_saves_what_another_starts_from(
         assert exported.lm_head.weight is exported.model.embed_tokens.weight
         assert_same_bits(exported.state_dict(), {k: v.to(dtype) for k, v in weights.items()})
         assert "lm_head.weight" not in load_file(f"{word}/model.safetensors")
-    # And as the start of a run with the same architecture.
+    # And to start a run with the same architecture.
     options = ["--model.name=hf:first/model/config.json", "--model.weights=bf16"]
     assert main([*options, "--steps=1", "--run-dir=third", *arguments]) == 0
     (again,) = read_records(tmp_path / "third" / "steps.jsonl")

@@ -9,7 +9,7 @@ from distmp.models.loss import next_token_loss
 
 
 class Constant(nn.Module):
-    """Returns the same logits whatever it is given."""
+    """Returns the same logits for any input."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from distmp.models.sampling import generate
 
 
 class Counter(nn.Module):
-    """Says that each token is followed by the next one, of ten; remembers what it was shown."""
+    """Predicts the next of ten tokens after each token; records its inputs."""
 
     def __init__(self, certainty: float = 50.0) -> None:
         super().__init__()

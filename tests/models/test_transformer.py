@@ -1,4 +1,4 @@
-"""The transformer, against a float64 implementation written with loops and complex numbers."""
+"""The transformer, compared with a float64 implementation with loops and complex numbers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def reference_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def reference_rotation(x: Tensor, position: int, base: float) -> Tensor:
-    """Turn the pairs of one head's vector, as complex numbers."""
+    """Rotate the pairs of one head's vector, as complex numbers."""
     half = len(x) // 2
     turned = [
         complex(x[i], x[i + half]) * cmath.exp(1j * position * base ** (-2 * i / len(x)))
@@ -77,7 +77,7 @@ def reference_logits(model: Transformer, ids: Tensor) -> Tensor:
 
 
 def spread(model: Transformer) -> Transformer:
-    """Give every parameter values that matter, so that no part hides behind small weights."""
+    """Give all parameters large values, so that every part affects the result."""
     generator = torch.Generator().manual_seed(3)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -141,11 +141,11 @@ def test_norm_is_computed_in_fp32(dtype: torch.dtype, weight_dtype: torch.dtype)
     expected = reference_norm(x.double(), norm.weight.double()).to(dtype)
     result = norm(x)
     assert result.dtype == dtype
-    # At most the last bit may differ, through rounding in another place.
+    # At most the last bit may differ, by rounding in another place.
     torch.testing.assert_close(result, expected, rtol=torch.finfo(dtype).eps * 2, atol=1e-6)
 
 
-# --- behaviour ---
+# --- behavior ---
 
 
 def test_later_tokens_do_not_change_earlier_logits() -> None:

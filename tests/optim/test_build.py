@@ -83,7 +83,7 @@ def test_fused_is_only_a_default(options: dict[str, Any]) -> None:
         ({"options": {"lr": 1.0}}, r"optim\.options\.lr = 1\.0: set optim\.lr instead"),
         ({"options": {"weight_decay": 1}}, r"options\.weight_decay = 1: set optim\.weight_decay"),
         ({"name": "sgd", "options": {"betas": 1}}, r"optim\.options\.betas = 1"),
-        ({"name": "math:pi"}, r"optim\.name = 'math:pi': name something callable"),
+        ({"name": "math:pi"}, r"optim\.name = 'math:pi': is not callable"),
         ({"name": "math:tau2"}, r"module 'math' has no 'tau2'"),
         ({"lr": -1.0}, r"optim\.lr = -1\.0"),
         ({"lr": math.nan}, r"optim\.lr = nan"),
@@ -166,7 +166,7 @@ def test_a_schedule_of_torch_is_torchs_own(name: str, warmup_steps: int) -> None
         expected.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    if name == "OneCycleLR":  # it starts at a rate of its own, and the warm-up leads there
+    if name == "OneCycleLR":  # it starts at its own rate, which the warm-up leads to
         start = expected[warmup_steps]
         expected[:warmup_steps] = [start / 0.5 * rate for rate in expected[:warmup_steps]]
     config = ScheduleConfig(name, warmup_steps=warmup_steps, options=options)

@@ -31,13 +31,13 @@ class Closure(torch.optim.SGD):
 
 
 class Generous(torch.optim.SGD):
-    """Takes whatever it is given."""
+    """Accepts any arguments."""
 
     def step(self, closure: Any = None, *rest: Any, **options: Any) -> None:  # type: ignore[override]
         super().step(closure)
 
 
-# What it says of each kind.
+# The message for each kind.
 REFUSED: dict[type[torch.optim.Optimizer], str] = {
     torch.optim.LBFGS: "needs a closure",
     Closure: "needs a closure",
@@ -98,7 +98,7 @@ def test_optimizers_that_cannot_step_shards_are_named(name: str) -> None:
     create = optimizer_factory(OptimizerConfig(f"torch.optim:{name}", weight_decay=0.0))
     with pytest.raises(ConfigError, match=r"^optim\.name = 'torch\.optim:"):
         build_on(create, [("weight", parameter)])
-    # torch says so itself, but later.
+    # torch raises, too, but later.
     optimizer = kind([parameter], lr=0.1)
     parameter.grad = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)])
     with pytest.raises(RuntimeError):
@@ -241,12 +241,12 @@ def test_the_end_of_a_schedule_in_a_loop_of_ones_own() -> None:
         (
             "OneCycleLR",
             "{max_lr: 0.1, total_steps: 800, cycle_momentum: false}",
-            "schedule.options.total_steps = 800: OneCycleLR ends before the run, which follows it "
-            "for 1000 updates; set it to 1000",
+            "schedule.options.total_steps = 800: OneCycleLR ends before the run, which has 1000 "
+            "updates; set it to 1000",
         ),
         ("ReduceLROnPlateau", "{}", "schedule.name = 'ReduceLROnPlateau': follows a metric"),
         ("LambdaLR", "{}", "schedule.name = 'LambdaLR': needs a Python function"),
-        ("SequentialLR", "{}", "schedule.name = 'SequentialLR': is made of other schedulers"),
+        ("SequentialLR", "{}", "schedule.name = 'SequentialLR': consists of other schedulers"),
         ("StepLR", "{}", "schedule.options = {}: refused by StepLR"),
     ],
 )

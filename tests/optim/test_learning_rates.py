@@ -58,10 +58,10 @@ def test_rates_on_the_device_stay_the_same_tensors() -> None:
     optimizer = make_optimizer(0.8, 0.1)
     rates = LearningRates(optimizer, halving, CPU, on_device=True)
     tensors = [group["lr"] for group in optimizer.param_groups]
-    told = rates.set(count(1), 1)
+    rate = rates.set(count(1), 1)
     rates.set(count(2), 2)
     assert all(group["lr"] is lr for group, lr in zip(optimizer.param_groups, tensors, strict=True))
-    assert told.item() == pytest.approx(0.4)  # what was told of a step does not change later
+    assert rate.item() == pytest.approx(0.4)  # the rate of an earlier step does not change
 
 
 def test_without_a_schedule_rates_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +151,7 @@ def test_a_rate_beside_the_schedule_is_refused(on_device: bool, change: Any) -> 
     rates.set(count(0), 0)
     rates.set(count(1), 1)
     change(optimizer)
-    if change is halving:  # what a scheduler does when it is stepped
+    if change is halving:  # like a scheduler's step
         optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"] * 0.5
     with pytest.raises(ConfigError, match=r"was set outside of the schedule \(ExponentialLR\)"):
         rates.set(count(2), 2)

@@ -17,7 +17,7 @@ SHAPES = {"matrix": torch.Size([4, 6]), "vector": torch.Size([6]), "far": torch.
 
 
 def shares() -> list[tuple[str, Tensor]]:
-    """Ten elements of the matrix, the whole vector, and nothing of a third parameter."""
+    """Ten elements of the matrix, the full vector, and no element of a third parameter."""
     sizes = {"matrix": 10, "vector": 6, "far": 0}
     return [(name, torch.linspace(1, 2, size).requires_grad_()) for name, size in sizes.items()]
 
@@ -71,7 +71,7 @@ def test_an_unknown_optimizer_is_used_with_a_warning(caplog: pytest.LogCaptureFi
 
     with caplog.at_level(logging.WARNING, "distmp"):
         build_on_shares(Own, shares(), SHAPES)
-    assert "right only if it treats every element" in caplog.text
+    assert "this is correct only if it updates every element" in caplog.text
 
 
 def test_an_optimizer_of_others_that_is_known_to_look_at_whole_parameters_is_refused() -> None:

@@ -61,7 +61,7 @@ def twice(parameters: Any) -> torch.optim.Optimizer:
         (lambda: None, r"optimizer = '<lambda>': is called with one argument, \[\(name, tensor\)"),
         (
             lambda p: SGD([tensor for tensor in p if tensor.dim() > 1], lr=0.1),
-            r"does not take what it is called with, \[\(name, tensor\), \.\.\.\] \('tuple' object "
+            r"does not accept its argument, \[\(name, tensor\), \.\.\.\] \('tuple' object "
             r"has no attribute 'dim'\)",
         ),
     ],

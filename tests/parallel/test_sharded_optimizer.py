@@ -116,7 +116,7 @@ def save_after(steps: int, directory: Path, options: dict[str, Any]) -> dict[str
 def load_and_train(steps: int, checkpoint: Path, options: dict[str, Any]) -> dict[str, Tensor]:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     engine = make_engine(**options)
-    engine.prepare_to_load(store.stored_tensors(checkpoint))
+    engine.prepare_to_load(store.StoredCheckpoint(checkpoint).tensors)
     state = engine.state_dict()
     store.load(checkpoint, state)
     engine.load_state_dict(state)

@@ -268,7 +268,7 @@ def test_a_checkpoint_of_each_strategy_continues_under_each_other(tmp_path: Path
         ("hsdp", "fsdp1"),
     ):
         engine = make_engine(model=make_model(seed=9), policy="fp16", **CHECKPOINTED[target])
-        restore(engine, store.latest(tmp_path / source))
+        restore(engine, store.StoredCheckpoint(store.latest(tmp_path / source)))
         assert_same_bits(weights(engine), before[source])
         resumed = make_engine(model=make_model(seed=8), policy="fp16", **CHECKPOINTED[target])
         resumed.load_state_dict(engine.state_dict())

@@ -21,7 +21,7 @@ from distmp.precision.accelerate import (
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
-# accelerate's word, whether autocast is on, what FSDP casts parameters to, without FSDP refused.
+# accelerate's word, autocast, the dtype to which FSDP casts parameters, refused without FSDP.
 WANTED: dict[str, tuple[str, bool, torch.dtype | None, str]] = {
     "fp32": ("no", False, None, ""),
     "tf32": ("no", False, None, ""),
@@ -41,16 +41,16 @@ def test_every_preset_is_expected() -> None:
 @pytest.mark.parametrize("text", WANTED)
 def test_presets_field_by_field(text: str) -> None:
     word, autocast, cast, refused = WANTED[text]
-    wanted = policy(text)
-    assert mixed_precision(wanted) == word
-    assert autocast_kwargs(wanted).enabled == autocast
+    requested = policy(text)
+    assert mixed_precision(requested) == word
+    assert autocast_kwargs(requested).enabled == autocast
     with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
-        check_replicated(wanted)
-    plugin = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=2))
+        check_replicated(requested)
+    plugin = fsdp_plugin(requested, FullyShardedDataParallelPlugin(fsdp_version=2))
     assert plugin.mixed_precision_policy == MixedPrecisionPolicy(
         param_dtype=cast, reduce_dtype=FP32, output_dtype=None, cast_forward_inputs=False
     )
-    plugin = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=1))
+    plugin = fsdp_plugin(requested, FullyShardedDataParallelPlugin(fsdp_version=1))
     assert plugin.mixed_precision_policy == MixedPrecision(
         param_dtype=cast,
         reduce_dtype=FP32,
@@ -62,8 +62,8 @@ def test_presets_field_by_field(text: str) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_fields_that_fsdp_knows_reach_it(version: int) -> None:
-    wanted = policy("bf16,reduce=bf16,buffer=bf16")
-    given = fsdp_plugin(wanted, FullyShardedDataParallelPlugin(fsdp_version=version))
+    requested = policy("bf16,reduce=bf16,buffer=bf16")
+    given = fsdp_plugin(requested, FullyShardedDataParallelPlugin(fsdp_version=version))
     assert given.mixed_precision_policy.reduce_dtype == BF16
     assert version == 2 or given.mixed_precision_policy.buffer_dtype == BF16
 
@@ -104,9 +104,9 @@ def test_the_rest_of_the_plugin_stays() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_another_precision_in_the_plugin_is_refused(version: int) -> None:
-    # accelerate's own default: everything in 16 bits.
+    # The default of accelerate: everything in 16 bits.
     given = FullyShardedDataParallelPlugin(fsdp_version=version, mixed_precision_policy="bf16")
-    with pytest.raises(ConfigError, match="leave it out") as caught:
+    with pytest.raises(ConfigError, match="remove it") as caught:
         fsdp_plugin(policy("bf16"), given)
     assert caught.value.setting == "fsdp_plugin.mixed_precision_policy"
     again = fsdp_plugin(policy("bf16"), FullyShardedDataParallelPlugin(fsdp_version=version))
@@ -119,7 +119,7 @@ def test_accumulation_in_16_bits_is_refused() -> None:
         return fsdp_plugin(policy(text), plugin, reduces_every_microbatch=False)
 
     for text, version in (("bf16", 1), ("bf16,reduce=bf16", 2), ("fp32,reduce=bf16", 2)):
-        with pytest.raises(ConfigError, match="add microbatches up in bfloat16") as caught:
+        with pytest.raises(ConfigError, match="would sum microbatches in bfloat16") as caught:
             build(text, version)
         assert caught.value.setting == "gradient_accumulation_plugin.sync_each_batch"
     for text, version in (("bf16", 2), ("bf16-autocast", 1), ("fp32", 1)):
@@ -130,7 +130,7 @@ def test_accumulation_in_16_bits_is_refused() -> None:
     ("text", "message"),
     [
         ("bf16-autocast,output=bf16", "returns outputs in float32"),
-        ("fp32,reduce=fp16,loss_scale=dynamic", "unscales gradients only where float16"),
+        ("fp32,reduce=fp16,loss_scale=dynamic", "unscales gradients only for float16"),
     ],
 )
 def test_what_accelerate_has_no_word_for_is_refused(text: str, message: str) -> None:

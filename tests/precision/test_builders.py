@@ -33,7 +33,7 @@ class Output(NamedTuple):
 
 
 class Module(nn.Module):
-    """Notes the types that reach it, and returns a bit of everything."""
+    """Records the dtypes of its inputs, and returns tensors of several kinds."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ def test_inputs_are_cast_if_the_policy_says_so(casts: bool) -> None:
 
 
 class Expected(NamedTuple):
-    """What every target gets for a policy; None where it is refused, or there is nothing to do."""
+    """The result of each target for a policy; None if it is refused, or there is nothing to do."""
 
     autocast: torch.dtype | None
     gathered: torch.dtype | None  # parameters, by FSDP
@@ -141,7 +141,7 @@ EXPECTED = {
     "fp16": Expected(None, FP16, FP32, None, ddp_refused=True),
     "fp16-autocast": Expected(FP16, None, FP32, None),
     "fp16-static": Expected(None, FP16, FP32, None, ddp_refused=True),
-    # Changed in what a target could lose.
+    # Changed in fields that a target could ignore.
     "fp32,reduce=bf16": Expected(None, None, BF16, None, ddp_sends=BF16),
     "bf16-autocast,reduce=bf16": Expected(BF16, None, BF16, None, ddp_sends=BF16),
     "bf16,reduce=bf16,buffer=bf16": Expected(None, BF16, BF16, BF16, ddp_refused=True),
@@ -211,13 +211,13 @@ def test_distributed_data_parallel_sends_what_the_policy_says() -> None:
             loss = parallel(inputs[rank]).square().sum()
         with Collectives() as collectives:
             loss.backward()
-        if hook is not None:  # DDP's own reduction never passes through Python
+        if hook is not None:  # DDP's reduction does not run in Python
             assert {dtype for dtype, _ in collectives.sent} == {expected.reduced}, text
         (reference(inputs.flatten(0, 1).double()).square().sum() / 2).backward()
-        for found, wanted in zip(module.parameters(), reference.parameters(), strict=True):
+        for found, expected in zip(module.parameters(), reference.parameters(), strict=True):
             assert found.grad is not None
-            assert wanted.grad is not None
+            assert expected.grad is not None
             assert found.grad.dtype == built.module_dtype
-            apart = (found.grad.double() - wanted.grad).norm() / wanted.grad.norm()
+            apart = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
             exact = built.compute_dtype == expected.reduced == FP32
             assert apart < (1e-6 if exact else 2e-2), (text, apart)

@@ -75,7 +75,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
 
 
 @pytest.mark.parametrize(
-    ("wanted", "features", "reason"),
+    ("requested", "features", "reason"),
     [
         ("fp32", "avx2", "configured"),
         ("bf16", "avx2 avx512_bf16", "configured"),
@@ -86,16 +86,16 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> No
     ],
 )
 def test_what_a_cpu_cannot_do_is_said(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, features: str, reason: str
+    monkeypatch: pytest.MonkeyPatch, requested: str, features: str, reason: str
 ) -> None:
     on_a_cpu(monkeypatch, features)
-    found = resolve(wanted, CPU)
+    found = resolve(requested, CPU)
     monkeypatch.undo()
-    assert found == (policy(wanted), reason)
+    assert found == (policy(requested), reason)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "capability", "limit"),
+    ("requested", "capability", "limit"),
     [
         ("bf16", (8, 0), ""),
         ("bf16", (7, 0), "only emulates bfloat16, which is slow"),
@@ -108,13 +108,13 @@ def test_what_a_cpu_cannot_do_is_said(
     ],
 )
 def test_what_a_gpu_cannot_do_is_said(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, capability: tuple[int, int], limit: str
+    monkeypatch: pytest.MonkeyPatch, requested: str, capability: tuple[int, int], limit: str
 ) -> None:
     on_a_gpu(monkeypatch, capability)
-    found = resolve(wanted, torch.device("cuda", 0))
+    found = resolve(requested, torch.device("cuda", 0))
     major, minor = capability
-    told = f"; GPU (compute capability {major}.{minor}) {limit}" if limit else ""
-    assert found == (policy(wanted), f"configured{told}")
+    suffix = f"; GPU (compute capability {major}.{minor}) {limit}" if limit else ""
+    assert found == (policy(requested), f"configured{suffix}")
 
 
 def test_what_is_asked_for_is_kept() -> None:

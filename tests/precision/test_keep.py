@@ -37,7 +37,7 @@ SIXTEEN_BITS = [name for name, preset in PRESETS.items() if preset.compute_dtype
 
 
 class LlamaRMSNorm(nn.LayerNorm):
-    """A norm that is known by its class only."""
+    """A norm that only its class identifies."""
 
 
 class Mixer(nn.Module):
@@ -53,7 +53,7 @@ class Mixer(nn.Module):
 
 
 class Model(nn.Module):
-    """Has everything that people keep in FP32."""
+    """A model with all kinds of modules that are kept in FP32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_a_kept_module_cannot_share_with_the_outermost_one() -> None:
 
 
 class Dtypes(TorchDispatchMode):
-    """Notes the floating-point types that each operation of a forward gets, by module."""
+    """Records the floating-point dtypes of the inputs of each operation, by module."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_what_is_kept_computes_in_fp32_and_the_rest_does_not(name: str) -> None:
         assert seen.found[part, operation] == {FP32}, part
     assert seen.found["blocks.0.attention", "aten.addmm"] == {own.compute_dtype}
     assert output.dtype == FP32
-    assert not torch.equal(output, output.to(own.compute_dtype).float())  # never was in 16 bits
+    assert not torch.equal(output, output.to(own.compute_dtype).float())  # not rounded to 16 bits
     output.sum().backward()
     assert {
         key: parameter.grad.dtype
@@ -221,13 +221,13 @@ def test_nothing_else_is_kept(name: str) -> None:
         model(torch.tensor([1, 2, 3]))
     assert seen.found["lm_head", "aten.addmm"] == {policy(name).compute_dtype}
     assert seen.found["blocks.1.router", "aten.addmm"] == {policy(name).compute_dtype}
-    if policy(name).casts_parameters:  # autocast has a list of its own
+    if policy(name).casts_parameters:  # autocast has its own list
         assert seen.found["blocks.0.ln", "aten.native_layer_norm"] == {policy(name).compute_dtype}
 
 
 @pytest.mark.parametrize(("name", "around"), [("bf16", BF16), ("bf16-autocast", FP32)])
 def test_what_comes_out_of_a_kept_module(name: str, around: torch.dtype) -> None:
-    """With 16-bit parameters the next layer wants 16 bits; behind a head there is none."""
+    """With 16-bit parameters the next layer needs 16 bits; after a head there is none."""
     own = policy(f"{name},keep_fp32=norm|head")
     model = Model()
     prepare(model, own, "cpu")
@@ -306,7 +306,7 @@ def test_a_forward_that_another_tool_has_replaced_is_called() -> None:
 
 
 def test_the_fast_path_of_torchs_encoder_layer_is_not_taken() -> None:
-    """It would hand FP32 and 16-bit weights to one kernel."""
+    """It would pass FP32 and 16-bit weights to one kernel."""
     layer = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True))
     prepare(layer, policy("bf16,keep_fp32=norm"), "cpu")
     with torch.no_grad():
@@ -435,7 +435,7 @@ def observed_loss(text: str, shard: Shard) -> float:
     with autocast_context(own, CPU):
         total, _ = loss(module, samples(0, 8))
     total.backward()
-    # Autocast casts inside of the linear layer, whatever it is given.
+    # Autocast casts inside the linear layer, for any input dtype.
     assert seen["blocks.0.norm"] == (FP32, FP32)
     assert seen["blocks.0.linear"] == (own.module_dtype, own.module_dtype)
     assert {p.grad.dtype for p in module.parameters() if p.grad is not None} == {FP32}

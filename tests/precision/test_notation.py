@@ -41,7 +41,7 @@ def test_what_a_text_says(text: str, fields: dict[str, Any]) -> None:
     ("mapping", "expected"),
     [
         ({"preset": "bf16"}, "bf16"),
-        ({"compute": "bf16"}, "bf16"),  # it has the name of what it is
+        ({"compute": "bf16"}, "bf16"),  # it gets the name of the equal preset
         ({"preset": "bf16", "reduce": "bf16"}, "compute=bf16,reduce=bf16"),
         (
             {"preset": "fp16", "loss_scale": 8, "name": "mine"},
@@ -57,18 +57,18 @@ def test_what_a_mapping_says(mapping: dict[str, Any], expected: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("description", "message"),
     [
         ("bf61", r"^precision\.policy = 'bf61': did you mean 'bf16'\?"),
         ("fp16-autocats", "did you mean 'fp16-autocast'"),
         ("int4x", "choose one of auto, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, "),
         ("", r"^precision\.policy = '': choose one of"),
-        ("auto", r"^precision\.policy = 'auto': is what distmp\.resolve chooses for a device"),
+        ("auto", r"^precision\.policy = 'auto': is resolved for a device by distmp\.resolve"),
         ("auto,reduce=bf16", r"'auto': .* name a preset to change something in it"),
         ("bf16,fp16", r"'bf16,fp16': 'fp16' lacks a value"),
         ("bf16,", r"'bf16,': '' lacks a value; write key=\.\.\."),
-        ("bf16,reduce=bf16,reduce=fp32", "says reduce twice"),
-        ("bf16,preset=fp16", "says preset twice"),
+        ("bf16,reduce=bf16,reduce=fp32", "gives reduce twice"),
+        ("bf16,preset=fp16", "gives preset twice"),
         ("bf16,reduec=bf16", r"policy\.reduec = 'bf16': unknown key; did you mean 'reduce'\?"),
         ("bf16,reduce_dtype=bf16", "did you mean 'reduce'"),
         ("bf16,reduce=bf61", r"policy\.reduce = 'bf61': did you mean 'bf16'\?"),
@@ -90,9 +90,9 @@ def test_what_a_mapping_says(mapping: dict[str, Any], expected: str) -> None:
         (torch.bfloat16, r"^precision\.policy = torch\.bfloat16: use the name of a preset"),
     ],
 )
-def test_what_says_nothing_is_refused_with_one_message(wanted: Any, message: str) -> None:
+def test_what_says_nothing_is_refused_with_one_message(description: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        policy(wanted)
+        policy(description)
     assert "\n" not in str(caught.value)
 
 
@@ -113,7 +113,7 @@ _CHANGES = {
 
 @st.composite
 def policies(draw: st.DrawFn) -> PrecisionPolicy:
-    """Draw a preset and change what can be changed in it."""
+    """Draw a preset and change some of its fields."""
     drawn = draw(st.sampled_from(list(PRESETS.values())))
     for field in sorted(draw(st.sets(st.sampled_from(sorted(_CHANGES))))):
         with contextlib.suppress(ConfigError):
@@ -161,7 +161,7 @@ def test_any_text_is_a_policy_or_one_message(text: str) -> None:
 
 
 def test_a_name_that_reads_as_another_policy_is_not_written() -> None:
-    with pytest.raises(ConfigError, match="says something else than the policy"):
+    with pytest.raises(ConfigError, match="is the text of another policy"):
         as_text(PrecisionPolicy("compute=bf16"))
 
 

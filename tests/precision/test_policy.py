@@ -74,7 +74,7 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
 @pytest.mark.parametrize(
     ("bad", "setting", "problem"),
     [
-        # What is no floating-point type that trains.
+        # Not a floating-point dtype for training.
         ({"compute_dtype": torch.int8}, "compute", "choose one of float32, bfloat16, float16"),
         ({"compute_dtype": "bf16"}, "compute", "choose one of float32"),
         ({"compute_dtype": None}, "compute", "choose one of float32"),
@@ -85,9 +85,9 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         ({"buffer_dtype": torch.bool}, "buffer", "choose one of float32"),
         # Weights.
         ({**PURE, "param_dtype": FP16, "compute_dtype": FP16}, "param", "with param=fp32"),
-        ({**B, "param_dtype": FP16}, "param", "Adam's epsilon of 1e-8 is zero"),
-        ({"param_dtype": BF16}, "param", "fewer bits than the float32 that is computed with"),
-        ({**H, "param_dtype": BF16}, "param", "is not the float16 that is computed with"),
+        ({**B, "param_dtype": FP16}, "param", "Adam's epsilon of 1e-8 becomes zero"),
+        ({"param_dtype": BF16}, "param", "fewer bits than the compute dtype float32"),
+        ({**H, "param_dtype": BF16}, "param", "is not the compute dtype float16"),
         ({**PURE, "autocast": True}, "param", "autocast casts from FP32 weights"),
         # Autocast.
         ({"autocast": True}, "autocast", "FP32 compute needs no autocast"),
@@ -95,8 +95,8 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         # Gradients.
         ({**H, "reduce_dtype": BF16}, "reduce", "use reduce=fp16 or reduce=fp32"),
         ({**B, "reduce_dtype": FP16}, "reduce", "use reduce=bf16 or reduce=fp32"),
-        ({**B, "accumulate_dtype": BF16}, "accumulate", "deserve sums in float32"),
-        ({"accumulate_dtype": FP16}, "accumulate", "deserve sums in float32"),
+        ({**B, "accumulate_dtype": BF16}, "accumulate", "need sums in float32"),
+        ({"accumulate_dtype": FP16}, "accumulate", "need sums in float32"),
         ({**PURE, "accumulate_dtype": FP16}, "accumulate", "use fp32 or bf16"),
         # Loss scale.
         ({"compute_dtype": FP16}, "loss_scale", "become zero without a loss scale"),
@@ -108,18 +108,18 @@ PURE = {"param_dtype": BF16, "compute_dtype": BF16}
         ({**H, "loss_scale": 0}, "loss_scale", r"from 2\^-126 to 2\^126"),
         ({**H, "loss_scale": float("nan")}, "loss_scale", r"from 2\^-126 to 2\^126"),
         ({**H, "loss_scale": 10**400}, "loss_scale", r"from 2\^-126 to 2\^126"),
-        # Outputs, buffers and what is kept.
-        ({"output_dtype": BF16}, "output", r"is not what is computed \(float32\)"),
+        # Outputs, buffers and kept modules.
+        ({"output_dtype": BF16}, "output", r"is not the compute dtype float32"),
         ({**H, "output_dtype": BF16}, "output", "use fp32 or fp16"),
         ({"buffer_dtype": BF16}, "buffer", "held in float32"),
         ({**B, "autocast": True, "buffer_dtype": BF16}, "buffer", "held in float32"),
         ({"keep_fp32": ("norm",)}, "keep_fp32", "in FP32 already"),
-        ({"tf32": True, "keep_fp32": ("norm",)}, "keep_fp32", "switched for the whole process"),
+        ({"tf32": True, "keep_fp32": ("norm",)}, "keep_fp32", "set for the process"),
         ({**B, "keep_fp32": "norm"}, "keep_fp32", "use a tuple of patterns"),
         ({**B, "keep_fp32": ("norm", "norm")}, "keep_fp32", "names a pattern twice"),
         ({**B, "keep_fp32": ("a|b",)}, "keep_fp32", "use a pattern without"),
         ({**B, "keep_fp32": (nn.LayerNorm,)}, "keep_fp32", "use a pattern without"),
-        ({**B, "tf32": True}, "tf32", "is a way to compute FP32"),
+        ({**B, "tf32": True}, "tf32", "applies only to FP32"),
         ({"cast_inputs": None}, "cast_inputs", "use True or False"),
         ({"name": ""}, "name", "a word or two"),
         ({"name": "two\nlines"}, "name", "a word or two"),
@@ -164,18 +164,18 @@ _CHANGES = {
 
 @st.composite
 def changed_presets(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw the fields of a preset with some of them changed, whether they fit or not."""
+    """Draw the fields of a preset with some of them changed, valid or not."""
     preset = draw(st.sampled_from(list(PRESETS.values())))
     changed = draw(st.sets(st.sampled_from(sorted(_CHANGES)), max_size=4))
     return vars(preset) | {field: draw(_CHANGES[field]) for field in sorted(changed)}
 
 
 @settings(max_examples=400, deadline=None)
-@given(wanted=changed_presets())
-def test_any_policy_is_refused_or_runs_as_it_says(wanted: dict[str, Any]) -> None:
+@given(fields=changed_presets())
+def test_any_policy_is_refused_or_runs_as_it_says(fields: dict[str, Any]) -> None:
     model = Model()
     try:
-        built = PrecisionPolicy(**wanted)
+        built = PrecisionPolicy(**fields)
         prepare(model, built, "cpu")
     except ConfigError as refused:
         message = str(refused)
@@ -187,7 +187,7 @@ def test_any_policy_is_refused_or_runs_as_it_says(wanted: dict[str, Any]) -> Non
         assert "\n" not in message
         return
     event("runs")
-    assert {field: getattr(built, field) for field in wanted} == wanted
+    assert {field: getattr(built, field) for field in fields} == fields
     held = built.module_dtype
     seen: dict[str, torch.dtype] = {}
     for name in ("first", "head"):

@@ -16,7 +16,7 @@ SUMS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_
 
 
 def state() -> dict[str, Any]:
-    """Return every switch by name; the older ones where torch lets them be read."""
+    """Return every switch by name; the older ones if torch can read them."""
     found: dict[str, Any] = {"products": [part.fp32_precision for part in PRODUCTS]}
     for name in SUMS:
         split_k = getattr(matmul, f"{name}_split_k", None)  # not in every version of torch
@@ -80,7 +80,7 @@ def test_set_inside_and_put_back(name: str, before: Callable[[], None]) -> None:
     assert inside["cudnn"] is tf32
     assert all(inside[switch] in (False, (False, True)) for switch in SUMS)
     after = state()
-    # Where torch could not read an older switch it may now, and says what the newer one says.
+    # An older switch that was not readable may be readable now, with the value of the newer one.
     assert {key: value for key, value in after.items() if found[key] is not None} == {
         key: value for key, value in found.items() if value is not None
     }
@@ -105,7 +105,7 @@ def test_one_inside_another() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_products_on_a_gpu() -> None:
-    """TF32 keeps 10 bits after the point, FP32 23."""
+    """TF32 has 10 bits of mantissa, FP32 23."""
     torch.manual_seed(0)
     x, y = torch.randn(2, 512, 512, device="cuda")
     exact = x.double() @ y.double()

@@ -252,7 +252,7 @@ def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
     assert (tmp_path / "signals").read_text() == "sent ", done.stdout + done.stderr
     checkpoint = store.latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
-    step = store.read_numbers(checkpoint)["step"]
+    step = store.StoredCheckpoint(checkpoint).numbers["step"]
     assert 4 <= step < 10
     assert f"stopped after step {step} (" in done.stdout
     assert not (tmp_path / "run-2").exists()

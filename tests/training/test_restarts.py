@@ -136,10 +136,10 @@ def _weights(run: Path) -> dict[str, torch.Tensor]:
     """Return everything that the run's last checkpoint holds."""
     checkpoint = store.latest(run / "checkpoints")
     assert checkpoint is not None
-    assert store.read_numbers(checkpoint)["step"] == STEPS
+    assert store.StoredCheckpoint(checkpoint).numbers["step"] == STEPS
     found = {
         name: torch.zeros(shape, dtype=dtype)
-        for name, (shape, dtype) in store.stored_tensors(checkpoint).items()
+        for name, (shape, dtype) in store.StoredCheckpoint(checkpoint).tensors.items()
     }
     store.load(checkpoint, found)
     return found
@@ -239,7 +239,9 @@ def test_a_restarted_run_goes_on_with_its_own_folder_only(tmp_path: Path) -> Non
     second.begin(mine, None)
     second.note_saved()
     saved = _pretend_checkpoint(mine, 10)
-    assert attempt(memory, 2).checkpoint(lambda: pytest.fail("not by the configuration")) == saved
+    assert (
+        attempt(memory, 2).checkpoint(lambda: pytest.fail("not by the configuration")).path == saved
+    )
 
 
 def test_before_its_first_save_it_begins_where_the_first_attempt_began(tmp_path: Path) -> None:
@@ -249,9 +251,9 @@ def test_before_its_first_save_it_begins_where_the_first_attempt_began(tmp_path:
     memory = HashStore()
     attempt(memory, 0).begin(run, early)
     again = attempt(memory, 1)
-    assert again.checkpoint(lambda: late) == early
+    assert again.checkpoint(lambda: late).path == early
     again.note_saved()
-    assert attempt(memory, 2).checkpoint(lambda: early) == late
+    assert attempt(memory, 2).checkpoint(lambda: early).path == late
 
 
 def test_the_cause_of_the_last_attempt_is_told(tmp_path: Path) -> None:

@@ -297,7 +297,7 @@ def snapshot_at(folder: Path, step: int) -> dict[str, Tensor]:
     path = folder / "checkpoints" / f"step-{step:06d}"
     found = {
         name: torch.empty(shape, dtype=dtype)
-        for name, (shape, dtype) in store.stored_tensors(path).items()
+        for name, (shape, dtype) in store.StoredCheckpoint(path).tensors.items()
     }
     store.load(path, found)
     return found

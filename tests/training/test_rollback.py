@@ -141,7 +141,7 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
             "rolled_back": {"from_step": 9, "to_step": 6, "samples_skipped": 3 * BATCH}
         }
         assert {record.divergence is None for record in told if record.step != 7} == {True}
-        numbers = store.read_numbers(folder / "run" / "checkpoints" / "step-000014")
+        numbers = store.StoredCheckpoint(folder / "run" / "checkpoints" / "step-000014").numbers
         assert (numbers["rollbacks"], numbers["rolled_back_to"]) == (1, 6)
 
 

@@ -385,7 +385,7 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
     records = read_records(tmp_path / "run" / "steps.jsonl")
     checkpoint = store.latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
-    assert store.read_numbers(checkpoint)["step"] == records[-1].step
+    assert store.StoredCheckpoint(checkpoint).numbers["step"] == records[-1].step
     assert f"stopped after step {records[-1].step}" in told
     assert (tmp_path / "run" / "curves.png").exists()
     if launcher == "torchrun":

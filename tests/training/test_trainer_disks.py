@@ -68,7 +68,7 @@ def saved_steps(run_directory: Path) -> list[int]:
     for path in sorted((run_directory / "checkpoints").glob("step-*")):
         found = {"engine/counts": torch.zeros(3, dtype=torch.int64)}
         store.load(path, found)
-        steps.append(store.read_numbers(path)["step"])
+        steps.append(store.StoredCheckpoint(path).numbers["step"])
         assert found["engine/counts"][0] == steps[-1]
     return steps
 
@@ -95,7 +95,7 @@ def test_a_run_goes_on_when_the_disk_is_full_and_saves_again_when_it_is_not(
         assert [step for step, *_ in failed] == [4, 6]
         for _, cause, there_is in failed:
             assert "No space left on device" in cause
-            assert there_is == "the last checkpoint is of step 2; the run goes on"
+            assert there_is == "the last checkpoint is of step 2; the run continues"
         assert saved_steps(folder / "run") == [8, 10]
         assert [r.step for r in read_records(folder / "run" / "steps.jsonl")] == [*range(1, 11)]
         assert (folder / "run" / "curves.png").exists()
@@ -174,9 +174,9 @@ def test_a_run_that_is_told_to_stops_on_all_ranks(tmp_path: Path) -> None:
     failed = failures(done.stdout)
     assert [step for step, *_ in failed] == [5, steps[-1]]
     for *_, there_is in failed:
-        assert there_is == "nothing has been saved yet; the run stops (checkpoint.on_failure)"
+        assert there_is == "no checkpoint has been saved yet; the run stops (checkpoint.on_failure)"
     messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
     assert len(messages) == 1
-    assert "nothing has been saved yet" in messages[0]
+    assert "no checkpoint has been saved yet" in messages[0]
     codes = set(re.findall(r"exitcode +: (\S+)", done.stderr))
     assert codes <= {"1", "-15"}, "no rank is aborted"

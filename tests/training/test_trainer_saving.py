@@ -18,7 +18,7 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> l
     fixed = [*TINY, data, "--steps=6", "--run-dir=run", "--checkpoint.keep=99"]
     assert main([*fixed, *arguments]) == 0
     paths = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    return [store.read_numbers(path)["step"] for path in paths]
+    return [store.StoredCheckpoint(path).numbers["step"] for path in paths]
 
 
 @pytest.mark.parametrize(

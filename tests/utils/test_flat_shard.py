@@ -63,7 +63,7 @@ def whole(name: str) -> Tensor:
 
 
 def part_of(name: str, values: Tensor) -> Tensor:
-    """Return this rank's run of elements; one rank has none of the smallest tensor."""
+    """Return this rank's range of elements; one rank has none of the smallest tensor."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     size = values.numel()
@@ -106,7 +106,7 @@ def test_slices_are_saved_and_loaded_at_other_world_sizes(tmp_path: Path) -> Non
             run_ranks(save, world_size, directory)
         checkpoint = store.latest(directory)
         assert checkpoint is not None
-        assert store.stored_tensors(checkpoint)["cube"] == ((3, 4, 5), torch.float32)
+        assert store.StoredCheckpoint(checkpoint).tensors["cube"] == ((3, 4, 5), torch.float32)
         load(checkpoint, as_slices=False)
         load(checkpoint, as_slices=True)
         for other in {2, 4} - {world_size}:

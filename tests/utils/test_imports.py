@@ -12,7 +12,7 @@ from distmp.utils.imports import load_object
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory that nobody has put on the path, with modules of a user."""
+    """A working directory with modules of a user that is not on the path."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))

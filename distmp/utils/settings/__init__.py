@@ -1,6 +1,6 @@
-"""Settings from YAML files and the command line into frozen dataclasses, and back.
+"""Converts settings from YAML files and the command line to frozen dataclasses, and back.
 
-Generic: nothing here knows a concrete setting. A setting's name is the dotted path of dataclass
+This package does not know concrete settings. The name of a setting is the dotted path of dataclass
 fields (`optim.lr`), the same in the file, on the command line and in every message.
 """
 

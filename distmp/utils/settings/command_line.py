@@ -1,4 +1,4 @@
-"""Settings from a file and the command line; tyro parses the overrides."""
+"""Reads settings from a file and the command line; tyro parses the overrides."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar, get_origin
 
 from distmp.errors import ConfigError
-from distmp.utils.annotations import members_of, wanted
+from distmp.utils.annotations import expected, members_of
 from distmp.utils.settings.convert import (
     annotation_of,
     current_name,
@@ -35,29 +35,29 @@ T = TypeVar("T")
 def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str) -> T:
     """Build a dataclass from `--config FILE` and overrides such as `--optim.lr 3e-4`.
 
-    Overrides win over the file, the file over the defaults of `cls`; their order on the command
-    line does not matter. `--help` shows the values that the file gives.
+    Overrides have precedence over the file, and the file over the defaults of `cls`, in any order
+    on the command line. `--help` shows the values of the file.
 
     Args:
-        cls: Dataclass as described at `from_mapping`.
-        argv: Arguments without the program's name.
-        prog: Program's name, for the help text.
-        description: What the program does, for the help text.
+        cls: Dataclass, see `from_mapping`.
+        argv: Arguments without the name of the program.
+        prog: Name of the program, for the help text.
+        description: Description of the program, for the help text.
 
     Raises:
-        ConfigError: If the file, an option or a value is wrong; always one plain message.
+        ConfigError: If the file, an option or a value is wrong; always one message.
         SystemExit: With code 0 after `--help`.
     """
     path, overrides = _split_config(argv)
     overrides = _renamed(cls, overrides)
     values = {} if path is None else read_yaml(path)
     config = from_mapping(cls, values)
-    # Without overrides the import of tyro, a third of a second on every rank, is saved.
+    # Importing tyro takes a third of a second on every rank; without overrides it is not needed.
     return _override(cls, config, overrides, prog, description) if overrides else config
 
 
 def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Take `--config FILE` or `--config=FILE` out of the arguments, wherever it stands."""
+    """Return the file of `--config FILE` or `--config=FILE`, and the other arguments."""
     path: str | None = None
     overrides = []
     words = iter(argv)
@@ -76,7 +76,7 @@ def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _renamed(cls: type[Any], overrides: list[str]) -> list[str]:
-    """Write options with the names that settings have today."""
+    """Replace former names of settings in options by the current ones."""
     former = former_names(cls)
     words = []
     for word in overrides:
@@ -99,7 +99,7 @@ def _override(cls: type[T], config: T, overrides: list[str], prog: str, descript
             parsed, unknown = tyro.cli(
                 cls,
                 default=config,
-                args=_as_tyro_writes(cls, overrides),
+                args=_tyro_arguments(cls, overrides),
                 prog=f"{prog} [--config FILE]",
                 description=f"{description}\n\n--config FILE gives the defaults below as YAML.",
                 return_unknown_args=True,
@@ -114,8 +114,8 @@ def _override(cls: type[T], config: T, overrides: list[str], prog: str, descript
     return parsed
 
 
-def _as_tyro_writes(cls: type[Any], overrides: list[str]) -> list[str]:
-    """Translate `--x true` and `--x null`, as in the file, to tyro's `--x` and `--x None`."""
+def _tyro_arguments(cls: type[Any], overrides: list[str]) -> list[str]:
+    """Translate `--x true` and `--x null`, as in YAML, to tyro's `--x` and `--x None`."""
     known = frozenset(setting_names(cls))
     words: list[str] = []
     option = ""
@@ -140,9 +140,9 @@ def _switch(setting: str, on: bool) -> str:
 
 
 def _dictionaries_as_yaml() -> ConstructorRegistry:
-    """Return rules with which tyro takes `--x '{a: 1}'` for a dictionary, as in the file.
+    """Return rules by which tyro parses `--x '{a: 1}'` as a dictionary, as in YAML.
 
-    Where a setting takes text as well, what begins with a brace is a dictionary.
+    If a setting also accepts text, a value that starts with a brace is a dictionary.
     """
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
@@ -175,13 +175,13 @@ def _setting_of(option: str) -> str:
 
 
 def _rejected(config: Any, stop: SystemExit, text: str, overrides: list[str]) -> ConfigError:
-    """Turn tyro's exit, with what it printed, into one error."""
+    """Convert tyro's exit, and what it printed, to one error."""
     cls = type(config)
     cause: BaseException | None = stop
     while cause is not None:
         if isinstance(cause, ConfigError):
-            # Raised by a check of the settings' own, perhaps for want of what has another name;
-            # tyro wraps every ValueError.
+            # Raised by a check of the settings, perhaps because an option has a wrong name. tyro
+            # wraps every ValueError.
             misnamed = [word for word in overrides if _is_unknown(cls, word)]
             return _not_an_option(config, misnamed[0], overrides) if misnamed else cause
         cause = cause.__context__
@@ -190,14 +190,14 @@ def _rejected(config: Any, stop: SystemExit, text: str, overrides: list[str]) ->
         setting = _setting_of(option)
         if setting in known:
             value = " ".join(_values_of(setting, overrides))
-            return ConfigError(setting, value, f"must be {wanted(annotation_of(cls, setting))}")
-    # Whatever else tyro says, without the box that it draws around it.
+            return ConfigError(setting, value, f"must be {expected(annotation_of(cls, setting))}")
+    # Any other message of tyro, without the box around it.
     plain = " ".join(re.sub(r"[^\x20-\x7e]+", " ", text).split())
     return ConfigError("command line", " ".join(overrides), plain)
 
 
 def _values_of(setting: str, overrides: list[str]) -> Iterator[str]:
-    """Give the words that stand after the last use of the option of this setting."""
+    """Yield the values after the last use of the option of this setting."""
     last = max(index for index, word in enumerate(overrides) if _setting_of(word) == setting)
     _, equals, value = overrides[last].partition("=")
     if equals:
@@ -209,7 +209,7 @@ def _values_of(setting: str, overrides: list[str]) -> Iterator[str]:
 
 
 def _is_unknown(cls: type[Any], word: str) -> bool:
-    """Whether a word is an option without a setting."""
+    """Return whether a word is an option without a setting."""
     if not word.startswith("--"):
         return False
     section, _, name = _setting_of(word).rpartition(".")
@@ -222,7 +222,7 @@ def _not_an_option(config: Any, word: str, overrides: list[str]) -> ConfigError:
         return ConfigError(
             "command line",
             word,
-            "belongs to no option; options are written --name value, switches --name or --no-name",
+            "belongs to no option; write options as --name value, switches as --name or --no-name",
         )
     known = frozenset(setting_names(type(config)))
     setting = _setting_of(word)
@@ -235,8 +235,8 @@ def _not_an_option(config: Any, word: str, overrides: list[str]) -> ConfigError:
         return ConfigError(setting, value, unknown_setting(setting, known))
     holder, _, name = option.rpartition(".")
     written = words[0] if len(words) == 1 else f"[{', '.join(words)}]" if words else "VALUE"
-    meant = f"{holder} is one option." if option == setting else did_you_mean(option)
-    return ConfigError(setting, value, f"{meant} Write --{holder} '{{{name}: {written}}}'")
+    problem = f"{holder} is one option." if option == setting else did_you_mean(option)
+    return ConfigError(setting, value, f"{problem} Write --{holder} '{{{name}: {written}}}'")
 
 
 def _as_option(config: Any, setting: str, overrides: list[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Mappings into (nested) frozen dataclasses, strictly, and back."""
+"""Strict conversion of mappings to (nested) frozen dataclasses, and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, cast, get_args, get_origin
 
 from distmp.errors import ConfigError, nearest
-from distmp.utils.annotations import accepts, field_annotations, hint, members_of, wanted
+from distmp.utils.annotations import accepts, expected, field_annotations, hint, members_of
 
 T = TypeVar("T")
 
@@ -37,22 +37,22 @@ def _plain(value: Any) -> Any:
 def from_mapping(cls: type[T], values: Mapping[Any, Any], where: str = "") -> T:
     """Build a (nested) dataclass from a mapping such as `read_yaml` returns.
 
-    Settings that are absent keep their defaults. Conversion is strict: a whole number is taken
-    for a float, a list for a tuple, an empty section for one of defaults, and nothing else.
+    Absent settings keep their defaults. Conversion is strict: an integer is accepted for a float, a
+    list for a tuple, an empty section for one of defaults, and nothing else.
 
-    A dictionary of options may say in the metadata of its field what it takes, so that an option
-    that stands beside it is told where it belongs: `takes(section, name)` is called with the values
-    of the section.
+    The field of a dictionary of options may define `takes` in its metadata. `takes(section, name)`
+    is called with the values of the section, and returns whether the dictionary accepts an option.
+    Then the message for an option beside the dictionary says where it belongs.
 
     Args:
         cls: Dataclass whose fields are int, float, str, bool, None, Literal, tuple, dict, Any,
-            dataclasses of such, or unions of these; every field has a default.
-        values: Setting name to value.
-        where: Dotted name of the section that `cls` stands for, for messages.
+            dataclasses of these, or unions of these; every field has a default.
+        values: Values by the names of settings.
+        where: Dotted name of the section of `cls`, for messages.
 
     Raises:
-        ConfigError: If a name is unknown (with the nearest right one) or a value has the wrong
-            type, or whatever the dataclass's own checks raise.
+        ConfigError: If a name is unknown (the message suggests the nearest one) or a value has the
+            wrong type, or from the checks of the dataclass.
     """
     return cast("T", _build(cls, values, where, frozenset(setting_names(cls, where))))
 
@@ -63,7 +63,7 @@ def join(section: str, name: str) -> str:
 
 
 def setting_names(cls: type[Any], where: str = "") -> Iterator[str]:
-    """Give the dotted names of all settings and sections of `cls`."""
+    """Yield the dotted names of all settings and sections of `cls`."""
     for name, annotation in field_annotations(cls).items():
         full = join(where, name)
         yield full
@@ -73,7 +73,7 @@ def setting_names(cls: type[Any], where: str = "") -> Iterator[str]:
 
 
 def leaf_names(cls: type[Any]) -> list[str]:
-    """Return the dotted names of all settings of `cls`, without those of sections."""
+    """Return the dotted names of all settings of `cls`, without sections."""
     names = list(setting_names(cls))
     sections = {name.rpartition(".")[0] for name in names}
     return [name for name in names if name not in sections]
@@ -90,9 +90,9 @@ def annotation_of(cls: type[Any], setting: str) -> Any:
 
 
 def former_names(cls: type[Any]) -> dict[str, str]:
-    """Return former dotted names of settings and sections, and what they are called today.
+    """Return the current dotted names of settings and sections by their former ones.
 
-    A field says in its metadata what it was called: `field(metadata={"formerly": NAME})`.
+    A field has its former name in its metadata: `field(metadata={"formerly": NAME})`.
     """
     names = {}
     for full in setting_names(cls):
@@ -105,11 +105,11 @@ def former_names(cls: type[Any]) -> dict[str, str]:
 
 
 def current_name(setting: str, former: Mapping[str, str]) -> str:
-    """Return what a setting is called today.
+    """Return the current name of a setting.
 
     Args:
         setting: Dotted name, perhaps a former one.
-        former: What `former_names` returned.
+        former: Result of `former_names`.
     """
     for old, new in former.items():
         if setting == old or setting.startswith(f"{old}."):
@@ -118,7 +118,7 @@ def current_name(setting: str, former: Mapping[str, str]) -> str:
 
 
 def warn_former(old: str, new: str) -> None:
-    """Log that a setting has another name today."""
+    """Log that a setting has a new name."""
     logger.warning("the setting %s is now %s; the old name works in this release only", old, new)
 
 
@@ -153,11 +153,11 @@ def _build(cls: type[Any], values: Any, where: str, known: frozenset[str]) -> An
 
 
 def option_setting(cls: type[Any], values: Mapping[Any, Any], setting: str) -> str | None:
-    """Return the name of an unknown setting as an option of its section, if it is one.
+    """Return the correct name of an unknown setting that is an option of its section, or None.
 
     Args:
-        cls: The section's dataclass.
-        values: Values of the section, as far as they are set.
+        cls: Dataclass of the section.
+        values: The values of the section that are set.
         setting: Dotted name, such as `optim.betas`.
     """
     section, _, name = setting.rpartition(".")
@@ -165,7 +165,7 @@ def option_setting(cls: type[Any], values: Mapping[Any, Any], setting: str) -> s
         takes = field.metadata.get("takes")
         if takes is None:
             continue
-        # Whatever else is wrong with the section has an error of its own.
+        # Other mistakes in the section raise their own errors.
         with contextlib.suppress(ConfigError, TypeError, ValueError):
             if takes(values, name):
                 return join(join(section, field.name), name)
@@ -173,12 +173,12 @@ def option_setting(cls: type[Any], values: Mapping[Any, Any], setting: str) -> s
 
 
 def did_you_mean(setting: str) -> str:
-    """Say that there is no such setting, and that another one was meant."""
+    """Return the message for an unknown setting with one likely alternative."""
     return f"unknown setting; did you mean {setting!r}?"
 
 
 def unknown_setting(setting: str, known: frozenset[str]) -> str:
-    """Say that there is no such setting, and which one was probably meant."""
+    """Return the message for an unknown setting, with the most likely alternative."""
     section, _, name = setting.rpartition(".")
     if setting in known:
         return f"unknown name; write {name!r} as a line below the section {section!r}"
@@ -196,16 +196,16 @@ def unknown_setting(setting: str, known: frozenset[str]) -> str:
 
 
 def _convert(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:
-    """Return `value` as the annotated type, or raise an error that says what is wanted."""
+    """Return `value` as the annotated type, or raise an error with what is expected."""
     for member in members_of(annotation):
         if dataclasses.is_dataclass(member) and isinstance(value, Mapping):
             return _build(cast("type[Any]", member), value, setting, known)
         if accepts(member, value):
             return _coerce(member, value, setting, known)
-    # A section whose lines are all commented out.
+    # All lines of the section are commented out.
     if value is None and dataclasses.is_dataclass(annotation):
         return _build(cast("type[Any]", annotation), {}, setting, known)
-    raise ConfigError(setting, value, f"must be {wanted(annotation)}{hint(annotation, value)}")
+    raise ConfigError(setting, value, f"must be {expected(annotation)}{hint(annotation, value)}")
 
 
 def _coerce(annotation: Any, value: Any, setting: str, known: frozenset[str]) -> Any:

@@ -15,20 +15,20 @@ def flat(
 
     Args:
         values: Sections, settings and sections of sections.
-        leaves: Dotted names of settings that are mappings themselves, and stay so.
-        section: What the names begin with.
+        leaves: Dotted names of settings whose values are mappings.
+        section: Prefix of the names.
     """
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in values.items():
         name = f"{section}{key}"
         if isinstance(value, Mapping) and value and name not in leaves:
-            found.update(flat(value, leaves, f"{name}."))
+            flattened.update(flat(value, leaves, f"{name}."))
         else:
-            found[name] = value
-    return found
+            flattened[name] = value
+    return flattened
 
 
 def digest(values: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of settings, the same on every machine and in any order of names."""
+    """Return the SHA-256 of settings; it does not depend on the machine or the order of names."""
     text = json.dumps(flat(values), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

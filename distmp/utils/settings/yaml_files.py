@@ -1,4 +1,4 @@
-"""Settings in YAML files."""
+"""Reads and writes settings as YAML."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from distmp.errors import ConfigError, nearest
 from distmp.utils.files import replacing
 from distmp.utils.settings.convert import to_mapping
 
-# The scalars of YAML 1.2. PyYAML follows YAML 1.1, in which 3e-4 is a string, `no` is false,
-# 1:30 is ninety and 2024-01-01 is a date: none of these is what somebody writing settings means.
+# The scalars of YAML 1.2. PyYAML implements YAML 1.1, in which 3e-4 is a string, `no` is false,
+# 1:30 is ninety and 2024-01-01 is a date: not what users mean in settings.
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -35,7 +35,7 @@ class _Loader(yaml.SafeLoader):
         try:
             return super().construct_object(node, deep=deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
-            # An explicit tag can ask for a conversion that the value does not survive: !!int x.
+            # An explicit tag can request an impossible conversion: !!int x.
             problem = f"cannot read this value as {node.tag.rpartition(':')[2]}"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
@@ -52,13 +52,13 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Safe dumper that quotes what either version of YAML would not read back as a string."""
+    """Safe dumper that quotes strings that either version of YAML would read as another type."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
     def represent_text(self, text: str) -> yaml.ScalarNode:
-        # PyYAML takes Unicode's line breaks for breaks that may be folded, and loses them.
+        # PyYAML folds Unicode line breaks and loses them.
         style = None if set(text).isdisjoint("\x85\u2028\u2029") else '"'
         return self.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
@@ -125,9 +125,9 @@ def _bad_syntax(error: yaml.YAMLError) -> str:
 
 
 def write_yaml(config: Any, path: str | os.PathLike[str]) -> None:
-    """Write a configuration so that `read_yaml` and `from_mapping` give an equal object.
+    """Write a configuration so that `read_yaml` and `from_mapping` return an equal object.
 
-    The file is replaced in one step: a reader sees the old content or the new, never a part.
+    The file is replaced atomically.
     """
     text = yaml.dump(
         to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
@@ -137,10 +137,10 @@ def write_yaml(config: Any, path: str | os.PathLike[str]) -> None:
 
 
 def dictionary_from_line(text: str) -> dict[str, Any]:
-    """Read a dictionary as it stands in one line of YAML: `{a: 1, b: text}`.
+    """Read a dictionary from one line of YAML: `{a: 1, b: text}`.
 
     Raises:
-        ValueError: If the text is not YAML, or something else than a dictionary of names.
+        ValueError: If the text is not YAML, or not a dictionary with string keys.
     """
     try:
         value = yaml.load(text, _Loader)

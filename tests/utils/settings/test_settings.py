@@ -281,7 +281,7 @@ def test_conversion_of_every_kind() -> None:
         ({"data": {"size": [1]}}, "data.size", "must be a list of length 2"),
         ({"data": {"options": [1]}}, "data.options", "must be a section"),
         ({"data": {"options": {1: 2}}}, "data.options", "must be a section"),
-        # Checks of the dataclasses' own.
+        # Checks of the dataclasses.
         ({"optim": {"lr": -1}}, "optim.lr", "must be positive"),
         ({"steps": 1}, "steps", "must not be less than the warm-up"),
     ],
@@ -299,7 +299,7 @@ def test_section_by_itself_has_full_names() -> None:
     assert error.value.setting == "optim.schedule.kinds"
 
 
-# Text that YAML, in either version, could take for something else.
+# Strings that either version of YAML could read as another type.
 NUMBERS = ("3e-4", "1e-08", "1_0", "0x1F", "0o7", "010", "1:30", ".inf", "-", "2024-01-01")
 WORDS = ("true", "No", "on", "y", "null", "~", "=", "<<")
 SYNTAX = ("", " ", "# x", "a: b", "[", "*a", "!t", "\n", "é\u2028")
@@ -343,7 +343,7 @@ def test_written_file_gives_an_equal_object(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "round_trip.yaml"
     write_yaml(run, path)
-    # repr tells 1 from 1.0 and from True, which equality does not.
+    # repr distinguishes 1, 1.0 and True, which are equal.
     assert repr(from_mapping(Run, read_yaml(path))) == repr(run)
 
 
@@ -418,7 +418,7 @@ def test_overrides_win_over_the_file(arrange: Callable[[str], list[str]], tmp_pa
         (["--loss-scale", "null"], Run(loss_scale=None)),
         (["--optim.schedule.warmup-steps", "5"], Run(optim=Optim(schedule=Schedule(5)))),
         (["--steps", "30", "--steps", "40"], Run(steps=40)),
-        # Wrong until the second override is in.
+        # Wrong until the second override is applied.
         (
             ["--optim.schedule.warmup_steps", "200", "--steps", "300"],
             Run(optim=Optim(schedule=Schedule(200)), steps=300),
@@ -486,7 +486,7 @@ def test_an_override_says_what_the_file_says(run: Run) -> None:
             "--data.options '{shuffle: [3, 4]}'",
         ),
         (["--data.shuffle"], "data.shuffle = '': unknown setting; did you mean 'data.options.sh"),
-        # The check of the section fails for want of it.
+        # The check of the section fails without it.
         (["--steps", "1", "--data.shuffle=3"], "data.shuffle = '3': unknown setting; did you mean"),
         (
             ["--data.path", "memory", "--data.shuffle", "3"],
