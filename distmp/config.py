@@ -30,6 +30,7 @@ from distmp.precision import policy
 from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.profiling.settings import ProfileConfig
 from distmp.telemetry.settings import LogConfig
+from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential, dangerous
 from distmp.utils.settings import command_line
 
 
@@ -37,10 +38,13 @@ from distmp.utils.settings import command_line
 class BatchConfig:
     """How many samples make a step."""
 
-    global_batch_size: int = 32
+    global_batch_size: int = field(
+        default=32,
+        metadata=consequential("a step has another number of samples; optim.lr is not adjusted"),
+    )
     """Samples of one optimizer step, over all ranks and microbatches."""
 
-    microbatch_size: int = 16
+    microbatch_size: int = field(default=16, metadata=HARMLESS)
     """Samples of one forward and backward on one rank."""
 
     def __post_init__(self) -> None:
@@ -54,22 +58,32 @@ class BatchConfig:
 class PrecisionConfig:
     """What is computed in which floating-point type."""
 
-    policy: str | dict[str, Any] = "auto"
+    policy: str | dict[str, Any] = field(
+        default="auto",
+        # A run that resumes compares the policy in force.
+        metadata=HARMLESS,
+    )
     """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, or auto: what
     the device supports. Changes follow a comma, as in bf16,keep_fp32=norm|head; in the file also
     as a section, 'preset: bf16' and a line for each change."""
 
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
+    loss_scale: LossScaleConfig = field(
+        default_factory=LossScaleConfig,
+        metadata=consequential("the loss scale follows this rule from here on"),
+    )
     """Rules of the loss scale, for the fp16 policies."""
 
-    max_consecutive_skips: int = 50
+    max_consecutive_skips: int = field(default=50, metadata=HARMLESS)
     """Give up after so many skipped steps in a row."""
 
-    on_nonfinite: Literal["skip_step", "drop_microbatch"] = "skip_step"
+    on_nonfinite: Literal["skip_step", "drop_microbatch"] = field(
+        default="skip_step",
+        metadata=consequential("non-finite gradients are handled differently from here on"),
+    )
     """Skip a step with a gradient that is not finite, or leave out just that microbatch (single,
     ddp; takes 4 more bytes per parameter, and reductions wait for the end of backward)."""
 
-    attribution: bool = True
+    attribution: bool = field(default=True, metadata=HARMLESS)
     """Repeat a step that overflowed to say which rank, parameter and microbatch it was."""
 
     def __post_init__(self) -> None:
@@ -129,65 +143,89 @@ class SampleConfig:
 class RunConfig:
     """A whole training run."""
 
-    run_dir: str = "runs/default"
+    run_dir: str = field(default="runs/default", metadata=HARMLESS)
     """Folder for the resolved configuration, records, curves and checkpoints."""
 
-    resume: str | None = None
+    resume: str | None = field(default=None, metadata=IGNORED)
     """Where to go on from: "auto" for the run's latest checkpoint if there is one, or a path."""
 
-    resume_force: bool = False
+    resume_force: bool = field(default=False, metadata=IGNORED)
     """Go on although model, data, seed or optimizer are not those of the checkpoint."""
 
-    steps: int = 1000
+    steps: int = field(
+        default=1000,
+        metadata=consequential("a schedule with an end is stretched, so learning rates jump"),
+    )
     """Steps of the run; a skipped step counts."""
 
-    seed: int = 1
+    seed: int = field(
+        default=1,
+        metadata=dangerous("the order of the data changes: samples are repeated or never used"),
+    )
     """Seed of the initial weights, the order of the data, and dropout."""
 
-    strategy: str = "auto"
+    strategy: str = field(default="auto", metadata=HARMLESS)
     """single, ddp, ddp-torch, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
 
-    activation_checkpointing: ActivationCheckpointing = "none"
+    activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=HARMLESS)
     """`blocks`: keep only the inputs of each block for backward and compute the rest again."""
 
-    compile: Compilation = "none"
+    compile: Compilation = field(default="none", metadata=HARMLESS)
     """What `torch.compile` gets: each of the `blocks`, or the whole `model`, after which no
     reduction overlaps with backward."""
 
-    shard_optimizer: bool = False
+    shard_optimizer: bool = field(default=False, metadata=HARMLESS)
     """Each rank keeps and steps only its share of FP32 weights and optimizer state (ddp)."""
 
-    reproducible: bool = False
+    reproducible: bool = field(
+        default=False,
+        metadata=consequential("the bits no longer match those of another number of ranks"),
+    )
     """The same bits at 1, 2, 4, 8 ... ranks, with a power of two of microbatches (single, ddp)."""
 
-    max_minutes: float | None = None
+    max_minutes: float | None = field(default=None, metadata=HARMLESS)
     """Stop in time for the whole job to end, checkpoint included, within so many minutes."""
 
-    timeout_minutes: float = 10.0
+    timeout_minutes: float = field(default=10.0, metadata=HARMLESS)
     """A collective operation that takes longer has failed."""
 
-    watchdog_seconds: float | None = None
+    watchdog_seconds: float | None = field(default=None, metadata=HARMLESS)
     """When no rank has got further for so long, say which ones hang and where, and end; null: half
     of timeout_minutes; 0: never."""
-    preflight: Literal["auto", "always", "never"] = "auto"
+    preflight: Literal["auto", "always", "never"] = field(default="auto", metadata=HARMLESS)
     """Compare and measure the ranks before the first step; auto: with more than one machine."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    callbacks: tuple[str, ...] = field(default=(), metadata=HARMLESS)
+    """Import paths 'module:callable'. Each callable is called without arguments and returns a
+    `distmp.training.callbacks.Callback`; see docs/callbacks.md."""
+
+    model: ModelConfig = field(
+        default_factory=ModelConfig, metadata=dangerous("the weights belong to another model")
+    )
+    data: DataConfig = field(
+        default_factory=DataConfig,
+        metadata=dangerous("the position in the data belongs to other samples"),
+    )
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig, metadata=HARMLESS)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
-    rank_consistency: RankConsistencyConfig = field(
-        default_factory=RankConsistencyConfig, metadata={"formerly": "lockstep"}
+    schedule: ScheduleConfig = field(
+        default_factory=ScheduleConfig,
+        metadata=consequential("learning rates change from here on"),
     )
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    divergence: DivergenceConfig = field(
+        default_factory=DivergenceConfig,
+        metadata=consequential("spikes are handled differently from here on"),
+    )
+    rank_consistency: RankConsistencyConfig = field(
+        default_factory=RankConsistencyConfig, metadata={"formerly": "lockstep", **HARMLESS}
+    )
+    validation: ValidationConfig = field(default_factory=ValidationConfig, metadata=HARMLESS)
+    sample: SampleConfig = field(default_factory=SampleConfig, metadata=HARMLESS)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=HARMLESS)
+    log: LogConfig = field(default_factory=LogConfig, metadata=HARMLESS)
+    profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=HARMLESS)
 
     def __post_init__(self) -> None:
         if self.steps < 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distmp.errors import ConfigError, nearest
+from distmp.utils.resume_rules import HARMLESS, consequential
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
@@ -17,27 +18,34 @@ _IMPLIED_VOCABULARY = {"uint8": 2**8, "uint16": 2**16}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What to train on and how to cut it into samples. Values are checked here, files later."""
+    """What to train on and how to cut it into samples. Values are checked here, files later.
+
+    A run that resumes compares the data itself (`distmp.training.run_fingerprint`), so that the
+    settings that lead to the data are harmless.
+    """
 
     source: str = "text"
     """'text' (files below a folder, as bytes), 'tokens' (a file of token ids) or the import path
     'module:callable' of a function that returns a map-style dataset."""
 
-    path: str | None = None
+    path: str | None = field(default=None, metadata=HARMLESS)
     """Folder of a text source (default: the standard library of the running Python), or the file
     of a token source."""
 
-    validation_path: str | None = None
+    validation_path: str | None = field(
+        default=None,
+        metadata=consequential("validation losses are not comparable with earlier ones"),
+    )
     """Folder or file to validate on; then nothing is held out of `path`."""
 
-    pattern: str = "**/*.py"
+    pattern: str = field(default="**/*.py", metadata=HARMLESS)
     """Which files of the folder are text, as a glob on the path relative to it. Hidden files and
     folders are left out, links to folders are not followed."""
 
     sequence_length: int = 256
     """Tokens in one sample."""
 
-    held_out: float = 0.05
+    held_out: float = field(default=0.05, metadata=HARMLESS)
     """Share of the data kept for validation: of the files, chosen by a hash of their relative path
     (where that leaves one side empty, and for token files: the last share of the tokens). 0 for
     no validation."""
@@ -45,11 +53,11 @@ class DataConfig:
     token_dtype: TokenType = "uint16"
     """Type of the ids in a token file, little-endian and without a header."""
 
-    vocabulary_size: int | None = None
+    vocabulary_size: int | None = field(default=None, metadata=HARMLESS)
     """Number of different token ids. Text has 257; a token file of uint8 or uint16 has as many as
     the type holds unless this says otherwise; wider types need it."""
 
-    workers: int = 0
+    workers: int = field(default=0, metadata=HARMLESS)
     """Processes that prepare microbatches, for each rank. 0 prepares them in the training
     process, which is enough for text and token files."""
 

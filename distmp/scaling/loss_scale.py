@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distmp.errors import ConfigError
 from distmp.utils.annotations import check_types
+from distmp.utils.resume_rules import consequential
 
 logger = logging.getLogger("distmp")
 
@@ -35,7 +36,9 @@ class LossScaleConfig:
 
     dynamic: bool = True
     """Follow overflows; false keeps the scale at `init` for ever."""
-    init: float = 2.0**16
+    init: float = field(
+        default=2.0**16, metadata=consequential("the loss scale continues from its current value")
+    )
     """Scale of the first step."""
     growth_factor: float = 2.0
     """Factor after `growth_interval` consecutive steps without overflow."""

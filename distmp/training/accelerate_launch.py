@@ -15,7 +15,7 @@ _ENGINES = {
 }
 
 
-def overruled(
+def overridden_options(
     variables: Mapping[str, str], policy: PrecisionPolicy, strategy: str
 ) -> Iterator[str]:
     """Yield, for people, what accelerate was told and the configuration decides otherwise."""

@@ -127,7 +127,7 @@ class Restarts:
         """Return the exit code that is all that is left to do, or None."""
         return self._recall("given up")
 
-    def announce(self, step: int) -> str | None:
+    def describe_attempt(self, step: int) -> str | None:
         """Return what to say about this attempt, or None for the first one."""
         if self.count == 0:
             return None

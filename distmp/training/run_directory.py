@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable
 from pathlib import Path
 
 from distmp.checkpoint.location import Location, locate
@@ -87,6 +88,14 @@ def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
             raise ConfigError("run_dir", run_dir, f"cannot be made ({error.strerror})") from None
         number += 1
         path = Path(f"{first}-{number}")
+
+
+def try_to_write(path: Path, write: Callable[[Path], object], log: Callable[[str], object]) -> None:
+    """Write a file that training can do without; log a message if that fails."""
+    try:
+        write(path)
+    except OSError as error:
+        log(f"cannot write {path}: {error}; training continues without it")
 
 
 def _folders_in(place: Location) -> set[str]:

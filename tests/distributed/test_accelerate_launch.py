@@ -9,7 +9,7 @@ from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError
 from distmp.precision import policy
 from distmp.telemetry import read_records
-from distmp.training.accelerate_launch import overruled
+from distmp.training.accelerate_launch import overridden_options
 from tests.torchrun import TINY, corpus, python, run
 
 LAUNCHED = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}
@@ -29,10 +29,13 @@ def test_one_process_in_place_of_several_is_refused() -> None:
 
 
 def test_what_the_configuration_overrules_is_told() -> None:
-    assert list(overruled({}, policy("bf16"), "ddp")) == []
-    assert list(overruled(LAUNCHED, policy("bf16"), "ddp")) == []
-    assert list(overruled({"ACCELERATE_MIXED_PRECISION": "bf16"}, policy("bf16"), "ddp")) == []
-    told = overruled(
+    assert list(overridden_options({}, policy("bf16"), "ddp")) == []
+    assert list(overridden_options(LAUNCHED, policy("bf16"), "ddp")) == []
+    assert (
+        list(overridden_options({"ACCELERATE_MIXED_PRECISION": "bf16"}, policy("bf16"), "ddp"))
+        == []
+    )
+    told = overridden_options(
         {
             "ACCELERATE_MIXED_PRECISION": "fp16",
             "ACCELERATE_USE_FSDP": "true",

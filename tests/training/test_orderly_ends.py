@@ -23,6 +23,7 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import SetupError
 from distmp.telemetry import Console, read_records
+from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.time_budget import TimeBudget
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
@@ -46,6 +47,10 @@ def trainer(folder: Path, *arguments: str) -> Trainer:
     )
     world = World.current("cpu")
     return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+
+
+def time_limit(trainer: Trainer) -> TimeLimit:
+    return next(found for found in trainer.callbacks if isinstance(found, TimeLimit))
 
 
 def around(function: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
@@ -102,13 +107,15 @@ def _time_is_over_on_rank_1(folder: Path) -> None:
     limited = trainer(folder, "--max-minutes=5")
     minutes = 5.0 if limited.world.rank == 1 else None
     # A minute for each step: in the fifth there is not enough left for a save.
-    limited.budget = TimeBudget(minutes, 0, 0.0, clock=lambda: 60.0 * limited.progress.step)
+    time_limit(limited).budget = TimeBudget(
+        minutes, 0, 0.0, clock=lambda: 60.0 * limited.progress.step
+    )
     assert not limited.run(StopSignals())
     assert limited.progress.step == 6
-    assert limited.writer.saved_step == 6
+    assert limited.checkpointing.writer.saved_step == 6
     # A job that has no time at all does not begin.
     late = trainer(folder, "--max-minutes=5", "--resume=auto")
-    late.budget = TimeBudget(5.0, 0, 0.0, clock=lambda: 600.0)
+    time_limit(late).budget = TimeBudget(5.0, 0, 0.0, clock=lambda: 600.0)
     late.engine.step = lambda *_, **__: pytest.fail("a step")  # type: ignore[method-assign]
     assert not late.run(StopSignals())
 
@@ -144,8 +151,8 @@ def _stopped_jobs(folder: Path) -> None:
     assert futile.value.exit_code == 1
     assert re.fullmatch(
         r"3 times in a row the run ended after step 3, the last time because of this: another rank "
-        r"was asked to, \d+ s after the job had begun; it is not started again\. Give a job more "
-        rf"time than its start, .*, and go on with --resume {folder}/run/checkpoints",
+        r"was asked to stop, \d+ s after the start of the job; it is not started again\. Give a "
+        rf"job more time than its start, .*, and go on with --resume {folder}/run/checkpoints",
         str(futile.value),
     )
     # The next one that gains a step has the right to be stopped again.

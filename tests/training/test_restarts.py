@@ -220,7 +220,7 @@ def attempt(memory: HashStore, count: int) -> Restarts:
 def test_where_nothing_restarts_there_is_nothing_to_say(tmp_path: Path) -> None:
     alone = Restarts.of_this_job(world_size=1)
     assert alone.checkpoint(lambda: tmp_path) == tmp_path
-    assert alone.announce(3) is None
+    assert alone.describe_attempt(3) is None
     assert alone.given_up() is None
     alone.begin(RunDirectory(tmp_path), None)
     alone.note_saved()
@@ -260,10 +260,10 @@ def test_before_its_first_save_it_begins_where_the_first_attempt_began(tmp_path:
 def test_the_cause_of_the_last_attempt_is_told(tmp_path: Path) -> None:
     memory = HashStore()
     attempt(memory, 0).begin(RunDirectory(tmp_path), None)
-    assert "ranks were killed" in str(attempt(memory, 1).announce(0))
+    assert "ranks were killed" in str(attempt(memory, 1).describe_attempt(0))
     Peers(PrefixStore("peers", of_attempt(memory, 0, 2)), 1, 2).end(Ending(1, 4, "a cause", 1))
-    assert attempt(memory, 1).announce(3) == "restart 1 of 9: a cause; going on from step 3"
-    assert "a cause" not in str(attempt(memory, 2).announce(3))
+    assert attempt(memory, 1).describe_attempt(3) == "restart 1 of 9: a cause; going on from step 3"
+    assert "a cause" not in str(attempt(memory, 2).describe_attempt(3))
 
 
 def test_only_restarts_without_gain_count(tmp_path: Path) -> None:

@@ -107,11 +107,11 @@ ROLLBACK = ("--divergence.on-spike=rollback",)
 def never_saw(folder: Path, last: int, first: int, *arguments: str) -> Trainer:
     """Train `last` steps, and on with the samples from `first`: in a run of two halves."""
     begun = trainer(folder, *arguments, poisoned=[])
-    for until, start in ((last, 0), (begun.config.steps, first)):
-        begun.config = dataclasses.replace(begun.config, steps=until)
-        begun.progress.samples = start
-        with begun.writer:
-            begun.train(StopSignals())
+    with begun.active(StopSignals()):
+        for until, start in ((last, 0), (begun.config.steps, first)):
+            begun.config = dataclasses.replace(begun.config, steps=until)
+            begun.progress.samples = start
+            begun.train()
     return begun
 
 
@@ -151,16 +151,16 @@ def test_after_a_rollback_the_run_does_not_come_to_the_place_again(tmp_path: Pat
     bad = [samples_of(9)[0]]
     whole = run(tmp_path / "whole", *ROLLBACK, poisoned=bad)
     killed = trainer(tmp_path / "killed", *ROLLBACK, poisoned=bad)
-    train_on = killed._train_on
+    train_steps = killed._train_steps
 
     def die_after_the_rollback() -> None:
         if killed.progress.rollbacks:
             raise ArithmeticError
-        train_on()
+        train_steps()
 
-    killed._train_on = die_after_the_rollback  # type: ignore[method-assign]
-    with pytest.raises(ArithmeticError), killed.writer:
-        killed.train(StopSignals())
+    killed._train_steps = die_after_the_rollback  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError), killed.active(StopSignals()):
+        killed.train()
     resumed = trainer(tmp_path / "killed", *ROLLBACK, "--resume=auto", poisoned=bad)
     assert (resumed.progress.step, resumed.progress.samples) == (6, 9 * BATCH)
     assert resumed.run(StopSignals())

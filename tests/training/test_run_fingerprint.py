@@ -11,7 +11,7 @@ from distmp.data.build import Datasets
 from distmp.distributed.world import World
 from distmp.precision import policy
 from distmp.training.resume_compat import Changes
-from distmp.training.run_fingerprint import as_numbers, changes_since, digest, origin
+from distmp.training.run_fingerprint import changes_since, digest, run_fingerprint, to_json
 from distmp.utils.settings import from_mapping
 
 ALONE = World(0, 1, torch.device("cpu"), None)
@@ -40,7 +40,7 @@ def numbers(
     """Return what a checkpoint holds, as it comes back from the disk."""
     datasets = Datasets(data or Data(), None, vocabulary, "")
     config = from_mapping(RunConfig, values or {})
-    return json.loads(json.dumps(origin(config, datasets, world, policy(precision))))
+    return json.loads(json.dumps(run_fingerprint(config, datasets, world, policy(precision))))
 
 
 def test_what_a_checkpoint_notes() -> None:
@@ -55,7 +55,7 @@ def test_what_a_checkpoint_notes() -> None:
 
 def test_the_hash_is_that_of_the_configuration() -> None:
     found = numbers()
-    assert found["configuration_hash"] == digest(as_numbers(RunConfig()))
+    assert found["configuration_hash"] == digest(to_json(RunConfig()))
     backwards = dict(reversed(found["configuration"].items()))
     assert digest(backwards) == found["configuration_hash"]
     assert numbers({"seed": 2})["configuration_hash"] != found["configuration_hash"]
