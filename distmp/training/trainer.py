@@ -19,8 +19,8 @@ from distmp.telemetry import Console, StepTimer
 from distmp.training import rollback
 from distmp.training.build import build_run
 from distmp.training.callbacks import Callback, PendingStep, StepResult
-from distmp.training.callbacks.built_in import built_in_callbacks
 from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.callbacks.order import in_order
 from distmp.training.setup import training_batches
 from distmp.training.spikes import action_for
 from distmp.training.time_budget import job_started
@@ -35,8 +35,7 @@ class Trainer:
         config: What to train, and how.
         world: The ranks.
         console: Prints messages; quiet on all ranks but the first.
-        callbacks: Called after the built-in callbacks and those of `config.callbacks`. Every rank
-            passes the same ones.
+        callbacks: Called after those of `config.callbacks`. Every rank passes the same ones.
 
     Attributes:
         components: Data, loss, and the model before it was distributed.
@@ -66,9 +65,8 @@ class Trainer:
         self.progress = run.progress
         self.timer = StepTimer()
         self.checkpointing = Checkpointing(run)
-        built_in = built_in_callbacks(run, self.checkpointing)
-        self.callbacks = [*built_in, *run.callbacks, *callbacks]
-        self._users_callbacks = self.callbacks[len(built_in) :]
+        self._users_callbacks = [*run.callbacks, *callbacks]
+        self.callbacks = in_order(run, self.checkpointing, self._users_callbacks)
         self.pending: PendingStep | None = None
         self.rollback_from: StepResult | None = None
         self._stop = StopSignals()
@@ -100,7 +98,9 @@ class Trainer:
         """
         self._stop = stop
         with ExitStack() as exits:
-            for callback in reversed(self.callbacks):
+            # The callbacks of users exit last; the last one that is pushed exits first.
+            users_last = sorted(self.callbacks, key=lambda found: found in self._users_callbacks)
+            for callback in reversed(users_last):
                 exits.push(self._exit_of(callback))
             for callback in self._each("on_train_begin"):
                 callback.on_train_begin(self)
@@ -139,8 +139,9 @@ class Trainer:
                     break
                 for callback in self._each("on_step_launched"):
                     callback.on_step_launched(self, launched)
-                if self.engine.host_waits:
-                    # A step that was skipped can be repeated only before the weights change.
+                if self.engine.host_waits or launched.validation_loss is not None:
+                    # The host has waited already, and a step that was skipped can be repeated for
+                    # its explanation only before the weights change.
                     self.read_step()
         if self.rollback_from is None:
             self.read_step()

@@ -1,6 +1,6 @@
 """The features of a training run, as callbacks of the loop; `Callback` is the protocol.
 
-A built-in callback is one file here; `built_in` lists them in the order in which they are called.
+A built-in callback is one file here; `order` lists them in the order in which they are called.
 """
 
 from distmp.training.callbacks.callback import Callback, PendingStep, Rollback, StepResult

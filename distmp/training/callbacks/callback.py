@@ -85,9 +85,10 @@ class Rollback(NamedTuple):
 class Callback:
     """Base class of what happens around the steps of a run. Override the hooks that you need.
 
-    Callbacks are called in order: the built-in ones, those of the setting `callbacks`, those given
-    to `Trainer`. Each hook receives the trainer; its public attributes are `config`, `world`,
-    `engine`, `progress`, `directory`, `console` and `timer`.
+    Callbacks are called in order: first those of the setting `callbacks`, then those given to
+    `Trainer`. The built-in callbacks log and validate a step before them and save it after them.
+    Each hook receives the trainer; its public attributes are `config`, `world`, `engine`,
+    `progress`, `directory`, `console` and `timer`.
 
     Ranks: every hook is called on every rank, in the same step and in the same order, except for
     `stop_reason`, `on_save` and `on_exit`. A hook may call collectives if it does so on every rank.
@@ -168,7 +169,7 @@ class Callback:
         """Return why the run should stop, or None to continue.
 
         Called at least once per step. One rank is enough to stop all of them, after the same step
-        and with a checkpoint. Keep it cheap, and do not call collectives here.
+        and with a checkpoint. It has to be fast, and must not call collectives.
         """
         return None
 

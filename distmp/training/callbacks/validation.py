@@ -25,7 +25,6 @@ class Validation(Callback):
         every, last = trainer.config.validation.every, step.step == trainer.config.steps
         if last or (every > 0 and step.step % every == 0):
             self._validate(trainer, last=last)
-            trainer.read_step()
 
     def _validate(self, trainer: Trainer, *, last: bool) -> None:
         settings = trainer.config.validation

@@ -25,7 +25,7 @@ from tests.torchrun import run, torchrun
 
 BATCH, SAMPLES, SEED, STEPS = 8, 160, 3, 14
 # A step whose gradients are not finite, which is skipped, and one that is out of bounds.
-SKIPPED, SPIKE, CHECKPOINT = 4, 9, 6
+SKIPPED, SPIKE, CHECKPOINT = 4, 8, 6
 
 
 class Samples:
@@ -198,35 +198,27 @@ def test_the_hooks_are_called_in_order(world_size: int, tmp_path: Path) -> None:
             for step in range(first, last + 1)
             for call in (
                 f"begin {step}",
-                # Reading a step at once is up to the loop on a CPU, and to a save before it.
-                *(
-                    [f"end {step}", f"save {step}", f"launched {step}"]
-                    if step % 3 == 0 and step != SPIKE
-                    else [f"launched {step}", f"end {step}"]
-                ),
+                f"launched {step}",
+                f"end {step}",
+                *([f"save {step}"] if step % 3 == 0 else []),
             )
         ]
 
-    assert python.calls == [
-        # The built-in callbacks begin first, and save where a rollback may need a checkpoint.
-        "save 0",
-        "train begin",
-        *steps(1, SPIKE - 1),
-        f"begin {SPIKE}",
-        f"end {SPIKE}",
-        f"launched {SPIKE}",
-        f"save {CHECKPOINT}",
-        f"rollback {SPIKE} {CHECKPOINT}",
-        *steps(CHECKPOINT + 1, SPIKE - 1),
-        f"begin {SPIKE}",
-        f"end {SPIKE}",
-        f"save {SPIKE}",
-        f"launched {SPIKE}",
-        *steps(10, 10),
-        "save 10",
-        "train end True",
-        "exit None",
-    ]
+    assert "; ".join(python.calls) == "; ".join(
+        [
+            "train begin",
+            # A rollback may need a checkpoint of the start.
+            "save 0",
+            *steps(1, SPIKE),
+            # The position behind the data that was skipped is saved at once.
+            f"save {CHECKPOINT}",
+            f"rollback {SPIKE} {CHECKPOINT}",
+            *steps(CHECKPOINT + 1, 10),
+            "train end True",
+            "save 10",
+            "exit None",
+        ]
+    )
 
 
 class Failing(Recorder):
@@ -270,9 +262,8 @@ def test_an_error_on_one_rank_ends_all_of_them_with_its_cause(tmp_path: Path) ->
     done = run(torchrun(*options), tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("rank 1 of 2 failed:\n") == 1, done.stderr
-    assert "ArithmeticError: the callback failed" in done.stderr
+    assert done.stderr.count("ArithmeticError: the callback failed") == 1
     assert "rank 0 of 2 failed" not in done.stderr
-    assert done.stderr.count("Traceback (most recent call last)") == 1
 
 
 NOT_CALLABLE = 3

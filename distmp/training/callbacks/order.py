@@ -1,7 +1,8 @@
-"""The built-in callbacks, in the order in which they are called."""
+"""The callbacks of a run, in the order in which they are called."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from distmp.training.callbacks.callback import Callback
@@ -20,22 +21,24 @@ if TYPE_CHECKING:
     from distmp.training.build import Run
 
 
-def built_in_callbacks(run: Run, checkpointing: Checkpointing) -> list[Callback]:
-    """Return the callbacks of every run.
+def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) -> list[Callback]:
+    """Return all callbacks of a run in the order in which they are called.
 
-    The order matters: a profile ends before anything else happens at the end; the time of a step
-    counts before a validation asks whether to stop; weights are compared and validated before they
-    are saved; the log reads what `StragglerDetection` adds to a result, and is closed last.
+    The order matters: a profile ends before anything else happens at the end; `StepLogger` needs
+    what `StragglerDetection` adds to a result, and writes a record before a callback of the user
+    can fail; a step is compared, validated and seen by users before it is saved, so that a
+    checkpoint contains what they did; the rest happens after the last save.
     """
     return [
         Profiling(run),
         StragglerDetection(run),
         TimeLimit(run),
+        StepLogger(run),
         RankConsistency(),
         Validation(),
+        *users,
         checkpointing,
         HuggingFaceExport(),
         TextSample(),
         Curves(),
-        StepLogger(run),
     ]
