@@ -19,7 +19,6 @@ from distmp.data.order import microbatches_per_rank
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.models.build import Loss, build_loss, build_model
-from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.precision import PolicyLike
 from distmp.training.run_directory import RunDirectory, latest_run
@@ -107,11 +106,11 @@ def build_engine(
     return Engine(
         parts.model,
         parts.loss,
-        optimizer_factory(config.optim),
+        config.optimizer_factory,
         policy=policy,
         strategy=config.strategy,
         parallel=config.parallel(parts.microbatches),
-        schedule=schedule_factory(config.schedule, config.steps),
+        schedule=config.schedule_factory,
         max_norm=config.optim.max_norm,
         loss_scale=config.precision.loss_scale,
         max_consecutive_skips=config.precision.max_consecutive_skips,

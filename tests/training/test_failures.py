@@ -201,9 +201,9 @@ def test_the_watchdog_of_a_run_alone_ends_with_it() -> None:
 
 
 def test_watchdog_seconds() -> None:
-    assert RunConfig(timeout_minutes=4).watched_seconds == 120
-    assert RunConfig(watchdog_seconds=7).watched_seconds == 7
-    assert RunConfig(watchdog_seconds=0).watched_seconds == 0
+    assert RunConfig(timeout_minutes=4).hang_seconds == 120
+    assert RunConfig(watchdog_seconds=7).hang_seconds == 7
+    assert RunConfig(watchdog_seconds=0).hang_seconds == 0
     for seconds in (-1.0, 600.0, float("nan")):
         with pytest.raises(ValueError, match=r"watchdog_seconds = .*from 0 to timeout_minutes"):
             RunConfig(watchdog_seconds=seconds)

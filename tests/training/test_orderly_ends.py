@@ -268,7 +268,7 @@ def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
         # torchrun itself turns every failure into 1; what it started again did not train.
         assert done.returncode == 1
         assert "exitcode  : 75" in done.stderr
-        assert "the run was stopped in order and is not started again" in done.stdout
+        assert "the run was stopped in order and is not restarted" in done.stdout
     else:
         assert done.returncode == 75, done.stderr
         assert "distmp launch: stopped in order" in done.stderr
