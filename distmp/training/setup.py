@@ -1,4 +1,4 @@
-"""What a run is made of: data, model and engine of a configuration, and where the run stands."""
+"""Builds data, model and engine from a configuration, and loads checkpoints into them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ from distmp.training.run_directory import RunDirectory, latest_run
 
 
 class RunComponents(NamedTuple):
-    """What a run is made of, before anything is distributed."""
+    """Data, model and loss of a run, before anything is distributed.
+
+    Attributes:
+        datasets: Training data and, if any, held-out data.
+        model: The model as it was built.
+        loss: Returns the loss sum and the weight of a microbatch.
+        microbatches: Microbatches per step on each rank.
+    """
 
     datasets: Datasets
     model: nn.Module
@@ -35,13 +42,13 @@ class RunComponents(NamedTuple):
 
 @dataclass
 class Progress:
-    """Where a run stands; all that is needed to find the next sample.
+    """The position of a run in its steps and its data.
 
     Attributes:
         step: Steps done, skipped ones included.
-        samples: Samples consumed by all ranks together, or passed over by a rollback.
-        rollbacks: How often the run has gone back to a checkpoint.
-        rolled_back_to: The step that it went back to the last time.
+        samples: Samples consumed by all ranks together, or skipped by a rollback.
+        rollbacks: Number of rollbacks up to now.
+        rolled_back_to: The step of the checkpoint of the last rollback; None without one.
     """
 
     step: int = 0
@@ -51,10 +58,10 @@ class Progress:
 
 
 def prepare(config: RunConfig, world: World) -> RunComponents:
-    """Build everything that needs no other rank.
+    """Build what needs no other rank.
 
     Raises:
-        ConfigError: If data, model or batch cannot be had as configured.
+        ConfigError: If data, model or batch do not work as configured.
     """
     microbatches = microbatches_per_rank(
         config.batch.global_batch_size, config.batch.microbatch_size, world.world_size
@@ -69,13 +76,13 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
 
 
 def start_from_weights(config: RunConfig, model: nn.Module) -> None:
-    """Give the model the weights that `model.weights` names, if any.
+    """Load the weights that `model.weights` names, if any, into the model.
 
     Raises:
         ConfigError: If they cannot be read or do not fit.
     """
     if config.model.weights is not None:
-        # Imported here: most runs have no use for it.
+        # Imported here: most runs do not need it.
         from distmp.export.weights import load_weights
 
         load_weights(model, config.model.weights)
@@ -95,10 +102,10 @@ def build_engine(
     Args:
         config: The settings of optimizer, schedule, strategy and loss scale.
         parts: What `prepare` returned.
-        world: The ranks, which all have to call it.
-        policy: What is computed in which type.
-        attribution: Whether the engine keeps what `Engine.explain` needs.
-        first_step_checks: Whether the engine looks for mistakes in the first step.
+        world: The ranks; all have to call it.
+        policy: The precision policy.
+        attribution: Whether the engine records what `Engine.explain` needs.
+        first_step_checks: Whether the engine checks for common mistakes in the first step.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -127,7 +134,7 @@ def build_engine(
 def training_batches(
     config: RunConfig, parts: RunComponents, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
-    """Return the microbatches of this rank for each step from `progress` on; close it when done."""
+    """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
     return step_batches(
         parts.datasets.train,
         seed=config.seed,

@@ -150,9 +150,9 @@ def _stopped_jobs(folder: Path) -> None:
         job()
     assert futile.value.exit_code == 1
     assert re.fullmatch(
-        r"3 times in a row the run ended after step 3, the last time because of this: another rank "
-        r"was asked to stop, \d+ s after the start of the job; it is not started again\. Give a "
-        rf"job more time than its start, .*, and go on with --resume {folder}/run/checkpoints",
+        r"3 times in a row the run ended after step 3, the last time because of: another rank was "
+        r"asked to stop, \d+ s after the start of the job; it is not restarted\. Give a job more "
+        rf"time than startup, .*, and continue with --resume {folder}/run/checkpoints",
         str(futile.value),
     )
     # The next one that gains a step has the right to be stopped again.
