@@ -1,4 +1,4 @@
-"""A run that stops and goes on, with the real trainer: what it sees, and what comes out."""
+"""A run that stops and resumes, with the real trainer: its samples and its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ consumed: list[list[int]] = []
 
 
 class Samples:
-    """Sample i knows that it is i; its inputs are cut in another way each time, if asked for."""
+    """Sample i contains its index; with `augmented`, its inputs are drawn at random each time."""
 
     def __init__(self, augmented: bool, poison: float) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def same(record: StepRecord) -> dict[str, Any]:
-    """Return what does not depend on how fast a step was."""
+    """Return the fields that do not depend on the speed of a step."""
     timed = ("tokens_per_second", "step_seconds", "memory_bytes")
     return {name: value for name, value in vars(record).items() if name not in timed}
 
@@ -185,7 +185,7 @@ def _barrier() -> None:
 
 
 def _check_that_it_happened(name: str, records: list[StepRecord]) -> None:
-    """Make sure that a case is what it is called, on both sides of the checkpoint."""
+    """Check that what names a case happened, before and after the checkpoint."""
     if "loss scale" in name:
         scales = [record.loss_scale for record in records]
         assert max(scales) > scales[0]
@@ -207,25 +207,25 @@ def test_workers_that_prepare_samples_change_no_bit_either(tmp_path: Path) -> No
     interrupted(tmp_path, AUGMENTED, workers)
 
 
-# With another configuration.
+# With a changed configuration.
 
 
-def go_on(folder: Path, **values: Any) -> Trainer:
-    """Train three steps as configured by default, then up to the sixth with other values."""
+def resume(folder: Path, **values: Any) -> Trainer:
+    """Train three steps with the default configuration, then up to the sixth with other values."""
     if not (folder / "run").exists():
         train(configuration(folder / "run", steps=3))
     return train(configuration(folder / "run", **{"steps": 6, "resume": "auto", **values}))
 
 
-def test_another_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    go_on(tmp_path)
+def test_another_run_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    resume(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(SetupError) as caught:
-        go_on(tmp_path, seed=2, data={"options": {"poison": 2.0}}, optim={"name": "sgd"}, steps=9)
+        resume(tmp_path, seed=2, data={"options": {"poison": 2.0}}, optim={"name": "sgd"}, steps=9)
     assert caught.value.exit_code == 2
-    told = str(caught.value)
-    assert "step-000006" in told
-    lines = [line.strip().split(" (")[0] for line in told.splitlines() if line.startswith("  ")]
+    message = str(caught.value)
+    assert "step-000006" in message
+    lines = [line.strip().split(" (")[0] for line in message.splitlines() if line.startswith("  ")]
     assert lines == [
         "seed: 1 -> 2",
         'data.options: {} -> {"poison": 2.0}',
@@ -236,10 +236,10 @@ def test_another_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_forced_run_goes_on_with_another_optimizer(
+def test_a_forced_run_resumes_with_another_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = go_on(tmp_path, seed=2, optim={"name": "sgd"}, resume_force=True)
+    trainer = resume(tmp_path, seed=2, optim={"name": "sgd"}, resume_force=True)
     assert "changed: seed: 1 -> 2" in caplog.text
     assert "changed: optim.name: adamw -> sgd" in caplog.text
     assert [r.step for r in read_records(tmp_path / "run" / "steps.jsonl")] == list(range(1, 7))
@@ -248,7 +248,7 @@ def test_a_forced_run_goes_on_with_another_optimizer(
     assert not [name for name in state if "exp_avg" in name]
 
 
-def test_allowed_changes_are_told_once_each(
+def test_allowed_changes_are_reported_once_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(configuration(tmp_path / "run", steps=3))
@@ -277,7 +277,7 @@ def test_allowed_changes_are_told_once_each(
     ]
 
 
-def test_a_checkpoint_of_an_older_version_goes_on(
+def test_a_checkpoint_of_an_older_version_resumes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = train(configuration(tmp_path / "whole", steps=6, checkpoint={"every": 3}))

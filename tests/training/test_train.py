@@ -1,4 +1,4 @@
-"""The training command from outside: what a user starts, sees and finds afterwards."""
+"""The training command as a user sees it: its output, its files and its exit codes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
         torch.testing.assert_close(
             torch.tensor(runs[strategy]), torch.tensor(runs["single"]), rtol=2e-4, atol=0
         )
-        # Rounding is amplified by training; the first steps have had none of it.
+        # Training amplifies rounding errors; the first steps have hardly any.
         torch.testing.assert_close(
             torch.tensor(runs[strategy][:3]), torch.tensor(runs["single"][:3]), rtol=2e-6, atol=0
         )
@@ -91,7 +91,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ra
     whole = trained(tmp_path / "whole", *arguments, "--checkpoint.every=4", ranks=ranks)
     resumed_in = tmp_path / "resumed"
     resumed_in.mkdir()
-    # The other run is what is left of the first if it ends after its second checkpoint.
+    # The other run is the first one as if it had been killed after its second checkpoint.
     (tmp_path / "whole" / "run").rename(resumed_in / "run")
     last, second = sorted((resumed_in / "run" / "checkpoints").glob("step-*"), reverse=True)[:2]
     assert (last.name, second.name) == ("step-000010", "step-000008")
@@ -131,7 +131,7 @@ def test_a_run_leaves_everything_in_its_folder(
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
         assert expected in told
     assert "a sample of what it writes:\ndef " in told
-    # A second run of the same name stands beside the first.
+    # A second run of the same name gets its own folder.
     assert main(arguments) == 0
     assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
 
@@ -256,7 +256,7 @@ def _folder(path: Path) -> Path:
 
 
 def _module(folder: Path) -> str:
-    """Write models that a user might bring; return the module's name."""
+    """Write models as a user would; return the module's name."""
     (folder / "users_models.py").write_text(
         "import torch\n"
         "from torch import nn\n"
@@ -334,7 +334,7 @@ def test_help_is_printed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
-def test_the_first_cause_of_a_failure_stands_on_top(launcher: str, tmp_path: Path) -> None:
+def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path) -> None:
     arguments = [
         f"--data.path={corpus(tmp_path / 'corpus')}",
         f"--model.name={_module(tmp_path)}:failing",
@@ -393,7 +393,7 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
     assert f"stopped after step {records[-1].step}" in told
     assert (tmp_path / "run" / "curves.png").exists()
     if launcher == "torchrun":
-        # torchrun reports the signal with a traceback of its own; the ranks add none.
+        # torchrun reports the signal with a traceback; the ranks print none.
         assert told.count("Traceback") <= 1
         assert code != 0
     else:

@@ -73,14 +73,14 @@ def saved_steps(run_directory: Path) -> list[int]:
     return steps
 
 
-def failures(told: str) -> list[tuple[int, str, str]]:
-    """Return step, cause and what there was, for each failed save that was told."""
-    lines = re.findall(r"NOT SAVED: cannot save \S+/step-(\d+): (.*?); (.*)", told)
+def failures(output: str) -> list[tuple[int, str, str]]:
+    """Return step, cause and remaining checkpoint of each failed save that was reported."""
+    lines = re.findall(r"NOT SAVED: cannot save \S+/step-(\d+): (.*?); (.*)", output)
     return [(int(step), cause, there_is) for step, cause, there_is in lines]
 
 
 @pytest.mark.parametrize("asynchronous", ["asynchronous", "no-asynchronous"])
-def test_a_run_goes_on_when_the_disk_is_full_and_saves_again_when_it_is_not(
+def test_a_run_continues_when_the_disk_is_full_and_saves_again_when_it_is_not(
     asynchronous: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -112,7 +112,7 @@ def test_a_run_that_cannot_save_its_end_fails(
         assert told.err.count("\n") == 1
         assert told.err.startswith("distmp: cannot save ")
         assert "the last checkpoint is of step 4" in told.err
-        assert "held-out loss" in told.out, "the run has gone on to its end"
+        assert "held-out loss" in told.out, "the run continued to its end"
         assert "curves.png: [Errno 28]" in told.out
         assert saved_steps(folder / "run") == [2, 4]
 
@@ -133,7 +133,7 @@ def test_a_read_only_folder(
     assert saved_steps(checkpoints.parent) == [4, 10]
 
 
-def test_a_folder_that_vanishes_is_made_again(
+def test_a_folder_that_vanishes_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "disk" / "run"

@@ -1,4 +1,4 @@
-"""What a training run says and records about steps that overflow, from outside."""
+"""What a training run prints and records about steps that overflow."""
 
 from __future__ import annotations
 
