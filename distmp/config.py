@@ -32,6 +32,7 @@ from distmp.parallel.settings import (
     ParallelConfig,
     ShardingConfig,
 )
+from distmp.parallel.strategy import FORMER_STRATEGIES
 from distmp.precision import policy
 from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.profiling.settings import ProfileConfig
@@ -172,7 +173,7 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = field(default="auto", metadata=HARMLESS)
-    """single, ddp, ddp-torch, fsdp, hsdp, fsdp1, or auto: ddp with several ranks, else single."""
+    """single, ddp, fsdp, hsdp, fsdp1, or auto: ddp with several ranks, else single."""
 
     activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=HARMLESS)
     """`blocks`: store only the inputs of each block for backward, and recompute the rest."""
@@ -267,7 +268,7 @@ class RunConfig:
             )
 
     def _check_strategy(self) -> None:
-        if self.strategy not in STRATEGIES:
+        if self.strategy not in (*STRATEGIES, *FORMER_STRATEGIES):
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
         self.sharding.check(self.strategy)
         self.parallel(microbatches=None)
