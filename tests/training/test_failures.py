@@ -73,13 +73,13 @@ def test_an_exception_ends_all_ranks_and_is_reported_once(tmp_path: Path) -> Non
     jobs = [job(fault, *arguments) for fault, arguments, _ in FAILING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
     for number, (name, (_, _, rank)) in enumerate(FAILING.items()):
-        told = done[number].stderr
+        output = done[number].stderr
         assert seconds_after_the_fault(done[number], tmp_path / str(number)) < FAILURE_SECONDS, name
-        assert told.count("ValueError: a fault of the model") == 1, (name, told)
-        assert told.startswith("distmp: rank "), (name, told)
-        assert told.count("distmp:") == 1, (name, told)
+        assert output.count("ValueError: a fault of the model") == 1, (name, output)
+        assert output.startswith("distmp: rank "), (name, output)
+        assert output.count("distmp:") == 1, (name, output)
         if rank is not None:
-            assert told.startswith(f"distmp: rank {rank} of 2 failed:\n"), (name, told)
+            assert output.startswith(f"distmp: rank {rank} of 2 failed:\n"), (name, output)
             assert done[number].exit_codes[rank] == 1, name
 
 
@@ -87,15 +87,15 @@ def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
     jobs = [job(fault, WATCHED, *arguments) for fault, arguments, _, _ in HANGING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
     for number, (name, (_, _, late, doing)) in enumerate(HANGING.items()):
-        told = done[number].stderr
-        assert told.count("distmp: nothing has moved on any rank for ") == 1, (name, told)
-        assert told.count("is late") == 1, (name, told)
-        assert f"rank {late} of 2 is late" in told, (name, told)
-        assert doing in told, (name, told)
-        assert f"rank {1 - late} waits in {WAITING[name]}" in told, (name, told)
+        output = done[number].stderr
+        assert output.count("distmp: nothing has moved on any rank for ") == 1, (name, output)
+        assert output.count("is late") == 1, (name, output)
+        assert f"rank {late} of 2 is late" in output, (name, output)
+        assert doing in output, (name, output)
+        assert f"rank {1 - late} waits in {WAITING[name]}" in output, (name, output)
         # The reporting rank ends, and the silent one is killed, in the same moment.
         (code,) = done[number].exit_codes.values()
-        assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in told), name
+        assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in output), name
     asleep, _, _, background, stopped, native = (result.stderr for result in done)
     assert "in _sleep\n" in asleep
     assert "in _sleep\n" in background

@@ -164,10 +164,10 @@ def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
                     process.kill()
                 job.wait()
         log.seek(0)
-        told = log.read()
-    assert re.search(r"restart 1 of 3: .*; continuing from step [1-9]", told), told
-    assert re.search(r"restart 2 of 3: .*; continuing from step [1-9]", told), told
-    assert "Traceback" not in told
+        output = log.read()
+    assert re.search(r"restart 1 of 3: .*; continuing from step [1-9]", output), output
+    assert re.search(r"restart 2 of 3: .*; continuing from step [1-9]", output), output
+    assert "Traceback" not in output
     records = read_records(tmp_path / "run" / "steps.jsonl")
     assert [entry.step for entry in records] == list(range(1, 61))
     assert not (tmp_path / "run-2").exists()
@@ -195,18 +195,18 @@ def test_a_fault_that_comes_again_ends_the_restarts(tmp_path: Path) -> None:
     )
     # The fault comes in the third step of each attempt: with checkpoints the run advances.
     without = replace(job, arguments=[*job.arguments, "--checkpoint.every=0"])
-    lucky, told = run_jobs([job, without], tmp_path, timeout=150)
+    lucky, failed = run_jobs([job, without], tmp_path, timeout=150)
     assert lucky.exit_codes == {}
-    assert 1 in told.exit_codes.values()
+    assert 1 in failed.exit_codes.values()
     message = (
         f"{RESTARTS_WITHOUT_GAIN + 1} times in a row the run ended after step 2, the last time "
         "because of: ValueError: a fault of the model"
     )
-    assert told.stderr.count(message) == 1
-    assert told.stderr.count("Traceback") == RESTARTS_WITHOUT_GAIN + 1
+    assert failed.stderr.count(message) == 1
+    assert failed.stderr.count("Traceback") == RESTARTS_WITHOUT_GAIN + 1
     for restart in range(1, RESTARTS_WITHOUT_GAIN):
         line = f"restart {restart} of {job.max_restarts}: ValueError: a fault of the model; "
-        assert told.stdout.count(f"{line}there was no checkpoint yet") == 1
+        assert failed.stdout.count(f"{line}there was no checkpoint yet") == 1
     assert [path.name for path in (tmp_path / "1").glob("run*")] == ["run"]
 
 

@@ -261,8 +261,8 @@ def test_allowed_changes_are_reported_once_each(
         precision={"policy": "fp16", "loss_scale": {"growth_interval": 100}},
     )
     Trainer(config, World.current("cpu"), Console(config.log))
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
-    assert told == [
+    logged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
+    assert logged == [
         "changed: precision.policy: fp32 -> fp16",
         "changed: log.every: 10 -> 3",
         "changed: log.console: auto -> plain",
@@ -382,7 +382,7 @@ def test_changing_world_size_and_strategy_changes_no_sample_and_no_bit(tmp_path:
         flat = [index for batch in moved for index in batch]
         for start in range(0, len(flat) - SIZE + 1, SIZE):
             assert sorted(flat[start : start + SIZE]) == list(range(SIZE))
-        # Nor are the epochs alike.
+        # Two epochs have different orders.
         assert flat[:SIZE] != flat[SIZE : 2 * SIZE]
     losses = [
         [r.loss for r in read_records(tmp_path / run / "plain" / "steps.jsonl")]

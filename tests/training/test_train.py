@@ -110,7 +110,7 @@ def test_a_run_leaves_everything_in_its_folder(
     threads = torch.get_num_threads()
     assert main(arguments) == 0
     assert torch.get_num_threads() == threads
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     folder = tmp_path / "runs" / "here"
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
@@ -126,8 +126,8 @@ def test_a_run_leaves_everything_in_its_folder(
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert store.latest(folder / "checkpoints") == folder / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
-        assert expected in told
-    assert "a sample of what it writes:\ndef " in told
+        assert expected in output
+    assert "a sample of what it writes:\ndef " in output
     # A second run of the same name gets its own folder.
     assert main(arguments) == 0
     assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
@@ -177,10 +177,10 @@ def test_a_run_that_only_skips_gives_up(
         "--run-dir=run",
     ]
     assert main(arguments) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("distmp: ")
-    assert "max_consecutive_skips" in told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert output.startswith("distmp: ")
+    assert "max_consecutive_skips" in output
+    assert "Traceback" not in output
     assert [record.skipped for record in read_records(tmp_path / "run" / "steps.jsonl")] == [
         True,
         True,
@@ -299,11 +299,11 @@ def test_a_wrong_configuration_is_one_message_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     arguments, message = WRONG[case]
     assert main(arguments(tmp_path)) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("distmp: ")
-    assert told.err.count("\n") == 1
-    assert message in told.err
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert output.err.startswith("distmp: ")
+    assert output.err.count("\n") == 1
+    assert message in output.err
+    assert output.out == ""
     assert not (tmp_path / "runs").exists()
 
 
@@ -381,19 +381,19 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
                 os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
         log.seek(0)
-        told = log.read()
+        output = log.read()
     records = read_records(tmp_path / "run" / "steps.jsonl")
     checkpoint = store.latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     assert store.read_numbers(checkpoint)["step"] == records[-1].step
-    assert f"stopped after step {records[-1].step}" in told
+    assert f"stopped after step {records[-1].step}" in output
     assert (tmp_path / "run" / "curves.png").exists()
     if launcher == "torchrun":
         # torchrun reports the signal with a traceback; the ranks print none.
-        assert told.count("Traceback") <= 1
+        assert output.count("Traceback") <= 1
         assert code != 0
     else:
-        assert "Traceback" not in told
+        assert "Traceback" not in output
         assert code == 128 + signal.SIGINT
 
 

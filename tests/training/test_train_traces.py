@@ -131,14 +131,14 @@ def test_machines_that_differ_do_not_start(tmp_path: Path) -> None:
             )
         )
     try:
-        told = [job.communicate(timeout=90)[1] for job in jobs]
+        outputs = [job.communicate(timeout=90)[1] for job in jobs]
     finally:
         for job in jobs:
             job.kill()
             job.wait()
     host = socket.gethostname()
     assert all(job.returncode != 0 for job in jobs)
-    ours = [line for text in told for line in text.splitlines() if line.startswith("distmp: ")]
+    ours = [line for text in outputs for line in text.splitlines() if line.startswith("distmp: ")]
     pairs = [
         (f"{a} on rank 0 ({host})", f"{b} on rank 1 ({host})") for a, b in ((20, 30), (30, 20))
     ]
