@@ -80,16 +80,7 @@ def build_run(config: RunConfig, world: World, console: Console) -> Run:
         all_or_none(world, lambda: start_from_weights(config, components.model))
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
     parameters = sum(parameter.numel() for parameter in components.model.parameters())
-    engine = all_or_none(
-        world,
-        lambda: build_engine(
-            config,
-            components,
-            world,
-            policy=config.precision.policy,
-            attribution=config.precision.attribution,
-        ),
-    )
+    engine = all_or_none(world, lambda: _engine(config, components, world))
     fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
     fingerprint["model"] = architecture(components.model, config.model)
     changes = all_or_none(world, lambda: _compare(config, fingerprint, checkpoint))
@@ -114,6 +105,13 @@ def build_run(config: RunConfig, world: World, console: Console) -> Run:
         restarts,
         checkpoint,
         progress,
+    )
+
+
+def _engine(config: RunConfig, components: RunComponents, world: World) -> Engine:
+    precision = config.precision
+    return build_engine(
+        config, components, world, policy=precision.policy, attribution=precision.attribution
     )
 
 
