@@ -76,7 +76,8 @@ def _distmp(config: RunConfig, world: World) -> float:
     """Return the seconds that distmp's trainer takes for all steps."""
     with StopSignals() as stop, Console(config.log, quiet=True) as console:
         trainer = Trainer(config, world, console)
-        return elapsed_together(lambda: trainer.train(stop), world.device)
+        with trainer.active(stop):
+            return elapsed_together(trainer.train, world.device)
 
 
 def _plain(config: RunConfig, world: World) -> float:

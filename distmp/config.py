@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -16,7 +17,12 @@ from distmp.engine.rank_consistency import RankConsistencyConfig
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, nearest
 from distmp.models.settings import ModelConfig
-from distmp.optim.build import optimizer_factory, schedule_factory
+from distmp.optim.build import (
+    OptimizerFactory,
+    ScheduleFactory,
+    optimizer_factory,
+    schedule_factory,
+)
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 from distmp.parallel import STRATEGIES, AccumulationSettings
 from distmp.parallel.settings import (
@@ -31,18 +37,22 @@ from distmp.precision import policy
 from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.profiling.settings import ProfileConfig
 from distmp.telemetry.settings import LogConfig
+from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential, dangerous
 from distmp.utils.settings import command_line
 
 
 @dataclass(frozen=True)
 class BatchConfig:
-    """How many samples make a step."""
+    """The size of a step, in samples."""
 
-    global_batch_size: int = 32
-    """Samples of one optimizer step, over all ranks and microbatches."""
+    global_batch_size: int = field(
+        default=32,
+        metadata=consequential("a step has another number of samples; optim.lr is not adjusted"),
+    )
+    """Samples per optimizer step, over all ranks and microbatches."""
 
-    microbatch_size: int = 16
-    """Samples of one forward and backward on one rank."""
+    microbatch_size: int = field(default=16, metadata=HARMLESS)
+    """Samples per forward and backward on one rank."""
 
     def __post_init__(self) -> None:
         for name in ("global_batch_size", "microbatch_size"):
@@ -53,25 +63,36 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """What is computed in which floating-point type."""
+    """Precision policy, loss scale, and handling of overflows."""
 
-    policy: str | dict[str, Any] = "auto"
-    """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, or auto: what
-    the device supports. Changes follow a comma, as in bf16,keep_fp32=norm|head; in the file also
-    as a section, 'preset: bf16' and a line for each change."""
+    policy: str | dict[str, Any] = field(
+        default="auto",
+        # A run that resumes compares the policy in force.
+        metadata=HARMLESS,
+    )
+    """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, or auto for the
+    best one that the device supports. Append changes after a comma: bf16,keep_fp32=norm|head. In a
+    file this may be a section: 'preset: bf16', and a line per change."""
 
-    loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
-    """Rules of the loss scale, for the fp16 policies."""
+    loss_scale: LossScaleConfig = field(
+        default_factory=LossScaleConfig,
+        metadata=consequential("the loss scale follows this rule from here on"),
+    )
+    """Rules of the loss scale, for fp16 policies."""
 
-    max_consecutive_skips: int = 50
-    """Give up after so many skipped steps in a row."""
+    max_consecutive_skips: int = field(default=50, metadata=HARMLESS)
+    """End the run after this many consecutive skipped steps."""
 
-    on_nonfinite: Literal["skip_step", "drop_microbatch"] = "skip_step"
-    """Skip a step with a gradient that is not finite, or leave out just that microbatch (single,
+    on_nonfinite: Literal["skip_step", "drop_microbatch"] = field(
+        default="skip_step",
+        metadata=consequential("non-finite gradients are handled differently from here on"),
+    )
+    """Skip a step with a non-finite gradient, or drop only the microbatch that produced it (single,
     ddp; takes 4 more bytes per parameter, and reductions wait for the end of backward)."""
 
-    attribution: bool = True
-    """Repeat a step that overflowed to say which rank, parameter and microbatch it was."""
+    attribution: bool = field(default=True, metadata=HARMLESS)
+    """Repeat a step that overflowed, to report the rank, parameter and microbatch that caused
+    it."""
 
     def __post_init__(self) -> None:
         if self.policy != "auto":
@@ -84,16 +105,16 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class ValidationConfig:
-    """When and on how much held-out data the model is measured."""
+    """When to evaluate the model, and on how much held-out data."""
 
     every: int = 0
-    """Steps between two validations during training; 0: only at the end."""
+    """Steps between validations; 0: validate only at the end."""
 
     samples: int = 128
-    """Samples of a validation during training."""
+    """Samples per validation during training."""
 
     final_samples: int | None = None
-    """Samples of the validation at the end; null: all held-out data."""
+    """Samples of the final validation; null: all held-out data."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -106,16 +127,16 @@ class ValidationConfig:
 
 @dataclass(frozen=True)
 class SampleConfig:
-    """The text that the trained model writes at the end, where samples are text."""
+    """The text that the trained model generates at the end, if it is trained on text."""
 
     prompt: str = "def "
-    """How it begins."""
+    """Beginning of the text."""
 
     length: int = 300
-    """Tokens to write; 0: none."""
+    """Tokens to generate; 0: no sample."""
 
     temperature: float = 0.7
-    """Divides the logits; 0 always takes the likeliest token."""
+    """Divisor of the logits; 0 always takes the most likely token."""
 
     def __post_init__(self) -> None:
         if not self.prompt:
@@ -128,69 +149,101 @@ class SampleConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A whole training run."""
+    """All settings of a training run."""
 
-    run_dir: str = "runs/default"
-    """Folder for the resolved configuration, records, curves and checkpoints."""
+    run_dir: str = field(default="runs/default", metadata=HARMLESS)
+    """Folder for the resolved configuration, step records, curves and checkpoints."""
 
-    resume: str | None = None
-    """Where to go on from: "auto" for the run's latest checkpoint if there is one, or a path."""
+    resume: str | None = field(default=None, metadata=IGNORED)
+    """Checkpoint to resume from: a path, or auto for the latest one of the run, if there is one."""
 
-    resume_force: bool = False
-    """Go on although model, data, seed or optimizer are not those of the checkpoint."""
+    resume_force: bool = field(default=False, metadata=IGNORED)
+    """Resume even if model, data, seed or optimizer differ from those of the checkpoint."""
 
-    steps: int = 1000
-    """Steps of the run; a skipped step counts."""
+    steps: int = field(
+        default=1000,
+        metadata=consequential("a schedule with an end is stretched, so learning rates jump"),
+    )
+    """Number of steps, skipped ones included."""
 
-    seed: int = 1
+    seed: int = field(
+        default=1,
+        metadata=dangerous("the order of the data changes: samples are repeated or never used"),
+    )
     """Seed of the initial weights, the order of the data, and dropout."""
 
-    strategy: str = "auto"
-    """single, ddp, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
+    strategy: str = field(default="auto", metadata=HARMLESS)
+    """single, ddp, fsdp, hsdp, fsdp1, or auto: ddp with several ranks, else single."""
 
-    activation_checkpointing: ActivationCheckpointing = "none"
-    """`blocks`: keep only the inputs of each block for backward and compute the rest again."""
+    activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=HARMLESS)
+    """`blocks`: store only the inputs of each block for backward, and recompute the rest."""
 
-    compile: Compilation = "none"
-    """What `torch.compile` gets: each of the `blocks`, or the whole `model`, after which no
-    reduction overlaps with backward."""
+    compile: Compilation = field(default="none", metadata=HARMLESS)
+    """Apply `torch.compile` to each of the `blocks`, or to the `model`; with `model`, reductions do
+    not overlap with backward."""
 
-    shard_optimizer: bool = False
-    """Each rank keeps and steps only its share of FP32 weights and optimizer state (ddp)."""
+    shard_optimizer: bool = field(default=False, metadata=HARMLESS)
+    """Shard FP32 weights and optimizer state over ranks (ddp)."""
 
-    reproducible: bool = False
-    """The same bits at 1, 2, 4, 8 ... ranks, with a power of two of microbatches (single, ddp)."""
+    reproducible: bool = field(
+        default=False,
+        metadata=consequential("the bits no longer match those of another number of ranks"),
+    )
+    """Bitwise the same result on 1, 2, 4, 8 ... ranks; the microbatches per step have to be a power
+    of two (single, ddp)."""
 
-    max_minutes: float | None = None
-    """Stop in time for the whole job to end, checkpoint included, within so many minutes."""
+    max_minutes: float | None = field(default=None, metadata=HARMLESS)
+    """Time limit of the job: stop early enough to write a checkpoint within it. null: no limit."""
 
-    timeout_minutes: float = 10.0
-    """A collective operation that takes longer has failed."""
+    timeout_minutes: float = field(default=10.0, metadata=HARMLESS)
+    """Timeout of collectives."""
 
-    watchdog_seconds: float | None = None
-    """When no rank has got further for so long, say which ones hang and where, and end; null: half
-    of timeout_minutes; 0: never."""
-    preflight: Literal["auto", "always", "never"] = "auto"
-    """Compare and measure the ranks before the first step; auto: with more than one machine."""
+    watchdog_seconds: float | None = field(default=None, metadata=HARMLESS)
+    """Seconds without progress after which the run ends with a report of which ranks hang, and
+    where; null: half of timeout_minutes; 0: never."""
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    preflight: Literal["auto", "always", "never"] = field(default="auto", metadata=HARMLESS)
+    """Compare and measure the ranks before the first step; auto: if there are several machines."""
+
+    callbacks: tuple[str, ...] = field(default=(), metadata=HARMLESS)
+    """Import paths 'module:callable', each called without arguments to build a
+    `distmp.training.callbacks.Callback`; see docs/callbacks.md."""
+
+    model: ModelConfig = field(
+        default_factory=ModelConfig, metadata=dangerous("the weights belong to another model")
+    )
+    data: DataConfig = field(
+        default_factory=DataConfig,
+        metadata=dangerous("the position in the data belongs to other samples"),
+    )
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig, metadata=HARMLESS)
     optim: OptimizerConfig = field(default_factory=OptimizerConfig)
-    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    divergence: DivergenceConfig = field(default_factory=DivergenceConfig)
-    rank_consistency: RankConsistencyConfig = field(
-        default_factory=RankConsistencyConfig, metadata={"formerly": "lockstep"}
+    schedule: ScheduleConfig = field(
+        default_factory=ScheduleConfig,
+        metadata=consequential("learning rates change from here on"),
     )
-    validation: ValidationConfig = field(default_factory=ValidationConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    divergence: DivergenceConfig = field(
+        default_factory=DivergenceConfig,
+        metadata=consequential("spikes are handled differently from here on"),
+    )
+    rank_consistency: RankConsistencyConfig = field(
+        default_factory=RankConsistencyConfig, metadata={"formerly": "lockstep", **HARMLESS}
+    )
+    validation: ValidationConfig = field(default_factory=ValidationConfig, metadata=HARMLESS)
+    sample: SampleConfig = field(default_factory=SampleConfig, metadata=HARMLESS)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig, metadata=HARMLESS)
+    log: LogConfig = field(default_factory=LogConfig, metadata=HARMLESS)
+    profile: ProfileConfig = field(default_factory=ProfileConfig, metadata=HARMLESS)
 
     def __post_init__(self) -> None:
+        self._check_run()
+        self._check_time()
+        self._check_strategy()
+        self._check_steps()
+
+    def _check_run(self) -> None:
         if self.steps < 1:
             raise ConfigError("steps", self.steps, "use 1 or more steps")
         if not 0 <= self.seed < 2**63:
@@ -199,22 +252,8 @@ class RunConfig:
             raise ConfigError("run_dir", self.run_dir, "name a folder")
         if self.resume == "":
             raise ConfigError("resume", "", "give 'auto', the path of a checkpoint, or null")
-        if self.strategy not in (*STRATEGIES, *FORMER_STRATEGIES):
-            raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
-        self.sharding.check(self.strategy)
-        self.parallel(microbatches=None)
-        if self.rank_consistency.every and self.strategy == "fsdp1":
-            raise ConfigError(
-                "rank_consistency.every",
-                self.rank_consistency.every,
-                "FSDP1 does not tell which of its tensors ranks have in common; use strategy = "
-                "'fsdp', or 0",
-            )
-        accumulation = AccumulationSettings(
-            self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
-        )
-        if self.strategy in SHARDED_STRATEGIES:
-            accumulation.refuse_for(self.strategy)
+
+    def _check_time(self) -> None:
         if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
             raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
         if self.max_minutes is not None and not (0 < self.max_minutes < math.inf):
@@ -225,8 +264,28 @@ class RunConfig:
                 "watchdog_seconds",
                 self.watchdog_seconds,
                 f"use a number from 0 to timeout_minutes ({limit:g} s), after which a collective "
-                "fails by itself",
+                "times out",
             )
+
+    def _check_strategy(self) -> None:
+        if self.strategy not in (*STRATEGIES, *FORMER_STRATEGIES):
+            raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
+        self.sharding.check(self.strategy)
+        self.parallel(microbatches=None)
+        if self.rank_consistency.every and self.strategy == "fsdp1":
+            raise ConfigError(
+                "rank_consistency.every",
+                self.rank_consistency.every,
+                "FSDP1 does not expose which of its tensors ranks share; use strategy = 'fsdp', "
+                "or 0",
+            )
+        accumulation = AccumulationSettings(
+            self.shard_optimizer, self.reproducible, self.precision.on_nonfinite
+        )
+        if self.strategy in SHARDED_STRATEGIES:
+            accumulation.refuse_for(self.strategy)
+
+    def _check_steps(self) -> None:
         if self.schedule.warmup_steps >= self.steps:
             raise ConfigError(
                 "schedule.warmup_steps",
@@ -235,30 +294,43 @@ class RunConfig:
             )
         self.profile.check(self.steps)
         # Looks up names and refuses options that the optimizer or schedule does not have.
-        optimizer_factory(self.optim)
-        schedule = schedule_factory(self.schedule, self.steps)
-        schedule(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
+        _ = self.optimizer_factory
+        self.schedule_factory(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the settings only: the factories cannot be pickled and are built again."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @cached_property
+    def optimizer_factory(self) -> OptimizerFactory:
+        """The function that builds the optimizer over named parameters."""
+        return optimizer_factory(self.optim)
+
+    @cached_property
+    def schedule_factory(self) -> ScheduleFactory:
+        """The function that builds the learning-rate schedule on an optimizer."""
+        return schedule_factory(self.schedule, self.steps)
 
     @property
-    def watched_seconds(self) -> float:
-        """After how long without progress a rank hangs; 0: never."""
+    def hang_seconds(self) -> float:
+        """Seconds without progress after which a rank counts as hanging; 0: never."""
         if self.watchdog_seconds is None:
             return 60 * self.timeout_minutes / 2
         return self.watchdog_seconds
 
     def parallel(self, microbatches: int | None) -> ParallelConfig:
-        """Return what a strategy is told, for steps of so many microbatches."""
+        """Return the settings of a strategy, for steps of `microbatches` microbatches."""
         return ParallelConfig(
             self.sharding, self.activation_checkpointing, self.compile, microbatches
         )
 
 
 def load(argv: Sequence[str]) -> RunConfig:
-    """Read `--config FILE` and the overrides behind it.
+    """Read `--config FILE` and the overrides after it.
 
     Raises:
         ConfigError: If a name, type, value or combination is wrong.
-        SystemExit: With code 0, after printing the help that was asked for.
+        SystemExit: With code 0, after `--help`.
     """
     return command_line(
         RunConfig, argv, prog="distmp train", description="Train a model on any number of ranks."

@@ -1,4 +1,4 @@
-"""`torchrun -m distmp.train --config FILE`: train as configured, as one rank of any number."""
+"""Command `torchrun -m distmp.train --config FILE`: trains as one rank of a job."""
 
 from __future__ import annotations
 

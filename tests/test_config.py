@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import distmp.config
 from distmp.config import BatchConfig, RunConfig, load
+from distmp.data.settings import DataConfig
+from distmp.distributed.world import World
 from distmp.errors import ConfigError
+from distmp.training.setup import build_engine, prepare
 from distmp.utils.settings import from_mapping, read_yaml, write_yaml
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -106,6 +111,29 @@ def test_what_is_no_option_is_not_called_one(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="unknown setting") as caught:
         from_mapping(RunConfig, values)
     assert "options." not in str(caught.value)
+
+
+def test_optimizer_and_schedule_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    for name in ("optimizer_factory", "schedule_factory"):
+        original = getattr(distmp.config, name)
+
+        def counted(*arguments: Any, original: Any = original, name: str = name) -> Any:
+            calls.append(name)
+            return original(*arguments)
+
+        monkeypatch.setattr(distmp.config, name, counted)
+    config = RunConfig(strategy="single", data=DataConfig(path="distmp"))
+    world = World.current("cpu")
+    build_engine(config, prepare(config, world), world, policy="fp32", attribution=False)
+    assert calls == ["optimizer_factory", "schedule_factory"]
+
+
+def test_a_configuration_can_be_pickled() -> None:
+    config = RunConfig(steps=7)
+    copied = pickle.loads(pickle.dumps(config))
+    assert copied == config
+    assert copied.schedule_factory is not config.schedule_factory
 
 
 def test_a_batch_that_does_not_divide_names_those_that_do() -> None:

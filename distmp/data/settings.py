@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distmp.errors import ConfigError, nearest
+from distmp.utils.resume_rules import HARMLESS, consequential
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
@@ -17,27 +18,34 @@ _IMPLIED_VOCABULARY = {"uint8": 2**8, "uint16": 2**16}
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Training data, and how it is divided into samples. Values are checked here, files later."""
+    """Training data, and how it is divided into samples. Values are checked here, files later.
+
+    A run that resumes compares the data itself (`distmp.training.run_fingerprint`), so that the
+    settings that lead to the data are harmless.
+    """
 
     source: str = "text"
     """'text' (files below a folder, as bytes), 'tokens' (a file of token ids) or the import path
     'module:callable' of a function that returns a map-style dataset."""
 
-    path: str | None = None
+    path: str | None = field(default=None, metadata=HARMLESS)
     """Folder of a text source (default: the standard library of the running Python), or the file
     of a token source."""
 
-    validation_path: str | None = None
+    validation_path: str | None = field(
+        default=None,
+        metadata=consequential("validation losses are not comparable with earlier ones"),
+    )
     """Folder or file for validation; then nothing of `path` is held out."""
 
-    pattern: str = "**/*.py"
+    pattern: str = field(default="**/*.py", metadata=HARMLESS)
     """Files of the folder to read, as a glob on the path relative to it. Hidden files and folders
     are skipped, links to folders are not followed."""
 
     sequence_length: int = 256
     """Tokens in one sample."""
 
-    held_out: float = 0.05
+    held_out: float = field(default=0.05, metadata=HARMLESS)
     """Share of the data used for validation, from 0 to below 1; 0 disables validation. Text files
     are chosen by a hash of their relative path. If that leaves one side empty, and for token files,
     the last tokens are used."""
@@ -45,11 +53,11 @@ class DataConfig:
     token_dtype: TokenType = "uint16"
     """Type of the ids in a token file, little-endian and without a header."""
 
-    vocabulary_size: int | None = None
+    vocabulary_size: int | None = field(default=None, metadata=HARMLESS)
     """Number of different token ids. Text has 257. The default for a token file of uint8 or uint16
     is the number of values of the type; wider types require this setting."""
 
-    workers: int = 0
+    workers: int = field(default=0, metadata=HARMLESS)
     """Number of processes per rank that prepare microbatches. 0 prepares them in the training
     process, which is enough for text and token files."""
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models import huggingface
+from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
 
 
 class Size(NamedTuple):
@@ -58,14 +59,16 @@ class ModelConfig:
     vocabulary_size: int | None = None
     """Number of token ids of the model (default: that of the data)."""
 
-    sequence_length: int | None = None
+    sequence_length: int | None = field(default=None, metadata=HARMLESS)
     """Longest sequence the model accepts, in tokens (default: that of the data)."""
 
-    loss: str = "next_token"
+    loss: str = field(
+        default="next_token", metadata=dangerous("the model is trained for another objective")
+    )
     """'next_token' (cross entropy) or the import path 'module:callable' of a function
     loss(model, batch) -> (loss sum, weight)."""
 
-    weights: str | None = None
+    weights: str | None = field(default=None, metadata=IGNORED)
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from distmp.errors import ConfigError
 from distmp.optim.names import optimizer_options, schedule_options
+from distmp.utils.resume_rules import consequential, dangerous
 
 
 def _is_optimizer_option(section: Mapping[str, Any], name: str) -> bool:
@@ -23,15 +24,27 @@ def _is_schedule_option(section: Mapping[str, Any], name: str) -> bool:
 class OptimizerConfig:
     """The optimizer of the FP32 weights."""
 
-    name: str = "adamw"
+    name: str = field(
+        default="adamw", metadata=dangerous("the saved state belongs to another optimizer")
+    )
     """adamw, adam, sgd, adagrad, or an import path 'module:callable'."""
-    lr: float = 3e-3
+    lr: float = field(default=3e-3, metadata=consequential("learning rates change from here on"))
     """Peak learning rate."""
-    weight_decay: float = 0.1
+    weight_decay: float = field(
+        default=0.1, metadata=consequential("weight decay changes from here on")
+    )
     """Weight decay of matrices; biases, norms and other vectors have none."""
-    max_norm: float | None = 1.0
+    max_norm: float | None = field(
+        default=1.0, metadata=consequential("gradient clipping changes from here on")
+    )
     """Maximum norm of the global gradient, which is clipped to it; null: no clipping."""
-    options: dict[str, Any] = field(default_factory=dict, metadata={"takes": _is_optimizer_option})
+    options: dict[str, Any] = field(
+        default_factory=dict,
+        metadata={
+            "takes": _is_optimizer_option,
+            **consequential("the optimizer keeps the state that it built up under other options"),
+        },
+    )
     """Further arguments of the optimizer, such as betas or momentum."""
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from distmp.errors import ConfigError
 from distmp.precision.policy import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 from distmp.utils.annotations import check_types
+from distmp.utils.resume_rules import consequential
 
 logger = logging.getLogger("distmp")
 
@@ -32,7 +33,9 @@ class LossScaleConfig:
 
     dynamic: bool = True
     """Update the scale after overflows and clean steps; false fixes it at `init`."""
-    init: float = 2.0**16
+    init: float = field(
+        default=2.0**16, metadata=consequential("the loss scale continues from its current value")
+    )
     """Loss scale of the first step."""
     growth_factor: float = 2.0
     """Factor of the scale after `growth_interval` consecutive steps without overflow."""

@@ -1,1 +1,1 @@
-"""The trainer: builds a run from its configuration, and runs, stops, resumes and restarts it."""
+"""The trainer: builds a run from its configuration, trains, stops, resumes and restarts it."""

@@ -15,22 +15,22 @@ _ENGINES = {
 }
 
 
-def overruled(
+def overridden_options(
     variables: Mapping[str, str], policy: PrecisionPolicy, strategy: str
 ) -> Iterator[str]:
-    """Yield, for people, what accelerate was told and the configuration decides otherwise."""
+    """Yield a message for each option of `accelerate launch` that the configuration overrides."""
     word = variables.get(PRECISION_VARIABLE, "no")
     if word not in ("no", ACCELERATE_WORDS[policy.compute_dtype]):
         yield (
-            f"accelerate launch was told mixed precision {word}; precision.policy decides, and "
-            f"computes in {policy.name}"
+            f"accelerate launch requested mixed precision {word}; precision.policy overrides it "
+            f"with {policy.name}"
         )
     for name, engine in _ENGINES.items():
         if is_true(variables, name) and not strategy.startswith(engine.lower()):
-            yield f"accelerate launch was told to use {engine}; strategy decides, and is {strategy}"
+            yield f"accelerate launch requested {engine}; strategy overrides it with {strategy}"
     backend = variables.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     if backend.upper() != "NO":
-        yield f"accelerate launch was told to compile with {backend}; it does not reach this run"
+        yield f"accelerate launch requested compilation with {backend}; set compile instead"
     steps = variables.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps != "1":
-        yield (f"accelerate launch was told {steps} accumulation steps; the section batch decides")
+        yield f"accelerate launch requested {steps} accumulation steps; the section batch decides"

@@ -1,7 +1,7 @@
-"""How a rank that cannot go on says so: the first cause once, and nothing of what follows from it.
+"""Reports why a run ends: the first cause, once, and none of the errors that follow from it.
 
-The first rank to speak is the first to write its cause into the store of the launcher. The others
-keep silent and wait to be ended by their launcher, which then sees the causing rank end first.
+The first rank that writes its cause into the launcher's store reports it. The others report nothing
+and wait for the launcher to end them, so that it sees the rank that failed first end first.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from distmp.faults.peers import Ending, Peers
 from distmp.faults.watchdog import Watchdog, record, say
 from distmp.training.out_of_memory import advice
 
-# How long a rank waits for its launcher to end it, which takes well under a second.
+# Time in which the launcher has to end a rank; it needs well under a second.
 GRACE_SECONDS = 15.0
-# How long a rank that lost another one waits for that one's message.
+# Time that a rank that lost its connection to another rank waits for the message of that rank.
 MESSAGE_SECONDS = 2.0
 STORE_SECONDS = 20.0
 
@@ -35,11 +35,11 @@ _watchdog: Watchdog | None = None
 
 
 def watch(world: World, seconds: float, first_seconds: float) -> None:
-    """Have this rank and the others watched from now on.
+    """Start to watch this rank and the others. Every rank has to call it.
 
     Args:
-        world: The ranks, which all have to call it.
-        seconds: Without progress for so long, a rank hangs; 0: however long.
+        world: The ranks.
+        seconds: Seconds without progress after which a rank counts as hanging; 0: never.
         first_seconds: The same until the first step has ended.
     """
     global _watchdog
@@ -57,7 +57,7 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
 
 
 def stop_watching() -> None:
-    """Say that this rank has come to its end, if it is watched."""
+    """Stop to watch this rank: it ends by itself."""
     global _watchdog
     watchdog, _watchdog = _watchdog, None
     if watchdog is not None:
@@ -65,14 +65,14 @@ def stop_watching() -> None:
 
 
 def report(environment: RankEnvironment, error: Exception, config: Any = None) -> int:
-    """Say once for all ranks why they end; return the exit code of this one.
+    """Report once for all ranks why they end; return the exit code of this one.
 
     Args:
-        environment: Who this rank is.
-        error: What it cannot go on with.
-        config: The configuration of the run, if there is one, for advice.
+        environment: Rank and number of ranks.
+        error: The error that ended this rank.
+        config: The configuration, for advice; None if it was not loaded.
     """
-    # The launcher's signal, when it ends this rank because of another, is not to cut a message off.
+    # The signal by which the launcher ends this rank must not interrupt a message.
     with StopSignals():
         return _report(environment, error, config)
 
@@ -82,27 +82,27 @@ def _report(environment: RankEnvironment, error: Exception, config: Any) -> int:
     if isinstance(error, LostPeerError):
         return _lost(environment)
     if isinstance(error, DistmpError):
-        return _speak_once(environment, error, str(error), str(error), error.exit_code)
+        return _report_once(environment, error, str(error), str(error), error.exit_code)
     if environment.world_size > 1 and is_lost_connection(error):
         return _lost(environment)
-    if told := advice(error, config, environment.world_size, str(activity.now)):
-        return _speak_once(environment, error, f"{where} {told}", told, 1)
+    if message := advice(error, config, environment.world_size, str(activity.now)):
+        return _report_once(environment, error, f"{where} {message}", message, 1)
     stack = "".join(traceback.format_exception(error)).rstrip()
     cause = f"{type(error).__name__}: {error}"
-    return _speak_once(environment, error, f"{where} failed:\n{stack}", cause, 1)
+    return _report_once(environment, error, f"{where} failed:\n{stack}", cause, 1)
 
 
-def _speak_once(
+def _report_once(
     environment: RankEnvironment, error: Exception, text: str, cause: str, exit_code: int
 ) -> int:
-    """Say `text`, unless another rank has said why the run ends."""
+    """Print `text`, unless another rank has reported why the run ends."""
     cause = " ".join(cause.split())
     ending = Ending(environment.rank, activity.now.step, cause, exit_code)
     if not _is_first(environment, error, ending):
         ended = wait_to_be_ended()
         if ended or _watchdog is not None or isinstance(error, SetupError):
             return exit_code
-        # Nobody has ended this rank: what it has found is no other rank's error.
+        # The launcher did not end this rank, so its error is not the consequence of another one.
     record(cause)
     say(text)
     return exit_code
@@ -113,15 +113,15 @@ def _is_first(environment: RankEnvironment, error: Exception, ending: Ending) ->
         with contextlib.suppress(dist.DistError):
             return _watchdog.peers.end(ending)
         return True
-    # Before ranks are connected each finds by itself what is wrong with what all were told: the
-    # first of each machine speaks, or of all where they have found it together.
+    # Before ranks are connected, each finds errors in the common configuration by itself: the first
+    # rank of each machine reports them, or rank 0 those that all ranks found together.
     if isinstance(error, SetupError):
         return environment.rank == 0
     return environment.local_rank == 0 or not isinstance(error, DistmpError)
 
 
 def _lost(environment: RankEnvironment) -> int:
-    """End because another rank has; say so only where neither that rank nor anybody else has."""
+    """End because another rank ended; report it only if no rank has reported the cause."""
     cause = (
         f"rank {environment.rank} of {environment.world_size} stopped because it lost another "
         "rank, which left no message"
@@ -141,7 +141,7 @@ def _lost(environment: RankEnvironment) -> int:
 
 
 def wait_to_be_ended() -> bool:
-    """Let the launcher see the rank that failed end first; return whether it then ended this."""
+    """Wait for the launcher, which saw another rank fail, to end this one; return if it did."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         if StopSignals.last == signal.SIGTERM:

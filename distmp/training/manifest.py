@@ -1,4 +1,4 @@
-"""What a run was: which code, settings, machines and processes; an entry for each of its starts."""
+"""The manifest of a run: code, settings, machines and processes, with an entry per start."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SECRETS = ("token", "key", "secret", "password", "credential", "credentials")
 
 
 class ManifestError(DistmpError, ValueError):
-    """A manifest that is none."""
+    """A file that is not a manifest."""
 
 
 def record(path: Path, world: World, configuration: Mapping[str, Any], first_step: int = 0) -> None:
@@ -43,10 +43,10 @@ def record(path: Path, world: World, configuration: Mapping[str, Any], first_ste
         path: The manifest.
         world: The ranks.
         configuration: The resolved configuration, nested.
-        first_step: Steps that were done when it began.
+        first_step: Steps done before this start.
 
     Raises:
-        SetupError: On every rank, if the file is there and is no manifest.
+        SetupError: On every rank, if the file exists and is not a manifest.
     """
     own = {"host": socket.gethostname(), "pid": os.getpid(), "device": device_name(world)}
     ranks: list[Any] = [own]
@@ -61,13 +61,13 @@ def record(path: Path, world: World, configuration: Mapping[str, Any], first_ste
             start = describe_start(configuration)
             append(path, {**start, "first_step": first_step, "ranks": ranks})
         except OSError as error:
-            logger.warning("cannot write %s: %s; the run goes on without it", path, error)
+            logger.warning("cannot write %s: %s; training continues without it", path, error)
 
     all_or_none(world, write)
 
 
 def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what there is to say of this start, besides who takes part."""
+    """Return the entry of this start, without the ranks."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "restart": rendezvous_store.restarts(),
@@ -85,7 +85,7 @@ def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def masked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings in which secrets, by the end of their name, are replaced."""
+    """Return settings with the values replaced whose names end like those of secrets."""
     return {
         name: masked(value)
         if isinstance(value, Mapping)
@@ -97,14 +97,14 @@ def masked(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without_secrets(word: str) -> str:
-    """Return a word of a command line, hidden if it is a mapping that names a secret."""
+    """Return an argument of a command line; a mapping that contains a secret is hidden."""
     keys = re.findall(r"[\w-]+(?=[\"']?\s*:)", word)
     secret = "{" in word and any(key.lower().endswith(_SECRETS) for key in keys)
     return word.partition("{")[0] + HIDDEN if secret else word
 
 
 def device_name(world: World) -> str:
-    """Return where a rank computes, with the kind of GPU."""
+    """Return the device of a rank, with the model of the GPU."""
     if world.device.type != "cuda":
         return str(world.device)
     import torch
@@ -113,12 +113,12 @@ def device_name(world: World) -> str:
 
 
 def revision(folder: Path, tracked: str | None = None) -> dict[str, Any] | None:
-    """Return commit and cleanliness of the git repository around a folder, or None without one.
+    """Return the commit of a folder's git repository and whether it has changes; None without one.
 
     Args:
-        folder: A folder in it.
-        tracked: A file of the folder that has to belong to the repository: an installed package
-            may happen to lie inside somebody's.
+        folder: A folder of the repository.
+        tracked: A file in the folder that the repository has to track: an installed package may be
+            inside an unrelated repository.
     """
     commit = _git(folder, "rev-parse", "HEAD")
     if tracked is not None and _git(folder, "ls-files", "--error-unmatch", tracked) is None:
@@ -139,10 +139,10 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def append(path: Path, start: Mapping[str, Any]) -> None:
-    """Add a start to the manifest of a run, which is replaced whole.
+    """Add a start to the manifest of a run; the file is replaced atomically.
 
     Raises:
-        ManifestError: If the file is there and is no manifest.
+        ManifestError: If the file exists and is not a manifest.
     """
     starts = [*read(path), start] if path.exists() else [start]
     text = json.dumps({"starts": starts}, indent=2, default=str)
@@ -151,9 +151,9 @@ def append(path: Path, start: Mapping[str, Any]) -> None:
 
 
 def starts_at(path: Path, step: int) -> int:
-    """Return how many jobs in a row, the last one among them, began a run at `step`.
+    """Return how many consecutive jobs, up to the last one, started the run at `step`.
 
-    Ranks that were started again within a job count with it. Without a manifest nothing is known.
+    Restarts of the ranks within a job do not count. Returns 0 if there is no manifest.
     """
     try:
         jobs = [start for start in read(path) if start.get("restart") == 0]
@@ -163,15 +163,15 @@ def starts_at(path: Path, step: int) -> int:
 
 
 def read(path: Path) -> Sequence[dict[str, Any]]:
-    """Return all starts of a run, the first one first.
+    """Return all starts of a run, in order.
 
     Raises:
-        ManifestError: If the file is no manifest.
+        ManifestError: If the file is not a manifest.
     """
     try:
         starts = json.loads(path.read_text())["starts"]
         if not isinstance(starts, list):
-            raise TypeError("'starts' is no list")
+            raise TypeError("'starts' is not a list")
     except (ValueError, KeyError, TypeError) as error:
-        raise ManifestError(f"{path}: not a manifest ({error}); mend or delete it") from None
+        raise ManifestError(f"{path}: not a manifest ({error}); fix or delete it") from None
     return starts

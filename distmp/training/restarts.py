@@ -1,8 +1,7 @@
-"""Going on after torchrun has restarted the ranks: where, from which checkpoint, how often.
+"""Restarts of a run: in which folder, from which checkpoint, and how often.
 
-What one attempt has to tell the next stands in the store of torchrun's agent, which belongs to this
-job alone and outlives the ranks. What one job has to tell the next that its scheduler starts stands
-in the manifest of the run.
+Attempts within a job exchange notes through the store of torchrun's agent, which belongs to the job
+and outlives its ranks. Jobs that a scheduler starts one after the other use the run's manifest.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from distmp.telemetry import RecordError, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
 
-# After so many starts in a row that got no further than what they began with, there is no other.
+# A run is not restarted after this many consecutive starts that gained no step.
 RESTARTS_WITHOUT_GAIN = 3
 STORE_SECONDS = 60.0
 
 
 class Restarts:
-    """The attempts at a run that torchrun restarts; where nothing restarts, there is only one.
+    """The attempts of a job at a run; without a launcher that restarts, there is one.
 
     Args:
-        store: Keeps what is told from attempt to attempt; None where nothing does.
+        store: Keeps notes from attempt to attempt; None without such a store.
         count: Restarts up to now.
-        most: Restarts that there will be at most.
+        most: Largest number of restarts.
         world_size: Number of ranks.
         checkpoint_path: Setting `checkpoint.path`.
 
     Attributes:
-        directory: The folder of the run in the attempts before; None if they made none.
+        directory: The folder of the run in earlier attempts; None if they made none.
     """
 
     def __init__(
@@ -52,13 +51,13 @@ class Restarts:
         self.most = most
         self._world_size = world_size
         self._store = store
-        self._memory = None if store is None else rendezvous_store.PrefixStore("distmp/job", store)
+        self._notes = None if store is None else rendezvous_store.PrefixStore("distmp/job", store)
         path = self._recall("directory") if count > 0 else None
         self.directory = None if path is None else RunDirectory(Path(path), checkpoint_path)
 
     @classmethod
     def of_this_job(cls, world_size: int, checkpoint_path: str | None = None) -> Restarts:
-        """Return the attempts of the job that this process was started for."""
+        """Return the attempts of the job that this process belongs to."""
         kept = rendezvous_store.is_kept_by_the_launcher() and rendezvous_store.most_restarts() > 0
         store = rendezvous_store.connect(STORE_SECONDS) if kept else None
         count, most = rendezvous_store.restarts(), rendezvous_store.most_restarts()
@@ -67,17 +66,17 @@ class Restarts:
     def checkpoint(
         self, configured: Callable[[], StoredCheckpoint | None]
     ) -> StoredCheckpoint | None:
-        """Return the checkpoint to go on from, or None to start anew. Collective over all ranks.
+        """Return the checkpoint to continue from; None for a new run. Collective over all ranks.
 
         Args:
-            configured: Finds the one that the configuration names, for the first attempt.
+            configured: Finds the checkpoint that the configuration names, for the first attempt.
         """
         if self.directory is None:
             return configured()
         first = self._recall("first checkpoint")
         own = None
-        # Until this job has saved, the folder may hold later checkpoints than the one that it was
-        # told to begin with; a run that began anew has none but its own.
+        # Until this job has saved, the folder may contain later checkpoints than the one that the
+        # job started from; the folder of a new run contains only its own.
         if first is None or self._recall("saved"):
             own = checkpoints.resolve("auto", self.directory.checkpoints)
         if own is not None or not first:
@@ -85,10 +84,10 @@ class Restarts:
         return checkpoints.resolve(first, self.directory.checkpoints)
 
     def begin(self, directory: RunDirectory, checkpoint: StoredCheckpoint | None) -> None:
-        """Note where this attempt works and what it begins with; rank 0 calls it.
+        """Note the folder and the checkpoint of this attempt. Rank 0 calls it.
 
         Raises:
-            TrainingError: If restarting has proved to be of no use.
+            TrainingError: If the last restarts gained no step.
         """
         if self.directory is None:
             self._note("first checkpoint", None if checkpoint is None else str(checkpoint))
@@ -100,42 +99,42 @@ class Restarts:
         self._note("futile", futile)
         if futile >= RESTARTS_WITHOUT_GAIN:
             self.give_up(TrainingError.exit_code)
-            raise _futile(futile + 1, reached, self.cause(), "Mend that", directory)
+            raise _futile(futile + 1, reached, self.cause(), "Fix the cause", directory)
 
     def check_gain(self, directory: RunDirectory, step: int, cause: str) -> None:
-        """See whether it is of use to start a run again that was stopped; rank 0 calls it.
+        """Check that the last jobs of a run that was stopped gained a step. Rank 0 calls it.
 
         Args:
-            directory: The run's.
-            step: Where it stands, with a checkpoint.
-            cause: What has stopped it.
+            directory: Folder of the run.
+            step: The current step, which has a checkpoint.
+            cause: Why the run was stopped.
 
         Raises:
-            TrainingError: If as many jobs as there may be restarts have not gained a step.
+            TrainingError: If the last `RESTARTS_WITHOUT_GAIN` jobs started at this step.
         """
         starts = manifest.starts_at(directory.manifest, step)
         if starts >= RESTARTS_WITHOUT_GAIN:
             self.give_up(TrainingError.exit_code)
-            remedy = "Give a job more time than its start, a step and a save take"
+            remedy = "Give a job more time than startup, one step and one save take"
             raise _futile(starts, step, cause, remedy, directory)
 
     def note_saved(self) -> None:
-        """Note that this job has saved a checkpoint of its own."""
+        """Note that this job has saved a checkpoint."""
         self._note("saved", True)
 
     def give_up(self, exit_code: int) -> None:
-        """Have all attempts to come end at once, with an exit code."""
+        """Make all later attempts end at once, with an exit code."""
         self._note("given up", exit_code)
 
     def given_up(self) -> int | None:
-        """Return the exit code that is all that is left to do, or None."""
+        """Return the exit code with which this attempt has to end at once; None if it may run."""
         return self._recall("given up")
 
-    def announce(self, step: int) -> str | None:
-        """Return what to say about this attempt, or None for the first one."""
+    def describe_attempt(self, step: int) -> str | None:
+        """Return a message about this attempt, or None for the first one."""
         if self.count == 0:
             return None
-        where = f"going on from step {step}" if step else "there was no checkpoint yet"
+        where = f"continuing from step {step}" if step else "there was no checkpoint yet"
         return f"restart {self.count} of {self.most}: {self.cause()}; {where}"
 
     def cause(self) -> str:
@@ -150,27 +149,27 @@ class Restarts:
         return "ranks were killed, or their machine was lost"
 
     def _note(self, key: str, value: Any) -> None:
-        if self._memory is not None:
-            self._memory.set(key, json.dumps(value))
+        if self._notes is not None:
+            self._notes.set(key, json.dumps(value))
 
     def _recall(self, key: str) -> Any:
-        if self._memory is None or not self._memory.check([key]):
+        if self._notes is None or not self._notes.check([key]):
             return None
-        return json.loads(self._memory.get(key))
+        return json.loads(self._notes.get(key))
 
 
 def _futile(
     times: int, step: int, cause: str, remedy: str, directory: RunDirectory
 ) -> TrainingError:
     return TrainingError(
-        f"{times} times in a row the run ended after step {step}, the last time because of this: "
-        f"{cause}; it is not started again. {remedy}, and go on with --resume "
+        f"{times} times in a row the run ended after step {step}, the last time because of: "
+        f"{cause}; it is not restarted. {remedy}, and continue with --resume "
         f"{directory.checkpoints}"
     )
 
 
 def _last_step(directory: RunDirectory) -> int:
-    """Return the last step that the run has a record of."""
+    """Return the last step with a record."""
     try:
         return max((record.step for record in read_records(directory.records)), default=0)
     except (OSError, RecordError):

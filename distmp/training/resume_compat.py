@@ -1,157 +1,80 @@
-"""What a run may change when it goes on from a checkpoint, and what each change means.
+"""Compares a run with the one that wrote its checkpoint, and decides whether it may resume.
 
-Every setting of a run stands in exactly one of the four tables; a test sees to it. So do the facts
-that `origin` notes besides: the data, the ranks, the versions.
+What a changed setting means is declared at the setting, see `distmp.utils.resume_rules`. What is
+compared besides settings is in `RUN_FACTS`.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from distmp.config import RunConfig
 from distmp.errors import ConfigError
+from distmp.utils.resume_rules import ResumeRule, resume_rules
 
-# How a run starts, which it has done long ago, and how it goes on.
-NOT_COMPARED = ("resume", "resume_force", "model.weights")
+_OTHER_SAMPLES = "the position in the data belongs to other samples"
 
-# What has no effect on the weights, or none but rounding. Told line by line.
-HARMLESS = (
-    "run_dir",
-    "strategy",
-    "activation_checkpointing",
-    "compile",
-    "shard_optimizer",
-    "timeout_minutes",
-    "preflight",
-    "max_minutes",
-    "watchdog_seconds",
-    "model.sequence_length",
-    # What these lead to is compared itself: the data, and the precision in force.
-    "precision.policy",
-    "data.path",
-    "data.pattern",
-    "data.held_out",
-    "data.vocabulary_size",
-    "data.workers",
-    "number of ranks",
-    "device",
-    "version of distmp",
-    "version of torch",
-    "version of Python",
-    "batch.microbatch_size",
-    "precision.max_consecutive_skips",
-    "precision.attribution",
-    "sharding.accumulate",
-    "sharding.reshard_after_forward",
-    "sharding.shard_size",
-    "sharding.wrap",
-    "sharding.offload",
-    "rank_consistency.every",
-    "rank_consistency.on_difference",
-    "validation.every",
-    "validation.samples",
-    "validation.final_samples",
-    "sample.prompt",
-    "sample.length",
-    "sample.temperature",
-    "checkpoint.every",
-    "checkpoint.keep",
-    "checkpoint.asynchronous",
-    "checkpoint.every_minutes",
-    "checkpoint.keep_every",
-    "checkpoint.max_gib",
-    "checkpoint.on_failure",
-    "checkpoint.path",
-    "log.every",
-    "log.files",
-    "log.ranks_every",
-    "log.console",
-    "log.curves",
-    "log.trackers",
-    "log.tracker_options",
-    "log.project",
-    "profile.steps",
-)
 
-_RATES = "other learning rates from here on"
-_BOUNDS = "steps are judged in another way from here on"
-_SCALE = "the loss scale follows this rule from here on"
+class RunFact(NamedTuple):
+    """Something about a run that is compared and that is no setting.
 
-# What somebody may well want, but ought to know. Told as a warning, with the consequence.
-CONSEQUENTIAL = {
-    "steps": "a schedule with an end is laid out anew, so that learning rates jump",
-    "reproducible": "the bits are no longer those of one run at any number of ranks",
-    "data.validation_path": "validation losses do not compare with those before",
-    "batch.global_batch_size": "so many samples make a step; the learning rate stays as it is",
-    "precision in force": "other roundings in forward, backward and reductions",
-    "precision.on_nonfinite": "steps that are not finite are treated in another way",
-    "divergence.loss_threshold": _BOUNDS,
-    "divergence.max_rollbacks": _BOUNDS,
-    "divergence.norm_threshold": _BOUNDS,
-    "divergence.on_nonfinite_loss": _BOUNDS,
-    "divergence.on_spike": _BOUNDS,
-    "divergence.skip_data_steps": _BOUNDS,
-    "divergence.warmup_steps": _BOUNDS,
-    "precision.loss_scale.dynamic": _SCALE,
-    "precision.loss_scale.init": "the loss scale goes on from where it stands",
-    "precision.loss_scale.growth_factor": _SCALE,
-    "precision.loss_scale.backoff_factor": _SCALE,
-    "precision.loss_scale.growth_interval": _SCALE,
-    "precision.loss_scale.hysteresis": _SCALE,
-    "precision.loss_scale.min_scale": _SCALE,
-    "precision.loss_scale.max_scale": _SCALE,
-    "optim.lr": _RATES,
-    "optim.weight_decay": "another decay from here on",
-    "optim.max_norm": "gradients are clipped in another way from here on",
-    "optim.options": "the optimizer goes on with the state that it had under other options",
-    "schedule.name": _RATES,
-    "schedule.warmup_steps": _RATES,
-    "schedule.final": _RATES,
-    "schedule.options": _RATES,
+    Attributes:
+        section: Section of the run's fingerprint that holds it.
+        key: Name within that section.
+        rule: What a change means.
+    """
+
+    section: str
+    key: str
+    rule: ResumeRule
+
+
+RUN_FACTS = {
+    "samples in the data": RunFact("data", "samples", ResumeRule("dangerous", _OTHER_SAMPLES)),
+    "vocabulary of the data": RunFact(
+        "data", "vocabulary", ResumeRule("dangerous", "token ids mean something else")
+    ),
+    "digest of the data": RunFact("data", "digest", ResumeRule("dangerous", _OTHER_SAMPLES)),
+    "number of ranks": RunFact("ranks", "number", ResumeRule("harmless")),
+    "device": RunFact("ranks", "device", ResumeRule("harmless")),
+    "precision in force": RunFact(
+        "ranks",
+        "precision",
+        ResumeRule("consequential", "forward, backward and reductions round differently"),
+    ),
+    "version of distmp": RunFact("versions", "distmp", ResumeRule("harmless")),
+    "version of torch": RunFact("versions", "torch", ResumeRule("harmless")),
+    "version of Python": RunFact("versions", "python", ResumeRule("harmless")),
 }
-
-_SHAPE = "weights of another model"
-_DATA = "the position in the data belongs to other samples"
-
-# What makes another run of it. Refused, unless forced.
-DANGEROUS = {
-    "seed": "another order of the data: some samples come twice, others never",
-    "model.name": _SHAPE,
-    "model.size": _SHAPE,
-    "model.layers": _SHAPE,
-    "model.dimension": _SHAPE,
-    "model.heads": _SHAPE,
-    "model.hidden": _SHAPE,
-    "model.vocabulary_size": _SHAPE,
-    "model.options": _SHAPE,
-    "model.loss": "something else is learned",
-    "data.source": _DATA,
-    "data.sequence_length": _DATA,
-    "data.token_dtype": _DATA,
-    "data.options": _DATA,
-    "optim.name": "its state is that of another optimizer",
-    "samples in the data": _DATA,
-    "vocabulary of the data": "token ids mean something else",
-    "digest of the data": _DATA,
-}
+"""Facts by the name that messages give them."""
 
 _MISSING = object()
+# A setting that exists in one of two versions of distmp only.
+_OTHER_VERSION = ResumeRule("harmless")
 
 logger = logging.getLogger("distmp")
 
 
+@functools.cache
+def all_rules() -> Mapping[str, ResumeRule]:
+    """Return the rules of all settings and facts, by name."""
+    return resume_rules(RunConfig) | {name: fact.rule for name, fact in RUN_FACTS.items()}
+
+
 @dataclass(frozen=True)
 class Changes:
-    """What is not as it was when a checkpoint was written: name to a line about it.
+    """What changed since a checkpoint was written. Each entry is a name and a line about it.
 
     Attributes:
-        harmless: Differences without an effect but rounding.
-        consequential: Allowed ones, with what they mean.
-        dangerous: Those that make another run of it, with the reason.
-        note: What else there is to say.
+        harmless: Changes without an effect except for rounding.
+        consequential: Changes that are allowed, with their effect.
+        dangerous: Changes that make it another run, with their effect.
+        note: A message about the comparison itself; empty if there is none.
     """
 
     harmless: dict[str, str] = field(default_factory=dict)
@@ -159,12 +82,12 @@ class Changes:
     dangerous: dict[str, str] = field(default_factory=dict)
     note: str = ""
 
-    def tell(self, say: Callable[[str], object]) -> None:
-        """Tell all of them: harmless ones by `say`, the others as warnings."""
+    def report(self, log: Callable[[str], object]) -> None:
+        """Pass harmless changes to `log`, and log the others as warnings."""
         if self.note:
-            say(self.note)
+            log(self.note)
         for line in self.harmless.values():
-            say(f"changed: {line}")
+            log(f"changed: {line}")
         for line in (*self.consequential.values(), *self.dangerous.values()):
             logger.warning("changed: %s", line)
 
@@ -172,40 +95,41 @@ class Changes:
         """Raise if there is a dangerous change.
 
         Args:
-            checkpoint: Which one, for the message.
+            checkpoint: Path of the checkpoint, for the message.
 
         Raises:
-            ConfigError: One message with all of them.
+            ConfigError: One message with all dangerous changes.
         """
         if self.dangerous:
             listed = "".join(f"\n  {line}" for line in self.dangerous.values())
             raise ConfigError(
                 "resume",
                 checkpoint,
-                f"it is of another run:{listed}\n"
-                "Go back to these values, or set resume_force to true if you know better. A new "
-                "run can start from its weights: distmp export, then model.weights.",
+                f"belongs to another run:{listed}\n"
+                "Restore these values, or set resume_force to true to resume anyway. A new run can "
+                "start from its weights: distmp export, then model.weights.",
             )
 
 
 def compare(
     before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Changes:
-    """Compare two configurations and what belongs to them, name by name.
+    """Compare the settings and facts of two runs, name by name.
 
     Args:
-        before: Setting (dotted name) to value when the checkpoint was written.
-        now: The same of the run that goes on.
-        defaults: Value of settings that did not exist yet.
+        before: Values when the checkpoint was written, by dotted name.
+        now: Values of the run that resumes.
+        defaults: Values of settings that did not exist when the checkpoint was written.
     """
-    changes = Changes()
+    rules, changes = all_rules(), Changes()
     for name, old, new in _differences(before, now, defaults):
-        line = f"{name}: {_shown(old)} -> {_shown(new)}"
-        if name in DANGEROUS:
-            changes.dangerous[name] = f"{line} ({DANGEROUS[name]})"
-        elif name in CONSEQUENTIAL:
-            changes.consequential[name] = f"{line} ({CONSEQUENTIAL[name]})"
-        else:
+        rule = rules.get(name, _OTHER_VERSION)
+        line = f"{name}: {_as_configured(old)} -> {_as_configured(new)}"
+        if rule.kind == "dangerous":
+            changes.dangerous[name] = f"{line} ({rule.effect})"
+        elif rule.kind == "consequential":
+            changes.consequential[name] = f"{line} ({rule.effect})"
+        elif rule.kind == "harmless":
             changes.harmless[name] = line
     return changes
 
@@ -216,12 +140,12 @@ def _differences(
     for name in (*now, *(name for name in before if name not in now)):
         old = before.get(name, defaults.get(name, _MISSING))
         new = now.get(name, _MISSING)
-        if name not in NOT_COMPARED and old != new:
+        if old != new:
             yield name, old, new
 
 
-def _shown(value: Any) -> str:
-    """Return a value as it stands in a configuration."""
+def _as_configured(value: Any) -> str:
+    """Return a value as it is written in a configuration."""
     if value is _MISSING:
         return "(unknown)"
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,63 +1,96 @@
-"""What follows from a step whose loss or norm is out of bounds, and where a run goes back to."""
+"""Returns a run to an earlier checkpoint and continues it with later data.
+
+This is part of the loop and no callback: it replaces the state, the position in the data and the
+step that the loop is at.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from distmp.checkpoint import store
-from distmp.engine.outcome import StepNumbers
+from distmp.distributed.progress import activity
+from distmp.distributed.world import all_or_none
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import TrainingError
+from distmp.training.callbacks.callback import Rollback, StepResult
+from distmp.training.setup import Progress, restore
+
+if TYPE_CHECKING:
+    from distmp.training.trainer import Trainer
 
 
-class SpikeAction(NamedTuple):
-    """A step that is out of bounds.
+def roll_back(trainer: Trainer, result: StepResult) -> Rollback:
+    """Load a checkpoint from before a step, and skip the data up to that step.
 
-    Attributes:
-        problem: What is wrong with it, in words.
-        action: "warn", "skip" or "rollback".
-    """
+    The new position is saved at once, so that the run does not train on the skipped data again,
+    whatever ends it. Collective over all ranks.
 
-    problem: str
-    action: str
-
-    def to_record(self) -> dict[str, Any]:
-        """Return it as the records of a run have it."""
-        return self._asdict()
-
-
-def look(numbers: StepNumbers, config: DivergenceConfig) -> SpikeAction | None:
-    """Return what is to be said and done about a step, None if nothing; the same on every rank."""
-    if numbers.weight > 0 and not math.isfinite(numbers.loss):
-        problem, action = f"the loss is {numbers.loss}", config.on_nonfinite_loss
-    elif numbers.spike:
-        problem, action = _spike_in_words(numbers), config.on_spike
-    else:
-        return None
-    return None if action == "ignore" else SpikeAction(problem, action)
-
-
-def _spike_in_words(numbers: StepNumbers) -> str:
-    found = []
-    if numbers.loss > numbers.loss_limit:
-        found.append(f"loss {numbers.loss:.4g} is above its limit of {numbers.loss_limit:.4g}")
-    if numbers.grad_norm > numbers.norm_limit:
-        found.append(f"norm {numbers.grad_norm:.4g} is above its limit of {numbers.norm_limit:.4g}")
-    return " and ".join(found)
-
-
-def check_limit(step: int, spike: SpikeAction, rollbacks: int, config: DivergenceConfig) -> None:
-    """Raise if a run has gone back often enough.
+    Args:
+        trainer: The trainer, whose state, progress and checkpoints change.
+        result: The step that is out of bounds.
 
     Raises:
-        TrainingError: On every rank alike.
+        TrainingError: On every rank, if the run may not or cannot go back.
+    """
+    assert result.spike is not None
+    before = trainer.progress
+    check_limit(result.step, result.spike.problem, before.rollbacks, trainer.config.divergence)
+    activity.enter("going back to a checkpoint", transfers=True)
+    trainer.checkpointing.writer.finish()
+    checkpoint = checkpoint_before(trainer.directory.checkpoints, result.step)
+    progress = _restore(trainer, checkpoint)
+    first_sample = progress.samples
+    skipped_steps = trainer.config.divergence.skip_data_steps
+    progress.samples = result.samples + skipped_steps * trainer.config.batch.global_batch_size
+    progress.rollbacks = before.rollbacks + 1
+    progress.rolled_back_to = progress.step
+    trainer.progress = progress
+    trainer.checkpointing.writer.resumed(progress.step, saved=False)
+    trainer.checkpointing.save_now(trainer)
+    samples_skipped = progress.samples - first_sample
+    return Rollback(result.step, progress.step, result.spike.problem, samples_skipped)
+
+
+def message(rollback: Rollback, progress: Progress, most: int) -> str:
+    """Return the line that reports a rollback.
+
+    Args:
+        rollback: The rollback.
+        progress: Where the run is now.
+        most: Setting `divergence.max_rollbacks`.
+    """
+    first_sample = progress.samples - rollback.samples_skipped
+    return (
+        f"step {rollback.from_step}: {rollback.problem}; back to step {rollback.to_step}, "
+        f"continuing with sample {progress.samples} instead of {first_sample} (rollback "
+        f"{progress.rollbacks} of at most {most})"
+    )
+
+
+def _restore(trainer: Trainer, checkpoint: store.StoredCheckpoint) -> Progress:
+    """Load a checkpoint, but keep the statistics of the spike check.
+
+    Early in a run the older statistics would still be in their warm-up.
+    """
+    guard = trainer.engine.divergence
+    statistics = {name: value.clone() for name, value in guard.state_dict().items()}
+    progress = all_or_none(trainer.world, lambda: restore(trainer.engine, checkpoint))
+    guard.load_state_dict(statistics)
+    return progress
+
+
+def check_limit(step: int, problem: str, rollbacks: int, config: DivergenceConfig) -> None:
+    """Raise if the run has used up its rollbacks.
+
+    Raises:
+        TrainingError: On every rank.
     """
     if rollbacks >= config.max_rollbacks:
         raise TrainingError(
-            f"divergence.max_rollbacks = {config.max_rollbacks}: step {step}: {spike.problem}, "
+            f"divergence.max_rollbacks = {config.max_rollbacks}: step {step}: {problem}, "
             f"and the run has gone back {rollbacks} times already; lower optim.lr or "
-            "optim.max_norm, or look at the data, and go on with --resume auto and a larger "
+            "optim.max_norm, or inspect the data, and continue with --resume auto and a larger "
             "divergence.max_rollbacks, or with the path of an earlier checkpoint"
         )
 
@@ -65,15 +98,15 @@ def check_limit(step: int, spike: SpikeAction, rollbacks: int, config: Divergenc
 def checkpoint_before(directory: store.Location, step: int) -> store.StoredCheckpoint:
     """Return the checkpoint to go back to from `step`. Collective over all ranks.
 
-    That is the latest one of an earlier step that is not damaged. If the run has gone back to that
-    one already and has not come to the next since, the one before it, where there is one.
+    This is the latest undamaged one of an earlier step. If the run went back to that one before and
+    has not reached another checkpoint since, it is the one before it, where there is one.
 
     Args:
         directory: Holds the checkpoints of the run.
         step: The step that is out of bounds.
 
     Raises:
-        TrainingError: On every rank alike, if there is none.
+        TrainingError: On every rank, if there is none.
     """
     latest = store.usable(directory, before=step).checkpoint
     if latest is None:

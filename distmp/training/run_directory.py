@@ -1,8 +1,9 @@
-"""The folder of a run: a new one for each run, the same one for a run that is resumed."""
+"""The folder of a run: a new one for a new run, the same one for a run that resumes."""
 
 from __future__ import annotations
 
 import glob
+from collections.abc import Callable
 from pathlib import Path
 
 from distmp.checkpoint.location import Location, locate
@@ -10,11 +11,11 @@ from distmp.errors import ConfigError
 
 
 class RunDirectory:
-    """Where everything that a run writes has its place.
+    """The paths of everything that a run writes.
 
     Args:
         path: The run's folder.
-        checkpoint_path: Setting `checkpoint.path`: where folders with checkpoints of runs are.
+        checkpoint_path: Setting `checkpoint.path`: the parent of the checkpoint folders of runs.
     """
 
     def __init__(self, path: Path, checkpoint_path: str | None = None) -> None:
@@ -30,11 +31,11 @@ class RunDirectory:
         self.manifest = path / "manifest.json"
 
     def log(self, rank: int) -> Path:
-        """Return where a rank's output is copied to."""
+        """Return the file to which a rank's output is copied."""
         return self.path / "logs" / f"rank-{rank}.log"
 
     def owns(self, checkpoint: Location) -> bool:
-        """Whether a checkpoint was written by this run."""
+        """Return whether a checkpoint was written by this run."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
 
@@ -42,9 +43,9 @@ def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
     """Return the newest folder made for `run_dir`: `run_dir` itself, or the highest `run_dir-N`.
 
     Args:
-        run_dir: As configured.
-        checkpoint_path: As configured. A run that has a folder there counts too: it may have gone
-            on from another machine.
+        run_dir: Setting `run_dir`.
+        checkpoint_path: Setting `checkpoint.path`. A run with a folder there counts too: it may
+            have been started on another machine.
     """
     first = Path(run_dir)
     names = {path.name for path in first.parent.glob(f"{glob.escape(first.name)}*/")}
@@ -57,19 +58,19 @@ def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
     ]
     if numbered:
         return RunDirectory(Path(f"{first}-{max(numbered)}"), checkpoint_path)
-    stands = first.is_dir() or first.name in names
-    return RunDirectory(first, checkpoint_path) if stands else None
+    exists = first.is_dir() or first.name in names
+    return RunDirectory(first, checkpoint_path) if exists else None
 
 
 def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory:
-    """Make a folder for a new run: `run_dir`, or `run_dir-2` and so on where runs stand already.
+    """Create a folder for a new run: `run_dir`, or `run_dir-2` and so on if it exists.
 
     Args:
-        run_dir: As configured.
-        checkpoint_path: As configured. A run that has a folder there stands in the way too.
+        run_dir: Setting `run_dir`.
+        checkpoint_path: Setting `checkpoint.path`. Names of folders there are not used either.
 
     Raises:
-        ConfigError: If the folder cannot be made.
+        ConfigError: If the folder cannot be created.
     """
     first = path = Path(run_dir)
     taken = set()
@@ -84,16 +85,24 @@ def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
         except FileExistsError:
             pass
         except OSError as error:
-            raise ConfigError("run_dir", run_dir, f"cannot be made ({error.strerror})") from None
+            raise ConfigError("run_dir", run_dir, f"cannot be created ({error.strerror})") from None
         number += 1
         path = Path(f"{first}-{number}")
 
 
+def try_to_write(path: Path, write: Callable[[Path], object], log: Callable[[str], object]) -> None:
+    """Write a file that training can do without; log a message if that fails."""
+    try:
+        write(path)
+    except OSError as error:
+        log(f"cannot write {path}: {error}; training continues without it")
+
+
 def _folders_in(place: Location) -> set[str]:
-    """Return the names of what is at a place, which need not exist yet.
+    """Return the names of the entries of a folder; none if it does not exist.
 
     Raises:
-        ConfigError: If it cannot be looked at.
+        ConfigError: If it cannot be read.
     """
     try:
         return {path.name for path in place.iterdir()} if place.is_dir() else set()

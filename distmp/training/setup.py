@@ -1,4 +1,4 @@
-"""What a run is made of: data, model and engine of a configuration, and where the run stands."""
+"""Builds data, model and engine from a configuration, and loads checkpoints into them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from distmp.data.order import microbatches_per_rank
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.models.build import Loss, build_loss, build_model
-from distmp.optim.build import optimizer_factory, schedule_factory
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.precision import PolicyLike
 from distmp.training.run_directory import RunDirectory, latest_run
 
 
 class RunComponents(NamedTuple):
-    """What a run is made of, before anything is distributed."""
+    """Data, model and loss of a run, before anything is distributed.
+
+    Attributes:
+        datasets: Training data and, if any, held-out data.
+        model: The model as it was built.
+        loss: Returns the loss sum and the weight of a microbatch.
+        microbatches: Microbatches per step on each rank.
+    """
 
     datasets: Datasets
     model: nn.Module
@@ -36,13 +42,13 @@ class RunComponents(NamedTuple):
 
 @dataclass
 class Progress:
-    """Where a run stands; all that is needed to find the next sample.
+    """The position of a run in its steps and its data.
 
     Attributes:
         step: Steps done, skipped ones included.
-        samples: Samples consumed by all ranks together, or passed over by a rollback.
-        rollbacks: How often the run has gone back to a checkpoint.
-        rolled_back_to: The step that it went back to the last time.
+        samples: Samples consumed by all ranks together, or skipped by a rollback.
+        rollbacks: Number of rollbacks up to now.
+        rolled_back_to: The step of the checkpoint of the last rollback; None without one.
     """
 
     step: int = 0
@@ -52,10 +58,10 @@ class Progress:
 
 
 def prepare(config: RunConfig, world: World) -> RunComponents:
-    """Build everything that needs no other rank.
+    """Build what needs no other rank.
 
     Raises:
-        ConfigError: If data, model or batch cannot be had as configured.
+        ConfigError: If data, model or batch do not work as configured.
     """
     microbatches = microbatches_per_rank(
         config.batch.global_batch_size, config.batch.microbatch_size, world.world_size
@@ -70,13 +76,13 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
 
 
 def start_from_weights(config: RunConfig, model: nn.Module) -> None:
-    """Give the model the weights that `model.weights` names, if any.
+    """Load the weights that `model.weights` names, if any, into the model.
 
     Raises:
         ConfigError: If they cannot be read or do not fit.
     """
     if config.model.weights is not None:
-        # Imported here: most runs have no use for it.
+        # Imported here: most runs do not need it.
         from distmp.export.weights import load_weights
 
         load_weights(model, config.model.weights)
@@ -96,10 +102,10 @@ def build_engine(
     Args:
         config: The settings of optimizer, schedule, strategy and loss scale.
         parts: What `prepare` returned.
-        world: The ranks, which all have to call it.
-        policy: What is computed in which type.
-        attribution: Whether the engine keeps what `Engine.explain` needs.
-        first_step_checks: Whether the engine looks for mistakes in the first step.
+        world: The ranks; all have to call it.
+        policy: The precision policy.
+        attribution: Whether the engine records what `Engine.explain` needs.
+        first_step_checks: Whether the engine checks for common mistakes in the first step.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
@@ -107,11 +113,11 @@ def build_engine(
     return Engine(
         parts.model,
         parts.loss,
-        optimizer_factory(config.optim),
+        config.optimizer_factory,
         policy=policy,
         strategy=config.strategy,
         parallel=config.parallel(parts.microbatches),
-        schedule=schedule_factory(config.schedule, config.steps),
+        schedule=config.schedule_factory,
         max_norm=config.optim.max_norm,
         loss_scale=config.precision.loss_scale,
         max_consecutive_skips=config.precision.max_consecutive_skips,
@@ -128,7 +134,7 @@ def build_engine(
 def training_batches(
     config: RunConfig, parts: RunComponents, world: World, progress: Progress
 ) -> Generator[list[Batch], None, None]:
-    """Return the microbatches of this rank for each step from `progress` on; close it when done."""
+    """Yield the microbatches of this rank, step by step from `progress` on. Close it when done."""
     return step_batches(
         parts.datasets.train,
         seed=config.seed,
@@ -180,7 +186,7 @@ def restore(
     checkpoint.load(
         {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}
     )
-    engine.load_state_dict(live)
+    engine.finish_loading(live)
     known = {field.name for field in dataclasses.fields(Progress)}
     numbers = checkpoint.numbers.items()
     return Progress(**{name: number for name, number in numbers if name in known})

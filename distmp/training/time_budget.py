@@ -1,4 +1,4 @@
-"""A limit on the time of a job: when to stop so that the last checkpoint is written within it."""
+"""The time limit of a job: when to stop so that the last checkpoint is written within it."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from collections.abc import Callable
 
 import psutil
 
-# The slowest of so many steps is what the next ones are expected to take.
+# The next steps are expected to take as long as the slowest of the last ones; their number.
 _STEPS_REMEMBERED = 50
-# On a device that runs behind, a request travels through two more steps before it is read.
+# On a GPU, a request to stop is read two steps after it was launched.
 _STEPS_TO_STOP = 3
-# A save may take longer than those before it, on storage that others use too.
+# On shared storage a save may take longer than earlier ones: factor on the longest one.
 _SAVES = 1.5
-# Until one has been measured: so long, and the time for the state at a disk's speed.
+# Estimate until a save has been measured: a constant, and the state at the speed of a disk.
 _FIRST_SAVE_SECONDS = 2.0
 _FIRST_SAVE_BYTES_PER_SECOND = 100e6
-# For curves, the last lines, and the way out of the interpreter.
+# For curves, the last messages, and the exit of the interpreter.
 _END_SECONDS = 5.0
 
 
 class TimeBudget:
-    """Tells when a run has to stop to end, checkpoint included, within its time.
+    """Decides when a run has to stop so that it ends, checkpoint included, within its time.
 
-    What is left has to be enough for three steps as slow as the slowest of the last 50, one and a
-    half times the longest save, and five seconds.
+    The remaining time has to suffice for three steps as slow as the slowest of the last 50, one and
+    a half times the longest save, and five seconds.
 
     Args:
-        minutes: The limit, counted from the start of the job; None is no limit.
-        state_bytes: What this rank saves; says how long a save takes until one was measured.
+        minutes: The limit in minutes, counted from the start of the job; None: no limit.
+        state_bytes: Size of what this rank saves, to estimate a save until one was measured.
         job_started: When the job started, in seconds since the epoch.
         clock: Returns seconds since the epoch.
     """
@@ -49,15 +49,15 @@ class TimeBudget:
         self._first_save = _FIRST_SAVE_SECONDS + state_bytes / _FIRST_SAVE_BYTES_PER_SECOND
 
     def add_step(self, seconds: float) -> None:
-        """Learn how long a step took."""
+        """Record the seconds that a step took."""
         self._steps.append(seconds)
 
     def add_save(self, seconds: float) -> None:
-        """Learn how long a save took, until it was on disk."""
+        """Record the seconds that a save took, until it was complete."""
         self._save_seconds = max(self._save_seconds or 0.0, seconds)
 
     def is_spent(self) -> bool:
-        """Return whether it is time to stop. Ranks may differ by the speed of their clocks."""
+        """Return whether it is time to stop. Ranks may disagree, since they measure times."""
         return self._deadline is not None and self._clock() + self._reserve() >= self._deadline
 
     def _reserve(self) -> float:
@@ -68,8 +68,8 @@ class TimeBudget:
 def job_started() -> float:
     """Return when this job started, in seconds since the epoch.
 
-    Under torchrun and `distmp launch` that is the start of the launcher, which ranks that are
-    started again still have; otherwise the start of this process.
+    Under torchrun and `distmp launch` this is the start of the launcher, which is the same after a
+    restart of the ranks; otherwise it is the start of this process.
     """
     # torchrun's agent is the parent of each rank.
     parent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -1,4 +1,4 @@
-"""What `torchrun -m distmp.train` runs: train as configured, as one rank of any number."""
+"""The entry point `distmp.train`: trains as one rank of a job."""
 
 from __future__ import annotations
 
@@ -29,22 +29,27 @@ from distmp.launcher.preflight.check import is_wanted, join_checked
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.training import failures
+from distmp.training.callbacks import Callback
 from distmp.training.restarts import Restarts
 from distmp.training.trainer import Trainer
 
 Config = TypeVar("Config")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) -> int:
     """Train, and return the exit code of this rank.
 
+    Args:
+        argv: Command line without the program's name; None takes that of this process.
+        callbacks: Called after those of the setting `callbacks`, see `distmp.training.callbacks`.
+
     Returns:
-        0 after the last step; 75 after an orderly stop before it, and 130 if that was Ctrl-C; 2 for
+        0 after the last step; 75 after an orderly stop before it, or 130 if that was Ctrl-C; 2 for
         a configuration that cannot run; 3 if another rank was lost; 4 if ranks hang; 1 for any
         other failure.
     """
     with RankLog() as log:
-        work = functools.partial(_train, log)
+        work = functools.partial(_train, log, callbacks)
         return run_as_rank(sys.argv[1:] if argv is None else argv, load, work)
 
 
@@ -53,23 +58,26 @@ def run_as_rank(
     load: Callable[[Sequence[str]], Config],
     work: Callable[[Config, RankEnvironment], int],
 ) -> int:
-    """Do `work` as configured, and report what goes wrong once for all ranks.
+    """Load a configuration and do `work`; report an error once for all ranks.
 
     Args:
-        argv: The command line.
-        load: Makes the configuration of it.
-        work: Joins the other ranks, and returns the exit code of this one.
+        argv: Command line without the program's name.
+        load: Returns the configuration.
+        work: Joins the other ranks and returns the exit code of this one.
+
+    Returns:
+        The exit code of this rank.
     """
     environment = RankEnvironment()
     config = None
     try:
         environment = RankEnvironment.from_variables()
-        with _speaking_once(environment.local_rank):
+        with _quiet_except_first(environment.local_rank):
             config = load(argv)
         return work(config, environment)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
-    except Exception as error:  # noqa: BLE001  # the last resort of a process, which reports it
+    except Exception as error:  # noqa: BLE001  # reported as the cause of the run's end
         exit_code = failures.report(environment, error, config)
         if isinstance(error, DistmpError):
             leave()
@@ -81,8 +89,8 @@ def run_as_rank(
 def end_process(exit_code: int) -> NoReturn:
     """End this rank with an exit code.
 
-    After a failure, when the process group could not be left in order, the process ends without
-    its destructors: those of gloo abort it if the other ranks are gone, which hides the exit code.
+    If a failure left the process group initialized, the process ends without running destructors:
+    gloo's abort the process if other ranks are gone, which would hide the exit code.
     """
     ignore_stop_signals()
     flush_standard_streams()
@@ -91,14 +99,16 @@ def end_process(exit_code: int) -> NoReturn:
     sys.exit(exit_code)
 
 
-def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int:
+def _train(
+    log: RankLog, callbacks: Sequence[Callback], config: RunConfig, environment: RankEnvironment
+) -> int:
     restarts = Restarts.of_this_job(environment.world_size)
     if (given_up := restarts.given_up()) is not None:
         if given_up == STOPPED_EXIT_CODE:
             if environment.rank == 0:
-                sys.stdout.write("the run was stopped in order and is not started again\n")
+                sys.stdout.write("the run was stopped in order and is not restarted\n")
             else:
-                # The end of another rank would end rank 0 before it has said so.
+                # If this rank ended first, the launcher would end rank 0 before it prints this.
                 failures.wait_to_be_ended()
         return given_up
     if config.log.files:
@@ -107,12 +117,12 @@ def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int
     with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
         with mortal() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
-        failures.watch(world, config.watched_seconds, 0.9 * 60 * config.timeout_minutes)
-        trainer = Trainer(config, world, console)
+        failures.watch(world, config.hang_seconds, 0.9 * 60 * config.timeout_minutes)
+        trainer = Trainer(config, world, console, callbacks)
         log.place(trainer.directory.log(world.rank))
         finished = trainer.run(stop)
         if not finished:
-            # torchrun takes every exit code but 0 for a failure, and may restart the ranks.
+            # torchrun treats every exit code except 0 as a failure, and may restart the ranks.
             restarts.give_up(STOPPED_EXIT_CODE)
         leave()
     if finished:
@@ -136,8 +146,8 @@ def _header(environment: RankEnvironment) -> str:
 
 
 @contextlib.contextmanager
-def _speaking_once(local_rank: int) -> Iterator[None]:
-    """Let only the first rank of each machine print the help, and warn about settings."""
+def _quiet_except_first(local_rank: int) -> Iterator[None]:
+    """Let only the first rank of each machine print the help and warn about settings."""
     if local_rank == 0:
         yield
         return
@@ -145,7 +155,7 @@ def _speaking_once(local_rank: int) -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(open(os.devnull, "w")):  # ends with the process
+        with contextlib.redirect_stdout(open(os.devnull, "w")):  # closed when the process ends
             yield
     finally:
         logger.setLevel(level)

@@ -150,9 +150,8 @@ def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
             return step(*args, **options)
 
     trainer.engine.step = stepped  # type: ignore[method-assign]
-    with trainer.writer:
-        trainer.train(StopSignals())
-    trainer.log.close()
+    with trainer.active(StopSignals()):
+        trainer.train()
     resumed = load([*common, "--calibrate-steps=1", "--resume=run/checkpoints/step-000002"])
     found = measure(resumed, WORLD)
     assert exponents(found.histograms) == exponents(recorder.histograms(None))

@@ -405,6 +405,11 @@ def _trainer(directory: str, *arguments: str) -> Trainer:
     return Trainer(config, World.current("cpu"), Console(config.log, quiet=True))
 
 
+def _train(trainer: Trainer) -> None:
+    with trainer.active(StopSignals()):
+        trainer.train()
+
+
 def _corrupt_after(trainer: Trainer, step: int) -> None:
     """Let rank 1 have another weight after a step, too far off for rounding to bring it back."""
     original = trainer.engine.step
@@ -423,19 +428,19 @@ def _train_and_break(directory: str) -> None:
     stopping = _trainer(directory, "--rank-consistency.every=2")
     _corrupt_after(stopping, 3)
     with pytest.raises(TrainingError, match=r"'norm.weight' of rank 1 differs"):
-        stopping.train(StopSignals())
+        _train(stopping)
     assert stopping.progress.step == 4
     repairing = _trainer(
         directory, "--rank-consistency.every=2", "--rank-consistency.on-difference=repair"
     )
     _corrupt_after(repairing, 2)
     untouched = _trainer(directory)
-    repairing.train(StopSignals())
-    untouched.train(StopSignals())
+    _train(repairing)
+    _train(untouched)
     assert_same_bits(snapshot(repairing.engine), snapshot(untouched.engine))
     blind = _trainer(directory)
     _corrupt_after(blind, 1)
-    blind.train(StopSignals())
+    _train(blind)
     assert compare({"w": blind.engine.state_dict()["model/norm.weight"]}, group(), CPU) is not None
 
 

@@ -1,4 +1,4 @@
-"""A rank that fails, hangs or dies ends all of them, and the cause is told once."""
+"""A rank that fails, hangs or dies ends all of them, and the cause is reported once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.torchrun import python, run
 FAILURE_SECONDS = 30
 WATCHED = "--watchdog-seconds=4"
 
-# What happens, options of the run, and the rank that is the cause.
+# The fault, options of the run, and the rank that causes the end.
 FAILING = {
     "others in a collective": ("1 forward raise", [], 1),
     "first rank": ("0 forward raise", ["--strategy=fsdp"], 0),
@@ -45,7 +45,7 @@ HANGING = {
     "stopped": ("1 forward stop", [], 1, "step 3, forward of microbatch 1"),
     "in native code": ("0 forward spin", [], 0, "step 3, forward of microbatch 1"),
 }
-# What the other rank waits in.
+# The call in which the other rank waits.
 WAITING = {
     "asleep": "work.wait (finish, distmp/buckets/reduction.py:",
     "in its data": "work.wait (__call__, distmp/parallel/fsdp.py:",
@@ -69,33 +69,33 @@ def seconds_after_the_fault(done: Done, folder: Path) -> float:
     return done.ended - max(float(file.read_text()) for file in folder.glob("fault-*"))
 
 
-def test_an_exception_ends_all_ranks_and_is_told_once(tmp_path: Path) -> None:
+def test_an_exception_ends_all_ranks_and_is_reported_once(tmp_path: Path) -> None:
     jobs = [job(fault, *arguments) for fault, arguments, _ in FAILING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
     for number, (name, (_, _, rank)) in enumerate(FAILING.items()):
-        told = done[number].stderr
+        output = done[number].stderr
         assert seconds_after_the_fault(done[number], tmp_path / str(number)) < FAILURE_SECONDS, name
-        assert told.count("ValueError: a fault of the model") == 1, (name, told)
-        assert told.startswith("distmp: rank "), (name, told)
-        assert told.count("distmp:") == 1, (name, told)
+        assert output.count("ValueError: a fault of the model") == 1, (name, output)
+        assert output.startswith("distmp: rank "), (name, output)
+        assert output.count("distmp:") == 1, (name, output)
         if rank is not None:
-            assert told.startswith(f"distmp: rank {rank} of 2 failed:\n"), (name, told)
+            assert output.startswith(f"distmp: rank {rank} of 2 failed:\n"), (name, output)
             assert done[number].exit_codes[rank] == 1, name
 
 
-def test_a_hang_is_found_and_described(tmp_path: Path) -> None:
+def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
     jobs = [job(fault, WATCHED, *arguments) for fault, arguments, _, _ in HANGING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
     for number, (name, (_, _, late, doing)) in enumerate(HANGING.items()):
-        told = done[number].stderr
-        assert told.count("distmp: nothing has moved on any rank for ") == 1, (name, told)
-        assert told.count("is late") == 1, (name, told)
-        assert f"rank {late} of 2 is late" in told, (name, told)
-        assert doing in told, (name, told)
-        assert f"rank {1 - late} waits in {WAITING[name]}" in told, (name, told)
+        output = done[number].stderr
+        assert output.count("distmp: nothing has moved on any rank for ") == 1, (name, output)
+        assert output.count("is late") == 1, (name, output)
+        assert f"rank {late} of 2 is late" in output, (name, output)
+        assert doing in output, (name, output)
+        assert f"rank {1 - late} waits in {WAITING[name]}" in output, (name, output)
         # The reporting rank ends, and the silent one is killed, in the same moment.
         (code,) = done[number].exit_codes.values()
-        assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in told), name
+        assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in output), name
     asleep, _, _, background, stopped, native = (result.stderr for result in done)
     assert "in _sleep\n" in asleep
     assert "in _sleep\n" in background
@@ -104,8 +104,8 @@ def test_a_hang_is_found_and_described(tmp_path: Path) -> None:
     assert "in _spin\n" in native
 
 
-def test_what_else_can_happen(tmp_path: Path) -> None:
-    """A kill, no memory, a rank alone that hangs, and a slow run that does not."""
+def test_other_failures(tmp_path: Path) -> None:
+    """A kill, no memory, a single rank that hangs, and a slow run that does not hang."""
     jobs = [
         job("1 forward kill"),
         job("1 forward allocate"),
@@ -119,7 +119,7 @@ def test_what_else_can_happen(tmp_path: Path) -> None:
     assert full.stderr.count("distmp:") == 1
     assert "Traceback" not in full.stderr
     assert "rank 1 of 2 ran out of main memory in step 3, forward of microbatch 1" in full.stderr
-    assert "1024 TiB more were asked for" in full.stderr
+    assert "1024 TiB more were requested" in full.stderr
     assert "batch.microbatch_size = 1 instead of 2" in full.stderr
     assert "rank 0 of 1 is late: step 2, forward of microbatch 1" in alone.stderr
     assert alone.exit_codes == {0: HANG_EXIT_CODE}
@@ -147,7 +147,7 @@ def test_a_crash_in_native_code_shows_where(
         (ValueError("Connection closed by peer"), False),
     ],
 )
-def test_a_lost_connection_is_told_from_a_cause(error: Exception, lost: bool) -> None:
+def test_a_lost_connection_is_distinguished_from_a_cause(error: Exception, lost: bool) -> None:
     assert failures.is_lost_connection(error) is lost
     wrapped = KeyError("what DCP makes of it")
     wrapped.__cause__ = error
@@ -155,7 +155,7 @@ def test_a_lost_connection_is_told_from_a_cause(error: Exception, lost: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("error", "rank", "local_rank", "speaks"),
+    ("error", "rank", "local_rank", "reports"),
     [
         (CheckpointError("no"), 0, 0, True),
         (CheckpointError("no"), 2, 0, True),
@@ -164,20 +164,20 @@ def test_a_lost_connection_is_told_from_a_cause(error: Exception, lost: bool) ->
         (ValueError("no"), 3, 1, True),
     ],
 )
-def test_ranks_that_have_not_met_do_not_repeat_each_other(
+def test_ranks_that_are_not_connected_do_not_repeat_each_other(
     error: Exception,
     rank: int,
     local_rank: int,
-    speaks: bool,
+    reports: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(failures, "GRACE_SECONDS", 0.01)
     failures.report(RankEnvironment(rank, local_rank, 4, 2), error)
-    assert (capsys.readouterr().err != "") is speaks
+    assert (capsys.readouterr().err != "") is reports
 
 
-def test_a_rank_that_lost_another_and_knows_no_more_says_so(
+def test_a_rank_that_lost_another_without_a_message_reports_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(failures, "GRACE_SECONDS", 0.01)
@@ -189,7 +189,7 @@ def test_a_rank_that_lost_another_and_knows_no_more_says_so(
     )
 
 
-def test_the_watchdog_of_a_run_alone_ends_with_it() -> None:
+def test_the_watchdog_of_a_single_process_ends_with_it() -> None:
     world = failures.World(0, 1, torch.device("cpu"), None)
     failures.watch(world, seconds=100, first_seconds=100)
     before = time.monotonic()
@@ -198,9 +198,9 @@ def test_the_watchdog_of_a_run_alone_ends_with_it() -> None:
 
 
 def test_watchdog_seconds() -> None:
-    assert RunConfig(timeout_minutes=4).watched_seconds == 120
-    assert RunConfig(watchdog_seconds=7).watched_seconds == 7
-    assert RunConfig(watchdog_seconds=0).watched_seconds == 0
+    assert RunConfig(timeout_minutes=4).hang_seconds == 120
+    assert RunConfig(watchdog_seconds=7).hang_seconds == 7
+    assert RunConfig(watchdog_seconds=0).hang_seconds == 0
     for seconds in (-1.0, 600.0, float("nan")):
         with pytest.raises(ValueError, match=r"watchdog_seconds = .*from 0 to timeout_minutes"):
             RunConfig(watchdog_seconds=seconds)

@@ -1,4 +1,4 @@
-"""Runs that are asked to stop: the real trainer on real ranks, and whole jobs from outside."""
+"""Runs that are asked to stop: the real trainer on real ranks, and jobs in processes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import SetupError
 from distmp.telemetry import Console, read_records
+from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.time_budget import TimeBudget
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
@@ -46,6 +47,10 @@ def trainer(folder: Path, *arguments: str) -> Trainer:
     )
     world = World.current("cpu")
     return Trainer(config, world, Console(config.log, quiet=world.rank != 0))
+
+
+def time_limit(trainer: Trainer) -> TimeLimit:
+    return next(found for found in trainer.callbacks if isinstance(found, TimeLimit))
 
 
 def around(function: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
@@ -78,7 +83,7 @@ def stopped_and_resumed(folder: Path, number: int, target: int, step: int) -> No
         stopped.engine.state_dict = around(stopped.engine.state_dict, send)  # type: ignore[method-assign]
         assert not stopped.run(stop)
     assert (stop.received == number) == (world.rank == target)
-    # The signal came after the step had begun: the next one carries the request to all ranks.
+    # The signal came after the step began: the next one passes the request to all ranks.
     assert stopped.progress.step == step + 1
     resumed = trainer(folder, "--resume=auto")
     assert resumed.progress.step == step + 1
@@ -101,14 +106,16 @@ def test_a_signal_to_any_rank_stops_all_and_nothing_is_lost(tmp_path: Path) -> N
 def _time_is_over_on_rank_1(folder: Path) -> None:
     limited = trainer(folder, "--max-minutes=5")
     minutes = 5.0 if limited.world.rank == 1 else None
-    # A minute for each step: in the fifth there is not enough left for a save.
-    limited.budget = TimeBudget(minutes, 0, 0.0, clock=lambda: 60.0 * limited.progress.step)
+    # A minute per step: in the fifth there is not enough time left for a save.
+    time_limit(limited).budget = TimeBudget(
+        minutes, 0, 0.0, clock=lambda: 60.0 * limited.progress.step
+    )
     assert not limited.run(StopSignals())
     assert limited.progress.step == 6
-    assert limited.writer.saved_step == 6
-    # A job that has no time at all does not begin.
+    assert limited.checkpointing.writer.saved_step == 6
+    # A job without any time left takes no step.
     late = trainer(folder, "--max-minutes=5", "--resume=auto")
-    late.budget = TimeBudget(5.0, 0, 0.0, clock=lambda: 600.0)
+    time_limit(late).budget = TimeBudget(5.0, 0, 0.0, clock=lambda: 600.0)
     late.engine.step = lambda *_, **__: pytest.fail("a step")  # type: ignore[method-assign]
     assert not late.run(StopSignals())
 
@@ -143,18 +150,18 @@ def _stopped_jobs(folder: Path) -> None:
         job()
     assert futile.value.exit_code == 1
     assert re.fullmatch(
-        r"3 times in a row the run ended after step 3, the last time because of this: another rank "
-        r"was asked to, \d+ s after the job had begun; it is not started again\. Give a job more "
-        rf"time than its start, .*, and go on with --resume {folder}/run/checkpoints",
+        r"3 times in a row the run ended after step 3, the last time because of: another rank was "
+        r"asked to stop, \d+ s after the start of the job; it is not restarted\. Give a job more "
+        rf"time than startup, .*, and continue with --resume {folder}/run/checkpoints",
         str(futile.value),
     )
-    # The next one that gains a step has the right to be stopped again.
+    # A job that gains a step may be stopped again.
     assert job(stop_in_step=5).progress.step == 6
     assert job().progress.step == 6
     assert not (folder / "run-2").exists()
 
 
-def test_jobs_that_gain_no_step_are_not_started_for_ever(tmp_path: Path) -> None:
+def test_jobs_that_gain_no_step_are_not_restarted_endlessly(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _stopped_jobs(tmp_path)
 
@@ -183,7 +190,7 @@ def _stop_in_the_last_validation(folder: Path) -> None:
         assert (last.step, last.validation_loss) == (STEPS, expected.validation_loss)
 
 
-def test_a_validation_that_is_left_off_is_done_later(tmp_path: Path) -> None:
+def test_a_validation_that_was_stopped_is_repeated_later(tmp_path: Path) -> None:
     corpus(tmp_path / "corpus")
     _stop_in_the_last_validation(tmp_path)
 
@@ -257,10 +264,10 @@ def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
     assert f"stopped after step {step} (" in done.stdout
     assert not (tmp_path / "run-2").exists()
     if launcher == "torchrun":
-        # torchrun itself turns every failure into 1; what it started again did not train.
+        # torchrun turns every failure into exit code 1; the ranks that it restarted did not train.
         assert done.returncode == 1
         assert "exitcode  : 75" in done.stderr
-        assert "the run was stopped in order and is not started again" in done.stdout
+        assert "the run was stopped in order and is not restarted" in done.stdout
     else:
         assert done.returncode == 75, done.stderr
         assert "distmp launch: stopped in order" in done.stderr
@@ -268,7 +275,7 @@ def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
-    """By torchrun, which would wait half a minute for it, and let others start without it."""
+    """torchrun would wait half a minute for it, and let others start without it."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
@@ -296,7 +303,7 @@ def _listens(port: int) -> bool:
 @pytest.mark.parametrize(
     ("number", "expected"), [(signal.SIGTERM, 75), (signal.SIGUSR2, 75), (signal.SIGINT, 130)]
 )
-def test_exit_codes_of_a_process_alone(
+def test_exit_codes_of_a_single_process(
     number: int,
     expected: int,
     tmp_path: Path,

@@ -1,4 +1,4 @@
-"""What is said when memory has run out."""
+"""The message after an out-of-memory error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distmp.config import BatchConfig, RunConfig
-from distmp.training.out_of_memory import _asked, advice, is_out_of_memory
+from distmp.training.out_of_memory import _requested_bytes, advice, is_out_of_memory
 
 CUDA = (
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.15 GiB of "
@@ -18,21 +18,21 @@ CUDA = (
 
 
 def text(config: RunConfig | None, world_size: int = 4) -> str:
-    told = advice(torch.OutOfMemoryError(CUDA), config, world_size, "step 3, decision")
-    assert told is not None
-    return told
+    message = advice(torch.OutOfMemoryError(CUDA), config, world_size, "step 3, decision")
+    assert message is not None
+    return message
 
 
-def test_real_errors_of_the_host_are_known() -> None:
+def test_real_errors_of_the_host_are_recognized() -> None:
     with pytest.raises(RuntimeError) as torchs:
         torch.empty(1 << 50, dtype=torch.uint8)
     with pytest.raises(MemoryError) as numpys:
         np.empty(1 << 50, dtype=np.uint8)
     for error in (torchs.value, numpys.value):
-        told = advice(error, None, 1, "setup")
-        assert told is not None
-        assert "ran out of main memory in setup: 1024 TiB more were asked for" in told
-        assert re.search(r"held: [\d.]+ [MG]iB by this rank; [\d.]+ [MGT]iB of", told)
+        message = advice(error, None, 1, "setup")
+        assert message is not None
+        assert "ran out of main memory in setup: 1024 TiB more were requested" in message
+        assert re.search(r"in use: [\d.]+ [MG]iB by this rank; [\d.]+ [MGT]iB of", message)
 
 
 @pytest.mark.parametrize(
@@ -60,29 +60,31 @@ def test_what_is_out_of_memory(error: Exception, expected: bool) -> None:
         ("out of memory", None),
     ],
 )
-def test_how_much_was_asked(message: str, count: int | None) -> None:
-    assert _asked(message) == count
+def test_how_much_was_requested(message: str, count: int | None) -> None:
+    assert _requested_bytes(message) == count
 
 
 def test_advice_names_the_values_in_force() -> None:
-    told = text(RunConfig(batch=BatchConfig(global_batch_size=96, microbatch_size=6)))
-    assert "batch.microbatch_size = 3 instead of 6: the same global batch of 96 in 2 times" in told
-    assert "activation_checkpointing = blocks instead of none" in told
-    assert "shard_optimizer = true" in told
-    assert "strategy = fsdp instead of auto" in told
-    assert "`distmp explain`" in told
+    message = text(RunConfig(batch=BatchConfig(global_batch_size=96, microbatch_size=6)))
+    assert (
+        "batch.microbatch_size = 3 instead of 6: the same global batch of 96 in 2 times" in message
+    )
+    assert "activation_checkpointing = blocks instead of none" in message
+    assert "shard_optimizer = true" in message
+    assert "strategy = fsdp instead of auto" in message
+    assert "`distmp explain`" in message
 
 
-def test_advice_leaves_out_what_is_done_already() -> None:
+def test_advice_omits_what_is_in_force_already() -> None:
     sharded = RunConfig(
         strategy="fsdp",
         activation_checkpointing="blocks",
         batch=BatchConfig(global_batch_size=4, microbatch_size=1),
     )
-    told = text(sharded)
+    message = text(sharded)
     for word in ("microbatch_size", "activation_checkpointing", "shard_optimizer", "strategy"):
-        assert word not in told
-    assert "more ranks than 4" in told
+        assert word not in message
+    assert "more ranks than 4" in message
     alone = text(RunConfig(), world_size=1)
     assert "shard_optimizer" not in alone
     assert "fsdp" not in alone

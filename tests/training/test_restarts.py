@@ -1,4 +1,4 @@
-"""Runs that are killed and restarted end as those that are not."""
+"""Runs that are killed and restarted give the result of runs that are not."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Noisy(torch.nn.Sequential):
 
 
 def killed(arguments: list[str]) -> None:
-    """Be a rank of `distmp.train`; in each of the first attempts one of the ranks is killed."""
+    """Run a rank of `distmp.train`; in each of the first attempts one of the ranks is killed."""
     attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     chance = random.Random(SEED + attempt)
     victim = chance.randrange(int(os.environ["WORLD_SIZE"]))
@@ -82,7 +82,7 @@ def _kill_after(seconds: float, when: str) -> None:
 
 
 def _kill_in_save(seconds: float) -> None:
-    """Be killed so long after the beginning of the attempt's second save."""
+    """Kill this rank some time after the start of the attempt's second save."""
     own, saves = store.save, []
 
     def save(*args: Any, **options: Any) -> Any:
@@ -95,9 +95,9 @@ def _kill_in_save(seconds: float) -> None:
 
 
 def _kill_in_step(seconds: float) -> None:
-    """Be killed so long after the beginning of the attempt's fourth step.
+    """Kill this rank some time after the start of a step that no attempt has reached before.
 
-    It is one that no attempt has come to before: too many without gain end a run.
+    Too many attempts without a gain would end the run.
     """
     records = Path("run/steps.jsonl")
     reached = len(records.read_text().splitlines()) if records.exists() else 0
@@ -113,14 +113,14 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
         Job(LONG),
         Job(LONG, entry="tests.training.test_restarts:killed", max_restarts=KILLS + 10),
     ]
-    whole, mended = run_jobs(jobs, tmp_path, timeout=570)
-    assert whole.exit_codes == {}
-    assert mended.exit_codes == {}, mended.stderr
+    uninterrupted, restarted = run_jobs(jobs, tmp_path, timeout=570)
+    assert uninterrupted.exit_codes == {}
+    assert restarted.exit_codes == {}, restarted.stderr
     kills = (tmp_path / "1" / "kills").read_text().split()
     assert len(kills) == KILLS
     assert set(kills) == {"start", "save", "step"}
     assert [path.name for path in (tmp_path / "1").glob("run*")] == ["run"]
-    assert f"restart {KILLS} of {KILLS + 10}: " in mended.stdout
+    assert f"restart {KILLS} of {KILLS + 10}: " in restarted.stdout
     first, second = (_weights(tmp_path / number / "run") for number in "01")
     assert first.keys() == second.keys()
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
@@ -133,7 +133,7 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
 
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
-    """Return everything that the run's last checkpoint holds."""
+    """Return all tensors of the run's last checkpoint."""
     checkpoint = store.latest(run / "checkpoints")
     assert checkpoint is not None
     assert store.StoredCheckpoint(checkpoint).numbers["step"] == STEPS
@@ -164,22 +164,22 @@ def test_torchrun_restarts_a_run_by_itself(tmp_path: Path) -> None:
                     process.kill()
                 job.wait()
         log.seek(0)
-        told = log.read()
-    assert re.search(r"restart 1 of 3: .*; going on from step [1-9]", told), told
-    assert re.search(r"restart 2 of 3: .*; going on from step [1-9]", told), told
-    assert "Traceback" not in told
+        output = log.read()
+    assert re.search(r"restart 1 of 3: .*; continuing from step [1-9]", output), output
+    assert re.search(r"restart 2 of 3: .*; continuing from step [1-9]", output), output
+    assert "Traceback" not in output
     records = read_records(tmp_path / "run" / "steps.jsonl")
     assert [entry.step for entry in records] == list(range(1, 61))
     assert not (tmp_path / "run-2").exists()
 
 
 def _kill_a_rank(job: subprocess.Popen[bytes], run: Path, after_step: int, rank: int) -> None:
-    """Kill a rank once the run has come to a step."""
+    """Kill a rank once the run has reached a step."""
     deadline = time.monotonic() + 100
     records = run / "steps.jsonl"
     while not (records.exists() and f'"step":{after_step},' in records.read_text()):
         assert job.poll() is None, "the run ended by itself"
-        assert time.monotonic() < deadline, "the run does not get on"
+        assert time.monotonic() < deadline, "the run makes no progress"
         time.sleep(0.02)
     for process in psutil.Process(job.pid).children():
         if process.environ().get("RANK") == str(rank):
@@ -193,20 +193,20 @@ def test_a_fault_that_comes_again_ends_the_restarts(tmp_path: Path) -> None:
         max_restarts=RESTARTS_WITHOUT_GAIN + 4,
         variables={"FAULT": "1 forward raise"},
     )
-    # The fault comes in the third step of each attempt: with checkpoints the run gets on.
+    # The fault comes in the third step of each attempt: with checkpoints the run advances.
     without = replace(job, arguments=[*job.arguments, "--checkpoint.every=0"])
-    lucky, told = run_jobs([job, without], tmp_path, timeout=150)
+    lucky, failed = run_jobs([job, without], tmp_path, timeout=150)
     assert lucky.exit_codes == {}
-    assert 1 in told.exit_codes.values()
+    assert 1 in failed.exit_codes.values()
     message = (
         f"{RESTARTS_WITHOUT_GAIN + 1} times in a row the run ended after step 2, the last time "
-        "because of this: ValueError: a fault of the model"
+        "because of: ValueError: a fault of the model"
     )
-    assert told.stderr.count(message) == 1
-    assert told.stderr.count("Traceback") == RESTARTS_WITHOUT_GAIN + 1
+    assert failed.stderr.count(message) == 1
+    assert failed.stderr.count("Traceback") == RESTARTS_WITHOUT_GAIN + 1
     for restart in range(1, RESTARTS_WITHOUT_GAIN):
         line = f"restart {restart} of {job.max_restarts}: ValueError: a fault of the model; "
-        assert told.stdout.count(f"{line}there was no checkpoint yet") == 1
+        assert failed.stdout.count(f"{line}there was no checkpoint yet") == 1
     assert [path.name for path in (tmp_path / "1").glob("run*")] == ["run"]
 
 
@@ -214,22 +214,22 @@ def attempt(memory: HashStore, count: int) -> Restarts:
     return Restarts(memory, count, 9, world_size=2)
 
 
-def test_where_nothing_restarts_there_is_nothing_to_say(tmp_path: Path) -> None:
+def test_without_restarts_there_is_no_message(tmp_path: Path) -> None:
     alone = Restarts.of_this_job(world_size=1)
     assert alone.checkpoint(lambda: tmp_path) == tmp_path
-    assert alone.announce(3) is None
+    assert alone.describe_attempt(3) is None
     assert alone.given_up() is None
     alone.begin(RunDirectory(tmp_path), None)
     alone.note_saved()
 
 
-def test_a_restarted_run_goes_on_with_its_own_folder_only(tmp_path: Path) -> None:
+def test_a_restarted_run_continues_in_its_own_folder_only(tmp_path: Path) -> None:
     memory = HashStore()
     first = attempt(memory, 0)
     assert first.directory is None
     mine = create_run(str(tmp_path / "run"))
     first.begin(mine, None)
-    # Somebody else's run of the same name, newer and with a checkpoint.
+    # An unrelated run of the same name, newer and with a checkpoint.
     other = create_run(str(tmp_path / "run"))
     _pretend_checkpoint(other, 70)
     second = attempt(memory, 1)
@@ -245,7 +245,7 @@ def test_a_restarted_run_goes_on_with_its_own_folder_only(tmp_path: Path) -> Non
 
 
 def test_before_its_first_save_it_begins_where_the_first_attempt_began(tmp_path: Path) -> None:
-    """A run that was sent back to an earlier checkpoint does not leap to a later one."""
+    """A run that resumed from an earlier checkpoint does not jump to a later one."""
     run = create_run(str(tmp_path / "run"))
     early, late = _pretend_checkpoint(run, 10), _pretend_checkpoint(run, 20)
     memory = HashStore()
@@ -256,17 +256,19 @@ def test_before_its_first_save_it_begins_where_the_first_attempt_began(tmp_path:
     assert attempt(memory, 2).checkpoint(lambda: early).path == late
 
 
-def test_the_cause_of_the_last_attempt_is_told(tmp_path: Path) -> None:
+def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
     memory = HashStore()
     attempt(memory, 0).begin(RunDirectory(tmp_path), None)
-    assert "ranks were killed" in str(attempt(memory, 1).announce(0))
+    assert "ranks were killed" in str(attempt(memory, 1).describe_attempt(0))
     Peers(PrefixStore("peers", of_attempt(memory, 0, 2)), 1, 2).end(Ending(1, 4, "a cause", 1))
-    assert attempt(memory, 1).announce(3) == "restart 1 of 9: a cause; going on from step 3"
-    assert "a cause" not in str(attempt(memory, 2).announce(3))
+    assert (
+        attempt(memory, 1).describe_attempt(3) == "restart 1 of 9: a cause; continuing from step 3"
+    )
+    assert "a cause" not in str(attempt(memory, 2).describe_attempt(3))
 
 
 def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
-    """Steps that attempts reach, one after the other, and after which of them it is enough."""
+    """Attempts that reach these steps, one after the other; the last one exceeds the limit."""
     run = create_run(str(tmp_path / "run"))
     memory = HashStore()
     attempt(memory, 0).begin(run, None)

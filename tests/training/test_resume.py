@@ -1,4 +1,4 @@
-"""A run that stops and goes on, with the real trainer: what it sees, and what comes out."""
+"""A run that stops and resumes, with the real trainer: its samples and its results."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ consumed: list[list[int]] = []
 
 
 class Samples:
-    """Sample i knows that it is i; its inputs are cut in another way each time, if asked for."""
+    """Sample i contains its index; with `augmented`, its inputs are drawn at random each time."""
 
     def __init__(self, augmented: bool, poison: float) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def same(record: StepRecord) -> dict[str, Any]:
-    """Return what does not depend on how fast a step was."""
+    """Return the fields that do not depend on the speed of a step."""
     timed = ("tokens_per_second", "step_seconds", "memory_bytes")
     return {name: value for name, value in vars(record).items() if name not in timed}
 
@@ -185,7 +185,7 @@ def _barrier() -> None:
 
 
 def _check_that_it_happened(name: str, records: list[StepRecord]) -> None:
-    """Make sure that a case is what it is called, on both sides of the checkpoint."""
+    """Check that what names a case happened, before and after the checkpoint."""
     if "loss scale" in name:
         scales = [record.loss_scale for record in records]
         assert max(scales) > scales[0]
@@ -206,25 +206,25 @@ def test_workers_that_prepare_samples_change_no_bit_either(tmp_path: Path) -> No
     interrupted(tmp_path, AUGMENTED, workers)
 
 
-# With another configuration.
+# With a changed configuration.
 
 
-def go_on(folder: Path, **values: Any) -> Trainer:
-    """Train three steps as configured by default, then up to the sixth with other values."""
+def resume(folder: Path, **values: Any) -> Trainer:
+    """Train three steps with the default configuration, then up to the sixth with other values."""
     if not (folder / "run").exists():
         train(configuration(folder / "run", steps=3))
     return train(configuration(folder / "run", **{"steps": 6, "resume": "auto", **values}))
 
 
-def test_another_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
-    go_on(tmp_path)
+def test_another_run_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    resume(tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     with pytest.raises(SetupError) as caught:
-        go_on(tmp_path, seed=2, data={"options": {"poison": 2.0}}, optim={"name": "sgd"}, steps=9)
+        resume(tmp_path, seed=2, data={"options": {"poison": 2.0}}, optim={"name": "sgd"}, steps=9)
     assert caught.value.exit_code == 2
-    told = str(caught.value)
-    assert "step-000006" in told
-    lines = [line.strip().split(" (")[0] for line in told.splitlines() if line.startswith("  ")]
+    message = str(caught.value)
+    assert "step-000006" in message
+    lines = [line.strip().split(" (")[0] for line in message.splitlines() if line.startswith("  ")]
     assert lines == [
         "seed: 1 -> 2",
         'data.options: {} -> {"poison": 2.0}',
@@ -235,10 +235,10 @@ def test_another_run_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
-def test_a_forced_run_goes_on_with_another_optimizer(
+def test_a_forced_run_resumes_with_another_optimizer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = go_on(tmp_path, seed=2, optim={"name": "sgd"}, resume_force=True)
+    trainer = resume(tmp_path, seed=2, optim={"name": "sgd"}, resume_force=True)
     assert "changed: seed: 1 -> 2" in caplog.text
     assert "changed: optim.name: adamw -> sgd" in caplog.text
     assert [r.step for r in read_records(tmp_path / "run" / "steps.jsonl")] == list(range(1, 7))
@@ -247,7 +247,7 @@ def test_a_forced_run_goes_on_with_another_optimizer(
     assert not [name for name in state if "exp_avg" in name]
 
 
-def test_allowed_changes_are_told_once_each(
+def test_allowed_changes_are_reported_once_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(configuration(tmp_path / "run", steps=3))
@@ -261,8 +261,8 @@ def test_allowed_changes_are_told_once_each(
         precision={"policy": "fp16", "loss_scale": {"growth_interval": 100}},
     )
     Trainer(config, World.current("cpu"), Console(config.log))
-    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
-    assert told == [
+    logged = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed: ")]
+    assert logged == [
         "changed: precision.policy: fp32 -> fp16",
         "changed: log.every: 10 -> 3",
         "changed: log.console: auto -> plain",
@@ -276,7 +276,7 @@ def test_allowed_changes_are_told_once_each(
     ]
 
 
-def test_a_checkpoint_of_an_older_version_goes_on(
+def test_a_checkpoint_of_an_older_version_resumes(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole = train(configuration(tmp_path / "whole", steps=6, checkpoint={"every": 3}))
@@ -286,7 +286,7 @@ def test_a_checkpoint_of_an_older_version_goes_on(
     store.save(tmp_path / "old" / "checkpoints", 3, old, numbers, keep=1)
     config = configuration(tmp_path / "old", steps=6, resume="auto", log={"console": "plain"})
     resumed = Trainer(config, World.current("cpu"), Console(config.log))
-    assert "the checkpoint is too old to tell its configuration" in capsys.readouterr().out
+    assert "the checkpoint is too old to contain settings" in capsys.readouterr().out
     assert "loss_scale/overflows_in_a_row starts from its initial value" in caplog.text
     assert resumed.run(StopSignals())
     assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
@@ -382,7 +382,7 @@ def test_changing_world_size_and_strategy_changes_no_sample_and_no_bit(tmp_path:
         flat = [index for batch in moved for index in batch]
         for start in range(0, len(flat) - SIZE + 1, SIZE):
             assert sorted(flat[start : start + SIZE]) == list(range(SIZE))
-        # Nor are the epochs alike.
+        # Two epochs have different orders.
         assert flat[:SIZE] != flat[SIZE : 2 * SIZE]
     losses = [
         [r.loss for r in read_records(tmp_path / run / "plain" / "steps.jsonl")]

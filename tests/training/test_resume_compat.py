@@ -1,62 +1,88 @@
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import dataclass, field
+
 import pytest
 
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
-from distmp.training import resume_compat as changes
-from distmp.training import run_fingerprint as origin
-from distmp.training.resume_compat import CONSEQUENTIAL, DANGEROUS, HARMLESS, NOT_COMPARED, compare
+from distmp.training.resume_compat import RUN_FACTS, Changes, all_rules, compare
+from distmp.utils.resume_rules import HARMLESS, consequential, resume_rules
 from distmp.utils.settings import leaf_names
 
-TABLES = (NOT_COMPARED, HARMLESS, tuple(CONSEQUENTIAL), tuple(DANGEROUS))
+
+def test_every_setting_has_a_rule_and_no_rule_is_of_something_else() -> None:
+    compared = [*leaf_names(RunConfig), *RUN_FACTS]
+    assert sorted(set(compared) - set(all_rules())) == [], "declare what a change of these means"
+    assert sorted(set(all_rules()) - set(compared)) == [], "there are no such settings"
 
 
-def test_every_setting_stands_in_exactly_one_table() -> None:
-    classified = [name for table in TABLES for name in table]
-    compared = [*leaf_names(RunConfig), *origin.FACTS.values()]
-    assert sorted(set(compared) - set(classified)) == [], "decide what a change of these means"
-    assert sorted(set(classified) - set(compared)) == [], "there are no such settings"
-    assert sorted(name for name in classified if classified.count(name) > 1) == []
+def test_every_rule_with_consequences_names_them() -> None:
+    for name, rule in all_rules().items():
+        assert bool(rule.effect) == (rule.kind in ("consequential", "dangerous")), name
 
 
-def test_each_difference_is_told_as_its_table_says() -> None:
+def test_a_section_has_a_rule_for_settings_without_their_own() -> None:
+    @dataclass(frozen=True)
+    class Section:
+        inherits: int = 1
+        own: int = field(default=1, metadata=consequential("own"))
+
+    config = dataclasses.make_dataclass(
+        "Config",
+        [
+            ("ruled", Section, field(default_factory=Section, metadata=HARMLESS)),
+            ("unruled", Section, field(default_factory=Section)),
+            ("missing", int, field(default=1)),
+        ],
+    )
+    assert {name: (rule.kind, rule.effect) for name, rule in resume_rules(config).items()} == {
+        "ruled.inherits": ("harmless", ""),
+        "ruled.own": ("consequential", "own"),
+        "unruled.own": ("consequential", "own"),
+    }
+
+
+def test_each_change_is_reported_as_its_rule_says() -> None:
     before = {"optim.lr": 0.001, "log.every": 10, "seed": 1, "resume": None, "steps": 5}
     now = {"optim.lr": 0.0003, "log.every": 1, "seed": 2, "resume": "auto", "steps": 5}
-    found = compare(before, now, {})
-    assert list(found.harmless.values()) == ["log.every: 10 -> 1"]
-    assert list(found.consequential.values()) == [
-        "optim.lr: 0.001 -> 0.0003 (other learning rates from here on)"
+    changes = compare(before, now, {})
+    assert list(changes.harmless.values()) == ["log.every: 10 -> 1"]
+    assert list(changes.consequential.values()) == [
+        "optim.lr: 0.001 -> 0.0003 (learning rates change from here on)"
     ]
-    assert list(found.dangerous.values()) == [f"seed: 1 -> 2 ({DANGEROUS['seed']})"]
+    assert list(changes.dangerous.values()) == [
+        "seed: 1 -> 2 (the order of the data changes: samples are repeated or never used)"
+    ]
 
 
-def test_values_are_shown_as_they_are_written() -> None:
+def test_values_are_shown_as_they_are_configured() -> None:
     before = {"strategy": "ddp", "compile": "none", "data.path": None, "optim.options": {"a": [1]}}
     now = {"strategy": "fsdp", "compile": "none", "data.path": "/x", "optim.options": {"a": [2]}}
-    found = compare(before, now, {})
-    assert list(found.harmless.values()) == ["strategy: ddp -> fsdp", "data.path: null -> /x"]
-    assert found.consequential["optim.options"].startswith(
+    changes = compare(before, now, {})
+    assert list(changes.harmless.values()) == ["strategy: ddp -> fsdp", "data.path: null -> /x"]
+    assert changes.consequential["optim.options"].startswith(
         'optim.options: {"a": [1]} -> {"a": [2]} ('
     )
 
 
 def test_settings_of_other_versions() -> None:
-    found = compare({"gone": 3, "old": 1}, {"old": 1, "new": 2, "newer": 3}, {"new": 2, "newer": 1})
-    assert found == changes.Changes(
-        harmless={"newer": "newer: 1 -> 3", "gone": "gone: 3 -> (unknown)"}
+    changes = compare(
+        {"gone": 3, "old": 1}, {"old": 1, "new": 2, "newer": 3}, {"new": 2, "newer": 1}
     )
+    assert changes == Changes(harmless={"newer": "newer: 1 -> 3", "gone": "gone: 3 -> (unknown)"})
 
 
 def test_dangerous_changes_are_refused_in_one_message() -> None:
     before = {"model.layers": 2, "seed": 1, "log.every": 1}
-    found = compare(before, {"model.layers": 3, "seed": 2, "log.every": 2}, {})
+    changes = compare(before, {"model.layers": 3, "seed": 2, "log.every": 2}, {})
     with pytest.raises(ConfigError) as caught:
-        found.refuse("runs/x/checkpoints/step-000008")
+        changes.refuse("runs/x/checkpoints/step-000008")
     message = str(caught.value)
     for part in (
         "runs/x/checkpoints/step-000008",
-        "model.layers: 2 -> 3 (weights of another model)",
+        "model.layers: 2 -> 3 (the weights belong to another model)",
         "seed: 1 -> 2",
         "resume_force",
         "distmp export",
@@ -66,13 +92,13 @@ def test_dangerous_changes_are_refused_in_one_message() -> None:
     compare(before, before | {"log.every": 7}, {}).refuse("x")
 
 
-def test_harmless_ones_are_said_and_the_others_are_warnings(
+def test_harmless_changes_are_logged_and_the_others_are_warnings(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    said: list[str] = []
+    logged: list[str] = []
     before = {"optim.lr": 1, "log.every": 10, "seed": 1}
-    compare(before, {"optim.lr": 2, "log.every": 1, "seed": 2}, {}).tell(said.append)
-    assert said == ["changed: log.every: 10 -> 1"]
+    compare(before, {"optim.lr": 2, "log.every": 1, "seed": 2}, {}).report(logged.append)
+    assert logged == ["changed: log.every: 10 -> 1"]
     assert [(r.levelname, r.getMessage().split(" (")[0]) for r in caplog.records] == [
         ("WARNING", "changed: optim.lr: 1 -> 2"),
         ("WARNING", "changed: seed: 1 -> 2"),

@@ -1,4 +1,4 @@
-"""Runs that go back to a checkpoint and on with other data: the real trainer, on real ranks."""
+"""Runs that go back to a checkpoint and skip data: the real trainer, on real ranks."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ ROLLBACK = ("--divergence.on-spike=rollback",)
 
 
 def never_saw(folder: Path, last: int, first: int, *arguments: str) -> Trainer:
-    """Train `last` steps, and on with the samples from `first`: in a run of two halves."""
+    """Train `last` steps, then the rest of the run with the samples from `first` on."""
     begun = trainer(folder, *arguments, poisoned=[])
-    for until, start in ((last, 0), (begun.config.steps, first)):
-        begun.config = dataclasses.replace(begun.config, steps=until)
-        begun.progress.samples = start
-        with begun.writer:
-            begun.train(StopSignals())
+    with begun.active(StopSignals()):
+        for until, start in ((last, 0), (begun.config.steps, first)):
+            begun.config = dataclasses.replace(begun.config, steps=until)
+            begun.progress.samples = start
+            begun.train()
     return begun
 
 
@@ -121,7 +121,7 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
     for strategy in ("ddp", "fsdp"):
         folder, other = tmp_path / strategy, tmp_path / f"{strategy}-other"
         arguments = (*ROLLBACK, f"--strategy={strategy}")
-        # Step 9 is bad. The last checkpoint before is that of step 6: steps 7 to 9 are passed over.
+        # Step 9 is bad. The last checkpoint before it is of step 6: steps 7 to 9 are skipped.
         found = run(folder, *arguments, poisoned=[samples_of(9)[5]])
         clean = never_saw(other, 6, 9 * BATCH, f"--strategy={strategy}")
         assert_same_bits(trained(snapshot(found.engine)), trained(snapshot(clean.engine)))
@@ -129,38 +129,38 @@ def test_the_run_ends_as_one_that_never_saw_the_window(tmp_path: Path) -> None:
         assert found.progress.rollbacks == 1
         if rank:
             continue
-        told = records(folder)
-        assert [record.step for record in told] == [*range(1, 15)]
-        assert [record.samples for record in told] == [
+        logged = records(folder)
+        assert [record.step for record in logged] == [*range(1, 15)]
+        assert [record.samples for record in logged] == [
             BATCH * (step if step <= 6 else step + 3) for step in range(1, 15)
         ]
-        first = told[6].divergence
+        first = logged[6].divergence
         assert first is not None
         assert "is above its limit of" in first["rolled_back"].pop("problem")
         assert first == {
             "rolled_back": {"from_step": 9, "to_step": 6, "samples_skipped": 3 * BATCH}
         }
-        assert {record.divergence is None for record in told if record.step != 7} == {True}
+        assert {record.divergence is None for record in logged if record.step != 7} == {True}
         numbers = store.StoredCheckpoint(folder / "run" / "checkpoints" / "step-000014").numbers
         assert (numbers["rollbacks"], numbers["rolled_back_to"]) == (1, 6)
 
 
 @ranks(2, timeout=100)
-def test_after_a_rollback_the_run_does_not_come_to_the_place_again(tmp_path: Path) -> None:
-    """Wherever it is killed: what it resumes from is behind the place."""
+def test_a_run_that_resumes_after_a_rollback_does_not_repeat_it(tmp_path: Path) -> None:
+    """Wherever it is killed: its checkpoint already has the new data position."""
     bad = [samples_of(9)[0]]
     whole = run(tmp_path / "whole", *ROLLBACK, poisoned=bad)
     killed = trainer(tmp_path / "killed", *ROLLBACK, poisoned=bad)
-    train_on = killed._train_on
+    train_steps = killed._train_steps
 
     def die_after_the_rollback() -> None:
         if killed.progress.rollbacks:
             raise ArithmeticError
-        train_on()
+        train_steps()
 
-    killed._train_on = die_after_the_rollback  # type: ignore[method-assign]
-    with pytest.raises(ArithmeticError), killed.writer:
-        killed.train(StopSignals())
+    killed._train_steps = die_after_the_rollback  # type: ignore[method-assign]
+    with pytest.raises(ArithmeticError), killed.active(StopSignals()):
+        killed.train()
     resumed = trainer(tmp_path / "killed", *ROLLBACK, "--resume=auto", poisoned=bad)
     assert (resumed.progress.step, resumed.progress.samples) == (6, 9 * BATCH)
     assert resumed.run(StopSignals())
@@ -171,8 +171,8 @@ def test_after_a_rollback_the_run_does_not_come_to_the_place_again(tmp_path: Pat
 
 @ranks(2, timeout=100)
 def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_path: Path) -> None:
-    # Steps 9 to 11 are bad. Back to 6 and on with 10: bad. That checkpoint has been tried: back to
-    # 3 and on with 11, which is bad too.
+    # Steps 9 to 11 are bad. Back to 6, continue with the data of 10: bad. That checkpoint has been
+    # tried: back to 3, continue with the data of 11, which is bad too.
     bad = [sample for step in (9, 10, 11) for sample in samples_of(step)]
     limited = trainer(tmp_path, *ROLLBACK, "--divergence.max-rollbacks=2", poisoned=bad)
     with pytest.raises(TrainingError) as caught:
@@ -181,15 +181,15 @@ def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_p
     assert message.startswith("divergence.max_rollbacks = 2: step 4: ")
     assert "the run has gone back 2 times already" in message
     assert (limited.progress.rollbacks, limited.progress.rolled_back_to) == (2, 3)
-    # Going on with more of them, it passes over the third as well. There are no older ones.
+    # With more rollbacks allowed, it skips the third as well. There is no older checkpoint.
     resumed = run(tmp_path, *ROLLBACK, "--resume=auto", poisoned=bad)
     assert (resumed.progress.rollbacks, resumed.progress.rolled_back_to) == (3, 3)
     assert resumed.progress.samples == (11 + 11) * BATCH
-    # All three windows at once, had it been told.
+    # All three windows at once, with the former name of divergence.skip_data_steps.
     once = run(tmp_path / "o", *ROLLBACK, "--divergence.pass-over=2", poisoned=bad)
     assert (once.progress.rollbacks, once.progress.rolled_back_to) == (1, 6)
     assert once.progress.samples == (11 + 8) * BATCH
-    # A spike before the first checkpoint leads back to the start, and nothing of it stays.
+    # A spike before the first checkpoint leads back to the start.
     early = run(tmp_path / "e", *ROLLBACK, "--divergence.warmup-steps=1", poisoned=samples_of(2))
     assert (early.progress.rolled_back_to, early.progress.samples) == (0, 16 * BATCH)
 
@@ -203,8 +203,8 @@ def test_a_loss_that_is_not_finite_and_a_spike_that_is_only_reported(tmp_path: P
     assert_same_bits(trained(snapshot(found.engine)), trained(snapshot(clean.engine)))
 
     warned = run(tmp_path / "warned", poisoned=bad)
-    told = records(tmp_path / "warned")
-    marked = [record for record in told if record.divergence is not None]
+    logged = records(tmp_path / "warned")
+    marked = [record for record in logged if record.divergence is not None]
     assert [record.step for record in marked] == [9]
     assert marked[0].divergence is not None
     assert marked[0].divergence["action"] == "warn"
@@ -212,6 +212,6 @@ def test_a_loss_that_is_not_finite_and_a_spike_that_is_only_reported(tmp_path: P
     assert not marked[0].skipped
 
     skipped = run(tmp_path / "skipped", "--divergence.on-spike=skip", poisoned=bad)
-    told = records(tmp_path / "skipped")
-    assert [record.step for record in told if record.skipped] == [9]
+    logged = records(tmp_path / "skipped")
+    assert [record.step for record in logged if record.skipped] == [9]
     assert skipped.progress.samples == 14 * BATCH

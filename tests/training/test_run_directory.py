@@ -9,7 +9,7 @@ from distmp.errors import ConfigError
 from distmp.training.run_directory import RunDirectory, create_run, latest_run
 
 
-def test_everything_has_its_place(tmp_path: Path) -> None:
+def test_the_paths_of_a_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert {run.config, run.records, run.curves, run.checkpoints} == {
         tmp_path / name for name in ("config.yaml", "steps.jsonl", "curves.png", "checkpoints")
@@ -17,7 +17,7 @@ def test_everything_has_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "deep/er/run", "run/", "run-x", "[run]", "run*", "r.1"])
-def test_every_run_gets_a_folder_of_its_own(tmp_path: Path, name: str) -> None:
+def test_every_run_gets_its_own_folder(tmp_path: Path, name: str) -> None:
     wanted = f"{tmp_path}/{name}"
     first = Path(wanted)
     assert latest_run(wanted) is None
@@ -49,18 +49,20 @@ def test_what_is_not_a_run_does_not_count(tmp_path: Path) -> None:
     assert newest.path == Path(wanted)
 
 
-def test_a_file_in_the_way_is_passed_over(tmp_path: Path) -> None:
+def test_a_file_of_that_name_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     assert create_run(str(tmp_path / "run")).path == tmp_path / "run-2"
 
 
-def test_a_folder_that_cannot_be_made_is_an_error_of_the_setting(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_created_is_an_error_of_the_setting(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"^run_dir = '.*/file/run': cannot be made \(Not a dir"):
+    with pytest.raises(
+        ConfigError, match=r"^run_dir = '.*/file/run': cannot be created \(Not a dir"
+    ):
         create_run(str(tmp_path / "file" / "run"))
 
 
-def test_checkpoints_in_another_place(tmp_path: Path) -> None:
+def test_checkpoints_in_another_folder(tmp_path: Path) -> None:
     place, wanted = str(tmp_path / "scratch"), str(tmp_path / "run")
     assert latest_run(wanted, place) is None
     first = create_run(wanted, place)
@@ -84,6 +86,6 @@ def test_a_run_whose_folder_is_on_another_machine_counts(tmp_path: Path) -> None
     assert [create_run(wanted, str(place)).path.name for _ in range(2)] == ["run-2", "run-4"]
 
 
-def test_a_place_that_cannot_be_read_is_an_error_of_the_setting(tmp_path: Path) -> None:
+def test_a_checkpoint_path_that_cannot_be_read_is_an_error_of_the_setting(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^checkpoint\.path = 'nothing://x': cannot be reached"):
         latest_run(str(tmp_path / "run"), "nothing://x")

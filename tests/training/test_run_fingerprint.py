@@ -11,14 +11,14 @@ from distmp.data.build import Datasets
 from distmp.distributed.world import World
 from distmp.precision import policy
 from distmp.training.resume_compat import Changes
-from distmp.training.run_fingerprint import as_numbers, changes_since, digest, origin
+from distmp.training.run_fingerprint import changes_since, digest, run_fingerprint, to_json
 from distmp.utils.settings import from_mapping
 
 ALONE = World(0, 1, torch.device("cpu"), None)
 
 
 class Data:
-    """Samples that say what they are."""
+    """Samples with a digest."""
 
     def __init__(self, size: int = 8, digest: str = "d") -> None:
         self.size, self.found = size, digest
@@ -37,13 +37,13 @@ def numbers(
     world: World = ALONE,
     precision: str = "fp32",
 ) -> dict[str, Any]:
-    """Return what a checkpoint holds, as it comes back from the disk."""
+    """Return the numbers of a checkpoint, as they are read from the disk."""
     datasets = Datasets(data or Data(), None, vocabulary, "")
     config = from_mapping(RunConfig, values or {})
-    return json.loads(json.dumps(origin(config, datasets, world, policy(precision))))
+    return json.loads(json.dumps(run_fingerprint(config, datasets, world, policy(precision))))
 
 
-def test_what_a_checkpoint_notes() -> None:
+def test_what_a_checkpoint_contains() -> None:
     found = numbers({"seed": 7, "log": {"trackers": ["tensorboard"]}})
     assert found["configuration"]["seed"] == 7
     assert found["configuration"]["log"]["trackers"] == ["tensorboard"]
@@ -55,14 +55,14 @@ def test_what_a_checkpoint_notes() -> None:
 
 def test_the_hash_is_that_of_the_configuration() -> None:
     found = numbers()
-    assert found["configuration_hash"] == digest(as_numbers(RunConfig()))
+    assert found["configuration_hash"] == digest(to_json(RunConfig()))
     backwards = dict(reversed(found["configuration"].items()))
     assert digest(backwards) == found["configuration_hash"]
     assert numbers({"seed": 2})["configuration_hash"] != found["configuration_hash"]
     assert len(found["configuration_hash"]) == 64
 
 
-def test_nothing_has_changed_where_all_is_as_it_was() -> None:
+def test_equal_runs_have_no_changes() -> None:
     values = {"optim": {"options": {"betas": [0.9, 0.95]}}, "sharding": {"wrap": ["Block"]}}
     assert changes_since(numbers(values), numbers(values)) == Changes()
 
@@ -100,12 +100,12 @@ def test_another_model_or_other_data_is_dangerous(now: dict[str, Any], line: str
     assert [dangerous.split(" (")[0] for dangerous in found.dangerous.values()] == [line]
 
 
-def test_the_same_data_at_another_place_are_the_same_data() -> None:
+def test_the_same_data_in_another_folder_is_harmless() -> None:
     found = changes_since(numbers({"data": {"path": "/a"}}), numbers({"data": {"path": "/b"}}))
     assert found == Changes(harmless={"data.path": "data.path: /a -> /b"})
 
 
-def test_what_one_of_the_two_does_not_know_is_not_compared() -> None:
+def test_facts_that_one_side_lacks_are_not_compared() -> None:
     before = numbers()
     del before["data"]["digest"], before["versions"]
     assert changes_since(before, numbers(data=[1, 2, 3, 4, 5, 6, 7, 8])) == Changes()

@@ -20,7 +20,7 @@ class Clock:
 
 
 def spent_at(budget: TimeBudget, clock: Clock) -> float:
-    """Return after how many seconds, in tenths, the time to stop has come."""
+    """Return the seconds after which the budget is spent, to a tenth."""
     while not budget.is_spent():
         clock.now += 0.1
         assert clock.now < 1e5
@@ -30,7 +30,7 @@ def spent_at(budget: TimeBudget, clock: Clock) -> float:
 @pytest.mark.parametrize(
     ("steps", "save", "state_bytes", "expected"),
     [
-        # Five seconds to end; a first save of two seconds at least, times one and a half.
+        # Five seconds for the end; a first save of at least two seconds, times one and a half.
         ([], None, 0, 600 - 5 - 3),
         ([], None, 400e6, 600 - 5 - 9),
         ([], 20.0, 400e6, 600 - 5 - 30),
@@ -39,7 +39,7 @@ def spent_at(budget: TimeBudget, clock: Clock) -> float:
         ([100.0] + [1.0] * 50, 20.0, 0, 600 - 5 - 30 - 3),
     ],
 )
-def test_what_is_left_is_enough_for_steps_a_save_and_the_end(
+def test_the_reserve_covers_steps_a_save_and_the_end(
     steps: list[float], save: float | None, state_bytes: float, expected: float
 ) -> None:
     clock = Clock()
@@ -72,7 +72,7 @@ def test_the_job_starts_with_its_launcher() -> None:
         )
         for environment in (variables, {**variables, "TORCHELASTIC_RUN_ID": "1"})
     )
-    # The system counts from its own start, which it knows in whole seconds.
+    # The system counts from its boot time, which has a resolution of a second.
     assert before - 3 < alone < time.time() + 3
     assert launched == pytest.approx(psutil.Process().create_time(), abs=3)
     assert launched < alone - 0.1

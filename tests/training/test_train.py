@@ -1,4 +1,4 @@
-"""The training command from outside: what a user starts, sees and finds afterwards."""
+"""The training command as a user sees it: its output, its files and its exit codes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
         torch.testing.assert_close(
             torch.tensor(runs[strategy]), torch.tensor(runs["single"]), rtol=2e-4, atol=0
         )
-        # Rounding is amplified by training; the first steps have had none of it.
+        # Training amplifies rounding errors; the first steps have hardly any.
         torch.testing.assert_close(
             torch.tensor(runs[strategy][:3]), torch.tensor(runs["single"][:3]), rtol=2e-6, atol=0
         )
@@ -88,7 +88,7 @@ def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ra
     whole = trained(tmp_path / "whole", *arguments, "--checkpoint.every=4", ranks=ranks)
     resumed_in = tmp_path / "resumed"
     resumed_in.mkdir()
-    # The other run is what is left of the first if it ends after its second checkpoint.
+    # The other run is the first one as if it had been killed after its second checkpoint.
     (tmp_path / "whole" / "run").rename(resumed_in / "run")
     last, second = sorted((resumed_in / "run" / "checkpoints").glob("step-*"), reverse=True)[:2]
     assert (last.name, second.name) == ("step-000010", "step-000008")
@@ -110,7 +110,7 @@ def test_a_run_leaves_everything_in_its_folder(
     threads = torch.get_num_threads()
     assert main(arguments) == 0
     assert torch.get_num_threads() == threads
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     folder = tmp_path / "runs" / "here"
     assert {path.name for path in folder.iterdir()} == {
         "checkpoints",
@@ -126,9 +126,9 @@ def test_a_run_leaves_everything_in_its_folder(
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert store.latest(folder / "checkpoints") == folder / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
-        assert expected in told
-    assert "a sample of what it writes:\ndef " in told
-    # A second run of the same name stands beside the first.
+        assert expected in output
+    assert "a sample of what it writes:\ndef " in output
+    # A second run of the same name gets its own folder.
     assert main(arguments) == 0
     assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
 
@@ -177,10 +177,10 @@ def test_a_run_that_only_skips_gives_up(
         "--run-dir=run",
     ]
     assert main(arguments) == 1
-    told = capsys.readouterr().err
-    assert told.startswith("distmp: ")
-    assert "max_consecutive_skips" in told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert output.startswith("distmp: ")
+    assert "max_consecutive_skips" in output
+    assert "Traceback" not in output
     assert [record.skipped for record in read_records(tmp_path / "run" / "steps.jsonl")] == [
         True,
         True,
@@ -253,7 +253,7 @@ def _folder(path: Path) -> Path:
 
 
 def _module(folder: Path) -> str:
-    """Write models that a user might bring; return the module's name."""
+    """Write models as a user would; return the module's name."""
     (folder / "users_models.py").write_text(
         "import torch\n"
         "from torch import nn\n"
@@ -299,11 +299,11 @@ def test_a_wrong_configuration_is_one_message_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     arguments, message = WRONG[case]
     assert main(arguments(tmp_path)) == 2
-    told = capsys.readouterr()
-    assert told.err.startswith("distmp: ")
-    assert told.err.count("\n") == 1
-    assert message in told.err
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert output.err.startswith("distmp: ")
+    assert output.err.count("\n") == 1
+    assert message in output.err
+    assert output.out == ""
     assert not (tmp_path / "runs").exists()
 
 
@@ -331,7 +331,7 @@ def test_help_is_printed_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
-def test_the_first_cause_of_a_failure_stands_on_top(launcher: str, tmp_path: Path) -> None:
+def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path) -> None:
     arguments = [
         f"--data.path={corpus(tmp_path / 'corpus')}",
         f"--model.name={_module(tmp_path)}:failing",
@@ -381,19 +381,19 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
                 os.killpg(job.pid, signal.SIGKILL)
                 job.wait()
         log.seek(0)
-        told = log.read()
+        output = log.read()
     records = read_records(tmp_path / "run" / "steps.jsonl")
     checkpoint = store.latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     assert store.StoredCheckpoint(checkpoint).numbers["step"] == records[-1].step
-    assert f"stopped after step {records[-1].step}" in told
+    assert f"stopped after step {records[-1].step}" in output
     assert (tmp_path / "run" / "curves.png").exists()
     if launcher == "torchrun":
-        # torchrun reports the signal with a traceback of its own; the ranks add none.
-        assert told.count("Traceback") <= 1
+        # torchrun reports the signal with a traceback; the ranks print none.
+        assert output.count("Traceback") <= 1
         assert code != 0
     else:
-        assert "Traceback" not in told
+        assert "Traceback" not in output
         assert code == 128 + signal.SIGINT
 
 

@@ -1,4 +1,4 @@
-"""What runs leave behind about ranks and machines: logs, manifest, and what the preflight says."""
+"""What runs record about ranks and machines: logs, manifest, and the preflight report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distmp.utils.settings import to_mapping
 from distmp.utils.settings.flat import digest
 from tests.torchrun import TINY, corpus, environment, python, run, torchrun
 
-# Its second rank is slow, writes something in the way of C++, and is killed in the fourth step.
+# Its second rank is slow, writes to the file descriptor as C++ does, and is killed in step 4.
 KILLED = """
 import os, signal, time, torch
 from torch import nn
@@ -59,7 +59,7 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     done = run(python("-m", "distmp", "launch", "--nproc-per-node=2", "--", *arguments), tmp_path)
     assert done.returncode == 128 + signal.SIGKILL
     assert "preflight: 2 ranks on 1 host, alike" in done.stdout
-    # What the ranks wrote stands on the console and in their files.
+    # The output of the ranks is on the console and in their files.
     assert done.stderr.count("last words of rank 1") == 1
     first, second = (
         (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)
@@ -82,7 +82,7 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     assert f"pid {start['ranks'][1]['pid']}" in second.splitlines()[0]
 
 
-def test_a_resumed_run_adds_to_what_is_there(
+def test_a_resumed_run_appends_to_logs_and_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -102,15 +102,15 @@ def test_a_resumed_run_adds_to_what_is_there(
     assert second["configuration_hash"] == digest(configuration)
     headers = (tmp_path / "run" / "logs" / "rank-0.log").read_text().splitlines()
     assert len([line for line in headers if ": rank 0 of 1 on " in line]) == 2
-    # Off is off.
+    # `log.files` switches them off.
     assert (
         main([*TINY, f"--data.path={data}", "--run-dir=no", "--steps=1", "--log.files=False"]) == 0
     )
     assert not (tmp_path / "no" / "logs").exists()
 
 
-def test_machines_that_differ_do_not_begin(tmp_path: Path) -> None:
-    """Two agents of torchrun, as on two machines; the setting is not theirs to differ in."""
+def test_machines_that_differ_do_not_start(tmp_path: Path) -> None:
+    """Two agents of torchrun, as on two machines, with different values of one setting."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -131,14 +131,14 @@ def test_machines_that_differ_do_not_begin(tmp_path: Path) -> None:
             )
         )
     try:
-        told = [job.communicate(timeout=90)[1] for job in jobs]
+        outputs = [job.communicate(timeout=90)[1] for job in jobs]
     finally:
         for job in jobs:
             job.kill()
             job.wait()
     host = socket.gethostname()
     assert all(job.returncode != 0 for job in jobs)
-    ours = [line for text in told for line in text.splitlines() if line.startswith("distmp: ")]
+    ours = [line for text in outputs for line in text.splitlines() if line.startswith("distmp: ")]
     pairs = [
         (f"{a} on rank 0 ({host})", f"{b} on rank 1 ({host})") for a, b in ((20, 30), (30, 20))
     ]

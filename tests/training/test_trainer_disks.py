@@ -73,14 +73,14 @@ def saved_steps(run_directory: Path) -> list[int]:
     return steps
 
 
-def failures(told: str) -> list[tuple[int, str, str]]:
-    """Return step, cause and what there was, for each failed save that was told."""
-    lines = re.findall(r"NOT SAVED: cannot save \S+/step-(\d+): (.*?); (.*)", told)
+def failures(output: str) -> list[tuple[int, str, str]]:
+    """Return step, cause and remaining checkpoint of each failed save that was reported."""
+    lines = re.findall(r"NOT SAVED: cannot save \S+/step-(\d+): (.*?); (.*)", output)
     return [(int(step), cause, there_is) for step, cause, there_is in lines]
 
 
 @pytest.mark.parametrize("asynchronous", ["asynchronous", "no-asynchronous"])
-def test_a_run_goes_on_when_the_disk_is_full_and_saves_again_when_it_is_not(
+def test_a_run_continues_when_the_disk_is_full_and_saves_again_when_it_is_not(
     asynchronous: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,9 +89,9 @@ def test_a_run_goes_on_when_the_disk_is_full_and_saves_again_when_it_is_not(
     with disk(tmp_path / "disk", "size=8m") as folder:
         happens = {4: lambda: fill(folder), 8: lambda: (folder / "ballast").unlink()}
         code = trained(tmp_path, monkeypatch, happens, f"--checkpoint.{asynchronous}")
-        told = capsys.readouterr().out
-        assert code == 0, told
-        failed = failures(told)
+        output = capsys.readouterr().out
+        assert code == 0, output
+        failed = failures(output)
         assert [step for step, *_ in failed] == [4, 6]
         for _, cause, there_is in failed:
             assert "No space left on device" in cause
@@ -106,14 +106,14 @@ def test_a_run_that_cannot_save_its_end_fails(
 ) -> None:
     with disk(tmp_path / "disk", "size=8m") as folder:
         code = trained(tmp_path, monkeypatch, {6: lambda: fill(folder)})
-        told = capsys.readouterr()
-        assert code == 1, told.out
-        assert [step for step, *_ in failures(told.out)] == [6, 8, 10]
-        assert told.err.count("\n") == 1
-        assert told.err.startswith("distmp: cannot save ")
-        assert "the last checkpoint is of step 4" in told.err
-        assert "held-out loss" in told.out, "the run has gone on to its end"
-        assert "curves.png: [Errno 28]" in told.out
+        output = capsys.readouterr()
+        assert code == 1, output.out
+        assert [step for step, *_ in failures(output.out)] == [6, 8, 10]
+        assert output.err.count("\n") == 1
+        assert output.err.startswith("distmp: cannot save ")
+        assert "the last checkpoint is of step 4" in output.err
+        assert "held-out loss" in output.out, "the run continued to its end"
+        assert "curves.png: [Errno 28]" in output.out
         assert saved_steps(folder / "run") == [2, 4]
 
 
@@ -133,7 +133,7 @@ def test_a_read_only_folder(
     assert saved_steps(checkpoints.parent) == [4, 10]
 
 
-def test_a_folder_that_vanishes_is_made_again(
+def test_a_folder_that_vanishes_is_created_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "disk" / "run"

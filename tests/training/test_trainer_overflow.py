@@ -1,4 +1,4 @@
-"""What a training run says and records about steps that overflow, from outside."""
+"""What a training run prints and records about steps that overflow."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
     records = read_records(tmp_path / "run" / "steps.jsonl")
     skipped = [record for record in records if record.skipped]
     assert 0 < len(skipped) < len(records)
-    told = capsys.readouterr().out.splitlines()
+    output = capsys.readouterr().out.splitlines()
     for record in records:
-        lines = [line for line in told if line.startswith(f"step {record.step} skipped: ")]
+        lines = [line for line in output if line.startswith(f"step {record.step} skipped: ")]
         assert len(lines) == (1 if record.skipped else 0)
         assert (record.overflow is not None) == record.skipped
     overflow = skipped[0].overflow
     assert overflow is not None
     assert (overflow["cause"], overflow["exact"]) == ("scale_too_high", True)
     assert overflow["parameters"][0]["name"].endswith("weight")
-    assert f"step 1 skipped: {overflow['diagnosis']}; {overflow['advice']}" in told
+    assert f"step 1 skipped: {overflow['diagnosis']}; {overflow['advice']}" in output
 
 
 def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_path: Path) -> None:

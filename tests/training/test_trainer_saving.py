@@ -1,4 +1,4 @@
-"""When a run saves, from outside."""
+"""When a run saves."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def test_steps_between_checkpoints(
 
 
 def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Less than a step takes, and a save is waited for.
+    # Less than a step takes; the run waits for each save.
     arguments = ["--checkpoint.every-minutes=1e-6", "--checkpoint.no-asynchronous"]
     assert saved(tmp_path, monkeypatch, *arguments) == [1, 2, 3, 4, 5, 6]

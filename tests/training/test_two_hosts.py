@@ -1,4 +1,4 @@
-"""The hosts that other tests use leave nothing behind."""
+"""The two simulated hosts that other tests use clean up after themselves."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_nothing_is_left_behind() -> None:
     interfaces, table = set(NETWORK.iterdir()), TABLE.read_text()
     before = psutil.Process().children(recursive=True)
     with contextlib.suppress(InterruptedError), two_hosts() as hosts:
-        # One that has left its parents, as daemons do.
+        # A process that is detached from its parents, as daemons are.
         hosts.run(1, "sh", "-c", "setsid sleep 600 > /dev/null 2>&1 & touch /run/something")
         processes = [
             process

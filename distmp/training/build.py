@@ -1,0 +1,205 @@
+"""Builds everything that a training run works with, from its configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distmp.checkpoint import store
+from distmp.config import RunConfig
+from distmp.distributed.progress import activity
+from distmp.distributed.world import World, all_or_none, from_rank_0
+from distmp.engine import Engine
+from distmp.models.architecture import architecture
+from distmp.telemetry import Console
+from distmp.training import manifest
+from distmp.training.accelerate_launch import overridden_options
+from distmp.training.callbacks import Callback
+from distmp.training.callbacks.loading import load_callbacks
+from distmp.training.restarts import Restarts
+from distmp.training.resume_compat import Changes
+from distmp.training.run_directory import RunDirectory, create_run, latest_run, try_to_write
+from distmp.training.run_fingerprint import changes_since, run_fingerprint
+from distmp.training.setup import (
+    Progress,
+    RunComponents,
+    build_engine,
+    find_checkpoint,
+    prepare,
+    restore,
+    start_from_weights,
+)
+from distmp.utils import settings
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training run works with, on one rank, in the state in which the run begins.
+
+    Attributes:
+        config: The configuration.
+        world: The ranks.
+        console: Prints messages; quiet on all ranks but the first.
+        components: Data, loss, and the model before it was distributed.
+        engine: Takes the steps. The state of the checkpoint, if any, has been loaded.
+        callbacks: The callbacks of the setting `callbacks`.
+        fingerprint: What a checkpoint stores about the run besides its progress.
+        directory: The folder of the run.
+        restarts: Earlier attempts of this job.
+        checkpoint: The checkpoint that was loaded; None for a new run.
+        progress: Steps and samples up to now.
+    """
+
+    config: RunConfig
+    world: World
+    console: Console
+    components: RunComponents
+    engine: Engine
+    callbacks: list[Callback]
+    fingerprint: dict[str, Any]
+    directory: RunDirectory
+    restarts: Restarts
+    checkpoint: store.StoredCheckpoint | None
+    progress: Progress
+
+
+def build_run(config: RunConfig, world: World, console: Console) -> Run:
+    """Build a run, load its checkpoint, and print what is about to run. Collective.
+
+    Raises:
+        SetupError: On every rank, if some rank cannot run this configuration.
+    """
+    callbacks = all_or_none(world, lambda: load_callbacks(config.callbacks))
+    components = all_or_none(world, lambda: prepare(config, world))
+    restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
+    checkpoint = all_or_none(world, lambda: restarts.checkpoint(lambda: find_checkpoint(config)))
+    if checkpoint is None:
+        all_or_none(world, lambda: start_from_weights(config, components.model))
+    # Counted before a sharded strategy leaves only a part of each parameter on this rank.
+    parameters = sum(parameter.numel() for parameter in components.model.parameters())
+    engine = all_or_none(world, lambda: _engine(config, components, world))
+    fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
+    fingerprint["model"] = architecture(components.model, config.model)
+    changes = all_or_none(world, lambda: _compare(config, fingerprint, checkpoint))
+    directory = _choose_directory(config, world, restarts, checkpoint)
+    for line in _introduction(config, world, components, engine, parameters):
+        console.message(line)
+    _record_start(config, world, console, directory, checkpoint)
+    progress = Progress()
+    if checkpoint is not None:
+        progress = _continue_from(checkpoint, engine, world, console, changes)
+    if (attempt := restarts.describe_attempt(progress.step)) is not None:
+        console.message(attempt)
+    return Run(
+        config,
+        world,
+        console,
+        components,
+        engine,
+        callbacks,
+        fingerprint,
+        directory,
+        restarts,
+        checkpoint,
+        progress,
+    )
+
+
+def _engine(config: RunConfig, components: RunComponents, world: World) -> Engine:
+    precision = config.precision
+    return build_engine(
+        config, components, world, policy=precision.policy, attribution=precision.attribution
+    )
+
+
+def _compare(
+    config: RunConfig, fingerprint: dict[str, Any], checkpoint: store.StoredCheckpoint | None
+) -> Changes:
+    """Return what changed since the checkpoint; raise if it belongs to another run."""
+    if checkpoint is None:
+        return Changes()
+    changes = changes_since(checkpoint.numbers, fingerprint)
+    if not config.resume_force:
+        changes.refuse(str(checkpoint))
+    return changes
+
+
+def _choose_directory(
+    config: RunConfig, world: World, restarts: Restarts, checkpoint: store.StoredCheckpoint | None
+) -> RunDirectory:
+    """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
+    place = config.checkpoint.path
+
+    def choose() -> str:
+        directory = restarts.directory or continued_or_new()
+        restarts.begin(directory, checkpoint)
+        return str(directory.path)
+
+    def continued_or_new() -> RunDirectory:
+        newest = latest_run(config.run_dir, place)
+        if checkpoint is not None and newest is not None and newest.owns(checkpoint.path):
+            newest.path.mkdir(parents=True, exist_ok=True)
+            return newest
+        return create_run(config.run_dir, place)
+
+    return RunDirectory(Path(from_rank_0(world, choose)), place)
+
+
+def _introduction(
+    config: RunConfig, world: World, components: RunComponents, engine: Engine, parameters: int
+) -> Iterator[str]:
+    """Yield lines about the run, with the reason of every automatic choice."""
+    batch = config.batch
+    yield f"data: {components.datasets.description}"
+    yield (
+        f"model: {config.model.name}, {parameters:,} parameters; "
+        f"precision {engine.policy.name} ({engine.policy_reason})"
+    )
+    yield (
+        f"ranks: {world.world_size} on {world.device.type}, strategy "
+        f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
+        f"batch {batch.global_batch_size} = {world.world_size} ranks x "
+        f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
+    )
+    yield from overridden_options(os.environ, engine.policy, engine.strategy)
+
+
+def _record_start(
+    config: RunConfig,
+    world: World,
+    console: Console,
+    directory: RunDirectory,
+    checkpoint: store.StoredCheckpoint | None,
+) -> None:
+    """Write the configuration and the manifest, and print where the run works."""
+    console.message(f"run directory: {directory.path}")
+    if checkpoint is not None:
+        console.message(f"continuing from {checkpoint}")
+    if world.rank == 0:
+        try_to_write(
+            directory.config, lambda path: settings.write_yaml(config, path), console.message
+        )
+    manifest.record(
+        directory.manifest,
+        world,
+        settings.to_mapping(config),
+        first_step=0 if checkpoint is None else checkpoint.numbers.get("step", 0),
+    )
+
+
+def _continue_from(
+    checkpoint: store.StoredCheckpoint,
+    engine: Engine,
+    world: World,
+    console: Console,
+    changes: Changes,
+) -> Progress:
+    """Report what changed since the checkpoint, and load it."""
+    activity.enter("loading a checkpoint", transfers=True)
+    if world.rank == 0:
+        changes.report(console.message)
+    same_optimizer = "optim.name" not in changes.dangerous
+    return all_or_none(world, lambda: restore(engine, checkpoint, optimizer=same_optimizer))

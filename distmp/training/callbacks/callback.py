@@ -1,0 +1,191 @@
+"""The protocol between the training loop and its callbacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from distmp.diagnosis.attribution import OverflowReport
+from distmp.engine.outcome import StepNumbers, StepOutcome
+from distmp.training.spikes import SpikeAction
+
+if TYPE_CHECKING:
+    from distmp.training.trainer import Trainer
+
+
+@dataclass
+class PendingStep:
+    """A step that `Engine.step` has launched and whose numbers nobody has read.
+
+    Attributes:
+        step: Number of the step, counted from 1.
+        samples: Samples consumed by all ranks together, this step included.
+        outcome: The numbers of the step. Reading them makes the host wait for the device.
+        seconds: Time since the step before was launched, without pauses.
+        validation_loss: Mean loss on held-out data after this step; None if it was not validated.
+    """
+
+    step: int
+    samples: int
+    outcome: StepOutcome
+    seconds: float
+    validation_loss: float | None = None
+
+
+@dataclass
+class StepResult:
+    """A step whose numbers have been read; the same on every rank, except for `seconds`.
+
+    Attributes:
+        step: Number of the step, counted from 1.
+        samples: Samples consumed by all ranks together, this step included.
+        numbers: Loss, gradient norm, learning rate and the rest of the step, as plain numbers.
+        seconds: Time that this rank took for the step, without pauses.
+        overflow: Why the step was skipped, if a gradient was not finite and attribution is on.
+        spike: What is done about a loss or norm that is out of bounds; None if nothing is.
+        validation_loss: Mean loss on held-out data after this step; None if it was not validated.
+        rank_seconds: Own seconds per step of each rank, in the steps in which they are compared.
+    """
+
+    step: int
+    samples: int
+    numbers: StepNumbers
+    seconds: float
+    overflow: OverflowReport | None = None
+    spike: SpikeAction | None = None
+    validation_loss: float | None = None
+    rank_seconds: list[float] | None = None
+
+    @property
+    def rolls_back(self) -> bool:
+        """Whether the run goes back to a checkpoint from before this step."""
+        return self.spike is not None and self.spike.action == "rollback"
+
+
+class Rollback(NamedTuple):
+    """A return to an earlier checkpoint.
+
+    Attributes:
+        from_step: The step that was out of bounds.
+        to_step: The step of the checkpoint. The next step is `to_step` + 1.
+        problem: What was out of bounds, as text.
+        samples_skipped: Samples of all ranks between the checkpoint and the new data position.
+    """
+
+    from_step: int
+    to_step: int
+    problem: str
+    samples_skipped: int
+
+    def to_record(self) -> dict[str, Any]:
+        """Return the entry of the step records."""
+        return self._asdict()
+
+
+class Callback:
+    """Base class of what happens around the steps of a run. Override the hooks that you need.
+
+    Callbacks are called in order: first those of the setting `callbacks`, then those given to
+    `Trainer`. The built-in callbacks log and validate a step before them and save it after them.
+    Each hook receives the trainer; its public attributes are `config`, `world`, `engine`,
+    `progress`, `directory`, `console` and `timer`.
+
+    Ranks: every hook is called on every rank, in the same step and in the same order, except for
+    `stop_reason`, `on_save` and `on_exit`. A hook may call collectives if it does so on every rank.
+    For something that only one rank does, test `trainer.world.rank`.
+
+    Speed: `Engine.step` returns while a GPU still computes the step. The loop therefore reads the
+    numbers of a step after it has launched the next one, and calls `on_step_end` then. Work that is
+    not part of training belongs into `with trainer.timer.paused():`, which leaves it out of the
+    time of the step.
+
+    Errors: an exception ends the run on all ranks, with the traceback of the rank that raised it
+    first. Raise a `distmp.errors.DistmpError` on every rank for a plain message without traceback.
+    """
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        """Called once, before the first step. The checkpoint, if any, has been loaded."""
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        """Called before a step.
+
+        Args:
+            trainer: The trainer.
+            step: Number of the step that begins, counted from 1.
+        """
+
+    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+        """Called when `Engine.step` has returned; a GPU may still be computing the step.
+
+        This is the place for what needs the model as it is after this step, such as a validation
+        or a save. `trainer.read_step()` reads the numbers of the step at once, and the host waits.
+
+        Args:
+            trainer: The trainer.
+            step: The step, not yet read.
+        """
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """Called with the numbers of a step, once for each step and in order.
+
+        On a GPU the next step has been launched by then, so that the weights are no longer those
+        of this step. Skipped steps are reported like all others. After a rollback the numbers of
+        the steps restart behind the checkpoint, see `on_rollback`.
+
+        Args:
+            trainer: The trainer.
+            result: The numbers of the step.
+        """
+
+    def on_validation(self, trainer: Trainer, loss: float) -> None:
+        """Called after a validation.
+
+        Args:
+            trainer: The trainer. `trainer.progress.step` is the step that was validated.
+            loss: Mean loss on held-out data, the same on every rank.
+        """
+
+    def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
+        """Called when a checkpoint is complete.
+
+        Checkpoints are written in the background and ranks may notice the end of a save in
+        different steps: do not call collectives here.
+
+        Args:
+            trainer: The trainer.
+            step: The step of the checkpoint.
+            seconds: Time that the save took.
+        """
+
+    def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
+        """Called when the run has gone back to a checkpoint. Drop what you know of later steps.
+
+        Args:
+            trainer: The trainer, with the state of the checkpoint.
+            rollback: From where, to where and why.
+        """
+
+    def stop_reason(self, trainer: Trainer) -> str | None:
+        """Return why the run should stop, or None to continue.
+
+        Called at least once per step. One rank is enough to stop all of them, after the same step
+        and with a checkpoint. It has to be fast, and must not call collectives.
+        """
+        return None
+
+    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+        """Called after the last step, whose numbers have been read. Not called after an error.
+
+        Args:
+            trainer: The trainer.
+            finished: Whether all steps are done. Otherwise the run was asked to stop.
+        """
+
+    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Called last, also after an error: close files and connections here.
+
+        Args:
+            trainer: The trainer.
+            error: What ended the run; None after `on_train_end`. With an error the other ranks may
+                be gone: do not call collectives.
+        """

@@ -1,0 +1,44 @@
+"""The callbacks of a run, in the order in which they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from distmp.training.callbacks.callback import Callback
+from distmp.training.callbacks.checkpointing import Checkpointing
+from distmp.training.callbacks.curves import Curves
+from distmp.training.callbacks.hugging_face import HuggingFaceExport
+from distmp.training.callbacks.profiling import Profiling
+from distmp.training.callbacks.rank_consistency import RankConsistency
+from distmp.training.callbacks.sample import TextSample
+from distmp.training.callbacks.step_logger import StepLogger
+from distmp.training.callbacks.stragglers import StragglerDetection
+from distmp.training.callbacks.time_limit import TimeLimit
+from distmp.training.callbacks.validation import Validation
+
+if TYPE_CHECKING:
+    from distmp.training.build import Run
+
+
+def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) -> list[Callback]:
+    """Return all callbacks of a run in the order in which they are called.
+
+    The order matters: a profile ends before anything else happens at the end; `StepLogger` needs
+    what `StragglerDetection` adds to a result, and writes a record before a callback of the user
+    can fail; a step is compared, validated and seen by users before it is saved, so that a
+    checkpoint contains what they did; the rest happens after the last save.
+    """
+    return [
+        Profiling(run),
+        StragglerDetection(run),
+        TimeLimit(run),
+        StepLogger(run),
+        RankConsistency(),
+        Validation(),
+        *users,
+        checkpointing,
+        HuggingFaceExport(),
+        TextSample(),
+        Curves(),
+    ]

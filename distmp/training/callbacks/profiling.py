@@ -1,0 +1,45 @@
+"""Records the steps of the section `profile`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distmp.telemetry.profiling.recorder import StepProfiler
+from distmp.training.callbacks.callback import Callback, StepResult
+from distmp.training.callbacks.exits import exit_context
+
+if TYPE_CHECKING:
+    from distmp.training.build import Run
+    from distmp.training.trainer import Trainer
+
+
+class Profiling(Callback):
+    """Starts and stops a `StepProfiler`.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._profiler = StepProfiler(
+            run.config.profile, run.directory.profile, run.world, run.console.message
+        )
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        """Start before the first step to record, stop before the step after the last one."""
+        with trainer.timer.paused():
+            self._profiler.before(step)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """Stop before a rollback, which is not part of a step."""
+        if result.rolls_back:
+            self._profiler.finish()
+
+    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+        """Stop, and report if no step was recorded."""
+        exit_context(self._profiler, None)
+
+    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+        """After an error, write what was recorded."""
+        if error is not None:
+            exit_context(self._profiler, error)

@@ -1,0 +1,24 @@
+"""Compares the bits that ranks have in common, every `rank_consistency.every` steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distmp.distributed.progress import COMPARISON, activity
+from distmp.engine import rank_consistency
+from distmp.training.callbacks.callback import Callback, PendingStep
+
+if TYPE_CHECKING:
+    from distmp.training.trainer import Trainer
+
+
+class RankConsistency(Callback):
+    """Stops or repairs a run whose ranks differ."""
+
+    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+        """Compare weights, optimizer state and loss scale of all ranks, if it is due."""
+        settings = trainer.config.rank_consistency
+        if settings.every and step.step % settings.every == 0:
+            activity.enter(COMPARISON)
+            with trainer.timer.paused():
+                rank_consistency.check(trainer.engine, settings.on_difference)

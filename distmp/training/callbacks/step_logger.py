@@ -1,0 +1,112 @@
+"""Records each step and reports it: record file, trackers, console."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from distmp.distributed.world import all_or_none
+from distmp.telemetry import StepLog, StepRecord, peak_memory_bytes, trackers
+from distmp.telemetry.trackers import Trackers
+from distmp.training.callbacks.callback import Callback, Rollback, StepResult
+from distmp.utils import settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from distmp.training.build import Run
+    from distmp.training.trainer import Trainer
+
+
+class StepLogger(Callback):
+    """Writes the record of every step, and prints what is unusual about a step.
+
+    Args:
+        run: The run, in the state in which it begins.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._log = StepLog(
+            run.directory.records if run.world.rank == 0 else None,
+            run.progress.step,
+            all_or_none(run.world, lambda: _start_trackers(run)),
+            run.console,
+            run.config.steps,
+        )
+        self._rollback: Rollback | None = None
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        """Write the record of a step and print its messages."""
+        memory = peak_memory_bytes(trainer.world.device)
+        self._log.write(_record(result, memory, self._divergence(result)))
+        for message in _messages(result):
+            trainer.console.message(message)
+
+    def on_validation(self, trainer: Trainer, loss: float) -> None:
+        """Add the loss to the record of a step that was written before this run began."""
+        if trainer.pending is None:
+            self._log.add_validation(trainer.progress.step, loss)
+
+    def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
+        """Drop the records of later steps; the next record notes the rollback."""
+        self._log.rewind(rollback.to_step)
+        self._rollback = rollback
+
+    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+        """Close the record file and the trackers."""
+        self._log.close()
+
+    def _divergence(self, result: StepResult) -> dict[str, Any] | None:
+        """Return the spike of a step, and in the first step after a rollback where from."""
+        entry = {} if result.spike is None else result.spike.to_record()
+        if self._rollback is not None:
+            entry["rolled_back"], self._rollback = self._rollback.to_record(), None
+        return entry or None
+
+
+def _start_trackers(run: Run) -> Trackers:
+    log = run.config.log
+    return trackers.start(
+        log.trackers if run.world.rank == 0 else (),
+        log.tracker_options,
+        project=log.project,
+        directory=run.directory.path,
+        hyperparameters=settings.to_mapping(run.config),
+        after_step=run.progress.step,
+        complain=run.console.message,
+    )
+
+
+def _record(result: StepResult, memory_bytes: int, divergence: dict[str, Any] | None) -> StepRecord:
+    numbers = result.numbers
+    return StepRecord(
+        step=result.step,
+        samples=result.samples,
+        loss=numbers.loss,
+        weight=numbers.weight,
+        grad_norm=numbers.grad_norm,
+        learning_rate=numbers.learning_rate,
+        loss_scale=numbers.loss_scale,
+        skipped=numbers.skipped,
+        dropped=numbers.dropped,
+        skipped_total=numbers.skipped_total,
+        applied_total=numbers.applied_total,
+        tokens_per_second=numbers.weight / result.seconds,
+        step_seconds=result.seconds,
+        memory_bytes=memory_bytes,
+        validation_loss=result.validation_loss,
+        overflow=None if result.overflow is None else result.overflow.to_record(),
+        divergence=divergence,
+        rank_seconds=result.rank_seconds,
+    )
+
+
+def _messages(result: StepResult) -> Iterator[str]:
+    numbers, spike = result.numbers, result.spike
+    if result.overflow is not None:
+        yield f"step {result.step} skipped: {result.overflow}"
+    if numbers.dropped:
+        yield (
+            f"step {result.step}: dropped {numbers.dropped} microbatches with non-finite gradients"
+        )
+    if spike is not None and not result.rolls_back:
+        yield f"step {result.step}{' skipped' if numbers.skipped else ''}: {spike.problem}"

@@ -1,0 +1,42 @@
+"""Stops a run in time for its job to end within `max_minutes`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from distmp.training.callbacks.callback import Callback, PendingStep
+from distmp.training.time_budget import TimeBudget, job_started
+
+if TYPE_CHECKING:
+    from distmp.training.build import Run
+    from distmp.training.trainer import Trainer
+
+
+class TimeLimit(Callback):
+    """Measures steps and saves, and asks to stop while there is time for the last save.
+
+    Args:
+        run: The run.
+
+    Attributes:
+        budget: Estimates the time that is left.
+    """
+
+    def __init__(self, run: Run) -> None:
+        minutes = run.config.max_minutes
+        state = {} if minutes is None else run.engine.state_dict()
+        saved_bytes = sum(tensor.nbytes for tensor in state.values())
+        self.budget = TimeBudget(minutes, saved_bytes, job_started())
+
+    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+        """Note how long the step took."""
+        self.budget.add_step(step.seconds)
+
+    def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
+        """Note how long the save took."""
+        self.budget.add_save(seconds)
+
+    def stop_reason(self, trainer: Trainer) -> str | None:
+        """Stop if the rest of the time is needed to stop."""
+        limit = trainer.config.max_minutes
+        return f"max_minutes = {limit:g}" if limit is not None and self.budget.is_spent() else None

@@ -1,0 +1,304 @@
+"""Callbacks that users write: what the loop calls, with which numbers, and how errors end a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmp.config import load
+from distmp.data.order import sample_indices
+from distmp.distributed.progress import activity
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.telemetry import Console
+from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResult
+from distmp.training.callbacks.loading import load_callbacks
+from distmp.training.train import main
+from distmp.training.trainer import Trainer
+from tests.ranks import ranks
+from tests.torchrun import run, torchrun
+
+BATCH, SAMPLES, SEED, STEPS = 8, 160, 3, 14
+# A step whose gradients are not finite, which is skipped, and one that is out of bounds.
+SKIPPED, SPIKE, CHECKPOINT = 4, 8, 6
+
+
+class Samples:
+    """Noisy points of a line; one sample of two steps is far off."""
+
+    draws_nothing = True
+
+    def __init__(self) -> None:
+        self.inputs = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+        self.targets = self.inputs.sum(1, keepdim=True)
+        order = sample_indices(SEED, 0, SAMPLES, SAMPLES)
+        for step, value in ((SKIPPED, float("inf")), (SPIKE, 1e4)):
+            self.targets[int(order[(step - 1) * BATCH])] = value
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": self.inputs[index], "targets": self.targets[index]}
+
+
+def dataset(split: str, sequence_length: int) -> Samples | None:
+    return Samples() if split == "train" else None
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def squared(module: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return (module(batch["inputs"]) - batch["targets"]).square().sum(), len(batch["inputs"])
+
+
+class Recorder(Callback):
+    """Notes every call. `stop_after` asks the last rank to stop."""
+
+    def __init__(self, name: str, stop_after: int = STEPS) -> None:
+        self.name, self.stop_after = name, stop_after
+        self.results: list[StepResult] = []
+        self.calls: list[str] = []
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.calls.append("train begin")
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        assert step == trainer.progress.step + 1
+        self.calls.append(f"begin {step}")
+
+    def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
+        assert step.step == trainer.progress.step
+        self.calls.append(f"launched {step.step}")
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        # What a hang report names.
+        assert activity.now.phase == f"on_step_end of callback {type(self).__name__}"
+        order.append(self.name)
+        self.results.append(result)
+        self.calls.append(f"end {result.step}")
+
+    def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
+        self.calls.append(f"save {step}")
+
+    def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
+        self.calls.append(f"rollback {rollback.from_step} {rollback.to_step}")
+
+    def stop_reason(self, trainer: Trainer) -> str | None:
+        last_rank = trainer.world.rank == trainer.world.world_size - 1
+        return "enough" if last_rank and trainer.progress.step >= self.stop_after else None
+
+    def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
+        self.calls.append(f"train end {finished}")
+
+    def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+        self.calls.append(f"exit {error!r}")
+
+
+order: list[str] = []
+configured: list[Recorder] = []
+
+
+def recorder() -> Recorder:
+    """What the configuration names."""
+    configured.append(Recorder("configuration"))
+    return configured[-1]
+
+
+def trainer(folder: Path, *arguments: str, callbacks: tuple[Callback, ...] = ()) -> Trainer:
+    config = load(
+        [
+            f"--data.source={__name__}:dataset",
+            f"--model.name={__name__}:model",
+            f"--model.loss={__name__}:squared",
+            f"--batch.global-batch-size={BATCH}",
+            "--batch.microbatch-size=2",
+            "--precision.policy=fp32",
+            f"--seed={SEED}",
+            f"--steps={STEPS}",
+            "--schedule.warmup-steps=2",
+            "--checkpoint.every=3",
+            "--divergence.on-spike=rollback",
+            "--divergence.warmup-steps=6",
+            "--divergence.loss-threshold=100",
+            "--divergence.norm-threshold=30",
+            "--log.no-curves",
+            "--log.console=off",
+            f"--run-dir={folder / 'run'}",
+            *arguments,
+        ]
+    )
+    world = World.current("cpu")
+    return Trainer(config, world, Console(config.log, quiet=world.rank != 0), callbacks)
+
+
+def launched_steps(run: Trainer) -> list[tuple[int, str]]:
+    """Return a list that gets the number of each step and its numbers, as the engine has them."""
+    step, launched = run.engine.step, []
+
+    def stepped(*arguments: Any, **options: Any) -> Any:
+        outcome = step(*arguments, **options)
+        launched.append((run.progress.step + 1, repr(outcome.numbers)))
+        return outcome
+
+    run.engine.step = stepped  # type: ignore[method-assign]
+    return launched
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["read at once", "read a step later"])
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks(timeout=100)
+def test_every_step_is_seen_once_and_in_order(world_size: int, late: bool, tmp_path: Path) -> None:
+    """With a skipped step, a rollback, a stop and a resumed run."""
+    if late:  # as on a GPU
+        Engine.host_waits = property(lambda self: False)  # type: ignore[assignment, method-assign]
+    configuration = f"--callbacks={__name__}:recorder"
+    python = Recorder("Python", stop_after=11)
+    stopped = trainer(tmp_path, configuration, callbacks=(python,))
+    launched = launched_steps(stopped)
+    assert not stopped.run(StopSignals())
+    last = stopped.progress.step
+    assert 11 < last < STEPS
+    # The step that was launched after the spike was discarded before anybody read it.
+    discarded = [SPIKE + 1] if late else []
+    expected = [*range(1, SPIKE + 1), *range(CHECKPOINT + 1, last + 1)]
+    assert [step for step, _ in launched] == [*expected[:SPIKE], *discarded, *expected[SPIKE:]]
+    if late:
+        del launched[SPIKE]
+    resumed = trainer(tmp_path, configuration, "--resume=auto", callbacks=(python,))
+    python.stop_after = STEPS
+    later = launched_steps(resumed)
+    assert resumed.run(StopSignals())
+    both = [*launched, *later]
+    assert [step for step, _ in both] == [*expected, *range(last + 1, STEPS + 1)]
+    assert [(r.step, repr(r.numbers)) for r in python.results] == both
+    first, second = configured
+    assert [(r.step, repr(r.numbers)) for r in (*first.results, *second.results)] == both
+    assert order == ["configuration", "Python"] * len(both)
+    skipped = [result.step for result in python.results if result.numbers.skipped]
+    assert skipped == [SKIPPED]
+    assert [result.step for result in python.results if result.rolls_back] == [SPIKE]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@ranks(timeout=100)
+def test_the_hooks_are_called_in_order(world_size: int, tmp_path: Path) -> None:
+    python = Recorder("Python")
+    run = trainer(tmp_path, "--checkpoint.no-asynchronous", "--steps=10", callbacks=(python,))
+    assert run.run(StopSignals())
+
+    def steps(first: int, last: int) -> list[str]:
+        return [
+            call
+            for step in range(first, last + 1)
+            for call in (
+                f"begin {step}",
+                f"launched {step}",
+                f"end {step}",
+                *([f"save {step}"] if step % 3 == 0 else []),
+            )
+        ]
+
+    assert "; ".join(python.calls) == "; ".join(
+        [
+            "train begin",
+            # A rollback may need a checkpoint of the start.
+            "save 0",
+            *steps(1, SPIKE),
+            # The position behind the data that was skipped is saved at once.
+            f"save {CHECKPOINT}",
+            f"rollback {SPIKE} {CHECKPOINT}",
+            *steps(CHECKPOINT + 1, 10),
+            "train end True",
+            "save 10",
+            "exit None",
+        ]
+    )
+
+
+class Failing(Recorder):
+    def __init__(self) -> None:
+        super().__init__("failing")
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step == 3 and trainer.world.rank == trainer.world.world_size - 1:
+            raise ArithmeticError("the callback failed")
+
+
+@ranks(1)
+def test_after_an_error_every_callback_exits(tmp_path: Path) -> None:
+    failing, other = Failing(), Recorder("other")
+
+    class ExitFails(Callback):
+        def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
+            raise KeyError("exit")
+
+    run = trainer(tmp_path, callbacks=(failing, ExitFails(), other))
+    with pytest.raises(KeyError, match="exit") as caught:
+        run.run(StopSignals())
+    assert isinstance(caught.value.__context__, ArithmeticError)
+    assert failing.calls[-1] == "exit ArithmeticError('the callback failed')"
+    assert other.calls[-1] == "exit KeyError('exit')"
+    assert not any(call.startswith("train end") for call in other.calls)
+
+
+@pytest.mark.timeout(200)
+def test_an_error_on_one_rank_ends_all_of_them_with_its_cause(tmp_path: Path) -> None:
+    options = [
+        f"--data.source={__name__}:dataset",
+        f"--model.name={__name__}:model",
+        f"--model.loss={__name__}:squared",
+        f"--batch.global-batch-size={BATCH}",
+        "--batch.microbatch-size=2",
+        "--precision.policy=fp32",
+        "--steps=20000",
+        f"--callbacks={__name__}:Failing",
+    ]
+    done = run(torchrun(*options), tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("rank 1 of 2 failed:\n") == 1, done.stderr
+    assert done.stderr.count("ArithmeticError: the callback failed") == 1
+    assert "rank 0 of 2 failed" not in done.stderr
+
+
+NOT_CALLABLE = 3
+
+
+def nothing() -> None:
+    """Forgets to return a callback."""
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        ("callback", "write an import path as 'package.module:attribute'"),
+        ("no_such_module:Callback", "there is no module 'no_such_module' on the Python path"),
+        (f"{__name__}:Missing", f"module '{__name__}' has no 'Missing'"),
+        (f"{__name__}:NOT_CALLABLE", "is a int; name a class or a function"),
+        (f"{__name__}:nothing", "returned a NoneType; return a distmp.training.callbacks.Callback"),
+    ],
+)
+def test_a_path_that_leads_to_no_callback_is_one_message(path: str, problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_callbacks([f"{__name__}:recorder", path])
+    assert str(caught.value) == f"callbacks = {path!r}: {problem}"
+
+
+def test_a_wrong_path_ends_a_run_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["--callbacks", f"{__name__}:recorder", "no_such_module:Callback"]) == 2
+    assert capsys.readouterr().err == (
+        "distmp: callbacks = 'no_such_module:Callback': there is no module 'no_such_module' on "
+        "the Python path\n"
+    )
+    assert not (tmp_path / "runs").exists()
