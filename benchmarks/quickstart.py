@@ -9,7 +9,6 @@ that somebody would write by hand, which reads its loss every ten steps.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from dataclasses import replace
@@ -23,6 +22,7 @@ from benchmarks.ranks import elapsed_together
 from benchmarks.report import Spread, alternating, machine, save
 from benchmarks.tables import steps
 from distmp.config import RunConfig, load
+from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World, join, leave
 from distmp.launcher.local import run_ranks
@@ -38,8 +38,7 @@ def main() -> int:
     arguments = _arguments()
     if not arguments.rank:
         return run_ranks([], "benchmarks.quickstart", ["--rank", *sys.argv[1:]])
-    local_rank = int(os.environ["LOCAL_RANK"])
-    world = join(local_rank, timeout_seconds=300)
+    world = join(RankEnvironment.from_variables(), timeout_seconds=300)
     with tempfile.TemporaryDirectory() as folder:
         config = _config(arguments.steps, folder)
         seconds: dict[str, list[float]] = {"distmp": [], "plain": []}

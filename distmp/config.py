@@ -26,6 +26,7 @@ from distmp.parallel.settings import (
     ParallelConfig,
     ShardingConfig,
 )
+from distmp.parallel.strategy import FORMER_STRATEGIES
 from distmp.precision import policy
 from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.profiling.settings import ProfileConfig
@@ -145,7 +146,7 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = "auto"
-    """single, ddp, ddp-torch, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
+    """single, ddp, fsdp, hsdp, fsdp1, or auto: ddp where there are several ranks."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
     """`blocks`: keep only the inputs of each block for backward and compute the rest again."""
@@ -198,7 +199,7 @@ class RunConfig:
             raise ConfigError("run_dir", self.run_dir, "name a folder")
         if self.resume == "":
             raise ConfigError("resume", "", "give 'auto', the path of a checkpoint, or null")
-        if self.strategy not in STRATEGIES:
+        if self.strategy not in (*STRATEGIES, *FORMER_STRATEGIES):
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
         self.sharding.check(self.strategy)
         self.parallel(microbatches=None)

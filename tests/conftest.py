@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.progress import limited
+
 # Written by tools around the tests, whenever they like.
 FOREIGN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
 # torch sets its caches' places when a test is the first to need its compiler.
@@ -24,6 +26,13 @@ SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 # For threads and processes that are on their way out when the test returns.
 GRACE_SECONDS = 1.0
+
+
+@pytest.fixture(autouse=True)
+def _progress() -> Iterator[None]:
+    """Fail a test that hangs; one on a busy machine may take as long as it needs."""
+    with limited():
+        yield
 
 
 @pytest.fixture(autouse=True)

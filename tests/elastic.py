@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.progress import INTERVAL_SECONDS, PROCESSOR_SECONDS, Progress
 from tests.ranks import _context
 from tests.torchrun import environment
 
@@ -58,12 +59,20 @@ class Done:
 
 
 def run_jobs(jobs: Sequence[Job], folder: Path, timeout: float = 100) -> list[Done]:
-    """Carry out jobs one after the other, each with its own folder `folder`/N to work in."""
+    """Run jobs one after the other, each in its own folder `folder`/N.
+
+    Args:
+        jobs: The jobs.
+        folder: Where.
+        timeout: Seconds without progress, see `tests.progress`, after which all are killed.
+    """
     agent = _context().Process(
         target=_agent, args=(list(jobs), folder, environment(), sys.path), name="agent"
     )
     agent.start()
-    agent.join(timeout)
+    progress = Progress([agent.pid or 0], timeout, PROCESSOR_SECONDS)
+    while agent.exitcode is None and progress.problem() is None:
+        agent.join(INTERVAL_SECONDS)
     if agent.exitcode is None:
         for process in [*psutil.Process(agent.pid).children(recursive=True), agent]:
             process.kill()

@@ -26,6 +26,7 @@ import faulthandler
 import functools
 import importlib
 import inspect
+import math
 import multiprocessing
 import os
 import pickle
@@ -45,6 +46,8 @@ from typing import Any, Literal, TypeVar
 import pytest
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
+
+from tests.progress import INTERVAL_SECONDS, PROCESSOR_SECONDS, Progress
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -74,7 +77,8 @@ def ranks(
 
     Args:
         world_size: Number of processes; None takes the test's own argument `world_size`.
-        timeout: Seconds after which the ranks are ended and the test fails.
+        timeout: Seconds without progress, see `tests.progress`, after which the ranks are ended and
+            the test fails.
         initialize: Whether the default process group (gloo) exists when the body starts.
     """
 
@@ -109,7 +113,8 @@ def run_ranks(
         function: Importable by its module and name; it and `args` are pickled.
         world_size: Number of processes.
         *args: Given to every rank.
-        timeout: Seconds after which all ranks are ended and the test fails.
+        timeout: Seconds without progress, see `tests.progress`, after which all ranks are ended and
+            the test fails.
         initialize: Whether the default process group (gloo) exists when the function starts.
 
     Returns:
@@ -221,13 +226,16 @@ def _show_output(job: _Job, rank: int) -> None:
 
 
 def _collect(job: _Job, team: list[_Member]) -> list[_Report]:
-    """Wait until every rank has reported, one has failed, or time is up."""
+    """Wait until every rank has reported, one has failed, or there is no progress."""
     reports: dict[int, _Report] = {}
-    deadline = time.monotonic() + job.timeout
+    deadline = math.inf
+    pids = [member.process.pid or 0 for member in team]
+    progress = Progress(pids, job.timeout, PROCESSOR_SECONDS)
     while len(reports) < len(team):
         waiting = {m.connection: m for m in team if m.rank not in reports}
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
+        limit = min(INTERVAL_SECONDS, max(0.0, deadline - time.monotonic()))
+        ready = wait(list(waiting), timeout=limit)
+        if not ready and (time.monotonic() >= deadline or progress.problem()):
             break
         for connection in ready:
             member = waiting[connection]  # type: ignore[index]
@@ -270,18 +278,24 @@ def _ask_where(job: _Job, unfinished: list[_Member]) -> list[_Report]:
 def _dismiss(job: _Job, team: list[_Member], reports: list[_Report]) -> list[_Report]:
     """Let the ranks close down; a crash or a hang on the way out is a failure too."""
     __tracebackhide__ = True
-    deadline = time.monotonic() + EXIT_SECONDS
     for member in team:
         member.connection.close()
     for member in team:
-        member.process.join(max(0.0, deadline - time.monotonic()))
-        code = member.process.exitcode
+        code = _exit_code(member)
         if code is None:
             pytest.fail(f"{job.name(member.rank)} returned but did not end", pytrace=False)
         if code != 0:
             how = _how_it_died(code)
             pytest.fail(f"{job.name(member.rank)} returned, then {how}", pytrace=False)
     return sorted(reports, key=lambda report: report.rank)
+
+
+def _exit_code(member: _Member) -> int | None:
+    """Wait for the end of a rank as long as it makes progress; return None without an end."""
+    progress = Progress([member.process.pid or 0], EXIT_SECONDS, PROCESSOR_SECONDS)
+    while member.process.exitcode is None and not progress.problem():
+        member.process.join(INTERVAL_SECONDS)
+    return member.process.exitcode
 
 
 def _fail(job: _Job, reports: list[_Report]) -> Any:
@@ -292,7 +306,7 @@ def _fail(job: _Job, reports: list[_Report]) -> Any:
         stuck = [r for r in reports if r.outcome == "unfinished"]
         names = ", ".join(job.name(r.rank) for r in stuck)
         stacks = "".join(f"\n{job.name(r.rank)}:\n{r.text}" for r in stuck)
-        pytest.fail(f"not finished after {job.timeout:g} s: {names}\n{stacks}", pytrace=False)
+        pytest.fail(f"no progress for {job.timeout:g} s: {names}\n{stacks}", pytrace=False)
     first = min(failed, key=lambda report: report.time)
     if first.outcome == "skipped":
         pytest.skip(first.text)
@@ -364,8 +378,8 @@ def _prepare_torch(job: _Job, rank: int) -> None:
             ),
             rank=rank,
             world_size=job.world_size,
-            # The job's own limit comes first and shows where every rank stands.
-            timeout=timedelta(seconds=job.timeout + 10),
+            # The job's own limit comes first, and shows where every rank is.
+            timeout=timedelta(seconds=10 * job.timeout + 600),
         )
 
 

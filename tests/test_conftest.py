@@ -53,9 +53,10 @@ LEAKS = {
 
 def test_each_leak_fails_its_own_test(tmp_path: Path) -> None:
     shutil.copy(Path(__file__).with_name("conftest.py"), tmp_path)
+    root = str(Path(__file__).parents[1])
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "COLUMNS": "300"}
+    environment = {**os.environ, "COLUMNS": "300", "PYTHONPATH": root}
     run = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
     )

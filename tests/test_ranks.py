@@ -105,7 +105,7 @@ def test_hang_is_ended_and_named() -> None:
         run_ranks(_hang_on_rank_0, 2, timeout=3)
     assert time.monotonic() - start < 8
     message = str(failure.value)
-    assert message.startswith("not finished after 3 s: rank 0 of 2\n")
+    assert message.startswith("no progress for 3 s: rank 0 of 2\n")
     assert "in _hang_on_rank_0" in message
     assert "rank 1" not in message
 

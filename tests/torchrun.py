@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
+from tests.progress import INTERVAL_SECONDS, PROCESSOR_SECONDS, Progress
+
 TINY = [
     "--model.layers=2",
     "--model.dimension=32",
@@ -53,6 +57,32 @@ def environment() -> dict[str, str]:
 
 
 def run(command: list[str], cwd: Path, timeout: float = 100) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=cwd, env=environment(), capture_output=True, text=True, timeout=timeout
-    )
+    """Run a command to its end.
+
+    Args:
+        command: What to run.
+        cwd: Where.
+        timeout: Seconds without progress, see `tests.progress`, after which it is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: Without progress.
+    """
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        progress = Progress([process.pid], timeout, PROCESSOR_SECONDS)
+        while True:
+            try:
+                stdout, stderr = process.communicate(timeout=INTERVAL_SECONDS)
+            except subprocess.TimeoutExpired:
+                if progress.problem() is None:
+                    continue
+                for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                    each.kill()
+                raise
+            return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

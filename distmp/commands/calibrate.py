@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
-    world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+    world = join(environment, timeout_seconds=60 * config.timeout_minutes)
     calibration = measure(config, world)
     if world.rank == 0:
         lines = report(calibration, config.precision.loss_scale)

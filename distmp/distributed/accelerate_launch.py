@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from distmp.errors import ConfigError
 
 # accelerate sets it for every process that it launches.
-PRECISION_VARIABLE = "ACCELERATE_MIXEDPRECISION_VARIABLE"
+PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def check_started(variables: Mapping[str, str]) -> None:

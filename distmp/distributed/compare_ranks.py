@@ -6,7 +6,7 @@ Ranks compare small checksums; only where those differ do they tell each other t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -103,51 +103,61 @@ def raise_difference(group: dist.ProcessGroup | None, described: Mapping[str, st
     )
 
 
-def checksum_terms(checksum: int) -> list[float]:
-    """Return what ranks sum to see whether their checksums are equal: the number and its square."""
-    return [checksum, checksum**2]
-
-
-def checksums_differ(sums: Tensor, checksum: int, world_size: int) -> Tensor:
-    """Return whether some ranks have another checksum, 0-dim bool, the same on every rank.
-
-    Args:
-        sums: FP64, shape (2,), the exact sums of `checksum_terms` over the ranks. They are those of
-            equal numbers only if all numbers are equal.
-        checksum: That of this rank, of `FINGERPRINT_BITS` bits.
-        world_size: Number of ranks.
-    """
-    # Compared with numbers of the host one by one, so that nothing is copied to the device.
-    first, second = (world_size * term for term in checksum_terms(checksum))
-    return (sums[0] != first) | (sums[1] != second)
-
-
 class Fingerprint:
-    """A checksum of what a rank takes a step with, on its way to the others in an FP64 vector.
+    """A checksum of what a rank calls with, compared between ranks within an all-reduce.
+
+    Ranks sum the checksum and its square. The sums equal `world_size` times those of this rank on
+    every rank only if all checksums are equal (the variance is 0), and they are exact in FP64.
 
     Args:
-        numbers: Numbers, texts, and lists and tuples of them.
+        checksum: Of `FINGERPRINT_BITS` bits.
         world_size: Number of ranks.
     """
 
-    def __init__(self, numbers: object, world_size: int) -> None:
-        self._checksum = zlib.crc32(repr(numbers).encode()) % 2**FINGERPRINT_BITS
+    def __init__(self, checksum: int, world_size: int) -> None:
+        self._checksum = checksum
         self._world_size = world_size
+
+    @classmethod
+    def of(cls, values: object, world_size: int) -> Fingerprint:
+        """Return the fingerprint of numbers, texts, and lists and tuples of them."""
+        return cls(zlib.crc32(repr(values).encode()) % 2**FINGERPRINT_BITS, world_size)
 
     @property
     def terms(self) -> list[float]:
-        """What is to be summed over ranks; nothing for a single one."""
-        return checksum_terms(self._checksum) if self._world_size > 1 else []
+        """The numbers to sum over ranks; empty for a single rank."""
+        return [self._checksum, self._checksum**2] if self._world_size > 1 else []
 
-    def differs(self, sums: Tensor) -> Tensor:
-        """Return whether some ranks have another one, see `checksums_differ`.
+    def sum_over_ranks(
+        self, values: Tensor, all_reduce: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Sum values over ranks and compare the fingerprints in the same all-reduce.
 
         Args:
-            sums: FP64, the sums of `terms`.
+            values: FP64, 1-dim.
+            all_reduce: Returns the sum of an FP64 vector over the ranks.
+
+        Returns:
+            The sums, of the shape of `values`, and what `differs` returns.
+        """
+        if not self.terms:
+            return all_reduce(values), self.differs(values[:0])
+        # Filled on the device: a tensor made from Python numbers would make the host wait.
+        terms = [torch.full_like(values[:1], term) for term in self.terms]
+        sums = all_reduce(torch.cat([values, *terms]))
+        return sums[: len(values)], self.differs(sums[len(values) :])
+
+    def differs(self, sums: Tensor) -> Tensor:
+        """Return whether some ranks have another fingerprint, 0-dim bool, equal on all ranks.
+
+        Args:
+            sums: FP64, shape (2,), the sums of `terms` over the ranks; shape (0,) for one rank.
         """
         if self._world_size == 1:
             return sums.new_zeros((), dtype=torch.bool)
-        return checksums_differ(sums, self._checksum, self._world_size)
+        # Compared with numbers of the host one by one, so that nothing is copied to the device.
+        first, second = (self._world_size * term for term in self.terms)
+        return (sums[0] != first) | (sums[1] != second)
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[object]:

@@ -1,28 +1,50 @@
-"""What one rank cannot do, all of them raise; what one rank decides, all of them know."""
+"""All ranks act, or all fail together: what one rank cannot do raises the same error on all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from distmp.errors import CheckpointError, DistmpError
+from distmp.errors import CheckpointError, DistmpError, SetupError
 
 T = TypeVar("T")
 
 
-class Ranks:
-    """All ranks, and the collectives of one group of them; also a process without a group.
-
-    Args:
-        group: Has all ranks; None: the default group, if there is one.
+class Failure(NamedTuple):
+    """Why a rank could not do its work.
 
     Attributes:
-        group: As given.
-        rank: This rank.
+        message: One message.
+        exit_code: The exit code that the error asks for.
+    """
+
+    message: str
+    exit_code: int
+
+
+# Makes one error of the failures by rank and the number of ranks.
+CombinedError = Callable[[dict[int, Failure], int], DistmpError]
+
+
+def _setup_error(failures: dict[int, Failure], world_size: int) -> SetupError:
+    messages = {rank: failure.message for rank, failure in failures.items()}
+    return SetupError(messages, max(failure.exit_code for failure in failures.values()))
+
+
+class Ranks:
+    """The ranks of a group, which act together. A process without a group is a single rank.
+
+    Args:
+        group: None uses the default group, if there is one.
+
+    Attributes:
+        group: The process group, or None.
+        rank: This rank in the group.
         world_size: Number of ranks.
     """
 
@@ -33,36 +55,65 @@ class Ranks:
         self.world_size = dist.get_world_size(group) if self.distributed else 1
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks."""
+        """Return the values of all ranks, by rank."""
         values = [value] * self.world_size
         if self.distributed:
             dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def on_rank_0(self, goal: str, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank.
+    def all_or_none(
+        self,
+        work: Callable[[], T],
+        *,
+        catch: type[Exception] = DistmpError,
+        error: CombinedError = _setup_error,
+    ) -> T:
+        """Run `work` on every rank and return this rank's result.
+
+        Args:
+            work: Contains no collective that another rank could miss by failing.
+            catch: Errors that are shared. Any other error ends its rank immediately.
+            error: Makes the error that all ranks raise.
 
         Raises:
-            CheckpointError: On every rank, if it raised an exception.
+            DistmpError: On every rank the same, if `work` failed on one of them.
         """
-        result, cause = _attempt(work) if self.rank == 0 else (None, None)
-        gathered = self.gather((_problem(cause), result))
-        self._raise_together(goal, [problem for problem, _ in gathered], cause)
-        return gathered[0][1]  # type: ignore[return-value]  # there was no error
+        result, failure, cause = _attempt(work, catch)
+        self._raise_together(self.gather(failure), error, cause)
+        return result  # type: ignore[return-value]  # no rank failed
+
+    def from_rank_0(
+        self,
+        work: Callable[[], T],
+        *,
+        catch: type[Exception] = DistmpError,
+        error: CombinedError = _setup_error,
+    ) -> T:
+        """Run `work` on rank 0 and return its result on every rank, see `all_or_none`."""
+        result, failure, cause = _attempt(work, catch) if self.rank == 0 else (None, None, None)
+        gathered = self.gather((failure, result))
+        self._raise_together([failure for failure, _ in gathered], error, cause)
+        return gathered[0][1]  # type: ignore[return-value]  # rank 0 did not fail
 
     def on_every_rank(self, goal: str, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return this rank's result.
 
         Args:
-            goal: What for, for the error: "cannot <goal>: ...".
-            work: What to do.
+            goal: Completes the error "cannot <goal>: ...".
+            work: What to run.
 
         Raises:
-            CheckpointError: On every rank, if it raised an exception on one of them.
+            CheckpointError: On every rank, if it raised any exception on one of them.
         """
-        result, cause = _attempt(work)
-        self._raise_together(goal, self.gather(_problem(cause)), cause)
-        return result  # type: ignore[return-value]  # there was no error
+        return self.all_or_none(work, catch=Exception, error=partial(_checkpoint_error, goal))
+
+    def on_rank_0(self, goal: str, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its result on every rank.
+
+        Raises:
+            CheckpointError: On every rank, if it raised any exception.
+        """
+        return self.from_rank_0(work, catch=Exception, error=partial(_checkpoint_error, goal))
 
     @contextmanager
     def one_error(self, goal: str) -> Iterator[None]:
@@ -70,18 +121,17 @@ class Ranks:
         try:
             yield
         except CheckpointException as error:
-            failures = error.failures
-            problems = [
-                describe(failures[rank][0]) if rank in failures else None
-                for rank in range(self.world_size)
-            ]
-            raise _failure(goal, problems) from error
+            failures = {
+                rank: Failure(describe(wrapped[0]), 1) for rank, wrapped in error.failures.items()
+            }
+            raise _checkpoint_error(goal, failures, self.world_size) from error
 
     def _raise_together(
-        self, goal: str, problems: list[str | None], cause: Exception | None
+        self, by_rank: list[Failure | None], error: CombinedError, cause: Exception | None
     ) -> None:
-        if any(problem is not None for problem in problems):
-            raise _failure(goal, problems) from cause
+        failures = {rank: failure for rank, failure in enumerate(by_rank) if failure is not None}
+        if failures:
+            raise error(failures, self.world_size) from cause
 
 
 def describe(error: BaseException) -> str:
@@ -89,22 +139,20 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, DistmpError) else f"{type(error).__name__}: {error}"
 
 
-def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _attempt(
+    work: Callable[[], T], catch: type[Exception]
+) -> tuple[T | None, Failure | None, Exception | None]:
     try:
-        return work(), None
-    except Exception as error:  # noqa: BLE001  (raised on all ranks together)
-        return None, error
+        return work(), None, None
+    except catch as error:
+        exit_code = error.exit_code if isinstance(error, DistmpError) else 1
+        return None, Failure(describe(error), exit_code), error
 
 
-def _problem(error: Exception | None) -> str | None:
-    return None if error is None else describe(error)
-
-
-def _failure(goal: str, problems: list[str | None]) -> CheckpointError:
-    """Return the error for one problem per rank (None: this rank had none)."""
-    failed = [rank for rank, problem in enumerate(problems) if problem is not None]
-    first = problems[failed[0]]
-    if problems.count(first) == len(problems):
-        return CheckpointError(f"cannot {goal}: {first}")
-    others = f" (rank {failed[0]} is the first of {len(failed)})" if len(failed) > 1 else ""
-    return CheckpointError(f"cannot {goal}: rank {failed[0]}: {first}{others}")
+def _checkpoint_error(goal: str, failures: dict[int, Failure], world_size: int) -> CheckpointError:
+    first, failure = min(failures.items())
+    messages = {failure.message for failure in failures.values()}
+    if len(failures) == world_size and len(messages) == 1:
+        return CheckpointError(f"cannot {goal}: {failure.message}")
+    others = f" (rank {first} is the first of {len(failures)})" if len(failures) > 1 else ""
+    return CheckpointError(f"cannot {goal}: rank {first}: {failure.message}{others}")

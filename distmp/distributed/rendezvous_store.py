@@ -1,4 +1,4 @@
-"""The key-value store of torchrun's agent: all ranks reach it, and it outlives their restarts."""
+"""The key-value store of torchrun's agent: reachable by all ranks, and kept across restarts."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ __all__ = [
     "is_kept_by_the_launcher",
     "most_restarts",
     "of_attempt",
+    "of_this_attempt",
     "restarts",
 ]
+
+
+# As torch has it for its stores.
+STORE_SECONDS = 300.0
 
 
 def restarts() -> int:
@@ -25,7 +30,7 @@ def restarts() -> int:
 
 
 def most_restarts() -> int:
-    """Return how many times the agent restarts the ranks at most."""
+    """Return how many restarts the agent allows."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
@@ -34,8 +39,8 @@ def is_kept_by_the_launcher() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def connect(timeout_seconds: float) -> Store:
-    """Return a connection of its own to the store at MASTER_ADDR.
+def connect(timeout_seconds: float = STORE_SECONDS) -> Store:
+    """Return a new connection to the store at MASTER_ADDR.
 
     Args:
         timeout_seconds: An operation that takes longer fails.
@@ -50,9 +55,14 @@ def connect(timeout_seconds: float) -> Store:
 
 
 def of_attempt(store: Store, restarts: int, world_size: int) -> Store:
-    """Return a view of the store that holds what the ranks leave between two restarts.
+    """Return a view of the store for the keys that ranks write between two restarts.
 
-    Seen with torch 2.13: without it, ranks of gloo find the addresses of their dead predecessors
-    after a restart, and connect to nobody.
+    Without it (torch 2.13), ranks of gloo read the addresses of their predecessors after a restart
+    and cannot connect.
     """
     return PrefixStore(f"distmp/{restarts}/{world_size}", store)
+
+
+def of_this_attempt(world_size: int, timeout_seconds: float = STORE_SECONDS) -> Store:
+    """Return a new connection for the keys that ranks write until the next restart."""
+    return of_attempt(connect(timeout_seconds), restarts(), world_size)

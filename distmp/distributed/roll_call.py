@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 # How long ranks may take to come before they are asked where they are, and between two questions.
 PATIENCE_SECONDS = 4.0
-# A rank that leaves so many questions in a row unanswered, about two minutes, is taken for gone.
+# A rank that does not answer this many questions in a row, about two minutes, counts as lost.
 MOST_QUESTIONS = 12
+# How much later than this rank another one may fail in the same call.
+FAILURE_SECONDS = 5.0
 
 
 class RollCall:
@@ -81,6 +83,34 @@ class RollCall:
         while not _is_there(store, f"{place}/all"):
             self._look_for_others(monitor)
         _last_meeting[monitor] = (place, f"{place}/all")
+
+    def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:
+        """Wait until a call that failed on this rank is known to have failed on every rank.
+
+        A rank that continued alone would meet the collectives of the others with different ones.
+
+        Args:
+            failures: Number of calls that have failed on this rank, this one included.
+            problem: Why the call has failed.
+
+        Raises:
+            TrainingError: If it has not failed on another rank within `FAILURE_SECONDS`.
+        """
+        rank, world_size = self._world.rank, self._world.world_size
+        if self._world.group is None or world_size == 1:
+            return
+        store = dist.distributed_c10d._get_default_store()
+        keys = [f"distmp/failure {failures}/{other}" for other in range(world_size)]
+        try:
+            store.set(keys[rank], "failed")
+            store.wait(keys, timedelta(seconds=FAILURE_SECONDS))
+        except RuntimeError as error:  # what torch's stores raise
+            raise TrainingError(
+                f"the last call of the engine failed on rank {rank} of {world_size} "
+                f"({type(problem).__name__}: {problem}) and not on every other rank; ranks that "
+                "still wait in it cannot be joined again, so end this rank and start again from a "
+                "checkpoint"
+            ) from error
 
     def _monitor(self) -> RankMonitor | None:
         return None if self._world.group is None else rank_monitor.current()

@@ -1,4 +1,4 @@
-"""The ranks of this run: which one this process is, its device, and how they reach each other."""
+"""The ranks of this run: which rank this process is, its device, and its process group."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,25 +15,23 @@ import torch.distributed as dist
 from distmp.distributed import rendezvous_store
 from distmp.distributed.accelerate_launch import wants_cpu
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.errors import ConfigError, DistmpError, SetupError, TrainingError
+from distmp.distributed.ranks import Ranks
+from distmp.errors import ConfigError, SetupError
 
 T = TypeVar("T")
 
 DEVICE_TYPES = ("cpu", "cuda")
 
-# How much later than this rank another one may fail in the same call.
-FAILURE_SECONDS = 5.0
-
 
 @dataclass(frozen=True)
 class World:
-    """This process among the ranks of the run.
+    """This process as one of the ranks of a run.
 
     Attributes:
         rank: 0 to world_size - 1.
         world_size: Number of ranks.
         device: Where this rank computes.
-        group: All ranks, or None for a process that runs alone.
+        group: All ranks; None for a process that runs alone.
     """
 
     rank: int
@@ -43,11 +41,11 @@ class World:
 
     @classmethod
     def current(cls, device: torch.device | str | None = None) -> World:
-        """Describe the world as torch.distributed has it; a process without a group is alone.
+        """Return the world that torch.distributed describes; a process without a group is alone.
 
         Args:
-            device: Where this rank computes; None takes the current CUDA device if there is one,
-                "cuda" the current one.
+            device: Where this rank computes; None uses the current CUDA device if there is one,
+                "cuda" the current CUDA device.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,13 +58,13 @@ class World:
 
 
 def usable_device(device: torch.device | str) -> torch.device:
-    """Return a device that tensors can be made on.
+    """Return a device that tensors can be created on.
 
     Raises:
-        ConfigError: For what names no device, or one that is not here.
+        ConfigError: If it does not name a device of this machine.
     """
     try:
-        if isinstance(device, bool | int):  # torch takes it for the number of a GPU
+        if isinstance(device, bool | int):  # torch reads it as the number of a GPU
             raise TypeError
         found = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -83,9 +81,9 @@ def usable_device(device: torch.device | str) -> torch.device:
 
 
 def local_device(local_rank: int) -> torch.device:
-    """Return the device of a rank: its own GPU where each rank of this machine has one, else CPU.
+    """Return the device of a rank: the GPU of its local rank, or the CPU without GPUs.
 
-    With fewer GPUs than ranks the ranks share them. `accelerate launch --cpu` keeps off them.
+    With fewer GPUs than ranks the ranks share them. `accelerate launch --cpu` selects the CPU.
     """
     if not torch.cuda.is_available() or wants_cpu(os.environ):
         return torch.device("cpu")
@@ -95,10 +93,10 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def backend_for(device: torch.device, local_world_size: int) -> dict[str, Any]:
-    """Return the backend for `init_process_group`, with the device that it is bound to, if any.
+    """Return the backend for `init_process_group`, and the device that it is bound to, if any.
 
-    NCCL carries CUDA tensors where every rank of the machine has a GPU of its own; gloo carries CPU
-    tensors, and CUDA tensors of ranks that share a GPU, which NCCL refuses.
+    NCCL communicates CUDA tensors if every rank of the machine has its own GPU. Gloo communicates
+    CPU tensors, and CUDA tensors of ranks that share a GPU, which NCCL does not support.
 
     Args:
         device: Where this rank computes.
@@ -112,16 +110,15 @@ def backend_for(device: torch.device, local_world_size: int) -> dict[str, Any]:
 def world_of_process(device: torch.device | str | None = None) -> World:
     """Return the world of this process; join the ranks of its launcher if nobody has done so yet.
 
-    In a process that torchrun (or another launcher that sets its variables) has started beside
-    others, the default process group is created here, as `join` creates it, and destroyed when the
-    process ends.
+    If torchrun (or another launcher that sets its variables) has started this process beside
+    others, the default process group is initialized, and destroyed when the process ends.
 
     Args:
-        device: Where this rank computes; None takes the GPU of its local rank if there is one.
+        device: Where this rank computes; None uses the GPU of its local rank if there is one.
 
     Raises:
-        ConfigError: If there is a sign of several processes, and this one cannot join them.
-        SetupError: If the other ranks did not come.
+        ConfigError: If the environment shows several processes, and this one cannot join them.
+        SetupError: If the other ranks did not connect.
     """
     if dist.is_available() and dist.is_initialized():
         _check_group()
@@ -132,7 +129,7 @@ def world_of_process(device: torch.device | str | None = None) -> World:
     _check_address(environment.world_size)
     chosen = _device_of_rank(device, environment.local_rank)
     try:
-        dist.init_process_group(**backend_for(chosen, environment.local_world_size))
+        _initialize_group(environment, chosen)
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise SetupError(
@@ -146,14 +143,43 @@ def world_of_process(device: torch.device | str | None = None) -> World:
     return World.current(chosen)
 
 
+def join(environment: RankEnvironment, *, timeout_seconds: float) -> World:
+    """Join the other ranks that a launcher started, if it did, and return this rank's world.
+
+    Args:
+        environment: This rank among them.
+        timeout_seconds: A collective that takes longer fails.
+    """
+    device = local_device(environment.local_rank)
+    if "RANK" in os.environ:
+        _initialize_group(environment, device, timeout_seconds)
+    return World.current(device)
+
+
+def _initialize_group(
+    environment: RankEnvironment, device: torch.device, timeout_seconds: float | None = None
+) -> None:
+    options = backend_for(device, environment.local_world_size)
+    seconds = timeout_seconds or rendezvous_store.STORE_SECONDS
+    if timeout_seconds is not None:
+        options["timeout"] = timedelta(seconds=timeout_seconds)
+    if rendezvous_store.is_kept_by_the_launcher():
+        options |= {
+            "store": rendezvous_store.of_this_attempt(environment.world_size, seconds),
+            "rank": environment.rank,
+            "world_size": environment.world_size,
+        }
+    dist.init_process_group(**options)
+
+
 def _device_of_rank(device: torch.device | str | None, local_rank: int) -> torch.device:
-    """Return the device that was asked for, with the GPU of this rank where that is left open."""
+    """Return the requested device, with the GPU of this rank where none is named."""
     if device is not None:
         found = usable_device(device)
         if found.type != "cuda" or found.index is not None:
             return found
     if torch.cuda.is_available() and torch.cuda.current_device() != 0:
-        return torch.device("cuda", torch.cuda.current_device())  # the script has chosen it
+        return torch.device("cuda", torch.cuda.current_device())  # set by the script
     return local_device(local_rank)
 
 
@@ -169,7 +195,7 @@ def _check_address(world_size: int) -> None:
 
 
 def _check_group() -> None:
-    """Refuse a group of one rank in a process that was started beside others."""
+    """Refuse a group of one rank in a process that a launcher started beside others."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size != "1" and dist.get_world_size() == 1:
         raise ConfigError(
@@ -181,110 +207,30 @@ def _check_group() -> None:
         )
 
 
-def join(local_rank: int, *, timeout_seconds: float) -> World:
-    """Meet the other ranks that torchrun started, if it did, and return this rank's world.
-
-    Args:
-        local_rank: Rank within this machine.
-        timeout_seconds: A collective that takes longer fails.
-    """
-    device = local_device(local_rank)
-    if "RANK" in os.environ:
-        local_world_size = int(os.environ["LOCAL_WORLD_SIZE"])
-        place: dict[str, Any] = {}
-        if rendezvous_store.is_kept_by_the_launcher():
-            rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            everything = rendezvous_store.connect(timeout_seconds)
-            store = rendezvous_store.of_attempt(everything, rendezvous_store.restarts(), world_size)
-            place = {"store": store, "rank": rank, "world_size": world_size}
-        dist.init_process_group(
-            timeout=timedelta(seconds=timeout_seconds),
-            **backend_for(device, local_world_size),
-            **place,
-        )
-    return World.current(device)
-
-
 def all_or_none(world: World, work: Callable[[], T]) -> T:
-    """Do `work` on every rank, or raise on every rank what kept some of them from it.
-
-    Only errors that distmp raises on purpose are shared; any other ends its rank at once.
-
-    Raises:
-        SetupError: On all ranks alike, with the messages of those that failed.
-    """
-    result, problem = None, None
-    try:
-        result = work()
-    except DistmpError as error:
-        problem = (str(error), error.exit_code)
-    problems: list[tuple[str, int] | None] = [problem]
-    if world.group is not None:
-        problems = [None] * world.world_size
-        dist.all_gather_object(problems, problem, group=world.group)
-    found = {rank: problem for rank, problem in enumerate(problems) if problem is not None}
-    if found:
-        raise SetupError(
-            {rank: message for rank, (message, _) in found.items()},
-            max(exit_code for _, exit_code in found.values()),
-        )
-    return cast("T", result)
+    """Run `work` on every rank, or raise on every rank, see `Ranks.all_or_none`."""
+    return Ranks(world.group).all_or_none(work)
 
 
 def from_rank_0(world: World, work: Callable[[], T]) -> T:
-    """Do `work` on rank 0 and return what it returned, or raise what it raised, on every rank.
-
-    Raises:
-        SetupError: On all ranks alike, if rank 0 could not do it.
-    """
-    found: list[T | None] = [all_or_none(world, lambda: work() if world.rank == 0 else None)]
-    if world.group is not None:
-        dist.broadcast_object_list(found, src=0, group=world.group)
-    return cast("T", found[0])
-
-
-def check_failed_everywhere(world: World, failures: int, problem: BaseException) -> None:
-    """Wait until a call that has failed on this rank is known to have failed on every rank.
-
-    A rank that goes on alone would meet the others' collectives with different ones of its own.
-
-    Args:
-        world: The ranks.
-        failures: How many calls have failed on this rank, this one included.
-        problem: Why it has failed.
-
-    Raises:
-        TrainingError: If another rank does not say so soon.
-    """
-    if world.group is None or world.world_size == 1:
-        return
-    store = dist.distributed_c10d._get_default_store()
-    keys = [f"distmp/failure {failures}/{rank}" for rank in range(world.world_size)]
-    try:
-        store.set(keys[world.rank], "failed")
-        store.wait(keys, timedelta(seconds=FAILURE_SECONDS))
-    except RuntimeError as error:  # torch's errors of a store are such
-        raise TrainingError(
-            f"the last call of the engine failed on rank {world.rank} of {world.world_size} "
-            f"({type(problem).__name__}: {problem}) and not on every other rank; ranks that still "
-            "wait in it cannot be joined again, so end this rank and start again from a checkpoint"
-        ) from error
+    """Run `work` on rank 0 and return its result on every rank, see `Ranks.from_rank_0`."""
+    return Ranks(world.group).from_rank_0(work)
 
 
 def keep_until_exit(group: dist.ProcessGroup | None) -> None:
-    """Keep a group alive until the process ends, although everybody has let go of it.
+    """Keep a reference to a group until the process ends.
 
-    Seen with torch 2.13: a gloo group that only torch's DDP still holds is destroyed with the
-    interpreter locked, and waits for a thread of gloo that waits for the interpreter.
+    With torch 2.13 a gloo group whose last reference is held by torch's DDP deadlocks when it is
+    destroyed: it holds the interpreter lock and waits for a gloo thread that needs the lock.
     """
-    atexit.register(_let_go, group)
+    atexit.register(_release, group)
 
 
-def _let_go(_: object) -> None:
-    """Hold a reference until now."""
+def _release(_: object) -> None:
+    """Do nothing: `atexit` has held the reference until this call."""
 
 
 def leave() -> None:
-    """Part from the other ranks, if this process had joined any."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from distmp.diagnosis.attribution import OverflowReport
+from distmp.utils.host_copy import HostCopy
 
 
 class StepNumbers(NamedTuple):
@@ -22,18 +23,17 @@ class StepNumbers(NamedTuple):
         learning_rate: Of the first parameter group.
         loss_scale: Scale that backward ran with.
         overflow: A gradient of some rank was not finite.
-        dropped: Microbatches of all ranks that were left out because they were not finite.
-        skipped: The weights were left alone: because of an overflow, for lack of any weight, or
-            because the divergence guard is told to leave such a step out.
+        dropped: Number of microbatches of all ranks that were dropped because they were not finite.
+        skipped: The update was skipped: because of an overflow, because the global weight is 0, or
+            because the rules for spikes say so.
         spike: Loss or norm are above their limits.
-        loss_limit: What the divergence guard takes for a spike of the loss; inf where it does not
-            judge.
-        norm_limit: The same for the norm.
+        loss_limit: A loss above this is a spike; inf while nothing is a spike.
+        norm_limit: A norm above this is a spike; inf while nothing is a spike.
         stop: Some rank asked to stop.
         applied_total: Updates applied since the beginning, this one included.
         skipped_total: Steps skipped since the beginning, this one included.
         skipped_in_a_row: Steps skipped since the last applied one.
-        scale_exhausted: There was an overflow, and the loss scale can sink no further.
+        scale_exhausted: The step overflowed, and the loss scale cannot be lowered further.
 
     Example:
         >>> import torch, distmp
@@ -74,7 +74,7 @@ class StepOutcome:
         ranks_differ: Whether ranks took the step with different settings, 0-dim bool; None: no.
 
     Attributes:
-        overflow_report: Why the step overflowed, once `Engine.explain` has found out.
+        overflow_report: Why the step overflowed; None until `Engine.explain` has replayed it.
 
     Example:
         >>> outcome = StepOutcome({name: torch.tensor(1.0) for name in StepNumbers._fields})
@@ -87,11 +87,8 @@ class StepOutcome:
     def __init__(self, numbers: Mapping[str, Tensor], ranks_differ: Tensor | None = None) -> None:
         values = [numbers[name] for name in StepNumbers._fields]
         values.append(torch.zeros_like(values[0]) if ranks_differ is None else ranks_differ)
-        packed = torch.stack([value.to(torch.float64) for value in values])
-        self._packed = packed.to("cpu", non_blocking=True)
-        self._ready = torch.cuda.Event() if packed.is_cuda else None
-        if self._ready is not None:
-            self._ready.record(torch.cuda.current_stream(packed.device))
+        # Stacked into new memory, so that later steps may update the numbers in place.
+        self._copy = HostCopy(torch.stack([value.to(torch.float64) for value in values]))
 
     def read(self, name: str) -> float:
         """Wait for the step and return one of its numbers, of the name in `StepNumbers`."""
@@ -116,6 +113,20 @@ class StepOutcome:
 
     @cached_property
     def _values(self) -> list[float]:
-        if self._ready is not None:
-            self._ready.synchronize()
-        return self._packed.tolist()
+        return self._copy.read()
+
+
+def advice(numbers: StepNumbers) -> str:
+    """Return what to do about a skipped step whose overflow was not replayed."""
+    if numbers.weight == 0:
+        return "no microbatch of any rank had a weight above 0; look at what the loss returns"
+    if numbers.spike:
+        return (
+            f"loss {numbers.loss:.4g} (limit {numbers.loss_limit:.4g}), norm "
+            f"{numbers.grad_norm:.4g} (limit {numbers.norm_limit:.4g}); lower optim.lr, or raise "
+            "divergence.loss_threshold and norm_threshold if this is how the run goes"
+        )
+    return (
+        f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite use a "
+        "bf16 policy or a lower precision.loss_scale.min_scale, if it is not lower optim.lr"
+    )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import nn
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, nearest
 from distmp.parallel.blocks import prepare_blocks
 from distmp.parallel.settings import SHARDED_STRATEGIES, ParallelConfig
-from distmp.parallel.strategy import STRATEGIES, AccumulationSettings, Strategy
+from distmp.parallel.strategy import FORMER_STRATEGIES, STRATEGIES, AccumulationSettings, Strategy
 from distmp.precision.policy import PrecisionPolicy
 
 __all__ = [
@@ -22,12 +24,18 @@ __all__ = [
 ]
 
 
+logger = logging.getLogger("distmp")
+
+
 def resolve_strategy(name: str, world: World) -> str:
     """Turn "auto" into `ddp` where there are several ranks and `single` where there is one.
 
     Raises:
         ConfigError: If the name is unknown or does not fit the number of ranks.
     """
+    if name in FORMER_STRATEGIES:
+        logger.warning("strategy %r was removed; %r is used", name, FORMER_STRATEGIES[name])
+        name = FORMER_STRATEGIES[name]
     if name not in STRATEGIES:
         raise ConfigError("strategy", name, nearest(name, STRATEGIES))
     if name == "auto":
@@ -57,7 +65,7 @@ def build_strategy(
     """Prepare `module` for a strategy.
 
     Args:
-        name: "single", "ddp", "ddp-torch", "fsdp", "hsdp" or "fsdp1".
+        name: "single", "ddp", "fsdp", "hsdp" or "fsdp1".
         module: The model, with FP32 or 16-bit parameters; it is changed in place.
         policy: What is computed in which type.
         world: The ranks that take part.
@@ -81,10 +89,6 @@ def build_strategy(
         from distmp.parallel.fsdp1 import FullySharded1
 
         return FullySharded1(module, policy, world, config)
-    if name == "ddp-torch":
-        from distmp.parallel.torch_ddp import TorchDistributedDataParallel
-
-        return TorchDistributedDataParallel(module, policy, world, accumulation)
     from distmp.parallel.replicated import Replicated
 
     return Replicated(module, policy, world, accumulation)

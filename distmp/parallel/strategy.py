@@ -19,7 +19,9 @@ from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name
 
-STRATEGIES = ("auto", "single", "ddp", "ddp-torch", "fsdp", "hsdp", "fsdp1")
+STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
+# Names of the release before, and the strategy with the same numbers that they select now.
+FORMER_STRATEGIES = {"ddp-torch": "ddp"}
 REBUILD = "unlike when the engine was built; change a model before that, or build another engine"
 ON_NONFINITE = ("skip_step", "drop_microbatch")
 

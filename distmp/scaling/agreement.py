@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distmp.distributed.compare_ranks import checksum_terms, checksums_differ
+from distmp.distributed.compare_ranks import Fingerprint
 from distmp.scaling.local_gradients import LocalGradient, local_gradients, parameters
 from distmp.scaling.rank_group import RankGroup
+from distmp.utils.host_copy import HostCopy
 
 # Relative variance of the scale over ranks; rounding stays far below, any real difference above.
 SCALE_TOLERANCE = 1e-11
@@ -71,28 +72,6 @@ class Inspected:
             )
 
 
-class HostCopy:
-    """Numbers on their way from the device to the host, which does not wait for them."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.on_device = values.is_cuda
-        self._values = values.to("cpu", non_blocking=True)
-        self._arrived = torch.cuda.Event() if values.is_cuda else None
-        if self._arrived is not None:
-            self._arrived.record(torch.cuda.current_stream(values.device))
-
-    @property
-    def is_here(self) -> bool:
-        """Whether `read` would not wait."""
-        return self._arrived is None or self._arrived.query()
-
-    def read(self) -> Any:
-        """Wait for the numbers and return them, as `Tensor.tolist` does."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._values.tolist()
-
-
 class IterationFlags:
     """What the host wants to know of an iteration, copied without waiting for the device."""
 
@@ -121,7 +100,7 @@ def sum_over_ranks(
     square: Tensor,
     scale: Tensor,
     ranks: RankGroup,
-    fingerprint: int,
+    fingerprint: Fingerprint,
     *,
     has_scaled: bool,
 ) -> Total:
@@ -132,21 +111,19 @@ def sum_over_ranks(
         square: 0-dim FP64, the share of this rank in the squared norm.
         scale: 0-dim FP32, the loss scale of this rank.
         ranks: The ranks that decide.
-        fingerprint: What this rank has called the scaler with, as a number.
+        fingerprint: Of the calls of the scaler on this rank.
         has_scaled: Whether this rank has ever scaled a loss.
     """
     wide = scale.to(torch.float64)
     flags = torch.stack([torch.zeros_like(scale), *(m.found_inf_here for m in members)])
     some = torch.full_like(wide, any(_has_gradients(member.optimizer) for member in members))
-    calls = [torch.full_like(wide, term) for term in checksum_terms(fingerprint)]
     scaled = torch.full_like(wide, has_scaled)
     values = [flags.amax().to(torch.float64), some, scaled, square, wide, wide.square()]
-    sums = ranks.sum_(torch.stack([*values, *calls]))
-    count, gradients, losses, squares, scales, scales_squared = sums[:6].unbind()
+    sums, differ = fingerprint.sum_over_ranks(torch.stack(values), ranks.sum_)
+    count, gradients, losses, squares, scales, scales_squared = sums.unbind()
     world_size = ranks.world_size
     spread = scales_squared * world_size - scales.square()
     disagree = spread > SCALE_TOLERANCE * scales.square()
-    differ = checksums_differ(sums[6:], fingerprint, world_size)
     overflow = count > 0
     never_scaled = (gradients > 0) & (losses == 0)
     return Total(

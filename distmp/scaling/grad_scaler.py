@@ -22,9 +22,10 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from distmp.distributed import rank_monitor
+from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.rank_monitor import RankMonitor, Waiting
 from distmp.errors import CheckpointError, ConfigError, TrainingError
-from distmp.scaling.agreement import HostCopy, Inspected, IterationFlags, Total, sum_over_ranks
+from distmp.scaling.agreement import Inspected, IterationFlags, Total, sum_over_ranks
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import local_gradients, non_finite_names, square_sum, unscale
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
@@ -38,6 +39,7 @@ from distmp.scaling.scaler_arguments import (
     check_switches,
 )
 from distmp.scaling.step_decision import CLIP_EPSILON
+from distmp.utils.host_copy import HostCopy
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -461,7 +463,8 @@ class DistributedGradScaler(torch.amp.GradScaler):
             TrainingError: If they do not and the host does not have to wait to know it.
         """
         if self._ranks.world_size == 1:
-            return sum_over_ranks(waiting, square, scale, self._ranks, 0, has_scaled=True)
+            alone = Fingerprint(0, world_size=1)
+            return sum_over_ranks(waiting, square, scale, self._ranks, alone, has_scaled=True)
         decision = self._calls.decide(
             method,
             named,
@@ -478,7 +481,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             square,
             scale,
             self._ranks,
-            decision.fingerprint,
+            Fingerprint(decision.fingerprint, self._ranks.world_size),
             has_scaled=self._has_scaled or not self._enabled,
         )
         self._unsettled.append(_Unsettled(decision, self._ranks.latest, HostCopy(total.differ)))
@@ -501,7 +504,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         differ = False
         while self._unsettled:
             decision, place, copied = self._unsettled[0]
-            if decision.iteration > iteration and not copied.is_here:
+            if decision.iteration > iteration and not copied.is_complete:
                 break
             del self._unsettled[0]
             if copied.read():

@@ -116,7 +116,7 @@ def _ways(config: RunConfig, world_size: int, on_gpu: bool) -> Iterator[str]:
         yield "activation_checkpointing = blocks instead of none: about a third more time"
     sharded = config.strategy in SHARDED_STRATEGIES
     if world_size > 1 and not sharded:
-        if not config.shard_optimizer and config.strategy != "ddp-torch":
+        if not config.shard_optimizer:
             yield (
                 "shard_optimizer = true: FP32 weights and optimizer state divided over "
                 f"{world_size} ranks"

@@ -180,7 +180,7 @@ def restore(
     checkpoint.load(
         {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}
     )
-    engine.load_state_dict(live)
+    engine.finish_loading(live)
     known = {field.name for field in dataclasses.fields(Progress)}
     numbers = checkpoint.numbers.items()
     return Progress(**{name: number for name, number in numbers if name in known})

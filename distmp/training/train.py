@@ -122,7 +122,7 @@ def _train(log: RankLog, config: RunConfig, environment: RankEnvironment) -> int
 
 def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:
     if not is_wanted(config, environment):
-        return join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+        return join(environment, timeout_seconds=60 * config.timeout_minutes)
     world, report = join_checked(config, environment)
     for line in (report.summary, *report.warnings):
         console.message(f"preflight: {line}")

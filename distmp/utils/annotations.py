@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, Union, cast, get_args, get_origin
 from typing import get_type_hints as _type_hints
 
@@ -13,7 +13,7 @@ import numpy as np
 from distmp.errors import ConfigError
 
 
-def check_types(config: Any, section: str = "") -> None:
+def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> None:
     """Check that the values of a dataclass instance have the annotated types.
 
     It is for objects built in Python; `distmp.utils.settings.from_mapping` checks values from
@@ -22,11 +22,14 @@ def check_types(config: Any, section: str = "") -> None:
     Args:
         config: The dataclass instance.
         section: Dotted name of its section, for messages.
+        skip: Names of fields that are checked elsewhere.
 
     Raises:
         ConfigError: If a value has another type; the message names the first such field.
     """
     for name, annotation in field_annotations(type(config)).items():
+        if name in skip:
+            continue
         value = getattr(config, name)
         members = members_of(annotation)
         if get_origin(annotation) is not Literal and not any(

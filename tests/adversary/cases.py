@@ -456,9 +456,7 @@ def generate(seed: int, index: int, world_size: int) -> Case:
 def _draw_strategy(draw: random.Random, world_size: int) -> str:
     if world_size == 1:
         return draw.choice(["single"] * 7 + ["ddp", "fsdp", "hsdp"])
-    return draw.choice(
-        ["ddp"] * 7 + ["ddp-torch"] * 2 + ["fsdp"] * 5 + ["hsdp"] * 3 + ["fsdp1"] * 2
-    )
+    return draw.choice(["ddp"] * 9 + ["fsdp"] * 5 + ["hsdp"] * 3 + ["fsdp1"] * 2)
 
 
 def _draw_policy(draw: random.Random) -> str:

@@ -61,7 +61,6 @@ PRELOADED = (
     "torch.distributed.tensor",
     "distmp.parallel.fsdp",
     "distmp.parallel.fsdp1",
-    "distmp.parallel.torch_ddp",
     "distmp.optim.sharded",
     "distmp.integrations.accelerate",
 )
@@ -145,7 +144,7 @@ def _settle(made: Sequence[Mistake], chance: random.Random) -> Case:
 
 def _extra_fits(case: Case) -> bool:
     whole = ("shard_optimizer", "reproducible", "drop_microbatch")
-    if case.extra in whole and (case.sharded or case.strategy == "ddp-torch"):
+    if case.extra in whole and case.sharded:
         return False
     return not (case.extra == "shard_optimizer" and case.policy == "bf16-pure")
 

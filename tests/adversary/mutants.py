@@ -172,7 +172,7 @@ MUTANTS = [
     ),
     Mutant(
         "a dropped microbatch keeps its weight",
-        "distmp/engine/engine.py",
+        "distmp/engine/microbatches.py",
         "weight = torch.where(kept, weight, 0)",
         "pass",
     ),
@@ -238,8 +238,8 @@ MUTANTS = [
     Mutant(
         "ranks may step with different numbers",
         "distmp/engine/engine.py",
-        "differ = fingerprint.differs(total[MEASURED:])",
-        "differ = total.new_zeros((), dtype=torch.bool)",
+        "decision = decision.skipping(spike_check.skip | differ)",
+        "decision, differ = decision.skipping(spike_check.skip), torch.zeros_like(differ)",
         "misuse",
     ),
     Mutant(

@@ -31,7 +31,7 @@ INPUTS, WIDTH, CLASSES = 6, 8, 4
 STEPS, MICROBATCHES = 3, 2
 
 SHARDED = ("fsdp", "hsdp", "fsdp1")
-STRATEGIES = ("ddp", "ddp-torch", *SHARDED)
+STRATEGIES = ("ddp", *SHARDED)
 POLICIES = ("fp32", "bf16", "bf16-autocast", "bf16-pure", "fp16", "fp16-autocast", "fp16-static")
 # Of the update, the loss and the norm of the gradient; the model and its steps are small.
 TOLERANCES = {

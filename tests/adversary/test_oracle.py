@@ -62,7 +62,6 @@ def test_what_was_found_before_stays_mended(case: str) -> None:
     assert run_cases([loads(case)]) == [[]]
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("cases", BATCHES)
 def test_engine_agrees_with_oracle(cases: list[Case]) -> None:
     failures = [
@@ -78,7 +77,6 @@ def test_engine_agrees_with_oracle(cases: list[Case]) -> None:
         pytest.fail("\n\n".join([*reports, total]), pytrace=False)
 
 
-@pytest.mark.timeout(300)
 def test_reproducible_bits_do_not_depend_on_the_split() -> None:
     cases = [replace(generate(SEED, index, 4), reproducible=True) for index in range(30)]
     cases = [reproducible_on(case, 4) for case in cases if not case.sharded]

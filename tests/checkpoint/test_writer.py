@@ -129,7 +129,6 @@ def assert_same(case: str, found: dict[str, Tensor], expected: dict[str, Tensor]
         assert torch.equal(found[name], expected[name]), (case, name)
 
 
-@pytest.mark.timeout(250)
 @ranks(2, timeout=200)
 def test_saving_does_not_change_training_and_saves_the_state_of_its_step(tmp_path: Path) -> None:
     for name, options in STRATEGIES.items():
@@ -434,7 +433,6 @@ for owner, point in points:
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) -> None:
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     done = run(command, Path(__file__).parent.parent.parent)

@@ -44,8 +44,8 @@ def test_what_is_the_same_passes_and_the_first_difference_is_named() -> None:
 
 @pytest.mark.parametrize("others", [[], [2], [3, 3], [2, 2, 4]])
 def test_a_fingerprint_sees_any_difference(others: list[int]) -> None:
-    mine = Fingerprint((1, "two"), 1 + len(others))
-    prints = [mine, *(Fingerprint((other, "two"), 1 + len(others)) for other in others)]
+    mine = Fingerprint.of((1, "two"), 1 + len(others))
+    prints = [mine, *(Fingerprint.of((other, "two"), 1 + len(others)) for other in others)]
     sums = torch.tensor([one.terms for one in prints], dtype=torch.float64).sum(0)
     assert bool(mine.differs(sums)) is bool(others)
     same = torch.tensor([mine.terms] * len(prints), dtype=torch.float64).sum(0)

@@ -127,7 +127,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from distmp import DistributedGradScaler
-from distmp.scaling import grad_scaler, rank_monitor
+from distmp.distributed import rank_monitor
+from distmp.scaling import grad_scaler
 
 logging.basicConfig()
 grad_scaler.MISUSE_SECONDS = 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, all_or_none, join, leave, local_device
 from distmp.errors import ConfigError, SetupError, TrainingError
 from tests.ranks import ranks
@@ -63,14 +64,14 @@ def test_nccl_is_for_ranks_with_a_gpu_of_their_own(
     )
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
-    device = join(1, timeout_seconds=5).device
+    device = join(RankEnvironment(1, 1, 2, 2), timeout_seconds=5).device
     assert calls == [(backend, device if "nccl" in backend else None)]
 
 
 def test_a_process_that_torchrun_did_not_start_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     without_cuda(monkeypatch)
     monkeypatch.delenv("RANK", raising=False)
-    assert join(0, timeout_seconds=5) == World(0, 1, CPU, None)
+    assert join(RankEnvironment(), timeout_seconds=5) == World(0, 1, CPU, None)
     leave()
     assert not dist.is_initialized()
 
@@ -78,7 +79,7 @@ def test_a_process_that_torchrun_did_not_start_stays_alone(monkeypatch: pytest.M
 @ranks(2, initialize=False)
 def test_ranks_meet_and_part() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
-    world = join(int(os.environ["LOCAL_RANK"]), timeout_seconds=20)
+    world = join(RankEnvironment.from_variables(), timeout_seconds=20)
     assert (world.rank, world.world_size) == (int(os.environ["RANK"]), 2)
     total = torch.tensor(world.rank + 1.0, device=world.device)
     dist.all_reduce(total, group=world.group)

@@ -19,6 +19,7 @@ from torch.optim import lr_scheduler
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.checkpoint.writer import CheckpointWriter
+from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, join
 from distmp.precision import PrecisionPolicy
 from distmp.training.setup import restore
@@ -43,7 +44,6 @@ from tests.reference import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(300),
 ]
 
 REDUCED_IN_BF16 = PrecisionPolicy(
@@ -51,7 +51,6 @@ REDUCED_IN_BF16 = PrecisionPolicy(
 )
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
-    "ddp-torch": {"strategy": "ddp-torch"},
     "fsdp, reduced once": sharded("fsdp", accumulate="unsharded"),
     "fsdp, reduced every microbatch": sharded("fsdp", accumulate="sharded"),
     "hsdp": sharded("hsdp", shard_size=1, accumulate="hybrid"),
@@ -67,7 +66,7 @@ POLICIES = ("fp32", "bf16", "fp16", "bf16-autocast", REDUCED_IN_BF16)
 def alone_over_nccl() -> World:
     """Join as the only rank of a run, as under torchrun."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-    world = join(0, timeout_seconds=60)
+    world = join(RankEnvironment(), timeout_seconds=60)
     assert "cuda:nccl" in dist.get_backend_config(world.group)
     return world
 

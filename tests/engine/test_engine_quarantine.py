@@ -146,7 +146,6 @@ def test_buffers_go_back_to_before_a_microbatch_that_is_dropped() -> None:
     rank = dist.get_rank()
     for options in (
         {"strategy": "ddp"},
-        {"strategy": "ddp-torch"},
         {"strategy": "ddp", "reproducible": True},
         {"strategy": "ddp", "shard_optimizer": True},
     ):

@@ -49,7 +49,6 @@ def ssh_servers(hosts: TwoHosts, folder: Path) -> Iterator[str]:
     yield shlex.join(words)
 
 
-@pytest.mark.timeout(200)
 def test_two_hosts_train_two_steps(tmp_path: Path) -> None:
     if SSHD is None:
         pytest.skip("there is no sshd (apt-get install openssh-server)")

@@ -21,8 +21,6 @@ ROOT = Path(__file__).parent.parent.parent
 CONFIG = ["--config", str(ROOT / "configs" / "quickstart.yaml")]
 STEPS = 60
 
-pytestmark = pytest.mark.timeout(500)
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:

@@ -17,7 +17,6 @@ from tests.torchrun import TINY, corpus
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LATE_SECONDS = 20
 # The machine is shared; nothing here takes a quarter of this alone.
-pytestmark = pytest.mark.timeout(600)
 
 
 @pytest.fixture

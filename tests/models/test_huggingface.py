@@ -123,7 +123,6 @@ def plain_training(path: Path) -> tuple[float, dict[str, Tensor]]:
     return loss.item(), dict(model.named_parameters())
 
 
-@pytest.mark.timeout(200)
 def test_training_saving_and_loading(tmp_path: Path) -> None:
     sources = {"llama": folder(tmp_path / "l", LLAMA), "gpt2": folder(tmp_path / "g", GPT2)}
     results = run_ranks(train_all, 2, sources, tmp_path, timeout=150)[0]

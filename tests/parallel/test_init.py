@@ -33,6 +33,11 @@ def test_resolution(name: str, size: int, expected: str) -> None:
     assert resolve_strategy(name, world(size)) == expected
 
 
+def test_a_removed_strategy_is_the_one_with_its_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    assert resolve_strategy("ddp-torch", world(2)) == "ddp"
+    assert caplog.messages == ["strategy 'ddp-torch' was removed; 'ddp' is used"]
+
+
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [

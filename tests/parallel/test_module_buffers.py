@@ -50,7 +50,7 @@ def statistics(model: nn.Module) -> dict[str, Tensor]:
 @ranks(2)
 def test_batch_statistics_are_those_of_ddp() -> None:
     rank = dist.get_rank()
-    for strategy in ("ddp", "ddp-torch", "fsdp"):
+    for strategy in ("ddp", "fsdp"):
         model = Normalised()
         ddp = DistributedDataParallel(copy.deepcopy(model))
         optimizer = sgd(ddp.parameters())

@@ -377,7 +377,6 @@ def test_the_host_reads_nothing_in_a_steady_step() -> None:
         {"strategy": "ddp", "policy": REDUCED_IN_BF16, "shard_optimizer": True},
         {"strategy": "ddp", "policy": "bf16", "on_nonfinite": "drop_microbatch"},
         {"strategy": "ddp", "policy": "fp32", "divergence": DivergenceConfig()},
-        {"strategy": "ddp-torch", "policy": "bf16"},
         {**sharded("fsdp", accumulate="unsharded"), "policy": "fp16"},
         {**sharded("fsdp", accumulate="sharded"), "policy": REDUCED_IN_BF16},
         {**sharded("hsdp", shard_size=1, accumulate="hybrid"), "policy": "bf16"},

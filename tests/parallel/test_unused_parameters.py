@@ -28,7 +28,6 @@ INF = float("inf")
 
 WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "ddp"},
-    {"strategy": "ddp-torch"},
     {"strategy": "ddp", "shard_optimizer": True},
     {"strategy": "ddp", "on_nonfinite": "drop_microbatch"},
     {"strategy": "ddp", "reproducible": True},

@@ -23,7 +23,6 @@ WIDTH, CLASSES = 8, 5
 STEPS = 4
 WAYS: tuple[dict[str, Any], ...] = (
     {"strategy": "ddp"},
-    {"strategy": "ddp-torch"},
     {"strategy": "ddp", "shard_optimizer": True},
     {"strategy": "ddp", "on_nonfinite": "drop_microbatch"},
 )

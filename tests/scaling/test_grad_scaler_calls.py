@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from distmp import DistributedGradScaler, TrainingError
 from distmp.distributed import rank_monitor
-from distmp.scaling.agreement import HostCopy
+from distmp.utils.host_copy import HostCopy
 from tests.ranks import ranks, run_ranks
 
 ADVICE = "; make the same calls of the scaler in the same order on every rank"
@@ -316,7 +316,7 @@ def test_stages_of_a_pipeline_have_other_parameters(fused: bool) -> None:
 class LateCopy(HostCopy):
     """Numbers that arrive only when the host waits for them, as those of a busy CUDA device."""
 
-    is_here = False  # type: ignore[assignment]
+    is_complete = False  # type: ignore[assignment]
 
     def __init__(self, values: Tensor) -> None:
         super().__init__(values)

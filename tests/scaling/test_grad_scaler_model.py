@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
@@ -320,7 +319,6 @@ def check(found: list[Seen], sequence: Sequence) -> None:
     assert all(state == shared[0] for state in shared)
 
 
-@pytest.mark.timeout(300)
 @settings(max_examples=2000, deadline=None)
 @given(st.one_of(sequences(2), sequences(3)))
 def test_2000_random_sequences_follow_the_model(sequence: Sequence) -> None:

@@ -69,7 +69,6 @@ def seconds_after_the_fault(done: Done, folder: Path) -> float:
     return done.ended - max(float(file.read_text()) for file in folder.glob("fault-*"))
 
 
-@pytest.mark.timeout(300)
 def test_an_exception_ends_all_ranks_and_is_told_once(tmp_path: Path) -> None:
     jobs = [job(fault, *arguments) for fault, arguments, _ in FAILING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
@@ -84,7 +83,6 @@ def test_an_exception_ends_all_ranks_and_is_told_once(tmp_path: Path) -> None:
             assert done[number].exit_codes[rank] == 1, name
 
 
-@pytest.mark.timeout(300)
 def test_a_hang_is_found_and_described(tmp_path: Path) -> None:
     jobs = [job(fault, WATCHED, *arguments) for fault, arguments, _, _ in HANGING.values()]
     done = run_jobs(jobs, tmp_path, timeout=280)
@@ -106,7 +104,6 @@ def test_a_hang_is_found_and_described(tmp_path: Path) -> None:
     assert "in _spin\n" in native
 
 
-@pytest.mark.timeout(200)
 def test_what_else_can_happen(tmp_path: Path) -> None:
     """A kill, no memory, a rank alone that hangs, and a slow run that does not."""
     jobs = [

@@ -239,7 +239,6 @@ def signalling(folder: Path, target: int, number: int) -> list[str]:
     ]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
 def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
     arguments = signalling(tmp_path, random.randrange(2), signal.SIGUSR1)

@@ -197,7 +197,6 @@ def _check_that_it_happened(name: str, records: list[StepRecord]) -> None:
         assert [r.step for r in records if r.validation_loss is not None] == [3, 6, 9, 10]
 
 
-@pytest.mark.timeout(200)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(tmp_path: Path) -> None:
     check_resuming(tmp_path)
 
@@ -288,7 +287,7 @@ def test_a_checkpoint_of_an_older_version_goes_on(
     config = configuration(tmp_path / "old", steps=6, resume="auto", log={"console": "plain"})
     resumed = Trainer(config, World.current("cpu"), Console(config.log))
     assert "the checkpoint is too old to tell its configuration" in capsys.readouterr().out
-    assert "loss_scale/overflows_in_a_row starts anew" in caplog.text
+    assert "loss_scale/overflows_in_a_row starts from its initial value" in caplog.text
     assert resumed.run(StopSignals())
     assert_same_bits(snapshot(resumed.engine), snapshot(whole.engine))
 
@@ -366,7 +365,6 @@ def global_batches(leg: list[Travelled]) -> list[list[int]]:
     ]
 
 
-@pytest.mark.timeout(200)
 def test_changing_world_size_and_strategy_changes_no_sample_and_no_bit(tmp_path: Path) -> None:
     alone = {"strategy": "single"}
     total = STEPS * len(LEGS)

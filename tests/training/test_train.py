@@ -40,7 +40,6 @@ def trained(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[StepRecord]
     return read_records(tmp_path / "run" / "steps.jsonl")
 
 
-@pytest.mark.timeout(300)
 def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
     arguments = ["--steps=30", "--optim.lr=1e-2", "--schedule.warmup-steps=5"]
     runs = {
@@ -63,7 +62,6 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.timeout(300)
 def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,7 +80,6 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(
         assert losses(records) == pytest.approx(losses(expected), rel=1e-3), case
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "ranks", [pytest.param(1, marks=ON_A_GPU), 2], ids=["one rank over nccl", "two ranks"]
 )
@@ -355,7 +352,6 @@ def test_the_first_cause_of_a_failure_stands_on_top(launcher: str, tmp_path: Pat
     assert "ValueError" in done.stderr.partition("Root Cause")[0]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
 def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=20000"]

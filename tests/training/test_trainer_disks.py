@@ -154,7 +154,6 @@ def test_a_disk_that_is_full_from_the_start(
         assert [r.step for r in read_records(folder / "run-2" / "steps.jsonl")] == [*range(1, 11)]
 
 
-@pytest.mark.timeout(200)
 def test_a_run_that_is_told_to_stops_on_all_ranks(tmp_path: Path) -> None:
     (tmp_path / "users_loss.py").write_text(
         "from pathlib import Path\n"

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _bench(config: BenchPrecisionConfig, environment: RankEnvironment) -> int:
-    world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+    world = join(environment, timeout_seconds=60 * config.timeout_minutes)
     compared = compare(config, world)
     if world.rank == 0:
         text = json.dumps(compared.as_json(), indent=2) if config.json else report(compared)

@@ -60,7 +60,7 @@ def join_checked(
         meeting.enter("compare versions and configurations")
         warnings, identities = compare(meeting, config)
         meeting.enter("connect to the other ranks")
-        world = join(environment.local_rank, timeout_seconds=60 * config.timeout_minutes)
+        world = join(environment, timeout_seconds=60 * config.timeout_minutes)
         measured = measure_speed(
             meeting, world, stride([who.local_world_size for who in identities])
         )

@@ -209,7 +209,7 @@ def one_rank_runs_backward_outside_of_the_engine(script: Script) -> None:
         backward_outside_of_the_engine(script)
 
 
-@mistake("later", "right", ranks=(2,), strategies=("ddp", "ddp-torch"))
+@mistake("later", "right", ranks=(2,), strategies=("ddp",))
 def one_rank_runs_a_whole_model_outside_of_the_engine(script: Script) -> None:
     if script.rank == 1:
         backward_outside_of_the_engine(script)
@@ -420,7 +420,7 @@ later(
     part="model",
     ranks=(2,),
     # A state of FSDP1 is gathered, by all ranks.
-    strategies=("ddp", "ddp-torch", "fsdp", "hsdp"),
+    strategies=("ddp", "fsdp", "hsdp"),
 )
 
 

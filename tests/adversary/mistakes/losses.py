@@ -29,7 +29,7 @@ def returns(name: str, wrong: Callable[[Tensor, int], Any], ends: Any, **limits:
     add(f"loss returns {name}", change, "loss", ends, **limits)
 
 
-@mistake("loss", "warning", strategies=("ddp", "ddp-torch"))
+@mistake("loss", "warning", strategies=("ddp",))
 def loss_returns_a_mean(script: Script) -> None:
     script.options.pop("first_step_checks", None)  # which look for it, where nothing is sharded
 
@@ -170,7 +170,7 @@ def the_loss_calls_backward_and_returns_no_graph(script: Script) -> None:
     script.loss = loss
 
 
-@mistake("loss", "right", strategies=("ddp", "ddp-torch"), policies=FP32)
+@mistake("loss", "right", strategies=("ddp",), policies=FP32)
 def the_loss_has_a_gradient_penalty(script: Script) -> None:
     def loss(module: nn.Module, batch: Any) -> Any:
         inputs = batch.inputs.detach().requires_grad_()
@@ -284,7 +284,7 @@ def the_loss_goes_around_the_forward_of_the_model(script: Script) -> None:
     script.loss = script.truth.loss = part_of
 
 
-@mistake("loss", "right", ranks=(2,), strategies=("ddp", "ddp-torch"))
+@mistake("loss", "right", ranks=(2,), strategies=("ddp",))
 def one_rank_uses_parts_of_the_model(script: Script) -> None:
     skip_block(script, lambda step, rank: rank == 1)
 
@@ -400,7 +400,7 @@ def the_loss_steps_the_optimizer(script: Script) -> None:
     script.loss = loss
 
 
-@mistake("loss", "right", strategies=("ddp", "ddp-torch"))
+@mistake("loss", "right", strategies=("ddp",))
 def the_loss_zeroes_gradients(script: Script) -> None:
     def loss(module: nn.Module, batch: Any) -> Any:
         if torch.is_grad_enabled():

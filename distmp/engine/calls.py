@@ -1,0 +1,95 @@
+"""Keeps the calls of an engine equal on all ranks: the same ones, in the same order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from distmp.distributed.lost_peers import lost_peers_explained
+from distmp.distributed.roll_call import RollCall
+from distmp.distributed.world import World
+from distmp.errors import TrainingError
+from distmp.precision.builders import autocast_off
+
+
+class EngineCalls:
+    """Guards the public methods of an engine that all ranks call together.
+
+    Args:
+        world: The ranks.
+        model: Loading a state into it is counted.
+
+    Attributes:
+        counts: How often this rank has called what changes the training state. Ranks compare these
+            numbers in every step.
+    """
+
+    def __init__(self, world: World, model: nn.Module) -> None:
+        self.counts = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
+        self._world = world
+        self._roll_call = RollCall(world)
+        self._current = ""
+        self._failures = 0
+        self._failure: BaseException | None = None
+        model.register_load_state_dict_post_hook(_counter(self.counts))
+
+    @contextmanager
+    def call(self, name: str, *, waits: bool = True) -> Iterator[None]:
+        """Make a call that all ranks make together.
+
+        Args:
+            name: Of the method.
+            waits: Wait until all ranks have made the call.
+
+        Raises:
+            TrainingError: Inside of another call; after a call that failed on this rank alone; and
+                if another rank makes another call or has ended.
+        """
+        if self._current:
+            raise TrainingError(
+                f"engine.{name}() was called inside of engine.{self._current}(), as by the loss "
+                "function; call it after that has returned"
+            )
+        self._current = name
+        try:
+            with lost_peers_explained(self._world.group), autocast_off(self._world.device):
+                if self._failure is not None:
+                    self._roll_call.check_failed_everywhere(self._failures, self._failure)
+                    self._failure = None
+                if waits:
+                    self._roll_call.meet(f"engine.{name}()")
+                else:
+                    self._roll_call.count(f"engine.{name}()")
+                yield
+        except BaseException as error:
+            self._failure = error
+            self._failures += 1
+            raise
+        finally:
+            self._current = ""
+
+    def count(self, name: str) -> None:
+        """Count a call that needs no other rank."""
+        self._roll_call.count(f"engine.{name}()")
+
+    def meet(self, reason: str) -> None:
+        """Wait in the current call until all ranks have come here.
+
+        Args:
+            reason: Why ranks come here, for the message about a rank that does not.
+
+        Raises:
+            TrainingError: If another rank makes another call or has ended.
+        """
+        self._roll_call.meet_in_call(f", {reason}")
+
+
+def _counter(counts: dict[str, int]) -> Callable[[nn.Module, object], None]:
+    """Return a hook that counts states loaded into a model; it does not hold the engine."""
+
+    def count(module: nn.Module, keys: object) -> None:
+        counts["model.load_state_dict"] += 1
+
+    return count

@@ -1,0 +1,191 @@
+"""What training continues from: the state of an engine under flat names, saved and loaded.
+
+Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `unused/` or `engine/`.
+Loading has two parts, with the values filled in place between them (by a checkpoint, or by
+`Engine.load_state_dict`): `prepare` makes the live tensors that a stored state has, and `finish`
+derives from them what is not a tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from distmp.engine.spike_check import DivergenceGuard
+from distmp.errors import CheckpointError, listed
+from distmp.optim.state import (
+    check_shapes,
+    create_state,
+    named_state,
+    never_stepped,
+    prepare_for_device_skip,
+)
+from distmp.parallel import Strategy
+from distmp.scaling import LossScale
+from distmp.utils.flat_shard import whole_shape
+
+logger = logging.getLogger("distmp")
+
+# A state lists the parameters that no rank has ever used, under names with this prefix.
+UNUSED = "unused/"
+
+# Prefixes of names that states of older versions lack; a new run's values are kept for them.
+ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
+
+# Shape and dtype of a stored tensor.
+Kind = tuple[torch.Size, torch.dtype]
+
+
+class EngineState:
+    """Saves and loads the state of an engine, as live tensors under flat names.
+
+    Args:
+        strategy: Holds the parameters.
+        optimizer: Its state is saved under the names of the parameters.
+        names: Name of each tensor that the optimizer steps, by its `id`. The engine adds to it.
+        loss_scale: The loss scale.
+        divergence: The spike check.
+        counts: int64, shape (3,): applied, skipped, and skipped since the last update. Updated in
+            place.
+        skips_on_device: Whether the optimizer skips on the device.
+        quiet: Log no warnings, as on all ranks but the first.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        optimizer: torch.optim.Optimizer,
+        names: Mapping[int, str],
+        loss_scale: LossScale,
+        divergence: DivergenceGuard,
+        counts: Tensor,
+        *,
+        skips_on_device: bool,
+        quiet: bool,
+    ) -> None:
+        self._strategy = strategy
+        self._optimizer = optimizer
+        self._names = names
+        self._loss_scale = loss_scale
+        self._divergence = divergence
+        self._counts = counts
+        self._skips_on_device = skips_on_device
+        self._quiet = quiet
+
+    def tensors(self, nominal_weight: float | None) -> dict[str, Tensor]:
+        """Return the live tensors by name, see `Engine.state_dict`."""
+        state = {
+            f"model/{name}": self._strategy.as_stored(name, tensor.detach())
+            for name, tensor in self._strategy.optimizer_parameters()
+        }
+        for name, value in self._strategy.untrained().items():
+            state[f"model/{name}"] = value.detach()
+        for name, value in named_state(self._optimizer, self._names).items():
+            parameter = name.rpartition("/")[0]
+            state[f"optimizer/{name}"] = self._strategy.as_stored(parameter, value)
+        for name, value in self._loss_scale.state_dict().items():
+            state[f"loss_scale/{name}"] = value
+        for name, value in self._divergence.state_dict().items():
+            state[f"divergence/{name}"] = value
+        for name in self._strategy.unused:
+            state[f"{UNUSED}{name}"] = torch.zeros(())
+        state["engine/counts"] = self._counts
+        state["engine/nominal_weight"] = torch.tensor(nominal_weight or 0.0, dtype=torch.float64)
+        return state
+
+    def held_until_update(self) -> set[str]:
+        """Return the names of tensors that only an update of the optimizer changes."""
+        weights = {f"model/{name}" for name, _ in self._strategy.optimizer_parameters()}
+        state = named_state(self._optimizer, self._names)
+        return weights | {f"optimizer/{name}" for name in state}
+
+    def prepare(
+        self, stored: Mapping[str, Kind], nominal_weight: float | None
+    ) -> dict[str, Tensor]:
+        """Create the optimizer state that a stored state has.
+
+        Args:
+            stored: Shape and dtype of every stored tensor.
+            nominal_weight: Of the engine, as in `tensors`.
+
+        Returns:
+            The live tensors to fill: all of `tensors`, except what states of older versions lack
+            and the state of parameters that no rank has used.
+        """
+        prefix = "optimizer/"
+        optimizer_state = {
+            name.removeprefix(prefix): kind
+            for name, kind in stored.items()
+            if name.startswith(prefix)
+        }
+        shapes = {
+            name: whole_shape(self._strategy.as_stored(name, tensor))
+            for name, tensor in self._strategy.optimizer_parameters()
+        }
+        left_out = create_state(self._optimizer, self._names, optimizer_state, shapes)
+        if self._skips_on_device:
+            prepare_for_device_skip(self._optimizer)
+        self._strategy.unused = [
+            *(name.removeprefix(UNUSED) for name in stored if name.startswith(UNUSED)),
+            *never_stepped(self._optimizer, self._names, optimizer_state),
+        ]
+        if left_out:
+            self._warn(
+                "the state has been training %s, frozen or missing here: it stays so, and its "
+                "optimizer state is lost. What was unfrozen during the run has to be unfrozen "
+                "again before loading",
+                left_out,
+            )
+        # Some optimizers create the state of a parameter before its first gradient.
+        unused = (UNUSED, *(f"optimizer/{name}/" for name in self._strategy.unused))
+        live = self.tensors(nominal_weight)
+        lacking = [name for name in live if name not in stored]
+        kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
+        if older := sorted(name for name in kept if not name.startswith(unused)):
+            self._warn("the state is of an older version: %s starts from its initial value", older)
+        return {name: tensor for name, tensor in live.items() if name not in kept}
+
+    @torch.no_grad()
+    def copy(self, state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
+        """Copy values into the live tensors.
+
+        Args:
+            state: Values, sharded as the live tensors are.
+            live: What `prepare` returned.
+
+        Raises:
+            CheckpointError: If a tensor is missing or has another shape.
+        """
+        if missing := live.keys() - state.keys():
+            raise CheckpointError(f"the state lacks {listed(sorted(missing))}")
+        check_shapes(state, live)
+        for name, tensor in live.items():
+            tensor.copy_(state[name])
+
+    def finish(self, live: Mapping[str, Tensor]) -> float | None:
+        """Take over the values that were filled into the live tensors.
+
+        Args:
+            live: What `prepare` returned.
+
+        Returns:
+            The nominal weight.
+        """
+        prefix = "loss_scale/"
+        self._loss_scale.load_state_dict(
+            {name.removeprefix(prefix): live[name] for name in live if name.startswith(prefix)},
+            quiet=self._quiet,
+        )
+        if any(name.startswith("divergence/") for name in live):
+            self._divergence.load_state_dict(
+                {name: live[f"divergence/{name}"] for name in self._divergence.state_dict()}
+            )
+        self._strategy.copy_master_to_model()
+        return float(live["engine/nominal_weight"]) or None
+
+    def _warn(self, message: str, names: list[str]) -> None:
+        if not self._quiet:
+            logger.warning(message, listed(names))

@@ -1,0 +1,43 @@
+"""Copies from the device to the host that the host does not wait for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+# Note [When a host copy is complete]
+# `Tensor.to("cpu", non_blocking=True)` from CUDA returns before the copy has run: until then the
+# host tensor holds arbitrary bytes. An event recorded behind the copy on the same stream tells
+# when it has. The source must not be written by another stream before that; on the same stream
+# later writes are ordered behind the copy. A tensor on the CPU is not copied at all, so that the
+# caller must not write to it any more.
+class HostCopy:
+    """A tensor on its way from the device to the host.
+
+    Args:
+        values: Any shape and dtype; not written to afterwards.
+
+    Attributes:
+        on_device: Whether the values were on a CUDA device.
+    """
+
+    def __init__(self, values: Tensor) -> None:
+        self.on_device = values.is_cuda
+        self._values = values.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if values.is_cuda else None
+        if self._copied is not None:
+            self._copied.record(torch.cuda.current_stream(values.device))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `read` returns without waiting for the device."""
+        return self._copied is None or self._copied.query()
+
+    def read(self) -> Any:
+        """Wait for the copy and return its values, as `Tensor.tolist` does."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._values.tolist()

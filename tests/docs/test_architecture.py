@@ -1,0 +1,152 @@
+"""The architecture page: its layers are those of the linter, and its journeys those of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+import distmp
+from tests.ranks import ranks
+from tests.torchrun import TINY, corpus
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = Path(distmp.__file__).parent
+PAGE = (ROOT / "docs" / "architecture.md").read_text()
+
+_STEP = re.compile(r"^\d+\. `([\w/]+\.py)::([\w.]+)`", re.M)
+
+
+def journey(title: str) -> list[str]:
+    """Return the functions of a journey in order, as "file::qualified name"."""
+    [section] = re.findall(rf"^### {re.escape(title)}.*?(?=^##|\Z)", PAGE, re.M | re.S)
+    return [f"{file}::{name}" for file, name in _STEP.findall(section)]
+
+
+GRADIENT = journey("A gradient")
+SETTING = journey("A configuration key")
+CHECKPOINT = journey("A checkpoint")
+
+
+def functions(file: str) -> dict[int, str]:
+    """Return the qualified names of a file's functions by their first line."""
+    found: dict[int, str] = {}
+
+    def visit(node: ast.AST, prefix: str) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.ClassDef):
+                name = f"{prefix}{child.name}"
+                if isinstance(child, ast.FunctionDef):
+                    first = min([child, *child.decorator_list], key=lambda part: part.lineno)
+                    found[first.lineno] = name
+                visit(child, f"{name}.")
+
+    visit(ast.parse((PACKAGE / file).read_text()), "")
+    return found
+
+
+@contextmanager
+def called(wanted: list[str]) -> Iterator[list[str]]:
+    """Note in which order functions are first called, in any thread."""
+    import threading
+
+    lines = {
+        (str(PACKAGE / file), line): f"{file}::{name}"
+        for file in {step.partition("::")[0] for step in wanted}
+        for line, name in functions(file).items()
+    }
+    order: list[str] = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            code: CodeType = frame.f_code
+            name = lines.get((code.co_filename, code.co_firstlineno))
+            if name in wanted and name not in order:
+                order.append(name)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield order
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("step", [*GRADIENT, *SETTING, *CHECKPOINT])
+def test_each_function_exists(step: str) -> None:
+    file, _, name = step.partition("::")
+    assert name in functions(file).values()
+
+
+def test_the_journeys_are_read() -> None:
+    assert [len(GRADIENT), len(SETTING), len(CHECKPOINT)] == [13, 8, 11]
+
+
+@ranks(2)
+def test_a_gradient_takes_its_journey() -> None:
+    from tests.reference import fused_adamw, loss, make_model, microbatches
+
+    engine = distmp.Engine(
+        make_model(), loss, fused_adamw, policy="bf16", strategy="ddp", device="cpu"
+    )
+    batches = microbatches(0, ((3, 5), (1, 7)), engine.world.rank)
+    engine.step(batches)  # the first step does more than others
+    with called(GRADIENT) as order:
+        engine.step(batches)
+    assert order == GRADIENT
+
+
+def test_a_setting_and_a_checkpoint_take_their_journeys(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from distmp.training.train import main
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x.yaml").write_text("optim:\n  max_norm: 0.5\n")
+    arguments = ["--config=x.yaml", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
+    arguments += ["--run-dir=run", "--checkpoint.every=1", "--log.console=plain"]
+    with called(SETTING) as order:
+        assert main([*arguments, "--steps=2"]) == 0
+    assert order == SETTING
+    there, back = CHECKPOINT[:6], CHECKPOINT[6:]
+    with called(CHECKPOINT) as order:
+        assert main([*arguments, "--steps=3", "--resume=auto"]) == 0
+    assert [step for step in order if step in back] == back
+    with called(there) as order:
+        assert main([*arguments, "--steps=3", "--run-dir=other"]) == 0
+    assert order == there
+
+
+def test_the_layers_are_those_of_the_linter() -> None:
+    contracts = _toml()["tool"]["importlinter"]["contracts"]
+    [layers] = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    known = {name for layer in layers for name in re.findall(r"\w+", layer)} - {"_moved"}
+    [diagram] = re.findall(r"```text\n(.*?)```", PAGE, re.S)
+    shown = [re.findall(r"\w+", line[:28]) for line in diagram.splitlines()]
+    assert {name for line in shown for name in line} == known
+    order = [set(re.findall(r"\w+", layer)) - {"_moved"} for layer in layers]
+    ranks_of = {name: index for index, layer in enumerate(order) for name in layer}
+    heights = [ranks_of[name] for line in shown for name in line]
+    assert heights == sorted(heights)
+
+
+def test_places_exist() -> None:
+    table = PAGE.partition("## Where does a change belong?")[2].partition("## Three")[0]
+    for place in re.findall(r"`([\w/]+(?:\.py|/))`", table):
+        assert (PACKAGE / place).exists(), place
+
+
+def _toml() -> dict[str, Any]:
+    try:
+        import tomllib
+    except ModuleNotFoundError:  # before Python 3.11
+        pytest.skip("needs a reader of TOML")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -1,0 +1,90 @@
+"""Limits of tests: idle processes hang, busy ones do not, whatever the time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import progress
+from tests.progress import Progress, wait_until
+
+SLEEPS = "import time; time.sleep(100)"
+SPINS = "while True: pass"
+STARTS_ANOTHER = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SPINS!r}])"
+
+
+@pytest.fixture
+def process(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen([sys.executable, "-c", request.param], start_new_session=True) as started:
+        yield started
+        os.killpg(started.pid, 9)
+
+
+def problem_of(process: subprocess.Popen[bytes], idle: float, processor: float) -> str | None:
+    limit = Progress([process.pid], idle, processor)
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        if problem := limit.problem():
+            return problem
+        time.sleep(0.2)
+    return None
+
+
+@pytest.mark.parametrize("process", [SLEEPS], indirect=True)
+def test_an_idle_process_hangs(process: subprocess.Popen[bytes]) -> None:
+    assert problem_of(process, 1, 100) == "no progress for 1 s"
+
+
+@pytest.mark.parametrize("process", [SPINS, STARTS_ANOTHER], indirect=True)
+def test_a_busy_process_does_not(process: subprocess.Popen[bytes]) -> None:
+    assert problem_of(process, 1, 100) is None
+
+
+@pytest.mark.parametrize("process", [SPINS], indirect=True)
+def test_processor_time_is_limited(process: subprocess.Popen[bytes]) -> None:
+    assert problem_of(process, 100, 0.2) == "more than 0.2 s of processor time"
+
+
+def test_waiting_ends_without_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "IDLE_SECONDS", 1.0)
+    monkeypatch.setattr(progress, "IDLE_SHARE", 2.0)
+    with pytest.raises(pytest.fail.Exception, match=r"no progress for 0.5 s: nothing yet"):
+        wait_until(lambda: False, lambda: "nothing yet")
+    wait_until(lambda: True)
+
+
+HANGING_TEST = """
+import time
+from tests import progress
+
+progress.IDLE_SECONDS = 1.0
+progress.INTERVAL_SECONDS = 0.2
+
+def test_hangs():
+    time.sleep(100)
+
+def test_works():
+    pass
+"""
+
+
+def test_a_hanging_test_fails_and_the_next_one_runs(tmp_path: Path) -> None:
+    root = Path(__file__).parents[1]
+    (tmp_path / "conftest.py").write_text((root / "tests" / "conftest.py").read_text())
+    (tmp_path / "test_hanging.py").write_text(HANGING_TEST)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert "limit of tests/progress.py: no progress for 1 s" in done.stdout
+    assert "1 failed, 1 passed" in done.stdout
+    assert "in test_hangs" in done.stdout
