@@ -22,7 +22,7 @@ def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> N
     Args:
         config: The dataclass instance.
         section: Dotted name of its section, for messages.
-        skip: Fields that are checked elsewhere.
+        skip: Names of fields that are checked elsewhere.
 
     Raises:
         ConfigError: If a value has another type; the message names the first such field.

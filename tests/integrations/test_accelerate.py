@@ -246,18 +246,28 @@ def test_what_would_overrule_the_policy_is_refused() -> None:
         ("bf16-autocast", {"mixed_precision": "fp16"}, "mixed_precision", "policy = 'bf16-auto"),
         ("fp32", {"mixed_precision": "no"}, "mixed_precision", "give one of the two"),
         ("fp32", {"policy": "fp32"}, "policy", "only positional argument"),
-        ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "neither policy nor"),
-        ("fp32", {"deepspeed_plugins": {"a": object()}}, "deepspeed_plugin", "neither policy nor"),
-        ("fp32", {"megatron_lm_plugin": object()}, "megatron_lm_plugin", "neither policy nor"),
+        ("fp32", {"deepspeed_plugin": object()}, "deepspeed_plugin", "the policy and the scaler"),
+        (
+            "fp32",
+            {"deepspeed_plugins": {"a": object()}},
+            "deepspeed_plugin",
+            "the policy and the scaler",
+        ),
+        (
+            "fp32",
+            {"megatron_lm_plugin": object()},
+            "megatron_lm_plugin",
+            "the policy and the scaler",
+        ),
         ("fp32", {"kwargs_handlers": [AutocastKwargs()]}, "kwargs_handlers", "remove it"),
         ("fp32", {"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers", "LossScaleConfig"),
-        ("fp32", {"kwargs_handlers": [compressed]}, "kwargs_handlers", "would not"),
+        ("fp32", {"kwargs_handlers": [compressed]}, "kwargs_handlers", "this hook does not"),
         # accelerate ignores the plugin on a CPU.
         ("bf16", {"fsdp_plugin": FullyShardedDataParallelPlugin()}, "precision.policy", "FSDP"),
     )
-    for wanted, arguments, setting, message in cases:
+    for name, arguments, setting, message in cases:
         with pytest.raises(ConfigError, match=message) as caught:
-            Accelerator(wanted, **arguments)
+            Accelerator(name, **arguments)
         assert caught.value.setting == setting
 
 

@@ -214,10 +214,10 @@ def test_distributed_data_parallel_sends_what_the_policy_says() -> None:
         if hook is not None:  # DDP's reduction does not run in Python
             assert {dtype for dtype, _ in collectives.sent} == {expected.reduced}, text
         (reference(inputs.flatten(0, 1).double()).square().sum() / 2).backward()
-        for found, expected in zip(module.parameters(), reference.parameters(), strict=True):
-            assert found.grad is not None
-            assert expected.grad is not None
-            assert found.grad.dtype == built.module_dtype
-            apart = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
-            exact = built.compute_dtype == expected.reduced == FP32
-            assert apart < (1e-6 if exact else 2e-2), (text, apart)
+        for parameter, exact in zip(module.parameters(), reference.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert exact.grad is not None
+            assert parameter.grad.dtype == built.module_dtype
+            error = (parameter.grad.double() - exact.grad).norm() / exact.grad.norm()
+            all_fp32 = built.compute_dtype == expected.reduced == FP32
+            assert error < (1e-6 if all_fp32 else 2e-2), (text, error)
