@@ -28,6 +28,8 @@ myst_enable_extensions = ["colon_fence"]
 
 # Docstrings write code in single backquotes.
 default_role = "literal"
+# Keep `--option` and "auto" as they are written.
+smartquotes = False
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -50,6 +52,7 @@ def setup(app: Any) -> None:
     """Connect the functions below."""
     app.connect("source-read", _without_pending_pages)
     app.connect("autodoc-process-signature", _without_settings_signature)
+    app.connect("autodoc-skip-member", _skip_methods_of_settings)
     # Before napoleon, which has the usual priority of 500.
     app.connect("autodoc-process-docstring", _without_type_before_colon, priority=400)
 
@@ -67,6 +70,15 @@ def _without_settings_signature(
     if what == "class" and name.startswith("distmp.") and name.endswith("Config"):
         return "", None
     return None
+
+
+def _skip_methods_of_settings(
+    app: Any, what: str, name: str, obj: object, skip: bool, options: Any
+) -> bool | None:
+    """Leave out what is not a field of a section of the settings."""
+    function = obj.fget if isinstance(obj, property) else obj
+    owner = getattr(function, "__qualname__", "").partition(".")[0]
+    return True if owner.endswith("Config") else None
 
 
 def _without_type_before_colon(
