@@ -60,7 +60,7 @@ def _every_gpu_result() -> str:
     """Return all results of a GPU that are kept, each below its name."""
     names = sorted(path.stem for path in RESULTS.glob("*-cuda.json"))
     found = [f"### {name}\n\n{figure(name)}" for name in names]
-    return "\n\n".join(found) or "No GPU result is available yet."
+    return "\n\n".join(found) or "No result of a GPU is kept yet."
 
 
 def _read(result: str) -> dict[str, Any]:

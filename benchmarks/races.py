@@ -42,10 +42,10 @@ def check_same_work(name: str, race: Found, loop: Found) -> None:
 
 def rendered(name: str, race: Found) -> str:
     """Return table and decision of a race as Markdown."""
-    missing = [f"- {loop} is missing: {reason}." for loop, reason in race["absent"].items()]
+    missing = [f"- {loop} is not there: {reason}." for loop, reason in race["absent"].items()]
     peers = _peers(race)
     if not peers:
-        return "\n".join([f"No peer to compare with in {name}.", "", *missing])
+        return "\n".join([f"Nobody to compare with in {name}.", "", *missing])
     fastest, leanest = best_peers(race)
     rows: list[dict[str, object]] = []
     for loop, found in race["loops"].items():
@@ -56,10 +56,10 @@ def rendered(name: str, race: Found) -> str:
             {
                 name: loop if counts else f"{loop}: computes in {found['computes']}",
                 "tokens/s": Spread.of([race["tokens"] / one for one in found["seconds"]]),
-                "time relative to the fastest peer": share if counts else "",
+                "time, of the fastest peer": share if counts else "",
                 "peak memory, MB": f"{found['memory'] / 1e6:.0f}",
-                "memory relative to the smallest peer": f"{of_least:.2f}" if counts else "",
-                "loss error relative to FP32": f"{apart(race, found):.0e}",
+                "of the least": f"{of_least:.2f}" if counts else "",
+                "loss, from FP32": f"{apart(race, found):.0e}",
             }
         )
     lines = [
@@ -96,8 +96,8 @@ def beside(peer: str, found: dict[str, Found]) -> str:
             if theirs is None or not is_ours(loop):
                 continue
             row: dict[str, object] = {"race": name, "loop": loop}
-            row[f"time relative to {peer}"] = ratios(ours["seconds"], theirs["seconds"])
-            row[f"memory relative to {peer}"] = f"{ours['memory'] / theirs['memory']:.2f}"
+            row[f"time, of {peer}'s"] = ratios(ours["seconds"], theirs["seconds"])
+            row["memory"] = f"{ours['memory'] / theirs['memory']:.2f}"
             if not same_dtype(race, theirs):
                 row |= dict.fromkeys(list(row)[2:], f"{peer} computes in {theirs['computes']}")
             rows.append(row)
@@ -130,6 +130,5 @@ def _speed(ours: Found, theirs: Found, name: str) -> str:
 def _memory(ours: Found, theirs: Found, name: str) -> str:
     percent = round(100 * (ours["memory"] / theirs["memory"] - 1))
     if percent == 0:
-        return f"as much memory as the smallest peer, {name}"
-    more = "more" if percent > 0 else "less"
-    return f"{abs(percent)} % {more} memory than the smallest peer, {name}"
+        return f"as much memory as the peer with the least, {name}"
+    return f"{abs(percent)} % {'more' if percent > 0 else 'less'} memory than the least, {name}"

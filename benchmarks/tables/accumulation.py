@@ -36,12 +36,12 @@ def accumulation_passes(result: dict[str, Any]) -> str:
     rows: list[dict[str, object]] = []
     for name, spread in taken.items():
         beyond = spread.median - floor
-        row: dict[str, object] = {"method": name, f"{clock} ms": spread}
-        row["overhead over autograd alone, ms"] = f"{beyond:.3g}"
-        row["overhead of Fp32GradBuckets relative to it"] = f"{ours / beyond:.2f}"
+        row: dict[str, object] = {"way": name, f"{clock} ms": spread}
+        row["beyond autograd alone, ms"] = f"{beyond:.3g}"
+        row["Fp32GradBuckets takes of that"] = f"{ours / beyond:.2f}"
         rows.append(row)
     return (
-        f"{table(rows)}\n\nMedian (min to max) of {len(result['milliseconds'][rows[0]['method']])} "
+        f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds'][rows[0]['way']])} "
         f"alternating turns of {result['microbatches']} microbatches, "
         f"{result['elements'] / 1e6:.1f} M bfloat16 gradient elements in {result['parameters']} "
         f"parameters; autograd alone, without accumulating, {floor:.3g} ms. "
@@ -57,11 +57,11 @@ def accumulation_step(result: dict[str, Any]) -> str:
         if name not in seconds:
             continue  # left out: it could not be measured on this machine
         spread = Spread.of(seconds[name])
-        row: dict[str, object] = {"method": name, "seconds": spread}
+        row: dict[str, object] = {"way": name, "seconds": spread}
         for other in ("autocast", "bf16"):
             reference = seconds.get(result["references"][other])
             share_of = ratios(seconds[name], reference).median if reference else None
-            row[f"time relative to DDP {other}"] = "" if share_of is None else f"{share_of:.2f}"
+            row[f"of DDP {other}"] = "" if share_of is None else f"{share_of:.2f}"
         row |= reached(result, spread.median, "bfloat16")
         row["peak bytes per parameter"] = f"{measured['peak']:.1f}"
         if "live_tensors_peak" in measured:
@@ -82,7 +82,7 @@ def accumulation_step(result: dict[str, Any]) -> str:
                 }
             )
     return (
-        f"{table(rows)}\n\n{table(held)}\n\nMedian (min to max) of "
+        f"{table(rows)}\n\n{table(held)}\n\nMedian (least to most) of "
         f"{len(next(iter(seconds.values())))} alternating turns of one step with "
         f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on "
         f"each of {result.get('ranks', 2)} ranks, ratios turn by turn. {machine_line(result)}"
@@ -102,11 +102,9 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
         ]
         rows.append(
             {
-                "method": way,
+                "way": way,
                 "relative error": " / ".join(f"{found[count]['error']:.0e}" for count in counts),
-                f"time relative to {result['reference']}": " / ".join(
-                    f"{one:.2f}" for one in times_of
-                ),
+                f"time, of {result['reference']}": " / ".join(f"{one:.2f}" for one in times_of),
                 "peak bytes per parameter": " / ".join(
                     f"{found[count]['bytes_per_parameter']:.1f}" for count in counts
                 ),
@@ -122,7 +120,7 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
                 )
                 for count in counts
             ]
-            rows[-1]["share of the peak"] = " / ".join(f"{one:.1%}" for one in shares)
+            rows[-1]["of the peak"] = " / ".join(f"{one:.1%}" for one in shares)
     times = " / ".join(f"{Spread.of(reference[count]['seconds']).median:.3g}" for count in counts)
     return (
         f"{table(rows)}\n\nAt {' / '.join(counts)} microbatches of {result['samples']} samples on "

@@ -41,5 +41,5 @@ def reached(result: dict[str, Any], seconds: float, kind: str) -> dict[str, obje
         return {}
     return {
         "TFLOP/s": f"{result['flops'] / seconds / 1e12:.3g}",
-        "share of the peak": f"{share(result['flops'], seconds, peak, kind):.1%}",
+        "of the peak": f"{share(result['flops'], seconds, peak, kind):.1%}",
     }

@@ -26,7 +26,7 @@ ERRORS = {
 def precision_errors(result: dict[str, Any]) -> str:
     """Return the first table of `benchmarks.precision` and a line on its machine."""
     rows: list[dict[str, object]] = [
-        {"policy": saving, "error of": what, "relative error": f"{result['errors'][key]:.2g}"}
+        {"policy": saving, "of what": what, "relative error": f"{result['errors'][key]:.2g}"}
         for key, (saving, what) in ERRORS.items()
     ]
     return f"{table(rows)}\n\n{machine_line(result)}"
@@ -38,12 +38,12 @@ def precision_training(result: dict[str, Any]) -> str:
         {
             "policy": f"`{name.replace('|', chr(92) + '|')}`",
             "last loss": f"{found['last']:.4f}",
-            "largest difference from fp32": f"{found['apart']:.2g}",
+            "farthest from fp32": f"{found['apart']:.2g}",
         }
         for name, found in result["losses"].items()
     ]
     return (
-        f"{table(rows)}\n\nLargest relative difference of the loss in {result['steps']} steps. "
+        f"{table(rows)}\n\nLargest relative distance of the loss in {result['steps']} steps. "
         + machine_line(result)
     )
 
@@ -63,7 +63,7 @@ def policies(result: dict[str, Any]) -> str:
                 **reached(result, seconds, result["kinds"][name]),
                 "peak memory, MB": f"{found['memory_bytes'] / 1e6:,.0f}",
                 "last loss": f"{result['last_losses'][name]:.4f}",
-                "loss difference": f"{result['apart'][name]:.2%}",
+                "apart": f"{result['apart'][name]:.2%}",
             }
         )
     return (

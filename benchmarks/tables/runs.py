@@ -44,8 +44,8 @@ def explain_memory(result: dict[str, Any]) -> str:
         for name, case in result["cases"].items()
     ]
     return (
-        f"{table(rows)}\n\nMeasured: the peak of torch's CPU allocator on rank 0 in a step "
-        f"after the first. {machine_line(result)}"
+        f"{table(rows)}\n\nMeasured: the most that torch's CPU allocator had given out on the "
+        f"first rank in a step after the first. {machine_line(result)}"
     )
 
 
@@ -54,14 +54,14 @@ def growth(result: dict[str, Any]) -> str:
     rows: list[dict[str, object]] = []
     for way, by_ranks in result["ways"].items():
         for ranks, found in by_ranks.items():
-            row: dict[str, object] = {"method": way, "ranks": f"{int(ranks):,}"}
+            row: dict[str, object] = {"way": way, "ranks": f"{int(ranks):,}"}
             for quantity, title in (("memory", "memory"), ("wire", "sent in a step")):
                 predicted, measured = found[quantity], found.get(f"measured_{quantity}", 0)
                 row[f"{title}: predicted, MB"] = f"{predicted / 1e6:.1f}"
                 # One rank sends nothing but what it writes by the way.
                 real = measured if predicted else 0
-                row[f"{title}: measured, MB"] = f"{real / 1e6:.1f}" if real else ""
-                row[f"{title}: predicted / measured"] = f"{predicted / real:.3f}" if real else ""
+                row[f"{title}: real, MB"] = f"{real / 1e6:.1f}" if real else ""
+                row[f"{title}: predicted / real"] = f"{predicted / real:.3f}" if real else ""
             row["seconds of a step"] = f"{found['seconds']:.2f}" if "seconds" in found else ""
             rows.append(row)
     return (
@@ -78,20 +78,19 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
         stalls = [turn["stall"] for turn in turns]
         slower = ratios([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
         memory = result["memory"][way]
-        share = memory["beyond"] / memory["state"]
         rows.append(
             {
                 "saving": way,
-                "training stall, s": Spread.of(stalls),
-                "relative to a blocking save": ratios(stalls, blocking),
+                "training stands still, s": Spread.of(stalls),
+                "of a blocking save": ratios(stalls, blocking),
                 "written after, s": Spread.of([turn["written"] for turn in turns]),
-                "step during writing, relative to one without": slower if way != "blocking" else "",
-                "memory of a rank, relative to the state": f"{share:.2f}",
+                "step while it is written, of one without": slower if way != "blocking" else "",
+                "memory of a rank, of the state": f"{memory['beyond'] / memory['state']:.2f}",
             }
         )
     state = result["memory"]["blocking"]["state"]
     return (
-        f"{table(rows)}\n\nMedian (min to max) of {len(blocking)} alternating turns, ratios "
+        f"{table(rows)}\n\nMedian (least to most) of {len(blocking)} alternating turns, ratios "
         f"turn by turn. {result['ranks']} ranks share the writing of a state of "
         f"{state / 1e6:.0f} MB. {result['machine']['cores']} cores of {machine_line(result)}"
     )

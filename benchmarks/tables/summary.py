@@ -1,4 +1,4 @@
-"""The README's table: the headline result of each benchmark."""
+"""The README's table: from each benchmark the figure that decides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Read = Callable[[str], dict[str, Any]]
 
 
 def summary(read: Read) -> str:
-    """Return the headline results of all benchmarks as a table."""
+    """Return the deciding figures of all benchmarks as a table."""
     found = [
         _error(read("accumulation-error")),
         *_races(read("peers")),
@@ -25,7 +25,7 @@ def summary(read: Read) -> str:
         _bits(read("reproducible")),
     ]
     rows = [
-        {"what": what, "distmp": ours, "baseline": theirs, "details": f"[{page}](docs/{page}.md)"}
+        {"what": what, "distmp": ours, "beside": theirs, "more": f"[{page}](docs/{page}.md)"}
         for what, ours, theirs, page in found
     ]
     return table(rows)
@@ -40,7 +40,7 @@ def _error(result: dict[str, Any]) -> Row:
     ours = errors["distmp.Fp32GradBuckets"][-1]
     theirs = errors["torch DDP, bf16 parameters, reduced once"][-1]
     return (
-        f"error of a gradient summed over {last} bf16 microbatches",
+        f"error of a gradient of {last} bf16 microbatches, relative to float64",
         f"{ours:.0e}",
         f"{theirs:.0e}, torch DDP with bf16 parameters",
         "accumulation",
@@ -57,7 +57,7 @@ def _races(result: dict[str, Any]) -> list[Row]:
         share = ours["memory"] / race["loops"][leanest]["memory"]
         rows.append(
             (
-                f"time; memory of a `{name.split()[0]}` step in bf16",
+                f"a training step, `{name.split()[0]}`, bf16: time; memory",
                 f"{seconds.median:.2f}; {share:.2f}",
                 f"1; 1, {_named(fastest, leanest)}",
                 "peers",
@@ -68,8 +68,8 @@ def _races(result: dict[str, Any]) -> list[Row]:
 
 def _named(fastest: str, leanest: str) -> str:
     if fastest == leanest:
-        return f"{fastest}, fastest and smallest peer"
-    return f"{fastest}, fastest, and {leanest}, smallest peer"
+        return f"{fastest}, the fastest and smallest of its peers"
+    return f"{fastest}, the fastest, and {leanest}, the smallest of its peers"
 
 
 def _tail(result: dict[str, Any]) -> Row:
@@ -77,7 +77,7 @@ def _tail(result: dict[str, Any]) -> Row:
     bare = taken["bare fused AdamW"]
     ours, theirs = taken["Engine"] - bare, taken["torch: unscale, clip, step"] - bare
     return (
-        "time of unscale, overflow check and clipping",
+        "unscale, overflow check and clipping, beyond the optimizer's step",
         f"{ours / theirs:.2f}",
         "1, torch's GradScaler and clip_grad_norm_",
         "peers",
@@ -87,9 +87,9 @@ def _tail(result: dict[str, Any]) -> Row:
 def _trainer(result: dict[str, Any]) -> Row:
     ratio = Spread(*result["tokens_per_second_of_plain_ddp"]).median
     return (
-        "tokens per second of the trainer",
+        "tokens per second of the whole trainer",
         f"{ratio:.2f}",
-        "1, a plain DDP loop",
+        "1, a plain DDP loop without any of it",
         "peers",
     )
 
@@ -100,10 +100,10 @@ def _shares(result: dict[str, Any]) -> Row:
     )
     ranks = max(shares, key=int)
     return (
-        f"bytes per parameter, `shard_optimizer` on {ranks} ranks",
+        f"bytes per parameter between steps, `shard_optimizer` on {ranks} ranks",
         f"{shares[ranks]['between_steps']:.1f}",
         f"{whole[ranks]['between_steps']:.1f} unsharded",
-        "benchmarks-accumulation",
+        "accumulation",
     )
 
 
@@ -111,7 +111,7 @@ def _stall(result: dict[str, Any]) -> Row:
     stalls = {way: [turn["stall"] for turn in turns] for way, turns in result["turns"].items()}
     ratio = ratios(stalls["asynchronous"], stalls["blocking"]).median
     return (
-        "training stall of a checkpoint",
+        "how long training stands still for a checkpoint",
         f"{ratio:.3f}",
         "1, a blocking save",
         "checkpoints",
@@ -127,9 +127,9 @@ def _prediction(result: dict[str, Any]) -> Row:
         if found.get(f"measured_{quantity}") and found[quantity]
     ]
     return (
-        "`explain`: predicted memory and bytes sent",
+        "`distmp explain`: memory and bytes sent of a rank, before a run",
         f"{min(shares):.3f} to {max(shares):.3f}",
-        "1, measured on 1, 2 and 4 ranks",
+        "1, real steps on 1, 2 and 4 ranks",
         "explain",
     )
 
@@ -142,9 +142,9 @@ def _bits(result: dict[str, Any]) -> Row:
         for policy in {run["policy"] for run in runs}
     )
     return (
-        f"different weights after {result['steps']} `reproducible` steps on {', '.join(layouts)} "
-        "ranks x microbatches",
+        f"different weights after {result['steps']} `reproducible` steps at {', '.join(layouts)} "
+        "(ranks x microbatches)",
         str(different),
-        f"at most {len(layouts)}",
+        f"{len(layouts)} at most",
         "accumulation",
     )

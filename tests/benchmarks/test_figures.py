@@ -57,12 +57,12 @@ def step_result(machine: dict[str, Any]) -> dict[str, Any]:
 def test_a_step_has_its_share_of_the_peak() -> None:
     text = accumulation.accumulation_step(step_result(MACHINE))
     assert head(text) == [
-        "method",
+        "way",
         "seconds",
-        "time relative to DDP autocast",
-        "time relative to DDP bf16",
+        "of DDP autocast",
+        "of DDP bf16",
         "TFLOP/s",
-        "share of the peak",
+        "of the peak",
         "peak bytes per parameter",
     ]
     # 60 TFLOP in 0.2 s and in 0.1 s, of 1,000 TFLOP/s; what was only measured in part is left out.
@@ -82,7 +82,7 @@ def test_a_step_has_its_share_of_the_peak() -> None:
 def test_a_cpu_has_no_peak() -> None:
     cpu = {"cpu": "a CPU", "gpu": None, "torch": "2.13.0", "date": "2026-12-01"}
     text = accumulation.accumulation_step(step_result(cpu))
-    assert "share of the peak" not in head(text)
+    assert "of the peak" not in head(text)
     assert text.endswith("a CPU, torch 2.13.0, 2026-12-01.")
 
 
@@ -145,7 +145,7 @@ def test_results_of_a_gpu_come_into_the_page_by_themselves(
 ) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     mark = "<!-- figures: every-gpu-result -->\nold\n<!-- end of figures -->"
-    assert "No GPU result is available yet." in figures.with_figures(mark)
+    assert "No result of a GPU is kept yet." in figures.with_figures(mark)
     ways = ("bare fused AdamW", "torch: unscale, clip, step", "Engine", "copy", "norm alone")
     tail = {
         "machine": {**MACHINE, "threads": 2},
@@ -155,7 +155,7 @@ def test_results_of_a_gpu_come_into_the_page_by_themselves(
     (tmp_path / "step-tail-cuda.json").write_text(json.dumps(tail))
     (tmp_path / "step-tail-cpu.json").write_text("{}")
     found = figures.with_figures(mark)
-    assert "### step-tail-cuda\n\n| method |" in found
+    assert "### step-tail-cuda\n\n| way |" in found
     assert "old" not in found
     assert "threads on" not in found
     assert figures.with_figures(found) == found
