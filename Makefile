@@ -2,6 +2,7 @@
 # make test    run every test that this machine can run
 # make nightly random runs of the engine against a float64 oracle, and random misuse (CASES=5000)
 # make lint    formatting, lint, types and layers
+# make docs    build the documentation into build/docs, with warnings as errors
 # make bench   compare with other training loops, side by side
 # make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in 25 minutes
 
@@ -11,8 +12,9 @@ CONFIG ?= configs/quickstart.yaml
 WORKERS ?= 3
 CASES ?= 5000
 INSTALLED := $(VENV)/.installed
+DOCS_INSTALLED := $(VENV)/.installed-docs
 
-.PHONY: train test nightly lint format bench bench-gpu clean
+.PHONY: train test nightly lint format docs bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -34,6 +36,9 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+docs: $(DOCS_INSTALLED)
+	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs build/docs
 
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.quickstart
@@ -59,6 +64,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+$(DOCS_INSTALLED): $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[docs]'
 	touch $@
 
 clean:

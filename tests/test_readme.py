@@ -1,4 +1,4 @@
-"""The README and the pages of docs/ say what is so; .ci/readme_commands.py runs their commands."""
+"""README, CONTRIBUTING and the pages of docs/ agree with the repository."""
 
 from __future__ import annotations
 
@@ -15,25 +15,35 @@ from distmp.utils.settings import from_mapping
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def blocks(language: str, page: str = README) -> list[str]:
+def blocks(language: str, page: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page, flags=re.DOTALL)
 
 
-def test_the_tree_exists() -> None:
-    (tree,) = blocks("text")
-    folder = ROOT
-    for line in tree.splitlines():
-        name = line.split()[0]
-        folder = ROOT if not line.startswith(" ") else ROOT / "distmp"
-        assert (folder / name).exists(), name
+@pytest.mark.parametrize("page", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
+def test_900_words_at_most(page: str) -> None:
+    assert len(page.split()) <= 900
 
 
-def test_the_table_of_policies_is_complete() -> None:
+def test_the_readme_begins_with_the_problem_in_three_sentences() -> None:
+    introduction = README.partition("\n## ")[0].partition("\n\n")[2]
+    assert len(re.findall(r"\.(?:\s|$)", introduction)) == 3
+
+
+def test_the_examples_of_the_readme_are_short() -> None:
+    (engine,), (scaler,) = blocks("python", README), blocks("py", README)
+    assert len([line for line in engine.splitlines() if line]) <= 10
+    assert len(scaler.splitlines()) == 5
+
+
+def test_the_presets_are_those_of_the_code() -> None:
+    concepts = (ROOT / "docs" / "concepts.md").read_text()
     for name, preset in PRESETS.items():
-        (row,) = re.findall(rf"^\| `{name}` .*$", README, flags=re.MULTILINE)
+        assert f"`{name}`" in README
+        (row,) = re.findall(rf"^\| `{name}` .*$", concepts, flags=re.MULTILINE)
         assert str(preset.compute_dtype).removeprefix("torch.") in row
         assert ("dynamic" in row) == (preset.loss_scale == "dynamic")
         assert ("master" in row) == preset.has_masters
@@ -52,8 +62,12 @@ def test_every_file_that_is_named_exists() -> None:
         assert (ROOT / path).is_file(), path
     for page in PAGES:
         prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-        for path in re.findall(r"\]\(([^)#:]+)\)", prose):
+        for path in re.findall(r"\]\(([^)#:]+)[)#]", prose):
             assert (page.parent / path).exists(), path
+    for path in re.findall(
+        r"`((?:distmp|tests|benchmarks|configs|docs|\.ci)/[\w./]+)`", CONTRIBUTING
+    ):
+        assert (ROOT / path).exists(), path
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -669,8 +669,8 @@ class Engine:
         """Return everything that training continues from, as flat names and live tensors.
 
         Weights are the FP32 ones under the names of the model's parameters, so that a state can be
-        loaded under another policy or strategy. Sharded tensors are DTensors, or `FlatShard`s of a
-        sharded optimizer.
+        loaded under another policy or strategy. Sharded tensors are DTensors; with a sharded
+        optimizer they are of type `FlatShard`.
         """
         return self._state.tensors(self.nominal_weight)
 

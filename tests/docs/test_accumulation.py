@@ -1,4 +1,4 @@
-"""docs/accumulation.md says what is so."""
+"""The pages on accumulation agree with the code and the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from benchmarks.figures import with_figures
 from tests.ranks import run_ranks
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "accumulation.md").read_text()
+DOCS = Path(__file__).parent.parent.parent / "docs"
+PAGE = (DOCS / "accumulation.md").read_text()
+BENCHMARKS = (DOCS / "benchmarks-accumulation.md").read_text()
 
 
 def example() -> list[Tensor]:
@@ -25,7 +27,9 @@ def example() -> list[Tensor]:
 
 def test_the_figures_are_those_of_the_results() -> None:
     assert "<!-- figures: accumulation-error-cpu -->" in PAGE
-    assert with_figures(PAGE) == PAGE
+    assert BENCHMARKS.count("<!-- figures: accumulation-") == 3
+    for page in (PAGE, BENCHMARKS):
+        assert with_figures(page) == page
 
 
 def test_the_example_runs_alone_and_on_two_ranks() -> None:

@@ -33,16 +33,16 @@ BLOCKS = {
 }
 # Named here, so that a block without an engine is one on purpose.
 WITHOUT_ENGINE = {
-    "README.md-2",
     "accelerate.md-1",
     "accumulation.md-1",
     "migrating.md-1",
-    "migrating.md-4",
-    "migrating.md-5",
+    "migrating.md-6",
+    "migrating.md-7",
     "numerics.md-1",
     "numerics.md-3",
     "numerics.md-4",
     "precision.md-1",
+    "scaler.md-1",
 }
 
 

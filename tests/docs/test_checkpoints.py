@@ -1,4 +1,4 @@
-"""docs/checkpoints.md says what is so; what is not here is in tests/checkpoint."""
+"""The page on checkpoints agrees with the code; tests/checkpoint has the rest."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def first_column(table: str) -> list[str]:
     ]
 
 
-def test_what_is_in_one(tmp_path: Path) -> None:
+def test_contents(tmp_path: Path) -> None:
     data, run = corpus(tmp_path / "corpus"), tmp_path / "run"
     arguments = [*TINY, f"--data.path={data}", f"--run-dir={run}", "--steps=1"]
     assert main([*arguments, "--precision.policy=fp16"]) == 0
     path = store.latest(run / "checkpoints")
     assert path is not None
-    described = first_column(section("What is in one"))
+    described = first_column(section("Contents"))
     files = {file.name for file in path.iterdir()}
     assert files == {name for name in described if not name.endswith("...")} - {"__1_0.distcp"}
     tensors = {f"{name.partition('/')[0]}/..." for name in store.StoredCheckpoint(path).tensors}
@@ -45,8 +45,8 @@ def test_what_is_in_one(tmp_path: Path) -> None:
     assert {"step", "samples"} <= store.StoredCheckpoint(path).numbers.keys()
 
 
-def test_settings_that_keep() -> None:
-    described = first_column(section("Which ones stay"))
+def test_retention() -> None:
+    described = first_column(section("Retention"))
     values = dict(setting.removeprefix("checkpoint.").split(": ") for setting in described)
     config = from_mapping(
         RunConfig, {"checkpoint": {k: yaml.safe_load(v) for k, v in values.items()}}
@@ -54,8 +54,8 @@ def test_settings_that_keep() -> None:
     assert config.checkpoint.retention == store.Retention(2, 1000, 50 * 2**30)
 
 
-def test_where_they_lie() -> None:
-    example = section("Where they lie").split("```yaml\n")[1].split("```")[0]
+def test_location() -> None:
+    example = section("Location").split("```yaml\n")[1].split("```")[0]
     config = from_mapping(RunConfig, yaml.safe_load(example.replace("s3://", "memory://")))
     run = RunDirectory(Path(config.run_dir), config.checkpoint.path)
     shown = re.findall(r"this run's: (\S+)", example)[0].replace("s3://", "memory://")

@@ -1,4 +1,4 @@
-"""docs/checkpoints.md on going on and on weights says what is so."""
+"""The pages on resuming and exporting agree with the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from distmp.export.export import LARGEST_FILE
 from distmp.training.resume_compat import all_rules, compare
 from distmp.utils.settings import leaf_names
 
-PAGE = (ROOT / "docs" / "checkpoints.md").read_text()
+PAGE = (ROOT / "docs" / "resume.md").read_text()
+EXPORT = (ROOT / "docs" / "export.md").read_text()
 
 
 def flat(config: RunConfig) -> dict[str, object]:
@@ -38,7 +39,7 @@ def test_the_changes_are_told_as_the_page_shows(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_examples_of_the_table_stand_where_they_belong() -> None:
-    rows = re.findall(r"^\| (?:none|wanted|another).*\| .* \| (.*) \|$", PAGE, re.MULTILINE)
+    rows = re.findall(r"^\| (?:rounding|training|the run).*\| .* \| (.*) \|$", PAGE, re.MULTILINE)
     kinds = ("harmless", "consequential", "dangerous")
     assert len(rows) == len(kinds)
     for row, kind in zip(rows, kinds, strict=True):
@@ -51,4 +52,4 @@ def test_the_examples_of_the_table_stand_where_they_belong() -> None:
 
 
 def test_the_size_of_a_file_is_that_of_the_code() -> None:
-    assert f"several files of up to {LARGEST_FILE // 10**9} GB" in PAGE
+    assert f"several files of up to {LARGEST_FILE // 10**9} GB" in EXPORT

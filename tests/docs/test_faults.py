@@ -1,4 +1,4 @@
-"""What the page on faults says about signals, time limits and divergence is so.
+"""The pages on stopping, faults and divergence agree with the code.
 
 What needs ranks to be seen is tested in test_orderly_ends, test_rollback and launcher/test_local.
 """
@@ -20,19 +20,21 @@ from distmp.training import time_budget
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN
 from distmp.utils.settings import from_mapping
 
-PAGE = " ".join((ROOT / "docs" / "faults.md").read_text().split())
+STOPPING, FAULTS, DIVERGENCE = (
+    (ROOT / "docs" / f"{name}.md").read_text() for name in ("stopping", "faults", "divergence")
+)
+PAGES = " ".join((STOPPING + FAULTS + DIVERGENCE).split())
 
 
 def test_the_settings_are_complete_and_the_defaults() -> None:
-    page = (ROOT / "docs" / "faults.md").read_text()
-    (text,) = [t for t in re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL) if "diverg" in t]
+    (text,) = re.findall(r"```yaml\n(.*?)```", DIVERGENCE, flags=re.DOTALL)
     values = yaml.safe_load(text)
     assert values["divergence"] == dataclasses.asdict(DivergenceConfig())
     assert from_mapping(RunConfig, values).divergence == DivergenceConfig()
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
-    codes = re.findall(r"^\| ([\d, ]+) \|", (ROOT / "docs" / "faults.md").read_text(), re.MULTILINE)
+    codes = re.findall(r"^\| ([\d, ]+) \|", STOPPING + FAULTS, re.MULTILINE)
     failed = ["1", *map(str, (ConfigError.exit_code, LOST_PEER_EXIT_CODE, HANG_EXIT_CODE))]
     assert codes == ["0", str(STOPPED_EXIT_CODE), "130", ", ".join(failed), *failed]
     for sentence, number in (
@@ -42,7 +44,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
         ("slowest of the last 50", time_budget._STEPS_REMEMBERED == 50),
         ("one and a half times the longest save", time_budget._SAVES == 1.5),
         ("and five seconds", time_budget._END_SECONDS == 5),
-        ("it takes two seconds and", time_budget._FIRST_SAVE_SECONDS == 2),
+        ("it assumes two seconds", time_budget._FIRST_SAVE_SECONDS == 2),
         ("and 100 MB/s for one", time_budget._FIRST_SAVE_BYTES_PER_SECOND == 100e6),
         ("from the last 128 steps", divergence.WINDOW == 128),
         ("max(1.4826 * MAD,", divergence.DEVIATION_OF_MAD == 1.4826),
@@ -52,5 +54,5 @@ def test_the_numbers_are_those_of_the_code() -> None:
         ("Both thresholds are 10", DivergenceConfig().norm_threshold == 10),
         ("the first 100 steps are exempt", DivergenceConfig().warmup_steps == 100),
     ):
-        assert sentence in PAGE
+        assert sentence in PAGES, sentence
         assert number, sentence

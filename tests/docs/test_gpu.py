@@ -1,4 +1,4 @@
-"""docs/gpu.md says what is so."""
+"""The page on GPU benchmarks agrees with the code and the results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on arithmetic says what is so; its blocks of Python are run by CI with all others."""
+"""The page on the arithmetic agrees with the code; test_blocks.py runs its Python blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page on precision policies says what is so."""
+"""The pages on precision policies agree with the code."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from distmp.utils.dtypes import dtype_name
 from distmp.utils.settings import from_mapping
 
 PAGE = (ROOT / "docs" / "precision.md").read_text()
+BENCHMARKS = (ROOT / "docs" / "benchmarks-precision.md").read_text()
 
 
 def rows(heading: str) -> list[list[str]]:
@@ -50,7 +51,7 @@ def test_the_table_of_presets_is_complete_and_right() -> None:
         assert reduced == dtype_name(preset.reduce_dtype)
         assert accumulated == dtype_name(preset.accumulate_dtype)
         number = preset.loss_scale if isinstance(preset.loss_scale, float) else 0
-        assert scale == (f"{number:g} for ever" if number else preset.loss_scale or "none")
+        assert scale == (f"fixed at {number:g}" if number else preset.loss_scale or "none")
 
 
 def bytes_per_parameter(preset: PrecisionPolicy) -> float:
@@ -92,16 +93,16 @@ def test_examples() -> None:
 
 
 def test_every_key_and_word_is_named() -> None:
-    assert [row[0].strip("`") for row in rows("How to say it")] == [
+    assert [row[0].strip("`") for row in rows("Change a policy")] == [
         key for key in _FIELDS if key != "name"
     ]
-    section = PAGE.partition("## What stays in FP32")[2]
+    section = PAGE.partition("## Modules kept in FP32")[2]
     assert all(f"`{word}`" in section for word in WORDS)
 
 
 def test_the_figures_are_those_of_the_results() -> None:
-    assert with_figures(PAGE) == PAGE
-    assert PAGE.count("<!-- figures: precision-") == 2
+    assert with_figures(BENCHMARKS) == BENCHMARKS
+    assert BENCHMARKS.count("<!-- figures: precision-") == 2
 
 
 def test_what_other_tools_need_exists() -> None:

@@ -1,4 +1,4 @@
-"""What the page on profiling shows is what a profile says."""
+"""The page on profiling shows the lines of a profile."""
 
 from __future__ import annotations
 

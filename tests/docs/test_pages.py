@@ -1,0 +1,60 @@
+"""The pages of docs/: their length, the index, and the configuration reference."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import distmp
+from benchmarks.figures import ROOT
+from distmp.config import RunConfig
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+MOST_WORDS = 1200
+# Longer for a reason: a table of all checks, and tables of all policies, keys and remedies.
+LONGER = {"checks": 1300, "precision": 1350}
+
+
+def words(page: str) -> int:
+    """Count the words of a page without its code and without tables of benchmarks."""
+    page = re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", page, flags=re.DOTALL)
+    return len(re.sub(r"^ *```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE).split())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_is_short(page: Path) -> None:
+    assert words(page.read_text()) <= LONGER.get(page.stem, MOST_WORDS)
+
+
+def test_the_index_lists_every_page_once() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    trees = re.findall(r"```\{toctree\}\n(?::[^\n]*\n)*\n(.*?)```", index, flags=re.DOTALL)
+    listed = "".join(trees).split()
+    assert len(listed) == len(set(listed))
+    assert {page.stem for page in PAGES} - {"index"} <= set(listed)
+
+
+def sections(cls: type, prefix: str = "") -> Iterator[tuple[str, type]]:
+    """Yield the sections of the settings, by their dotted names."""
+    for name, hint in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(hint):
+            assert isinstance(hint, type)
+            yield f"{prefix}{name}", hint
+            yield from sections(hint, f"{prefix}{name}.")
+
+
+def test_the_configuration_reference_has_every_section() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text()
+    for name, cls in sections(RunConfig):
+        assert f"\n## {name}\n\n```{{eval-rst}}\n.. autoclass:: {cls.__module__}." in page, name
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs" / "api.md").read_text()
+    for name in distmp.__all__:
+        assert re.search(rf"\bdistmp\.{name}$|members: .*\b{name}\b", page, re.MULTILINE), name
