@@ -11,7 +11,7 @@ from distmp.launcher.job import Job, detect
 from distmp.launcher.network import AddressError, Network
 from distmp.launcher.plan import Given, Machine, Plan, make_plan, port_of, split_endpoint
 from tests.launcher.networks import NAMES, network
-from tests.launcher.test_job import OPEN_MPI, POD, SKYPILOT, SRUN
+from tests.launcher.test_job import POD, SRUN
 
 LOCAL = Job("local", "nothing")
 # Machine 1 of two; the first is n1, and this machine is 10.0.0.2 on eth1.
@@ -257,8 +257,6 @@ def test_ipv6() -> None:
     [
         pytest.param(SRUN, "n09", "10.1.0.8", id="slurm"),
         pytest.param(POD, "train-1.workers", "10.1.0.8", id="kubernetes"),
-        pytest.param(OPEN_MPI, "n09", "10.1.0.8", id="mpi"),
-        pytest.param(SKYPILOT, "n09", "10.2.0.4", id="skypilot"),
     ],
 )
 def test_from_recorded_variables_to_an_endpoint(
@@ -300,10 +298,10 @@ def test_no_endpoints(text: str) -> None:
 
 
 def test_shown_with_reasons_and_ready_to_paste() -> None:
-    planned = plan(replace(SECOND, notes=("took slurm",)))
+    planned = plan(replace(SECOND, notes=("selected slurm",)))
     *comments, command = planned.shown(["-m", "distmp.train", "a b"]).splitlines()
     assert all(line.startswith("#") for line in comments)
-    assert "# note: took slurm" in comments
+    assert "# note: selected slurm" in comments
     assert comments[-1].startswith("# the same on n1, each with its own")
     for value, choice in [
         *((option.value, option) for option in planned.options),
