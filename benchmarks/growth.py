@@ -54,7 +54,7 @@ def main() -> int:
         real = measure(configs, ranks) if ranks in REAL else {}
         for name, config in configs.items():
             predicted = predict(config, policy("bf16"), ranks, CPU)
-            found = {"memory": predicted.memory_bytes, "wire": predicted.wire_bytes}
+            found = {"memory": predicted.memory_bytes, "wire": predicted.communication_bytes}
             ways[name][str(ranks)] = found | real.get(name, {})
             print(ranks, name, ways[name][str(ranks)], flush=True)
     result = {"machine": machine(), "samples_per_rank": SAMPLES_PER_RANK, "ways": ways}

@@ -24,9 +24,9 @@ def test_the_environments_in_their_order() -> None:
 
 
 def test_the_numbers() -> None:
-    assert f"join_timeout={plan.join_seconds({})}" in PAGE
-    assert f"read_timeout={plan._SILENCE_SECONDS}" in PAGE
-    assert f"say so after {rendezvous._SAY_AFTER_SECONDS:g} s" in PAGE
+    assert f"join_timeout={plan.join_timeout_seconds({})}" in PAGE
+    assert f"read_timeout={plan._READ_TIMEOUT_SECONDS}" in PAGE
+    assert f"say so after {rendezvous._LOG_AFTER_SECONDS:g} s" in PAGE
     assert f"{plan._PORTS[0]} to {plan._PORTS[-1]}" in PAGE
 
 
