@@ -40,7 +40,7 @@ def main() -> int:
         "flops": MICROBATCHES * work,
         "kinds": {name: kind_of(policy(name)) for name in compared.measured},
         "last_losses": {name: one.last_loss for name, one in compared.measured.items()},
-        "apart": {name: compared.apart(name) for name in compared.measured},
+        "apart": {name: compared.difference(name) for name in compared.measured},
         **compared.as_json(),
     }
     print(precision.policies(result))

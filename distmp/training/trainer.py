@@ -141,7 +141,7 @@ class Trainer:
             self.engine.clock,
             self.engine.strategy,
             every=config.log.ranks_every,
-            say=console.message,
+            log=console.message,
         )
 
     def run(self, stop: StopSignals) -> bool:
@@ -456,7 +456,7 @@ class Trainer:
             directory=self.directory.path,
             hyperparameters=settings.to_mapping(self.config),
             after_step=self.progress.step,
-            complain=self.console.message,
+            warn=self.console.message,
         )
 
     def _save(self) -> None:

@@ -271,7 +271,7 @@ def test_forced_stop_is_reported(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         code, output = run.finish(STOP_SECONDS)
     assert code == 143
-    assert "ranks that did not end in time were killed" in last_line(output)
+    assert "ranks that did not exit in time were killed" in last_line(output)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ function html(name, className, parent, text) {
   return made;
 }
 
-/* The validation loss and the skipped steps of a run stand out from its line. */
+/* The validation loss and the skipped steps of a run have other colors than its line. */
 function color(series) {
   return COLORS[series.run + (series.kind === "dots" || series.kind === "marks" ? 2 : 0)];
 }
