@@ -31,7 +31,7 @@ class SleepsInBackward(torch.autograd.Function):
 
 
 class Sleepy(nn.Module):
-    """A model that keeps its rank from going on, where it is told to."""
+    """A model that delays its rank in a given phase."""
 
     def __init__(self, model: nn.Module, where: str) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ class Sleepy(nn.Module):
         return SleepsInBackward.apply(y) if self.where == "backward" else y
 
 
-Found = dict[int, list[float]]
+Times = dict[int, list[float]]
 
 
-def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], Found]:
+def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], Times]:
     """Run steps in which rank 1 is slow; return the logged lines, and the times."""
     world = World.current("cpu")
     model = Sleepy(make_model(), where if world.rank == 1 else "")

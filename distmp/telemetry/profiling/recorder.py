@@ -97,7 +97,7 @@ class StepProfiler:
             self._stop()
             # The error message contains the phase in which the error was raised.
             activity.now = failed_in
-            logger.warning("profile: what was recorded until the error is in %s", self._directory)
+            logger.warning("profile: the recording up to the error is in %s", self._directory)
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]

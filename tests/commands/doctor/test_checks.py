@@ -123,7 +123,12 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "wrong clock": ({"clock": Clock(True, True, -12.0)}, "clock", "WARN", "off by -12 s"),
     "unknown hostname": ({"addresses": ()}, "hostname", "WARN", "node1 does not resolve"),
     "hostname of Debian": ({"addresses": ("127.0.1.1",)}, "hostname", "WARN", "cannot reach"),
-    "hostname of somebody else": ({"addresses": ("10.9.9.9",)}, "hostname", "WARN", "no interface"),
+    "hostname of another machine": (
+        {"addresses": ("10.9.9.9",)},
+        "hostname",
+        "WARN",
+        "no interface",
+    ),
     "no network": (
         {"interfaces": {"lo": ("127.0.0.1",), "veth": ("fe80::2",)}, "addresses": ("127.0.0.1",)},
         "network",

@@ -189,7 +189,7 @@ def test_a_run_that_fails_writes_its_recording(
     assert {"step 2", "step 3"} <= {event["name"] for event in events}
     assert json.loads((tmp_path / "memory-rank0.json").read_text())["peak_bytes"] == 6 << 20
     assert not (tmp_path / "summary.json").exists()
-    assert f"what was recorded until the error is in {tmp_path}" in caplog.text
+    assert f"the recording up to the error is in {tmp_path}" in caplog.text
 
 
 def test_a_disk_error_does_not_end_the_run(
