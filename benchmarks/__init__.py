@@ -1,1 +1,1 @@
-"""Side-by-side measurements; each module is one command, `python -m benchmarks.NAME`."""
+"""Benchmarks that measure alternatives side by side, run with `python -m benchmarks.NAME`."""

@@ -1,9 +1,9 @@
-"""How wrong accumulated gradients are: `python -m benchmarks.accumulation_error`.
+"""Measure the error of accumulated gradients: `python -m benchmarks.accumulation_error`.
 
-Two ranks over gloo take 8, 64 and 512 microbatches each through a small model with bfloat16
-weights, by every way in turn. The reference adds up the very same bfloat16 microbatch gradients in
-float64, so what is left is the error of accumulating and reducing alone. Figures are relative L2
-errors of the whole gradient. With `--device cuda` the two ranks share a GPU.
+Two ranks over gloo run 8, 64 and 512 microbatches each through a small model with bfloat16 weights,
+with each method in turn. The reference sums the same bfloat16 microbatch gradients in float64, so
+the difference is only the error of accumulation and reduction. Errors are relative L2 errors of the
+full gradient. With `--device cuda` the two ranks share a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 def make_model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return the same model every time; its weights have bfloat16 values in any dtype."""
+    """Return the same model in every call; its weights have bfloat16 values in any dtype."""
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()]
     model = nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
@@ -57,8 +57,8 @@ def make_model(device: torch.device, dtype: torch.dtype = torch.float32) -> nn.M
 def make_batches(count: int, rank: int, device: torch.device) -> list[Batch]:
     generator = torch.Generator().manual_seed(rank)
     inputs = torch.randn(count, 8, WIDTH, generator=generator).to(device, torch.bfloat16)
-    # Targets that the model is far from, so that microbatches agree on a direction, as they do
-    # early in a training.
+    # Targets far from the model's outputs, so that gradients of microbatches have a common
+    # direction, as they do early in training.
     return [Batch(part, (part.float().roll(1, 1) + 1).bfloat16()) for part in inputs]
 
 
@@ -80,7 +80,7 @@ def reference(batches: Sequence[Batch]) -> list[Tensor]:
     return total
 
 
-# The ways: each returns the sum over microbatches and ranks of the gradients.
+# Each method returns the sum of the gradients over microbatches and ranks.
 
 
 def ddp(batches: Sequence[Batch], *, every: bool) -> list[Tensor]:
@@ -131,14 +131,14 @@ def buckets(batches: Sequence[Batch], **options: Any) -> list[Tensor]:
 
 
 def _summed(model: nn.Module) -> list[Tensor]:
-    """Return gradients that were averaged over ranks as sums, whole."""
+    """Return gradients that were averaged over ranks as full sums."""
     gradients = [cast(Tensor, parameter.grad) for parameter in model.parameters()]
-    whole = [part.full_tensor() if isinstance(part, DTensor) else part for part in gradients]
-    return [gradient * RANKS for gradient in whole]
+    full = [part.full_tensor() if isinstance(part, DTensor) else part for part in gradients]
+    return [gradient * RANKS for gradient in full]
 
 
 def _accelerate_policy() -> MixedPrecisionPolicy:
-    """Return what accelerate gives FSDP2 for mixed_precision="bf16"; it does not shard on CPU."""
+    """Return accelerate's FSDP2 policy for mixed_precision="bf16"; it does not shard on CPUs."""
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     plugin.set_mixed_precision("bf16")
     return cast(MixedPrecisionPolicy, plugin.mixed_precision_policy)
@@ -167,18 +167,18 @@ METHODS: dict[str, Callable[[Sequence[Batch]], list[Tensor]]] = {
 
 
 class Rank:
-    """Tells the errors of the ways, one order after the other."""
+    """Measures the errors of the methods on one rank."""
 
     def __init__(self, world: World) -> None:
         warnings.simplefilter("ignore", FutureWarning)  # torch's own, about FSDP1
         self._batches = [make_batches(count, world.rank, world.device) for count in COUNTS]
         self._exact = [_flat(reference(batches)) for batches in self._batches]
 
-    def measure(self, way: str) -> list[float]:
-        """Return the errors of a way, one for each entry of COUNTS."""
+    def measure(self, method: str) -> list[float]:
+        """Return the errors of a method, one per entry of COUNTS."""
         errors = []
         for batches, exact in zip(self._batches, self._exact, strict=True):
-            errors.append(((_flat(METHODS[way](batches)) - exact).norm() / exact.norm()).item())
+            errors.append(((_flat(METHODS[method](batches)) - exact).norm() / exact.norm()).item())
         return errors
 
 
@@ -192,19 +192,19 @@ def main() -> int:
     device = parser(__doc__).parse_args().device
     errors: dict[str, list[float]] = {}
     with Ranks("benchmarks.accumulation_error", "all", RANKS, device=device.type) as ranks:
-        for way in METHODS:
-            found = largest(way, ranks, way)
-            if found is not None:
-                errors[way] = found
+        for method in METHODS:
+            measured = largest(method, ranks, method)
+            if measured is not None:
+                errors[method] = measured
     result = {
         "machine": machine(device),
         "ranks": RANKS,
         "microbatches": COUNTS,
         "relative_error": errors,
     }
-    kept = save(f"accumulation-error-{device.type}", result)
+    path = save(f"accumulation-error-{device.type}", result)
     print(accumulation.accumulation_error(result))
-    print(f"kept in {kept}")
+    print(f"saved to {path}")
     return 0
 
 

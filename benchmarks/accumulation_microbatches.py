@@ -1,15 +1,15 @@
-"""What 8, 64 and 512 microbatches do: `python -m benchmarks.accumulation_microbatches`.
+"""Compare 8, 64 and 512 microbatches: `python -m benchmarks.accumulation_microbatches`.
 
-Every way to accumulate in bfloat16 takes the same microbatches through the same model, of a million
-parameters on two CPU ranks over gloo, each way in processes of its own.
+Every accumulation method runs the same microbatches through the same model of a million parameters,
+on two CPU ranks over gloo, in separate processes per method.
 
-- Error: relative L2 distance of the gradient that the update sees from the float64 mean of the
-  gradients that plain autograd has for each microbatch, in the types that the way computes in. What
-  is left is the error of accumulating and reducing.
-- Time: a step of plain SGD; the ways are all alive and take turns.
-- Memory: the most bytes of tensors that are alive at once during a step, without the microbatches.
+- Error: relative L2 error of the gradient of the update, compared with the float64 mean of plain
+  autograd's gradients of each microbatch, in the compute dtype of the method. The difference is the
+  error of accumulation and reduction.
+- Time: a step of plain SGD; all methods run at the same time and take turns.
+- Memory: peak bytes of live tensors during a step, without the microbatches.
 
-Five minutes on two cores. `--device cuda` takes a larger model and one rank for each GPU.
+It takes five minutes on two cores. `--device cuda` uses a larger model and one rank per GPU.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.accumulation_ways import (
+from benchmarks.accumulation_methods import (
     DDP_AUTOCAST,
     DDP_BF16,
     METHODS,
@@ -44,7 +44,7 @@ COUNTS = (8, 64, 512)
 
 
 class Shape(NamedTuple):
-    """The model that is trained, and how many different microbatches of how many samples."""
+    """The shape of the model, the number of different microbatches, and their samples."""
 
     width: int
     depth: int
@@ -56,33 +56,33 @@ SHAPES = {"cpu": Shape(512, 4, max(COUNTS), 8), "cuda": Shape(4096, 8, max(COUNT
 
 
 class Rank:
-    """What one rank of a way answers to the orders of the main process."""
+    """Runs the measurements of a method on one rank."""
 
-    def __init__(self, way: str, world: World) -> None:
+    def __init__(self, method: str, world: World) -> None:
         self._world = world
-        self._build, self._autocast = METHODS[way], way == DDP_AUTOCAST
+        self._build, self._autocast = METHODS[method], method == DDP_AUTOCAST
         shape = SHAPES[world.device.type]
-        # Kernels are made, and libraries loaded, for good; all layers are alike.
+        # Load kernels and libraries, which stay in memory; all layers have the same shape.
         self._build(self._make_task(shape._replace(depth=1, batches=2))).step(2)
         self._task = self._make_task(shape)
-        self._way = self._build(self._task)
+        self._method = self._build(self._task)
 
     def _make_task(self, shape: Shape) -> Task:
         return regression(*shape, self._world.rank, self._world.device)
 
     def answer(self, order: str) -> Any:
-        """Do what `order` names, with as many microbatches as it says behind it."""
+        """Run the measurement and number of microbatches in `order`, such as "error 64"."""
         name, count = order.split()
         return {"error": self.error, "time": self.time, "peak": self.peak}[name](int(count))
 
     def error(self, count: int) -> float:
         """Return the relative error of the accumulated gradient."""
-        found = self._build(self._task).gradients(count)
+        gradients = self._build(self._task).gradients(count)
         exact = self._exact(count)
-        assert found.keys() == exact.keys()
-        apart = torch.stack([(found[name].double() - exact[name]).norm() for name in exact])
-        whole = torch.stack([one.norm() for one in exact.values()])
-        return (apart.norm() / whole.norm()).item()
+        assert gradients.keys() == exact.keys()
+        errors = torch.stack([(gradients[name].double() - exact[name]).norm() for name in exact])
+        norms = torch.stack([one.norm() for one in exact.values()])
+        return (errors.norm() / norms.norm()).item()
 
     def _exact(self, count: int) -> dict[str, Tensor]:
         """Return the float64 mean of the gradients of single microbatches, over all ranks."""
@@ -104,35 +104,35 @@ class Rank:
 
     def time(self, count: int) -> float:
         """Return the seconds of one step."""
-        return elapsed_together(lambda: self._way.step(count), self._world.device)
+        return elapsed_together(lambda: self._method.step(count), self._world.device)
 
     def peak(self, count: int) -> float:
-        """Return the most bytes per parameter in use during a step that is not the first."""
+        """Return the peak memory in bytes per parameter of a step after the first ones."""
         if self._world.device.type == "cuda":
             base = begin_peak(self._world.device)
-            way = self._settled()
+            method = self._settled()
             begin_peak(self._world.device)
-            way.step(count)
+            method.step(count)
             peak = peak_since(base, self._world.device)
         else:
             with LiveStorages() as live:
-                way = self._settled()
-                live.peak = 0  # building may take more
-                way.step(count)
+                method = self._settled()
+                live.peak = 0  # building may need more
+                method.step(count)
             peak = live.peak
         return peak / sum(parameter.numel() for parameter in self._task.make_model().parameters())
 
     def _settled(self) -> AccumulationMethod:
-        """Return a new way that has taken its first steps; DDP sorts its buckets in the second."""
-        way = self._build(self._task)
+        """Return a new method after its first steps; DDP rebuilds its buckets in the second."""
+        method = self._build(self._task)
         for _ in range(2):
-            way.step(min(COUNTS))
-        return way
+            method.step(min(COUNTS))
+        return method
 
 
 def main() -> int:
     if is_rank():
-        return serve(lambda way, world: Rank(way, world).answer)
+        return serve(lambda method, world: Rank(method, world).answer)
     arguments = parse(parser(__doc__, rounds=3, ranks=True))
     shape = SHAPES[arguments.device.type]
     meta = regression(*shape._replace(batches=1), 0, torch.device("meta"))
@@ -146,30 +146,31 @@ def main() -> int:
         "reference": DDP_BF16,
         "ways": _measure(arguments),
     }
-    kept = save(f"accumulation-microbatches-{arguments.device.type}", result)
+    path = save(f"accumulation-microbatches-{arguments.device.type}", result)
     print(accumulation.accumulation_microbatches(result))
-    print(f"kept in {kept}")
+    print(f"saved to {path}")
     return 0
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return error, bytes per parameter and seconds by way and number of microbatches."""
-    ways: dict[str, dict[str, dict[str, Any]]] = {
-        way: {str(count): {} for count in COUNTS} for way in METHODS
+    """Return error, bytes per parameter and seconds by method and number of microbatches."""
+    methods: dict[str, dict[str, dict[str, Any]]] = {
+        method: {str(count): {} for count in COUNTS} for method in METHODS
     }
     with ExitStack() as stack:
         module, device = "benchmarks.accumulation_microbatches", arguments.device.type
-        alive = {
-            way: stack.enter_context(Ranks(module, way, arguments.ranks, device=device))
-            for way in METHODS
+        running = {
+            method: stack.enter_context(Ranks(module, method, arguments.ranks, device=device))
+            for method in METHODS
         }
         for count in COUNTS:
-            for way, found in ways.items():
-                found[str(count)]["error"] = largest(way, alive[way], f"error {count}")
-                found[str(count)]["bytes_per_parameter"] = largest(way, alive[way], f"peak {count}")
-            for way, seconds in take_turns(alive, f"time {count}", arguments.rounds).items():
-                ways[way][str(count)]["seconds"] = seconds
-    return ways
+            for method, found in methods.items():
+                ranks = running[method]
+                found[str(count)]["error"] = largest(method, ranks, f"error {count}")
+                found[str(count)]["bytes_per_parameter"] = largest(method, ranks, f"peak {count}")
+            for method, seconds in take_turns(running, f"time {count}", arguments.rounds).items():
+                methods[method][str(count)]["seconds"] = seconds
+    return methods
 
 
 if __name__ == "__main__":

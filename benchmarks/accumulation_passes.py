@@ -1,19 +1,19 @@
-"""What accumulating 8 microbatches costs: `python -m benchmarks.accumulation_passes`.
+"""Measure the cost of accumulating 8 microbatches: `python -m benchmarks.accumulation_passes`.
 
-One process with one thread, no reduction: autograd hands bfloat16 gradients, prepared beforehand,
-to parameters one by one, and the ways put their sum into flat FP32 buffers. The ways take turns;
-their CPU time counts, which is what a single thread takes on a quiet machine.
+One process with one thread and without reduction: autograd passes precomputed bfloat16 gradients to
+the parameters, and the methods sum them into flat FP32 buffers. The methods take turns, and their
+CPU time is measured.
 
 - `Fp32GradBuckets`: the first microbatch copies, the others add.
-- `main_grad`: the buffer is set to zero, a hook on every parameter adds its gradient, and a last
-  pass scales the sum, as data-parallel wrappers with a `main_grad` do that. The gradient comes to
-  the hook as bfloat16, or as float32 if `grad_dtype` says so.
-- in place: the buffer is set to zero, `.grad` is a view of it (with `grad_dtype` float32) that
-  autograd adds to, and a last pass scales the sum.
-- autograd alone: the gradients are dropped as they come. This is in all of the other times.
+- `main_grad`: the buffer is zeroed, a hook on every parameter adds its gradient, and a last pass
+  scales the sum, as in data-parallel wrappers with a `main_grad`. The hook receives the gradient in
+  bfloat16, or in float32 with `grad_dtype`.
+- in place: the buffer is zeroed, autograd adds to `.grad`, which is a view of it (with `grad_dtype`
+  float32), and a last pass scales the sum.
+- autograd alone: the gradients are dropped. The other times include this one.
 
-All ways but the last give the same sum, which is checked. `--device cuda` takes a larger model, and
-the time between two events of the stream instead of CPU time.
+All methods except the last compute the same sum, which is checked. `--device cuda` uses a larger
+model, and the time between two events of the stream instead of CPU time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SCALE = 0.5  # a power of two, so that the sums can be compared bit by bit
 
 
 class _Use(torch.autograd.Function):
-    """Stands for a layer: gives its parameter a gradient that was prepared, and passes on."""
+    """Replaces a layer: passes a precomputed gradient to its parameter."""
 
     @staticmethod
     def forward(ctx: Any, passing: Tensor, parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -54,10 +54,10 @@ class _Use(torch.autograd.Function):
 
 
 class AccumulationMethod(ABC):
-    """A way to accumulate, with parameters of its own.
+    """Accumulates gradients for its own parameters.
 
     Args:
-        gradients: Of one microbatch, bfloat16, in the order of the parameters.
+        gradients: The bfloat16 gradients of a microbatch, in the order of the parameters.
     """
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
@@ -66,11 +66,11 @@ class AccumulationMethod(ABC):
 
     @abstractmethod
     def accumulate(self) -> None:
-        """Take all microbatches of a step."""
+        """Run all microbatches of a step."""
 
     @abstractmethod
     def sums(self) -> list[Tensor]:
-        """Return the accumulated gradients, scaled as this way leaves them."""
+        """Return the accumulated and scaled gradients."""
 
     def backward(self) -> None:
         """Run one microbatch."""
@@ -81,7 +81,7 @@ class AccumulationMethod(ABC):
 
 
 class Buckets(AccumulationMethod):
-    """distmp's; nothing is scaled, because the optimizer's kernel divides."""
+    """distmp's buckets, without scaling, because the optimizer's kernel divides."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         super().__init__(gradients)
@@ -97,12 +97,12 @@ class Buckets(AccumulationMethod):
         self._buckets.finish()
 
     def sums(self) -> list[Tensor]:
-        found = self._buckets.gradients()
-        return [found[str(index)] * SCALE for index in range(len(self.parameters))]
+        sums = self._buckets.gradients()
+        return [sums[str(index)] * SCALE for index in range(len(self.parameters))]
 
 
 class Zeroed(AccumulationMethod):
-    """Set to zero, add all, scale."""
+    """Zeroes a buffer, adds all gradients, and scales the sum."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         super().__init__(gradients)
@@ -113,7 +113,7 @@ class Zeroed(AccumulationMethod):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Lead the gradients of the parameters to the views."""
+        """Connect the gradients of the parameters with the views."""
 
     def accumulate(self) -> None:
         self._flat.zero_()
@@ -126,7 +126,7 @@ class Zeroed(AccumulationMethod):
 
 
 class MainGrad(Zeroed):
-    """A hook adds the bfloat16 gradient and frees it."""
+    """Adds the bfloat16 gradient in a hook and frees it."""
 
     grad_dtype = torch.bfloat16
 
@@ -137,13 +137,13 @@ class MainGrad(Zeroed):
 
 
 class MainGradFp32(MainGrad):
-    """A hook adds the gradient that autograd has made FP32."""
+    """Adds the gradient in a hook, after autograd has converted it to FP32."""
 
     grad_dtype = torch.float32
 
 
 class InPlace(Zeroed):
-    """Autograd itself adds to the view."""
+    """Lets autograd add to the view."""
 
     def prepare(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -152,7 +152,7 @@ class InPlace(Zeroed):
 
 
 class Dropped(AccumulationMethod):
-    """Nothing is accumulated."""
+    """Drops the gradients without accumulation."""
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         super().__init__(gradients)
@@ -181,15 +181,15 @@ def main() -> int:
     torch.set_num_threads(1)
     device = arguments.device
     gradients = _gradients(arguments.size, device)
-    ways = {name: way(gradients) for name, way in METHODS.items()}
+    methods = {name: method(gradients) for name, method in METHODS.items()}
     clock = elapsed if device.type == "cuda" else _cpu_time
     milliseconds = in_turns(
-        list(ways),
+        list(methods),
         arguments.rounds,
-        lambda name: 1000 * clock(ways[name].accumulate, device),
+        lambda name: 1000 * clock(methods[name].accumulate, device),
         warm_up=2,
     )
-    _check(ways)
+    _check(methods)
     result = {
         "machine": machine(device),
         "elements": sum(gradient.numel() for gradient in gradients),
@@ -198,14 +198,14 @@ def main() -> int:
         "milliseconds": milliseconds,
     }
     print(accumulation.accumulation_passes(result))
-    print(f"kept in {save(f'accumulation-passes-{device.type}', result)}")
+    print(f"saved to {save(f'accumulation-passes-{device.type}', result)}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, rounds=25)
-    made.add_argument("--size", help="transformer whose parameters these are (22m, on a GPU 350m)")
-    return parse(made, size=SIZES)
+    options = parser(__doc__, rounds=25)
+    options.add_argument("--size", help="size of the transformer (default: 22m, on a GPU 350m)")
+    return parse(options, size=SIZES)
 
 
 def _gradients(size: str, device: torch.device) -> list[Tensor]:
@@ -243,9 +243,9 @@ def _cpu_time(work: Callable[[], object], _: torch.device) -> float:
     return time.process_time() - started
 
 
-def _check(ways: dict[str, AccumulationMethod]) -> None:
-    """Refuse to report on ways that do not compute the same."""
-    expected, *others = (way.sums() for way in ways.values())
+def _check(methods: dict[str, AccumulationMethod]) -> None:
+    """Check that all methods compute the same sums."""
+    expected, *others = (method.sums() for method in methods.values())
     for found in filter(None, others):
         torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
 

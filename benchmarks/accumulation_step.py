@@ -1,13 +1,13 @@
 """Time and memory of a step of 8 microbatches: `python -m benchmarks.accumulation_step`.
 
-A transformer of 22 M parameters on two CPU ranks over gloo, by every way, each in processes of its
-own. For time all of them are alive and take turns of one step. Memory is measured in fresh
-processes: the largest resident set during a step, less what was resident before the model was
-built, compiled kernels included; beside it the tensors that were alive. The update is plain SGD, so
-that no optimizer state counts; then the same for AdamW at two and four ranks.
+A transformer of 22 M parameters on two CPU ranks over gloo, with every method in separate
+processes. For time, all of them run at once and take turns of one step. Memory is measured in new
+processes: the peak resident set during a step minus the resident set before the model was built,
+which includes compiled kernels; and the live tensors. The update is plain SGD, which has no
+optimizer state; memory is also measured with AdamW on two and four ranks.
 
-`--device cuda` takes one rank for each GPU, a larger model and larger microbatches, memory as
-torch's allocator has given it out, and AdamW on one rank and on two that share the GPU over gloo.
+`--device cuda` uses one rank per GPU, a larger model and larger microbatches, the memory of torch's
+allocator, and AdamW on one rank and on two that share the GPU over gloo.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import memory
-from benchmarks.accumulation_ways import (
+from benchmarks.accumulation_methods import (
     DDP_AUTOCAST,
     DDP_BF16,
     METHODS,
@@ -43,7 +43,7 @@ MICROBATCHES = 8
 
 
 class Shape(NamedTuple):
-    """The model that is trained, and its microbatches."""
+    """The size of the model and of its microbatches."""
 
     size: str
     samples: int
@@ -62,55 +62,55 @@ ADAMW_RANKS = {"cpu": (2, 4), "cuda": (1, 2)}
 
 
 class Rank:
-    """What one rank of a way answers to the orders of the main process.
+    """Runs the measurements of a method on one rank.
 
     Args:
-        described: The way and the named size, as `_described` has them.
-        world: Of this rank.
+        described: The method and the named size, separated by "|".
+        world: The process group of this rank.
     """
 
     def __init__(self, described: str, world: World) -> None:
-        way, size = described.split("|")
+        method, size = described.split("|")
         self._device = world.device
         self._shape = SHAPES[world.device.type]._replace(size=size)
-        self._build = {**METHODS, **OPTIMIZERS}[way]
+        self._build = {**METHODS, **OPTIMIZERS}[method]
         self._parameters = self._warm_up()
         self._build(self._task("1m")).step(MICROBATCHES)
         self._base = begin_peak(self._device)
-        self._way = self._build(self._task(size))
+        self._method = self._build(self._task(size))
 
     def answer(self, order: str) -> Any:
-        """Do what `order` names."""
+        """Run the measurement named by `order`."""
         return {"time": self.time, "peak": self.peak, "live": self.live}[order]()
 
     def time(self) -> float:
         """Return the seconds of one step."""
-        return elapsed_together(lambda: self._way.step(MICROBATCHES), self._device)
+        return elapsed_together(lambda: self._method.step(MICROBATCHES), self._device)
 
     def peak(self) -> dict[str, float]:
-        """Return bytes in use per parameter: at most in a step, and after it."""
-        _settle(self._way)
+        """Return the bytes per parameter at the peak of a step, and after the step."""
+        _settle(self._method)
         begin_peak(self._device)
-        self._way.step(MICROBATCHES)
+        self._method.step(MICROBATCHES)
         peak = peak_since(self._base, self._device)
         between = begin_peak(self._device) - self._base
         return {"peak": peak / self._parameters, "between_steps": between / self._parameters}
 
     def live(self) -> dict[str, float]:
-        """Return bytes per parameter of the tensors that are alive at once, at most."""
+        """Return the peak bytes per parameter of live tensors."""
         live = memory.LiveStorages()
         with live:
-            way = self._build(self._task(self._shape.size))
-            _settle(way)
-            live.peak = 0  # building may take more
-            way.step(2)
+            method = self._build(self._task(self._shape.size))
+            _settle(method)
+            live.peak = 0  # building may need more
+            method.step(2)
         return {"live_tensors_peak": live.peak / self._parameters}
 
     def _task(self, size: str) -> Task:
         return transformer(size, MICROBATCHES, *self._shape[1:], self._device)
 
     def _warm_up(self) -> int:
-        """Have kernels for these shapes compiled, which stay in memory; count the parameters."""
+        """Compile kernels for these shapes, which stay in memory; return the parameter count."""
         for autocast in (False, True):
             task = self._task(self._shape.size)
             model = task.make_model().to(torch.float32 if autocast else torch.bfloat16)
@@ -120,15 +120,15 @@ class Rank:
         return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _settle(way: AccumulationMethod) -> None:
-    """Take the steps after which nothing new is allocated; DDP sorts its buckets in the second."""
+def _settle(method: AccumulationMethod) -> None:
+    """Run the steps that allocate; DDP rebuilds its buckets in the second."""
     for _ in range(2):
-        way.step(1)
+        method.step(1)
 
 
 def main() -> int:
     if is_rank():
-        return serve(lambda way, world: Rank(way, world).answer)
+        return serve(lambda method, world: Rank(method, world).answer)
     arguments = _arguments()
     shape = SHAPES[arguments.device.type]._replace(size=arguments.size)
     orders = ("peak", "live") if arguments.device.type == "cpu" else ("peak",)
@@ -144,59 +144,60 @@ def main() -> int:
         "references": {"autocast": DDP_AUTOCAST, "bf16": DDP_BF16},
         "seconds": _times(arguments),
     }
-    kept = save(f"accumulation-step-{arguments.device.type}", result)
+    path = save(f"accumulation-step-{arguments.device.type}", result)
     print(accumulation.accumulation_step(result))
-    print(f"kept in {kept}")
+    print(f"saved to {path}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, rounds=8, ranks=True)
-    made.add_argument("--size", help="of the transformer (default: 22m, on a GPU 350m)")
-    return parse(made, size={device: shape.size for device, shape in SHAPES.items()})
+    options = parser(__doc__, rounds=8, ranks=True)
+    options.add_argument("--size", help="size of the transformer (default: 22m, on a GPU 350m)")
+    return parse(options, size={device: shape.size for device, shape in SHAPES.items()})
 
 
 def _memory(
-    ways: list[str], arguments: argparse.Namespace, ranks: int, *orders: str
+    methods: list[str], arguments: argparse.Namespace, ranks: int, *orders: str
 ) -> dict[str, dict[str, float]]:
-    """Return what the ranks of each way answer to all orders, the largest number of each kind."""
+    """Return the maximum over the ranks of each measurement, by method."""
     found = {}
-    for way in ways:
+    for method in methods:
         try:
-            with _started(way, arguments, ranks, memory.EXACT_MALLOC) as started:
+            with _started(method, arguments, ranks, memory.EXACT_MALLOC) as started:
                 answers = [answer for order in orders for answer in started.ask(order)]
         except RankError as error:
-            print(f"left out: {way} on {ranks} ranks: {error}", file=sys.stderr)
+            print(f"skipped: {method} on {ranks} ranks: {error}", file=sys.stderr)
             continue
         names = dict.fromkeys(name for answer in answers for name in answer)
-        found[way] = {name: max(one.get(name, 0.0) for one in answers) for name in names}
+        found[method] = {name: max(one.get(name, 0.0) for one in answers) for name in names}
     return found
 
 
 def _memory_with_adamw(arguments: argparse.Namespace) -> dict[str, dict[int, dict[str, float]]]:
-    by_way: dict[str, dict[int, dict[str, float]]] = {way: {} for way in OPTIMIZERS}
+    by_method: dict[str, dict[int, dict[str, float]]] = {method: {} for method in OPTIMIZERS}
     for ranks in ADAMW_RANKS[arguments.device.type]:
-        for way, found in _memory(list(OPTIMIZERS), arguments, ranks, "peak").items():
-            by_way[way][ranks] = found
-    return by_way
+        for method, found in _memory(list(OPTIMIZERS), arguments, ranks, "peak").items():
+            by_method[method][ranks] = found
+    return by_method
 
 
 def _times(arguments: argparse.Namespace) -> dict[str, list[float]]:
     with ExitStack() as stack:
-        ways = {
-            way: stack.enter_context(_started(way, arguments, arguments.ranks)) for way in METHODS
+        methods = {
+            method: stack.enter_context(_started(method, arguments, arguments.ranks))
+            for method in METHODS
         }
-        return take_turns(ways, "time", arguments.rounds)
+        return take_turns(methods, "time", arguments.rounds)
 
 
 def _started(
-    way: str,
+    method: str,
     arguments: argparse.Namespace,
     ranks: int,
     environment: dict[str, str] | None = None,
 ) -> Ranks:
     device = arguments.device.type
-    described = f"{way}|{arguments.size}"
+    described = f"{method}|{arguments.size}"
     return Ranks("benchmarks.accumulation_step", described, ranks, environment, device)
 
 

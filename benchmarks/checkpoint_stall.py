@@ -1,11 +1,11 @@
-"""What saving costs a run: `python -m benchmarks.checkpoint_stall`.
+"""Measure the cost of saving: `python -m benchmarks.checkpoint_stall`.
 
-A transformer of 22 M parameters with AdamW, FP32, on two CPU ranks over gloo, saves with
-`checkpoint.asynchronous` and without, each way in processes of its own that take turns. A turn is a
-few steps without saving, then a save and steps until the checkpoint is written. The stall is the
-time for which training stood still for the save: in the save itself, and before the next update of
-the optimizer. Memory is measured in fresh processes: how much more is resident at most while a
-checkpoint is written than in the same steps without, as a share of the state.
+A transformer of 22 M parameters with AdamW in FP32 on two CPU ranks over gloo saves with
+`checkpoint.asynchronous` and without, in separate processes that take turns. A turn has a few steps
+without saving, then a save and steps until the checkpoint is written. The stall is the time that
+training waits for the save: in the save itself, and before the next update of the optimizer. Memory
+is measured in new processes: the additional peak resident set while a checkpoint is written,
+relative to the size of the state.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ CPU = torch.device("cpu")
 RANKS = 2
 VOCABULARY, LENGTH = 258, 128
 STEPS = 6
-"""Steps before a save, and at least after it."""
+"""Number of steps before a save, and minimum number after it."""
 
-WAYS = ("asynchronous", "blocking")
+METHODS = ("asynchronous", "blocking")
 
 
 class Rank:
-    """What one rank answers to the orders of the main process."""
+    """Runs the measurements of a method on one rank."""
 
-    def __init__(self, way: str, world: World) -> None:
+    def __init__(self, method: str, world: World) -> None:
         torch.manual_seed(0)
         tokens = torch.randint(VOCABULARY, (1, LENGTH + 1))
         self._batch = {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
@@ -64,22 +64,22 @@ class Rank:
         folders: list[Any] = [self._folder.name]
         dist.broadcast_object_list(folders)
         self._writer = CheckpointWriter(
-            CheckpointConfig(asynchronous=way == "asynchronous", keep=1),
+            CheckpointConfig(asynchronous=method == "asynchronous", keep=1),
             Path(folders[0]),
             world,
             timeout_seconds=600,
             log=lambda text: print(text, file=sys.stderr),
         )
         self._writer.guard(self._engine.optimizer)
-        self._writer.__enter__()  # its group is left with all others at the end
+        self._writer.__enter__()  # its group is destroyed with all others at the end
         self._steps = 0
 
     def answer(self, order: str) -> Any:
-        """Do what `order` names."""
+        """Run the measurement named by `order`."""
         return {"turn": self.turn, "resident": self.resident, "leave": self.leave}[order]()
 
     def turn(self) -> dict[str, Any]:
-        """Return seconds: of steps without saving, of the stall, of steps while it is written."""
+        """Return the seconds of steps without saving, of the stall, and of steps while writing."""
         dist.barrier()
         before = [self._step() for _ in range(STEPS)]
         dist.barrier()
@@ -88,7 +88,7 @@ class Rank:
         stall = time.perf_counter() - started
         stalled = self._writer.stalled_seconds
         while_writing = []
-        # The same number on both ranks: rank 0 decides when it is over.
+        # Both ranks run the same number of steps, which rank 0 decides.
         while self._is_writing():
             while_writing.append(self._step())
         written = time.perf_counter() - started
@@ -97,7 +97,7 @@ class Rank:
         return {"before": before, "stall": stall, "while": while_writing, "written": written}
 
     def resident(self) -> dict[str, float]:
-        """Return bytes: resident beyond what steps take while saving, at most, and the state's."""
+        """Return the additional peak resident set while saving, and the size of the state."""
         for _ in range(2):
             self._step()
         start = begin_peak(CPU)
@@ -105,7 +105,7 @@ class Rank:
             self._step()
         without = peak_since(start, CPU)
         begin_peak(CPU)
-        for _ in range(2):  # the first makes what the second uses again
+        for _ in range(2):  # the second save reuses buffers of the first
             self._save()
             for _ in range(STEPS):
                 self._step()
@@ -114,7 +114,7 @@ class Rank:
         return {"beyond": peak_since(start, CPU) - without, "state": state}
 
     def leave(self) -> None:
-        """Finish; the folder goes with the process."""
+        """Close the writer and delete the folder."""
         self._writer.__exit__(None, None, None)
         dist.barrier()
         self._folder.cleanup()
@@ -141,54 +141,54 @@ class Rank:
 
 def main() -> int:
     if is_rank():
-        return serve(lambda way, world: Rank(way, world).answer)
+        return serve(lambda method, world: Rank(method, world).answer)
     arguments = _arguments()
     result = {
         "machine": machine(),
         "ranks": RANKS,
-        "memory": {way: _memory(way) for way in WAYS},
+        "memory": {method: _memory(method) for method in METHODS},
         "turns": _turns(arguments.rounds),
     }
-    kept = save("checkpoint-stall-cpu", result)
+    path = save("checkpoint-stall-cpu", result)
     print(runs.checkpoint_stall(result))
-    print(f"kept in {kept}")
+    print(f"saved to {path}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=8, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each method")
     return parser.parse_args()
 
 
-def _memory(way: str) -> dict[str, float]:
-    """Return the memory of the rank that takes most."""
-    with Ranks("benchmarks.checkpoint_stall", way, RANKS, memory.EXACT_MALLOC) as started:
+def _memory(method: str) -> dict[str, float]:
+    """Return the memory of the rank that needs most."""
+    with Ranks("benchmarks.checkpoint_stall", method, RANKS, memory.EXACT_MALLOC) as started:
         answers = started.ask("resident")
         started.ask("leave")
     return max(answers, key=lambda answer: float(answer["beyond"]))
 
 
 def _turns(rounds: int) -> dict[str, list[dict[str, float]]]:
-    """Return for each way and turn the seconds that `runs.checkpoint_stall` asks for."""
-    turns: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    """Return the seconds for `runs.checkpoint_stall` for each method and turn."""
+    turns: dict[str, list[dict[str, float]]] = {method: [] for method in METHODS}
     with ExitStack() as stack:
         started = {
-            way: stack.enter_context(Ranks("benchmarks.checkpoint_stall", way, RANKS))
-            for way in WAYS
+            method: stack.enter_context(Ranks("benchmarks.checkpoint_stall", method, RANKS))
+            for method in METHODS
         }
         for turn in range(rounds + 1):
-            for way in WAYS if turn % 2 else WAYS[::-1]:
-                answers = started[way].ask("turn")
+            for method in METHODS if turn % 2 else METHODS[::-1]:
+                answers = started[method].ask("turn")
                 if turn > 0:  # the first turn warms up
-                    turns[way].append(_slowest(answers))
-        for way in WAYS:
-            started[way].ask("leave")
+                    turns[method].append(_slowest(answers))
+        for method in METHODS:
+            started[method].ask("leave")
     return turns
 
 
 def _slowest(answers: list[dict[str, Any]]) -> dict[str, float]:
-    """Return of one turn: the stall, a step without saving and while writing, and the writing."""
+    """Return the times of one turn: stall, step without saving and while writing, and writing."""
     steps = answers[0]["while"] or answers[0]["before"]
     return {
         "stall": max(answer["stall"] for answer in answers),

@@ -1,4 +1,4 @@
-"""Where a benchmark runs: the option for it, and how long work takes there."""
+"""The device of a benchmark: its command-line options, and timing on it."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ def parser(
     """Return a parser with the options that benchmarks share: `--device`, `--rounds`, `--ranks`.
 
     Args:
-        description: For `--help`.
-        rounds: Default for the turns of each way; None leaves the option out.
+        description: Text for `--help`.
+        rounds: Default number of turns of each method; None omits the option.
         ranks: Whether the number of ranks is an option.
     """
-    made = argparse.ArgumentParser(
+    options = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
+    options.add_argument("--device", type=_device, default="cpu", help="cpu (default) or cuda")
     if rounds is not None:
-        made.add_argument("--rounds", type=int, default=rounds, help="turns of each way")
+        options.add_argument("--rounds", type=int, default=rounds, help="turns of each method")
     if ranks:
-        made.add_argument("--ranks", type=int, help="default: 2, on GPUs one for each")
-    return made
+        options.add_argument("--ranks", type=int, help="default: 2, with GPUs one per GPU")
+    return options
 
 
-def parse(made: argparse.ArgumentParser, **defaults: Mapping[str, Any]) -> argparse.Namespace:
-    """Parse the command line; what it leaves out takes the default of the device.
+def parse(options: argparse.ArgumentParser, **defaults: Mapping[str, Any]) -> argparse.Namespace:
+    """Parse the command line, with defaults that depend on the device.
 
     Args:
-        made: By `parser`.
-        **defaults: By type of device, for options whose own default is None.
+        options: A parser created by `parser`.
+        **defaults: Defaults by device type, for options whose own default is None.
     """
-    found = made.parse_args()
+    arguments = options.parse_args()
     everywhere = {"ranks": {"cpu": 2, "cuda": torch.cuda.device_count()}, **defaults}
     for name, by_device in everywhere.items():
-        if getattr(found, name, None) is None:
-            setattr(found, name, by_device[found.device.type])
-    return found
+        if getattr(arguments, name, None) is None:
+            setattr(arguments, name, by_device[arguments.device.type])
+    return arguments
 
 
 def _device(name: str) -> torch.device:
@@ -57,15 +57,15 @@ def _device(name: str) -> torch.device:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all that it was given; a CPU has at once."""
+    """Wait until the device has finished all queued work; returns immediately on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def elapsed(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of `work`, from an idle device until it is idle again.
+    """Return the duration of `work` in seconds, from an idle device until it is idle again.
 
-    On CUDA they are taken between two events of the current stream.
+    On CUDA it is measured between two events of the current stream.
     """
     if device.type != "cuda":
         started = time.perf_counter()

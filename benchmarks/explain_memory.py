@@ -1,7 +1,7 @@
-"""What `distmp explain` predicts against what is allocated: `python -m benchmarks.explain_memory`.
+"""Compare `distmp explain` with allocated memory: `python -m benchmarks.explain_memory`.
 
-Measured is the peak of what torch's CPU allocator has given out, kernels' own memory included, as
-torch's profiler follows it; processes do not share it. About two minutes on a CPU.
+Measures the peak memory of torch's CPU allocator with torch's profiler, including memory of
+kernels. It takes about two minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMALL_22M = (
     "--batch.global-batch-size=4",
     "--batch.microbatch-size=2",
 )
-# Name: ranks, and the command line of the run.
+# Name: number of ranks, and the command line of the run.
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "quickstart": (2, QUICKSTART),
     "quickstart, `shard_optimizer`": (2, (*QUICKSTART, "--shard-optimizer")),
@@ -62,12 +62,12 @@ def main() -> int:
         print(name, cases[name], flush=True)
     result = {"machine": machine(), "steps": STEPS, "cases": cases}
     print(runs.explain_memory(result))
-    print(f"kept in {save('explain-memory-cpu', result)}")
+    print(f"saved to {save('explain-memory-cpu', result)}")
     return 0
 
 
 def measure(config: RunConfig, ranks: int) -> int:
-    """Return the peak of the first rank of a real run, in bytes."""
+    """Return the peak memory of the first rank of a real run, in bytes."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (config, ranks, folder), nprocs=ranks)
         return int(open(f"{folder}/peak").read())
@@ -87,7 +87,7 @@ def _rank(rank: int, config: RunConfig, ranks: int, folder: str) -> None:
 
 
 def stepper(config: RunConfig) -> Callable[[], object]:
-    """Return a function that builds the engine of a run when it is first called, then steps."""
+    """Return a function that runs a step; its first call also builds the engine."""
     world = World.current(CPU)
     policy, _ = resolve(config.precision.policy, CPU)
     steps = _steps(config, world, policy)
@@ -104,10 +104,10 @@ def _steps(config: RunConfig, world: World, policy: PrecisionPolicy) -> Iterator
 
 
 def peak_allocated(step: Callable[[], object]) -> int:
-    """Return the most bytes that torch's CPU allocator had given out in a step after the first.
+    """Return the peak memory of torch's CPU allocator in a step after the first, in bytes.
 
-    Of several steps the one that needs least counts: what gloo's threads give back is noticed only
-    when its address is used again.
+    It is the minimum over several steps: memory that gloo's threads free is detected only when its
+    address is used again.
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         step()
@@ -121,20 +121,20 @@ def peak_allocated(step: Callable[[], object]) -> int:
         (event for event in events if event.tag == _EventType.Allocation),
         key=lambda event: event.start_time_ns,
     )
-    # By address and not by the profiler's own total, which misses what gloo's threads give back.
-    given_out: dict[int, int] = {}
+    # Count by address: the profiler's total misses memory that gloo's threads free.
+    allocated: dict[int, int] = {}
     total = 0
-    most = [0] * len(begins)
+    peaks = [0] * len(begins)
     for event in allocations:
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-        total -= given_out.pop(address, 0)
+        total -= allocated.pop(address, 0)
         if size > 0:
-            given_out[address] = size
+            allocated[address] = size
             total += size
         step_number = bisect(begins, event.start_time_ns) - 1
         if step_number >= 0:
-            most[step_number] = max(most[step_number], total)
-    return min(most)
+            peaks[step_number] = max(peaks[step_number], total)
+    return min(peaks)
 
 
 def _all(events: Any) -> Iterator[Any]:

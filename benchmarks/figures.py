@@ -1,4 +1,4 @@
-"""Writes the figures of the documents from the kept results: `python -m benchmarks.figures`."""
+"""Update the tables of the documents from the saved results: `python -m benchmarks.figures`."""
 
 from __future__ import annotations
 
@@ -33,16 +33,15 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "growth": runs.growth,
     "checkpoint-stall": runs.checkpoint_stall,
 }
-# Tables that are not the first of their result.
+# Further tables of a result.
 RESULT_OF = {"peers-accelerate": "peers"}
 
-# Of a mark or a kept result: the table, the size of a model where it is not the usual one, the
-# device.
+# The name of a mark or of a saved result: table, size of the model if not the default, and device.
 NAME = re.compile(r"(?P<table>[\w-]+?)(?P<size>-[\d.]+[mb])?-(?P<device>cpu|cuda)")
 
 
 def figure(name: str) -> str:
-    """Return what stands in documents between the marks of a name, made from the kept results."""
+    """Return the text between the marks of a name in documents, generated from the results."""
     if name == "every-gpu-result":
         return _every_gpu_result()
     parts = NAME.fullmatch(name)
@@ -57,19 +56,19 @@ def figure(name: str) -> str:
 
 
 def _every_gpu_result() -> str:
-    """Return all results of a GPU that are kept, each below its name."""
+    """Return the tables of all saved GPU results, each below its name."""
     names = sorted(path.stem for path in RESULTS.glob("*-cuda.json"))
-    found = [f"### {name}\n\n{figure(name)}" for name in names]
-    return "\n\n".join(found) or "No result of a GPU is kept yet."
+    sections = [f"### {name}\n\n{figure(name)}" for name in names]
+    return "\n\n".join(sections) or "No result of a GPU is saved yet."
 
 
 def _read(result: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / f"{result}.json").read_text())
-    return found
+    content: dict[str, Any] = json.loads((RESULTS / f"{result}.json").read_text())
+    return content
 
 
 def with_figures(text: str) -> str:
-    """Return a document with what stands between its figure marks made anew from the results."""
+    """Return a document with the text between its figure marks regenerated from the results."""
 
     def fill(match: re.Match[str]) -> str:
         name = match.group(1)

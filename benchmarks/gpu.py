@@ -1,9 +1,8 @@
-"""All that a GPU is to show, the most important first: `python -m benchmarks.gpu`.
+"""Run all tests and benchmarks for a GPU, the most important first: `python -m benchmarks.gpu`.
 
-The tests marked `gpu`, then the benchmarks with `--device cuda`, in 25 minutes. Each has a time
-limit and keeps its result as soon as it has it; what fails or takes too long does not keep the
-others from running, and is named at the end, with exit code 1. `--only` and `--skip` take names of
-`--list`.
+It runs the tests marked `gpu`, then the benchmarks with `--device cuda`, in 25 minutes. Each has a
+time limit and saves its result immediately. A job that fails or takes too long does not stop the
+others, and is reported at the end, with exit code 1. `--only` and `--skip` take names of `--list`.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from typing import NamedTuple
 from distmp.commands.doctor.machine_info import gpus
 
 LARGE = "1.3b"
-# Several loops, each with a model of that size, are in the memory of the GPU at once.
+# Several loops with a model of that size are in the memory of the GPU at once.
 LARGE_BYTES = 120 * 2**30
 
 
 class Job(NamedTuple):
-    """One thing to run.
+    """A test or benchmark to run.
 
     Attributes:
-        name: For `--only` and `--skip`.
-        arguments: Behind `python -m`.
-        limit: Seconds it may take.
+        name: Name for `--only` and `--skip`.
+        arguments: Arguments of `python -m`.
+        limit: Time limit in seconds.
     """
 
     name: str
@@ -39,13 +38,13 @@ class Job(NamedTuple):
 
 
 def jobs(size: str, large: str | None) -> list[Job]:
-    """Return what to run, the most important first.
+    """Return the jobs, the most important first.
 
     Args:
-        size: Of the models that are trained.
-        large: Of the model that is only raced against peers in bfloat16, at the end; None: none.
+        size: Size of the trained models.
+        large: Size of a model for an additional comparison with peers in bfloat16; None omits it.
     """
-    found = [
+    todo = [
         Job("tests", ("pytest", "-m", "gpu", "-q"), 420),
         _benchmark("peers", 480, "--size", size),
         _benchmark("step_tail", 60),
@@ -58,8 +57,8 @@ def jobs(size: str, large: str | None) -> list[Job]:
     ]
     if large is not None:
         races = ("--races", "ddp bf16", "fsdp bf16")
-        found.append(_benchmark("peers", 480, "--size", large, *races, name=f"peers-{large}"))
-    return found
+        todo.append(_benchmark("peers", 480, "--size", large, *races, name=f"peers-{large}"))
+    return todo
 
 
 def _benchmark(module: str, limit: float, *options: str, name: str | None = None) -> Job:
@@ -69,15 +68,15 @@ def _benchmark(module: str, limit: float, *options: str, name: str | None = None
 def run_all(
     todo: Sequence[Job], seconds: float, run: Callable[[Job, float], str | None]
 ) -> dict[str, str]:
-    """Run jobs one after the other; what fails keeps none from running.
+    """Run jobs in order; a failure does not stop the others.
 
     Args:
-        todo: The most important first.
-        seconds: For all of them; jobs that find no time left are not begun.
-        run: Runs a job for so many seconds at the most; returns what went wrong, or None.
+        todo: The jobs, the most important first.
+        seconds: Time limit for all jobs; jobs after the limit do not start.
+        run: Runs a job with a time limit in seconds; returns an error message, or None.
 
     Returns:
-        What went wrong, by the name of the job.
+        The error messages by name of the job.
     """
     end = time.monotonic() + seconds
     problems = {}
@@ -90,7 +89,7 @@ def run_all(
 
 
 def run(job: Job, limit: float) -> str | None:
-    """Run a job; return what went wrong, or None. Its processes are ended with it."""
+    """Run a job and end its processes afterwards; return an error message, or None."""
     print(
         f"=== {job.name}: python -m {' '.join(job.arguments)} (at most {limit:.0f} s)", flush=True
     )
@@ -98,14 +97,14 @@ def run(job: Job, limit: float) -> str | None:
     process = subprocess.Popen(
         [sys.executable, "-m", *job.arguments],
         start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},  # what it says is there when it is ended
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},  # no output is lost when it is killed
     )
     try:
         code = process.wait(limit)
     except subprocess.TimeoutExpired:
         return f"took longer than {limit:.0f} s"
     finally:
-        # Ranks of a benchmark are in its session, and would go on using the GPU.
+        # Ranks of a benchmark are in its session, and would continue to use the GPU.
         _end(process)
         print(f"=== {job.name}: {time.monotonic() - started:.0f} s", flush=True)
     return f"ended with exit code {code}" if code else None
@@ -115,7 +114,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
-        return  # nobody is left
+        return  # no process is left
     finally:
         process.wait()
 
@@ -135,24 +134,26 @@ def main() -> int:
     for name, problem in problems.items():
         print(f"{name} {problem}")
     if not problems:
-        print("all of it ran; the results are in benchmarks/results, the figures in docs/gpu.md")
+        print("all jobs succeeded; see benchmarks/results and the tables in docs/gpu.md")
     return 1 if problems else 0
 
 
 def _large() -> str | None:
-    """Return the size of the larger model, if the GPU has the memory for it."""
+    """Return the size of the larger model, if the GPU has enough memory."""
     return LARGE if any((gpu.memory_bytes or 0) >= LARGE_BYTES for gpu in gpus()) else None
 
 
 def _arguments() -> argparse.Namespace:
-    made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--size", default="350m", help="of the models that are trained")
-    made.add_argument("--large", help=f"of one more race against peers ({LARGE} if memory admits)")
-    made.add_argument("--minutes", type=float, default=25, help="for all of it")
-    made.add_argument("--only", nargs="*", default=[], help="run these")
-    made.add_argument("--skip", nargs="*", default=[], help="run all but these")
-    made.add_argument("--list", action="store_true", help="say what would run")
-    return made.parse_args()
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--size", default="350m", help="size of the trained models")
+    options.add_argument(
+        "--large", help=f"size for one more comparison with peers (default: {LARGE} if it fits)"
+    )
+    options.add_argument("--minutes", type=float, default=25, help="time limit for all jobs")
+    options.add_argument("--only", nargs="*", default=[], help="run only these jobs")
+    options.add_argument("--skip", nargs="*", default=[], help="run all jobs except these")
+    options.add_argument("--list", action="store_true", help="list the jobs without running them")
+    return options.parse_args()
 
 
 if __name__ == "__main__":

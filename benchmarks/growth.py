@@ -1,8 +1,8 @@
-"""How a step grows with the number of ranks: `python -m benchmarks.growth`.
+"""Measure how a step scales with the number of ranks: `python -m benchmarks.growth`.
 
-Memory and sent bytes of a rank, as `distmp explain` predicts them for 1 to 4,096 ranks, and as real
-steps on 1, 2 and 4 CPU ranks have them, for a transformer of 22 M parameters. Every rank computes
-the same number of samples, so that more ranks make a larger batch. Four minutes on two cores.
+Memory and sent bytes of a rank, predicted by `distmp explain` for 1 to 4,096 ranks and measured in
+real steps on 1, 2 and 4 CPU ranks, for a transformer of 22 M parameters. Every rank has the same
+number of samples, so that the batch grows with the ranks. It takes four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ COMMON = (
     "--precision.attribution=false",
     "--schedule.warmup-steps=0",
 )
-WAYS = {
+METHODS = {
     "`ddp`": ("--strategy=ddp",),
     "`ddp`, `shard_optimizer`": ("--strategy=ddp", "--shard-optimizer=true"),
     "`fsdp`": ("--strategy=fsdp",),
@@ -48,28 +48,28 @@ WAYS = {
 
 
 def main() -> int:
-    ways: dict[str, dict[str, Any]] = {name: {} for name in WAYS}
+    methods: dict[str, dict[str, Any]] = {name: {} for name in METHODS}
     for ranks in (*REAL, *COMPUTED):
-        configs = {name: configuration(options, ranks) for name, options in WAYS.items()}
+        configs = {name: configuration(options, ranks) for name, options in METHODS.items()}
         real = measure(configs, ranks) if ranks in REAL else {}
         for name, config in configs.items():
             predicted = predict(config, policy("bf16"), ranks, CPU)
-            found = {"memory": predicted.memory_bytes, "wire": predicted.wire_bytes}
-            ways[name][str(ranks)] = found | real.get(name, {})
-            print(ranks, name, ways[name][str(ranks)], flush=True)
-    result = {"machine": machine(), "samples_per_rank": SAMPLES_PER_RANK, "ways": ways}
+            found = {"memory": predicted.memory_bytes, "wire": predicted.communication_bytes}
+            methods[name][str(ranks)] = found | real.get(name, {})
+            print(ranks, name, methods[name][str(ranks)], flush=True)
+    result = {"machine": machine(), "samples_per_rank": SAMPLES_PER_RANK, "ways": methods}
     print(runs.growth(result))
-    print(f"kept in {save('growth-cpu', result)}")
+    print(f"saved to {save('growth-cpu', result)}")
     return 0
 
 
 def configuration(options: tuple[str, ...], ranks: int) -> RunConfig:
-    """Return the run of a way on so many ranks."""
+    """Return the configuration of a method on `ranks` ranks."""
     return load([*COMMON, *options, f"--batch.global-batch-size={SAMPLES_PER_RANK * ranks}"])
 
 
 def measure(configs: dict[str, RunConfig], ranks: int) -> dict[str, dict[str, float]]:
-    """Return memory, sent bytes and seconds of a step of the first rank of real runs, by name."""
+    """Return memory, sent bytes and seconds of a step on the first rank of real runs, by name."""
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank, (configs, ranks, folder), nprocs=ranks)
         found: dict[str, dict[str, float]] = json.loads(Path(folder, "found").read_text())
@@ -103,7 +103,7 @@ def _measured(step: Callable[[], object]) -> dict[str, float]:
 
 
 def sent_bytes(step: Callable[[], object]) -> int:
-    """Return what this process writes during a step, which is what gloo sends (Linux)."""
+    """Return the bytes that this process writes during a step, which gloo sends (Linux only)."""
     before = _written()
     step()
     return _written() - before

@@ -1,7 +1,7 @@
-"""Loops that train the same model on the same microbatches, each as its framework has it.
+"""Training loops of several frameworks for the same model and microbatches.
 
-All of them step fused AdamW on the mean over the tokens of all ranks, with gradient accumulation
-and clipping. A framework is imported where its loop is built.
+All of them use fused AdamW, the mean over the tokens of all ranks, gradient accumulation and
+clipping. A framework is imported when its loop is built.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 class Work(NamedTuple):
-    """What is trained.
+    """The model and data to train.
 
     Attributes:
-        model: The transformer.
-        device: Where.
-        samples: In a microbatch.
-        length: Tokens of a sample.
+        model: The configuration of the transformer.
+        device: The device.
+        samples: Number of samples per microbatch.
+        length: Number of tokens per sample.
     """
 
     model: ModelConfig
@@ -45,7 +45,7 @@ class Work(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a rank in a step."""
+        """Number of tokens per rank and step."""
         return MICROBATCHES * self.samples * self.length
 
     def build(self) -> nn.Module:
@@ -55,14 +55,14 @@ class Work(NamedTuple):
             return build_model(self.model, VOCABULARY, self.length)
 
     def microbatches(self, rank: int) -> list[dict[str, Tensor]]:
-        """Return those of a rank, which no other rank has."""
+        """Return the microbatches of a rank, which differ between ranks."""
         generator = torch.Generator().manual_seed(rank)
         shape = (MICROBATCHES, self.samples, self.length + 1)
         tokens = torch.randint(VOCABULARY, shape, generator=generator).to(self.device)
         return [{"inputs": one[:, :-1], "targets": one[:, 1:]} for one in tokens]
 
     def mean_loss(self, model: nn.Module, microbatch: dict[str, Tensor]) -> Tensor:
-        """Return the microbatch's part of the mean over all tokens of a rank."""
+        """Return a microbatch's contribution to the mean over all tokens of a rank."""
         return next_token_loss(model, microbatch)[0] / self.tokens
 
 
@@ -70,8 +70,8 @@ class Loop(ABC):
     """A model that trains on the same microbatches in every step.
 
     Args:
-        work: What to train.
-        dtype: What to compute in; None stands for float32.
+        work: The model and data.
+        dtype: Compute dtype; None is float32.
     """
 
     def __init__(self, work: Work, dtype: torch.dtype | None = None) -> None:
@@ -79,7 +79,7 @@ class Loop(ABC):
         self.dtype = dtype
         self.model = work.build()
         self.microbatches = work.microbatches(dist.get_rank())
-        # Of the last step's microbatches.
+        # Losses of the last step's microbatches.
         self.losses: deque[Tensor] = deque(maxlen=MICROBATCHES)
 
     @abstractmethod
@@ -87,18 +87,18 @@ class Loop(ABC):
         """Train on all microbatches: forward, backward, clip, update."""
 
     def loss(self) -> float:
-        """Return the mean loss over all ranks in the last step; all of them call it."""
+        """Return the mean loss over all ranks in the last step; all ranks must call it."""
         total = torch.stack([*self.losses]).sum().double()
         dist.all_reduce(total)
         return float(total) / dist.get_world_size()
 
     def adamw(self) -> torch.optim.Optimizer:
-        """Return the optimizer, on the parameters as they are now."""
+        """Return an optimizer for the current parameters."""
         return torch.optim.AdamW(self.model.parameters(), RATE, fused=True)
 
 
 class Alone(Loop):
-    """Plain torch in FP32 on the microbatches of all ranks: what the others are compared with."""
+    """Plain torch in FP32 on the microbatches of all ranks, as the reference."""
 
     def __init__(self, work: Work, ranks: int) -> None:
         super().__init__(work)
@@ -121,7 +121,7 @@ class Alone(Loop):
 
 
 class ByHand(Loop):
-    """A wrapper of torch's with its GradScaler, as its documentation has them."""
+    """A wrapper of torch with torch's GradScaler, as in torch's documentation."""
 
     _optimizer: torch.optim.Optimizer
     _scaler: torch.amp.GradScaler
@@ -139,7 +139,7 @@ class ByHand(Loop):
 
     @abstractmethod
     def forward(self, microbatch: dict[str, Tensor], *, last: bool) -> Tensor:
-        """Return the loss of a microbatch, whose backward reduces if it is the last one."""
+        """Return the loss of a microbatch; the backward of the last one reduces gradients."""
 
 
 class TorchDDP(ByHand):
@@ -158,7 +158,7 @@ class TorchDDP(ByHand):
 
 
 class TorchZero(TorchDDP):
-    """The same with torch's AdamW of which every rank steps some parameters and broadcasts them."""
+    """The same with torch's ZeroRedundancyOptimizer, in which each rank steps some parameters."""
 
     def adamw(self) -> torch.optim.Optimizer:
         from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -169,7 +169,7 @@ class TorchZero(TorchDDP):
 
 
 class ScalerOfDistmp(TorchDDP):
-    """torch's DDP loop with distmp's scaler in the place of torch's."""
+    """torch's DDP loop with distmp's scaler instead of torch's."""
 
     def __init__(self, work: Work, dtype: torch.dtype | None) -> None:
         super().__init__(work, dtype)
@@ -179,7 +179,7 @@ class ScalerOfDistmp(TorchDDP):
 
 
 class Fsdp2(ByHand):
-    """FSDP2 per block, reduced in FP32 in the last microbatch."""
+    """FSDP2 per block, with FP32 reduction in the last microbatch."""
 
     def __init__(self, work: Work, dtype: torch.dtype | None) -> None:
         super().__init__(work, dtype)
@@ -193,7 +193,7 @@ class Fsdp2(ByHand):
 
 
 def shard(model: nn.Module, dtype: torch.dtype | None, mesh: Any = None) -> Any:
-    """Shard a model per block with FSDP2, computing in `dtype` and reducing in FP32."""
+    """Shard a model per block with FSDP2, with `dtype` compute and FP32 reduction."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for block in find_blocks(model).values():
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -201,7 +201,7 @@ def shard(model: nn.Module, dtype: torch.dtype | None, mesh: Any = None) -> Any:
 
 
 class Accelerate(Loop):
-    """accelerate's loop with `accumulate`, DDP, or FSDP2 with accelerate's own wrapping."""
+    """accelerate's loop with `accumulate`, with DDP or FSDP2 with accelerate's wrapping."""
 
     def __init__(self, work: Work, dtype: torch.dtype | None, *, sharded: bool = False) -> None:
         from accelerate.utils import FullyShardedDataParallelPlugin
@@ -223,7 +223,7 @@ class Accelerate(Loop):
         self._prepared, self._optimizer = self._accelerator.prepare(self.model, self.adamw())
 
     def accelerator(self, **arguments: Any) -> Any:
-        """Build what prepares model and optimizer."""
+        """Return the accelerator that prepares model and optimizer."""
         from accelerate import Accelerator
 
         words = {None: "no", BF16: "bf16", FP16: "fp16"}
@@ -243,7 +243,7 @@ class Accelerate(Loop):
 
 
 class AccelerateOfDistmp(Accelerate):
-    """The same loop with `distmp.integrations.accelerate.Accelerator`, two lines of a script."""
+    """The same loop with `distmp.integrations.accelerate.Accelerator`, which changes two lines."""
 
     def accelerator(self, **arguments: Any) -> Any:
         from distmp.integrations.accelerate import Accelerator
@@ -253,7 +253,7 @@ class AccelerateOfDistmp(Accelerate):
 
 
 class Fabric(Loop):
-    """Lightning Fabric's loop, DDP, or FSDP2 by the strategy for models that one shards oneself."""
+    """Lightning Fabric's loop, with DDP or FSDP2 with its strategy for manual sharding."""
 
     def __init__(self, work: Work, dtype: torch.dtype | None, *, sharded: bool = False) -> None:
         from lightning_fabric import Fabric as LightningFabric
@@ -263,7 +263,7 @@ class Fabric(Loop):
         super().__init__(work, dtype)
         ranks = dist.get_world_size()
         words = {None: "32-true", BF16: "bf16-mixed", FP16: "16-mixed"}
-        precision: Any = "32-true" if sharded else words[dtype]  # else FSDP2's policy has it
+        precision: Any = "32-true" if sharded else words[dtype]  # FSDP2's policy sets the dtype
 
         def parallelize(model: nn.Module, mesh: Any) -> nn.Module:
             sharded_model: nn.Module = shard(model, dtype, mesh["data_parallel"])
@@ -301,7 +301,7 @@ class Fabric(Loop):
 
 
 class DeepSpeed(Loop):
-    """DeepSpeed's engine with torch's AdamW; sums of microbatches in FP32 where ZeRO has them."""
+    """DeepSpeed's engine with torch's AdamW, and FP32 accumulation if ZeRO supports it."""
 
     def __init__(self, work: Work, dtype: torch.dtype | None, *, stage: int) -> None:
         os.environ["DS_ACCELERATOR"] = work.device.type

@@ -1,4 +1,4 @@
-"""Measuring memory exactly: settings of the allocator, and live tensors."""
+"""Exact measurements of memory: settings of the allocator, and live tensors."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-# The allocator returns every large tensor to the kernel when it is freed, and all threads share one
-# arena: what is resident is what is in use. It is slower so, and not for measurements of time.
+# The allocator returns every large freed tensor to the kernel, and all threads share one arena, so
+# that resident memory is memory in use. This is slower, and not for measurements of time.
 EXACT_MALLOC = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
 
 
 class LiveStorages(TorchDispatchMode):
-    """Counts the bytes of tensors that operations inside the context have made and that still live.
+    """Counts the bytes of live tensors that were created inside of the context.
 
-    Memory that a kernel takes and gives back inside one operation is not seen.
+    It does not see memory that a kernel allocates and frees within one operation.
 
     Attributes:
-        peak: The most bytes at once.
+        peak: Peak number of bytes.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class LiveStorages(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # what it wraps comes by on its own
+            return NotImplemented  # the wrapped tensors are dispatched separately
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf):
@@ -42,7 +42,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def _bytes(self) -> int:
-        # FSDP empties storages that it keeps, so their sizes at birth are only a bound.
+        # FSDP frees storages that it keeps, so their initial sizes are only an upper bound.
         alive = [reference() for reference in self._live.values()]
         return sum(storage.nbytes() for storage in alive if storage is not None)
 

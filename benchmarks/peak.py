@@ -1,9 +1,9 @@
-"""How much of what a GPU could do at the most a measurement reaches.
+"""Compute the share of a GPU's peak performance that a measurement reaches.
 
-The work of a step is what its matrix products and attention need, forward and backward, counted by
-`torch.utils.flop_counter` while a model without values runs on the meta device: the work of the
-model, whatever a loop computes beside it, with attention as if no position were masked. It is the
-same for every way, and known without a GPU.
+The work of a step is the FLOPs of its matrix products and attention in forward and backward,
+counted by `torch.utils.flop_counter` with the model on the meta device. It is the work of the
+model, independent of the loop, with attention as if no position were masked. It is the same for
+every method, and computed without a GPU.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ from distmp.models.settings import ModelConfig
 from distmp.precision import PrecisionPolicy, policy
 from distmp.precision.switches import product_switches
 
-# FLOP/s of dense products, without sparsity, by the name that torch has for the GPU: in 16 bits,
-# TF32, and FP32 without tensor cores. Source: NVIDIA's datasheets of H100 (SXM and PCIe), H200
-# (SXM), A100, L40S and L4; what they give with sparsity only is halved. What is not here is
-# measured.
+# FLOP/s of dense products by torch's name of the GPU: in 16 bits, TF32, and FP32 without tensor
+# cores. Source: NVIDIA's datasheets of H100 (SXM and PCIe), H200 (SXM), A100, L40S and L4; values
+# that are given only with sparsity are halved. Other GPUs are measured.
 _DATASHEETS = (
     (r"\bH100 PCIe", (756e12, 378e12, 51e12)),
     (r"\bG?H[12]00\b(?!.* NVL)", (989e12, 494e12, 67e12)),
@@ -35,7 +34,7 @@ _DATASHEETS = (
     (r"\bL40S\b", (362e12, 183e12, 91.6e12)),
     (r"\bL4\b", (121e12, 60e12, 30.3e12)),
 )
-# What a policy computes with, and a policy that does.
+# Kind of product: a policy that uses it.
 _POLICIES = {"bfloat16": "bf16", "float16": "fp16", "tf32": "tf32", "float32": "fp32"}
 _PRODUCT_SIZE = 8192
 _COPY_BYTES = 2**30
@@ -43,12 +42,12 @@ _REPETITIONS = 10
 
 
 def peak(device: torch.device) -> dict[str, Any]:
-    """Return what a GPU could do, as JSON can hold it. Takes a few seconds.
+    """Return the peak performance of a GPU as JSON values. Takes a few seconds.
 
     Returns:
-        "flops": FLOP/s by kind of product (bfloat16, float16, tf32, float32). "source": Where they
-        are from. "product": FLOP/s of a large product of random numbers, by kind, and "bandwidth":
-        bytes/s of a copy, read and written; both measured here.
+        "flops": peak FLOP/s by kind of product (bfloat16, float16, tf32, float32). "source": source
+        of these numbers. "product": measured FLOP/s of a large product of random numbers, by kind.
+        "bandwidth": measured bytes/s of a copy, read and written.
     """
     measured = {kind: _product(kind, device) for kind in _POLICIES}
     bandwidth = _bandwidth(device)
@@ -63,10 +62,10 @@ def peak(device: torch.device) -> dict[str, Any]:
 
 
 def datasheet(name: str) -> dict[str, float] | None:
-    """Return the peaks of a GPU by kind of product, or None if they are not known here.
+    """Return the peak FLOP/s of a GPU by kind of product, or None if unknown.
 
     Args:
-        name: As `torch.cuda.get_device_name` has it.
+        name: Name of the GPU from `torch.cuda.get_device_name`.
     """
     for pattern, (sixteen_bits, tf32, float32) in _DATASHEETS:
         if re.search(pattern, name):
@@ -76,18 +75,18 @@ def datasheet(name: str) -> dict[str, float] | None:
 
 
 def kind_of(chosen: PrecisionPolicy) -> str:
-    """Return the kind of product that a policy computes with."""
+    """Return the kind of product that a policy uses."""
     return "tf32" if chosen.tf32 else str(chosen.compute_dtype).removeprefix("torch.")
 
 
 def share(flops: float, seconds: float, found: dict[str, Any], kind: str) -> float:
-    """Return the share of the peak, 0 to 1, that so much work in so many seconds is.
+    """Return the share of the peak performance that a measurement reaches, from 0 to 1.
 
     Args:
-        flops: Floating-point operations, a multiplication and an addition counting as two.
-        seconds: That they took.
-        found: What `peak` has returned.
-        kind: As `kind_of` says.
+        flops: Number of floating-point operations; a multiply-add counts as two.
+        seconds: Measured time.
+        found: The result of `peak`.
+        kind: Kind of product, see `kind_of`.
     """
     return flops / seconds / float(found["flops"][kind])
 
@@ -104,8 +103,8 @@ def transformer_flops(size: str, samples: int, length: int, vocabulary: int) -> 
 
     Args:
         size: Named size (`distmp.models.settings.SIZES`).
-        samples: Sequences in the microbatch.
-        length: Tokens in each.
+        samples: Number of sequences in the microbatch.
+        length: Number of tokens per sequence.
         vocabulary: Number of token ids.
     """
     with torch.device("meta"):
@@ -118,9 +117,9 @@ def model_flops(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: 
     """Return the work of forward and backward of a model on the meta device on one microbatch.
 
     Args:
-        model: All of its parameters are on the meta device.
+        model: A model with all parameters on the meta device.
         loss: Returns the loss sum and its weight.
-        batch: What `loss` is given, on the meta device.
+        batch: The microbatch for `loss`, on the meta device.
     """
     return count(lambda: loss(model, batch)[0].backward())
 

@@ -1,14 +1,14 @@
-"""Whole training steps beside what people use instead: `python -m benchmarks.peers`.
+"""Compare training steps of distmp with other frameworks: `python -m benchmarks.peers`.
 
-The same transformer, microbatches, optimizer (fused AdamW), clipping and seed for every loop:
-torch's DDP and FSDP2 by hand, accelerate, Lightning Fabric, DeepSpeed and distmp. Each loop has
-ranks of its own, and they take turns, a step each; memory is measured in processes of its own,
-which also tell whether a loop does the same work: its losses have to be those of plain FP32 on one
-process, to the rounding of what it computes in. One that is not ends the benchmark.
+All loops use the same transformer, microbatches, optimizer (fused AdamW), clipping and seed: DDP
+and FSDP2 by hand, accelerate, Lightning Fabric, DeepSpeed and distmp. Each loop has its own ranks,
+and the loops take turns of one step. Memory is measured in separate processes, which also check
+that a loop does the same work: its losses must equal those of plain FP32 in one process, up to the
+rounding of its compute dtype. A loop with other losses ends the benchmark.
 
-On CPUs two ranks over gloo and 22 M parameters, or 1 M in a dtype that the CPU only emulates;
-`--device cuda --size 350m` for one GPU. Frameworks that are not installed (the extra `peers`) are
-left out with a line.
+On CPUs it uses two ranks over gloo and 22 M parameters, or 1 M with a dtype that the CPU only
+emulates; use `--device cuda --size 350m` for one GPU. Frameworks that are not installed (extra
+`peers`) are skipped with a message.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ from distmp.precision.hardware import native_dtypes
 from distmp.telemetry.memory import begin_peak, peak_since
 from distmp.utils.dtypes import dtype_name
 
-# Whose versions belong to a result.
+# Packages whose versions are part of a result.
 PACKAGES = {
     "accelerate": "accelerate",
     "lightning_fabric": "lightning-fabric",
     "deepspeed": "deepspeed",
 }
 USUAL_SIZE = {"cpu": "22m", "cuda": "350m"}
-# Samples of a microbatch and their tokens.
+# Samples per microbatch and tokens per sample.
 SHAPE = {"cpu": (2, 128), "cuda": (8, 1024)}
-# Steps whose losses are compared; the weights behind the last have been updated once less.
+# Number of steps whose losses are compared.
 STEPS = 4
 
 
 class Entrant(NamedTuple):
-    """A loop that may take part in a race.
+    """A loop of a comparison.
 
     Attributes:
-        make: Builds it.
-        module: What has to be installed for it.
-        not_on_cpu: Why it takes no part in races on CPUs; empty if it does.
-        absent: Why it takes part nowhere; empty if it does.
+        make: Builds the loop.
+        module: The module that must be installed.
+        not_on_cpu: Why it is excluded on CPUs; empty if it is not.
+        absent: Why it is excluded everywhere; empty if it is not.
     """
 
     make: Callable[[Work], Loop]
@@ -83,7 +83,7 @@ class Entrant(NamedTuple):
     absent: str = ""
 
     def missing(self, device: str) -> str:
-        """Return why it takes no part, or an empty text."""
+        """Return why the loop is excluded on a device, or an empty string."""
         if device == "cpu" and self.not_on_cpu:
             return self.not_on_cpu
         if not self.absent and find_spec(self.module) is None:
@@ -92,7 +92,7 @@ class Entrant(NamedTuple):
 
 
 class Race(NamedTuple):
-    """Loops that are compared with each other, and what they are asked to compute in."""
+    """Loops that are compared with each other, and their compute dtype."""
 
     dtype: torch.dtype
     entrants: dict[str, Entrant]
@@ -107,7 +107,9 @@ def _replicated(dtype: torch.dtype | None, policies: tuple[str, ...]) -> dict[st
         "DeepSpeed, ZeRO 0": _zero(
             dtype,
             0,
-            absent="" if dtype is None else "its losses in 16 bits are far from FP32 (0.19.8)",
+            absent=""
+            if dtype is None
+            else "its losses in 16 bits differ too much from FP32 (0.19.8)",
         ),
         "distmp's accelerate": Entrant(lambda work: AccelerateOfDistmp(work, dtype)),
         **{f"distmp `{policy}`": _distmp(policy, "ddp") for policy in policies},
@@ -125,7 +127,7 @@ def _sharded(dtype: torch.dtype | None, policy: str) -> dict[str, Entrant]:
         "Lightning Fabric": Entrant(
             lambda work: Fabric(work, dtype, sharded=True),
             "lightning_fabric",
-            absent="its strategy for FSDP2 scales no loss" if dtype == FP16 else "",
+            absent="its FSDP2 strategy does not support loss scaling" if dtype == FP16 else "",
         ),
         "DeepSpeed, ZeRO 3": _zero(dtype, 3),
         f"distmp `{policy}`": _distmp(policy, "fsdp"),
@@ -166,14 +168,14 @@ RACES = {
 
 
 class Rank:
-    """What one rank of a loop answers to the orders of the main process.
+    """Runs the measurements of a loop on one rank.
 
     Args:
-        race: The race; empty for the training that all losses are compared with.
-        loop: Which of its loops.
-        size: Of the transformer.
-        ranks: How many ranks' microbatches there are.
-        device: Where.
+        race: Name of the comparison; empty for the reference training.
+        loop: Name of the loop.
+        size: Size of the transformer.
+        ranks: Number of ranks that provide microbatches.
+        device: The device of the rank.
     """
 
     def __init__(self, race: str, loop: str, size: str, ranks: int, device: torch.device) -> None:
@@ -183,13 +185,13 @@ class Rank:
             work = _work(size, self._device)
             return RACES[race].entrants[loop].make(work) if race else Alone(work, ranks)
 
-        # Kernels are made, and libraries loaded, for good.
+        # Load kernels and libraries, which stay in memory.
         make("1m").step()
         self._base = begin_peak(self._device)
         self._loop = make(size)
 
     def answer(self, order: str) -> Any:
-        """Do what `order` names."""
+        """Run the measurement named by `order`."""
         return {"seconds": self.seconds, "work": self.work}[order]()
 
     def seconds(self) -> float:
@@ -197,11 +199,11 @@ class Rank:
         return elapsed_together(self._loop.step, self._device)
 
     def work(self) -> dict[str, Any]:
-        """Return the losses of some steps, what they computed in, and the peak of the last."""
+        """Return the losses of some steps, their compute dtype, and the memory peak of the last."""
         losses = []
         with computing_dtype(self._loop.model) as dtypes:
             for step in range(STEPS):
-                if step == 2:  # DDP lays out its buckets anew in the second step
+                if step == 2:  # DDP rebuilds its buckets in the second step
                     begin_peak(self._device)
                 self._loop.step()
                 losses.append(self._loop.loss())
@@ -215,7 +217,7 @@ class Rank:
 
 @contextlib.contextmanager
 def computing_dtype(model: nn.Module) -> Iterator[set[torch.dtype]]:
-    """Collect the dtypes that the linear layers of a model's first block compute in."""
+    """Collect the output dtypes of the linear layers in a model's first block."""
     found: set[torch.dtype] = set()
     block = next(iter(find_blocks(model).values()))
     handles = [
@@ -230,7 +232,7 @@ def computing_dtype(model: nn.Module) -> Iterator[set[torch.dtype]]:
 
 def main() -> int:
     if is_rank():
-        return serve(lambda way, world: Rank(**json.loads(way), device=world.device).answer)
+        return serve(lambda method, world: Rank(**json.loads(method), device=world.device).answer)
     arguments = _arguments()
     device = arguments.device.type
     references: dict[str, list[float]] = {}
@@ -251,21 +253,21 @@ def main() -> int:
                 references[size] = alone.ask("work")[0]["losses"]
         result["races"][race] = _run(race, size, references[size], arguments)
         print(races.rendered(race, result["races"][race]), end="\n\n", flush=True)
-        kept = save(f"{name}-{device}", result)  # by now: the run may be ended by a limit
+        path = save(f"{name}-{device}", result)  # after each race, because of the time limit
     print(steps.peers(result).splitlines()[-1])
-    print(f"kept in {kept}")
+    print(f"saved to {path}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, rounds=5, ranks=True)
-    made.add_argument("--size", help="of the transformer")
-    made.add_argument("--races", nargs="*", choices=RACES, default=list(RACES))
-    return parse(made)
+    options = parser(__doc__, rounds=5, ranks=True)
+    options.add_argument("--size", help="size of the transformer")
+    options.add_argument("--races", nargs="*", choices=RACES, default=list(RACES))
+    return parse(options)
 
 
 def _size(race: str, device: torch.device) -> str:
-    """Return what is measured unless told otherwise."""
+    """Return the default size of the transformer."""
     dtype = RACES[race].dtype
     native = dtype == torch.float32 or dtype in native_dtypes(device)
     return USUAL_SIZE[device.type] if native else "1m"
@@ -282,7 +284,7 @@ def _is_installed(package: str) -> bool:
 def _run(
     race: str, size: str, reference: list[float], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """Return what a race has found, as `benchmarks.races` describes it."""
+    """Run a race and return its result, as described in `benchmarks.races`."""
     entrants = RACES[race].entrants
     device = arguments.device
     reasons = {name: entrant.missing(device.type) for name, entrant in entrants.items()}
@@ -299,24 +301,24 @@ def _run(
         with _started(race, name, size, arguments, environment=memory.EXACT_MALLOC) as ranks:
             try:
                 answers = ranks.ask("work")
-            except RankError as error:  # too large for this device, or not made for it
+            except RankError as error:  # too large for this device, or not supported
                 found["absent"][name] = str(error)
                 continue
         most = max(answer["memory"] for answer in answers)
         found["loops"][name] = {**answers[0], "memory": most}
         races.check_same_work(name, found, found["loops"][name])
     with ExitStack() as stack:
-        alive = {
+        running = {
             name: stack.enter_context(_started(race, name, size, arguments))
             for name in found["loops"]
         }
-        seconds = take_turns(alive, "seconds", arguments.rounds)
-    for name in alive:
+        seconds = take_turns(running, "seconds", arguments.rounds)
+    for name in running:
         if name in seconds:
             found["loops"][name]["seconds"] = seconds[name]
         else:
             del found["loops"][name]
-            found["absent"][name] = "it could not be timed"
+            found["absent"][name] = "its time could not be measured"
     return found
 
 
@@ -329,9 +331,9 @@ def _started(
     ranks: int | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Ranks:
-    way = json.dumps({"race": race, "loop": loop, "size": size, "ranks": arguments.ranks})
+    method = json.dumps({"race": race, "loop": loop, "size": size, "ranks": arguments.ranks})
     count, device = ranks or arguments.ranks, arguments.device.type
-    return Ranks("benchmarks.peers", way, count, environment, device)
+    return Ranks("benchmarks.peers", method, count, environment, device)
 
 
 def _work(size: str, device: torch.device) -> Work:

@@ -1,8 +1,8 @@
-"""What each precision policy costs and brings on this device: `python -m benchmarks.policies`.
+"""Compare the precision policies on this device: `python -m benchmarks.policies`.
 
-The comparison of `distmp bench precision` on a transformer that reads the bytes of Python's
-library: time, memory and losses under every policy, from the same weights on the same batches, on
-one rank; and with `--device cuda` the share of the GPU's peak.
+Runs `distmp bench precision` on a transformer trained on the bytes of Python's library: time,
+memory and losses under every policy, with the same weights and batches, on one rank; and with
+`--device cuda` the share of the GPU's peak.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ def main() -> int:
         "flops": MICROBATCHES * work,
         "kinds": {name: kind_of(policy(name)) for name in compared.measured},
         "last_losses": {name: one.last_loss for name, one in compared.measured.items()},
-        "apart": {name: compared.apart(name) for name in compared.measured},
+        "apart": {name: compared.difference(name) for name in compared.measured},
         **compared.as_json(),
     }
     print(precision.policies(result))
-    print(f"kept in {save(f'policies-{device.type}', result)}")
+    print(f"saved to {save(f'policies-{device.type}', result)}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__)
-    made.add_argument("--size", help="of the transformer (default: 1m, on a GPU 350m)")
-    made.add_argument("--steps", type=int, default=30, help="under each policy")
-    return parse(made, size=SIZES)
+    options = parser(__doc__)
+    options.add_argument("--size", help="size of the transformer (default: 1m, on a GPU 350m)")
+    options.add_argument("--steps", type=int, default=30, help="steps under each policy")
+    return parse(options, size=SIZES)
 
 
 def _config(arguments: argparse.Namespace) -> BenchPrecisionConfig:

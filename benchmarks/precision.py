@@ -1,9 +1,9 @@
-"""What every precision policy costs in precision: `python -m benchmarks.precision`.
+"""Measure the errors of the precision policies: `python -m benchmarks.precision`.
 
-Measures, on a CPU in less than two minutes: the error of each way to save bits by itself, and how
-far the losses of a small language model go from those in FP32 in 50 steps under each policy.
-`--device cuda` measures the second; the first is of number formats and the same everywhere. Time
-and memory under each policy: `python -m benchmarks.policies`.
+On a CPU it takes less than two minutes to measure the error of each reduction of precision alone,
+and how much the losses of a small language model differ from FP32 in 50 steps under each policy.
+`--device cuda` measures only the losses, because the errors depend only on number formats. For time
+and memory under each policy, see `python -m benchmarks.policies`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distmp.precision import PRESETS
 FP32, BF16 = torch.float32, torch.bfloat16
 MICROBATCHES = (8, 64, 512)
 STEPS, SEQUENCES, LENGTH = 50, 16, 64
-# Beside the presets: what people change in them.
+# Common changes of the presets.
 VARIANTS = ("bf16,keep_fp32=norm|head", "bf16-autocast,keep_fp32=head", "fp16,keep_fp32=norm|head")
 MODEL = TransformerConfig(
     vocabulary_size=256,
@@ -46,41 +46,41 @@ def main() -> int:
     if device == CPU:
         errors = {"machine": machine(device), "errors": measure_errors()}
         print(precision.precision_errors(errors))
-        print(f"kept in {save('precision-errors-cpu', errors)}\n")
+        print(f"saved to {save('precision-errors-cpu', errors)}\n")
     training = {"machine": machine(device), "steps": STEPS, "losses": measure_training(device)}
     print(precision.precision_training(training))
-    print(f"kept in {save(f'precision-training-{device.type}', training)}")
+    print(f"saved to {save(f'precision-training-{device.type}', training)}")
     return 0
 
 
 def measure_errors() -> dict[str, float]:
-    """Return the relative error of each saving by its name."""
+    """Return the relative error of each reduction of precision by its name."""
     gradients = microbatch_gradients(max(MICROBATCHES))
-    found = {}
+    errors = {}
     for count in MICROBATCHES:
         exact = gradients[:count].double().sum(0)
-        found[f"accumulate {count}"] = error(running_sum(gradients[:count], BF16), exact)
-        found[f"accumulate {count} in FP32"] = error(running_sum(gradients[:count], FP32), exact)
-    # Ranks send sums of their microbatches, which are no 16-bit numbers any more.
+        errors[f"accumulate {count}"] = error(running_sum(gradients[:count], BF16), exact)
+        errors[f"accumulate {count} in FP32"] = error(running_sum(gradients[:count], FP32), exact)
+    # Ranks send sums of microbatches, which are not 16-bit numbers any more.
     sent = gradients.float().view(64, 8, -1).sum(1)
     exact = sent.double().sum(0)
-    found["reduce once"] = error(sent.to(BF16).float().sum(0), exact)
-    found["reduce ring"] = error(running_sum(sent.to(BF16), BF16), exact)
-    found["param lost"] = lost_updates()
-    found["buffer mean"] = running_mean_error()
-    found["output"] = logits_error()
-    found["tf32"] = products_error(13)  # 23 bits after the point in FP32, 10 in TF32
-    found["bf16 products"] = products_error(16)
-    return found
+    errors["reduce once"] = error(sent.to(BF16).float().sum(0), exact)
+    errors["reduce ring"] = error(running_sum(sent.to(BF16), BF16), exact)
+    errors["param lost"] = lost_updates()
+    errors["buffer mean"] = running_mean_error()
+    errors["output"] = logits_error()
+    errors["tf32"] = products_error(13)  # 23 mantissa bits in FP32, 10 in TF32
+    errors["bf16 products"] = products_error(16)
+    return errors
 
 
-def error(found: Tensor, exact: Tensor) -> float:
-    """Return |found - exact| / |exact|."""
-    return float((found.double() - exact).norm() / exact.norm())
+def error(computed: Tensor, exact: Tensor) -> float:
+    """Return |computed - exact| / |exact|."""
+    return float((computed.double() - exact).norm() / exact.norm())
 
 
 def running_sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum along the first dimension, one after the other, rounding to `dtype` each time."""
+    """Sum sequentially along the first dimension, rounding to `dtype` after each addition."""
     total = torch.zeros_like(terms[0], dtype=dtype)
     for term in terms:
         total += term.to(dtype)
@@ -88,21 +88,21 @@ def running_sum(terms: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def microbatch_gradients(count: int) -> Tensor:
-    """Return the BF16 gradients of one weight for microbatches of a regression, (count, size)."""
+    """Return BF16 gradients of a weight for microbatches of a regression, shape (count, size)."""
     generator = torch.Generator().manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8)).to(BF16)
     weight = next(net.parameters())
     gradients = []
     for _ in range(count):
         x = torch.randn(4, 32, generator=generator).to(BF16)
-        y = x[:, :8] + 1  # something to learn, so that gradients agree
+        y = x[:, :8] + 1  # a learnable target, so that gradients have a common direction
         loss = F.mse_loss(net(x), y)
         gradients.append(torch.autograd.grad(loss, weight)[0].flatten())
     return torch.stack(gradients)
 
 
 def lost_updates(lr: float = 3e-4, std: float = 0.02) -> float:
-    """Return the share of BF16 weights, N(0, std), that an update of Adam's usual size leaves."""
+    """Return the share of BF16 weights, N(0, std), that an update of Adam does not change."""
     generator = torch.Generator().manual_seed(0)
     weights = (torch.randn(2**16, generator=generator) * std).to(BF16)
     updates = torch.randn(2**16, generator=generator).clamp(-1, 1) * lr
@@ -123,7 +123,7 @@ def running_mean_error(batches: int = 1000) -> float:
 
 
 def logits_error() -> float:
-    """Return the error of the loss's gradient if logits, N(0, 4), are rounded to BF16."""
+    """Return the error of the loss's gradient if logits from N(0, 4) are rounded to BF16."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(256, 1000, generator=generator, dtype=torch.float64) * 4
     targets = torch.randint(1000, (256,), generator=generator)
@@ -136,31 +136,31 @@ def logits_error() -> float:
 
 
 def products_error(dropped_bits: int) -> float:
-    """Return the error of an FP32 matrix product whose inputs lose their last bits."""
+    """Return the error of an FP32 matrix product whose inputs lose their lowest bits."""
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(2, 256, 256, generator=generator)
     return error(rounded(x, dropped_bits) @ rounded(y, dropped_bits), x.double() @ y.double())
 
 
 def rounded(x: Tensor, dropped_bits: int) -> Tensor:
-    """Round FP32 numbers to nearest, without their last bits."""
+    """Round FP32 numbers to nearest, dropping their lowest bits."""
     unit = 1 << dropped_bits
     bits = x.view(torch.int32).to(torch.int64) + unit // 2
     return (bits // unit * unit).to(torch.int32).view(torch.float32)
 
 
 def measure_training(device: torch.device) -> dict[str, dict[str, float]]:
-    """Return by policy: the last loss, and the largest relative distance from the one in FP32."""
-    expected = losses(policy("fp32"), device)
-    found = {}
+    """Return the last loss and the largest relative difference from FP32 of each policy."""
+    reference = losses(policy("fp32"), device)
+    results = {}
     for name in (*PRESETS, *VARIANTS):
-        seen = losses(policy(name), device)
-        apart = [abs(a - b) / b for a, b in zip(seen, expected, strict=True)]
-        found[name] = {"last": seen[-1], "apart": max(apart)}
-    return found
+        measured = losses(policy(name), device)
+        differences = [abs(a - b) / b for a, b in zip(measured, reference, strict=True)]
+        results[name] = {"last": measured[-1], "apart": max(differences)}
+    return results
 
 
-def losses(chosen: PrecisionPolicy, device: torch.device) -> list[float]:
+def losses(precision_policy: PrecisionPolicy, device: torch.device) -> list[float]:
     """Train on the bytes of a file of Python's library; return the loss of every step."""
     text = Path(typing.__file__).read_bytes()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -169,7 +169,7 @@ def losses(chosen: PrecisionPolicy, device: torch.device) -> list[float]:
         Transformer(MODEL),
         next_token_loss,
         lambda named: torch.optim.AdamW(named, lr=1e-3, fused=True),
-        policy=chosen,
+        policy=precision_policy,
         max_norm=1.0,
         attribution=False,
         device=device,

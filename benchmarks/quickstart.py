@@ -1,9 +1,9 @@
-"""Tokens per second of the quickstart, against a plain hand-written torch DDP loop.
+"""Tokens per second of the quickstart, compared with a plain torch DDP loop.
 
-`python -m benchmarks.quickstart` starts two CPU ranks over gloo (one rank per GPU over NCCL where
-there are some). In the same processes the two loops take turns, with the same model, data, batch
-and optimizer. The distmp side is the whole trainer with its records; the other side is the least
-that somebody would write by hand, which reads its loss every ten steps.
+`python -m benchmarks.quickstart` starts two CPU ranks over gloo (or one rank per GPU over NCCL).
+The two loops take turns in the same processes, with the same model, data, batch and optimizer. One
+is distmp's trainer with its records; the other is a minimal hand-written loop, which reads its loss
+every ten steps.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _config(steps: int, folder: str) -> RunConfig:
 
 
 def _distmp(config: RunConfig, world: World) -> float:
-    """Return the seconds that distmp's trainer takes for all steps."""
+    """Return the time of all steps with distmp's trainer, in seconds."""
     with StopSignals() as stop, Console(config.log, quiet=True) as console:
         trainer = Trainer(config, world, console)
         with trainer.active(stop):
@@ -81,7 +81,7 @@ def _distmp(config: RunConfig, world: World) -> float:
 
 
 def _plain(config: RunConfig, world: World) -> float:
-    """Return the seconds that the hand-written loop takes for all steps."""
+    """Return the time of all steps with the hand-written loop, in seconds."""
     parts = prepare(config, world)
     model = DistributedDataParallel(parts.model.to(world.device))
     optimizer = torch.optim.AdamW(
@@ -131,7 +131,7 @@ def _report(config: RunConfig, world: World, seconds: dict[str, list[float]]) ->
         "tokens_per_second_of_plain_ddp": Spread.of(ratios),
     }
     print(steps.quickstart(result))
-    print(f"kept in {save(f'quickstart-{world.device.type}', result)}")
+    print(f"saved to {save(f'quickstart-{world.device.type}', result)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What a race of loops has found: whether they did the same work, as a table, and in words.
+"""The result of a race, a comparison of loops: check for the same work, table and text.
 
-A race is what `benchmarks.peers` keeps of it: the dtype to compute in, the losses of a plain FP32
-training on the same microbatches, and for each loop its losses, the dtype that it computed in, the
-seconds of its turns and its peak memory.
+A race is a result of `benchmarks.peers`: the requested compute dtype, the losses of a plain FP32
+training on the same microbatches, and for each loop its losses, its compute dtype, the seconds of
+its turns and its peak memory.
 """
 
 from __future__ import annotations
@@ -12,54 +12,54 @@ from typing import Any
 
 from benchmarks.report import Spread, ratios, table
 
-# How far a loss may be from that of FP32, relative: an eighth of the last bit of what is computed
-# in, as it is a mean over many tokens; of FP32 some bits, as a token's loss is a long sum.
+# Largest accepted relative difference of a loss from FP32: an eighth of the last bit of the 16-bit
+# dtypes, because it is a mean over many tokens; some bits of FP32, because a loss is a long sum.
 TOLERANCE = {"float32": 2.0**-20, "float16": 2.0**-13, "bfloat16": 2.0**-10}
 
 Found = dict[str, Any]
 
 
-def apart(race: Found, loop: Found) -> float:
-    """Return the largest relative distance of a loop's losses from those of FP32."""
+def loss_difference(race: Found, loop: Found) -> float:
+    """Return the largest relative difference of a loop's losses from FP32."""
     pairs = zip(loop["losses"], race["reference"], strict=True)
-    distances = [abs(one - reference) / abs(reference) for one, reference in pairs]
-    return math.nan if any(map(math.isnan, distances)) else max(distances)
+    differences = [abs(one - reference) / abs(reference) for one, reference in pairs]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def check_same_work(name: str, race: Found, loop: Found) -> None:
-    """Refuse a loop that has learned something else.
+    """Check that a loop has the losses of the reference.
 
     Raises:
-        SystemExit: With the losses.
+        SystemExit: If it has not, with the losses.
     """
     tolerance = TOLERANCE[loop["computes"]]
-    if not apart(race, loop) <= tolerance:  # which no NaN is
+    if not loss_difference(race, loop) <= tolerance:  # also true for NaN
         raise SystemExit(
             f"{name} does not do the same work: losses {loop['losses']} in {loop['computes']}, "
-            f"beside {race['reference']} in FP32; they may be {tolerance:.1g} apart, relative"
+            f"but {race['reference']} in FP32; they may differ by {tolerance:.1g}, relative"
         )
 
 
 def rendered(name: str, race: Found) -> str:
-    """Return table and decision of a race as Markdown."""
-    missing = [f"- {loop} is not there: {reason}." for loop, reason in race["absent"].items()]
+    """Return the table and the summary of a race as Markdown."""
+    missing = [f"- {loop} is excluded: {reason}." for loop, reason in race["absent"].items()]
     peers = _peers(race)
     if not peers:
-        return "\n".join([f"Nobody to compare with in {name}.", "", *missing])
+        return "\n".join([f"No peers to compare with in {name}.", "", *missing])
     fastest, leanest = best_peers(race)
     rows: list[dict[str, object]] = []
     for loop, found in race["loops"].items():
         counts = same_dtype(race, found)
-        share = ratios(found["seconds"], peers[fastest]["seconds"])
-        of_least = found["memory"] / peers[leanest]["memory"]
+        time_ratio = ratios(found["seconds"], peers[fastest]["seconds"])
+        memory_ratio = found["memory"] / peers[leanest]["memory"]
         rows.append(
             {
                 name: loop if counts else f"{loop}: computes in {found['computes']}",
                 "tokens/s": Spread.of([race["tokens"] / one for one in found["seconds"]]),
-                "time, of the fastest peer": share if counts else "",
+                "time relative to the fastest": time_ratio if counts else "",
                 "peak memory, MB": f"{found['memory'] / 1e6:.0f}",
-                "of the least": f"{of_least:.2f}" if counts else "",
-                "loss, from FP32": f"{apart(race, found):.0e}",
+                "memory relative to the smallest": f"{memory_ratio:.2f}" if counts else "",
+                "loss difference from FP32": f"{loss_difference(race, found):.0e}",
             }
         )
     lines = [
@@ -73,7 +73,7 @@ def rendered(name: str, race: Found) -> str:
 
 
 def best_peers(race: Found) -> tuple[str, str]:
-    """Return the fastest of the others that did the same work, and the one with least memory."""
+    """Return the fastest peer with the same compute dtype, and the one with the least memory."""
     peers = _peers(race)
     fastest = min(peers, key=lambda loop: Spread.of(peers[loop]["seconds"]).median)
     return fastest, min(peers, key=lambda loop: peers[loop]["memory"])
@@ -88,7 +88,7 @@ def _peers(race: Found) -> dict[str, Found]:
 
 
 def beside(peer: str, found: dict[str, Found]) -> str:
-    """Return what distmp's loops take beside those of one peer, as a Markdown table."""
+    """Return time and memory of distmp's loops relative to a peer, as a Markdown table."""
     rows: list[dict[str, object]] = []
     for name, race in found.items():
         theirs = race["loops"].get(peer)
@@ -96,8 +96,8 @@ def beside(peer: str, found: dict[str, Found]) -> str:
             if theirs is None or not is_ours(loop):
                 continue
             row: dict[str, object] = {"race": name, "loop": loop}
-            row[f"time, of {peer}'s"] = ratios(ours["seconds"], theirs["seconds"])
-            row["memory"] = f"{ours['memory'] / theirs['memory']:.2f}"
+            row[f"time relative to {peer}"] = ratios(ours["seconds"], theirs["seconds"])
+            row[f"memory relative to {peer}"] = f"{ours['memory'] / theirs['memory']:.2f}"
             if not same_dtype(race, theirs):
                 row |= dict.fromkeys(list(row)[2:], f"{peer} computes in {theirs['computes']}")
             rows.append(row)
@@ -110,7 +110,7 @@ def is_ours(loop: str) -> bool:
 
 
 def same_dtype(race: Found, loop: Found) -> bool:
-    """Return whether a loop computed in what it was asked to."""
+    """Return whether a loop computed in the requested dtype."""
     return bool(loop["computes"] == race["computes"])
 
 
@@ -130,5 +130,6 @@ def _speed(ours: Found, theirs: Found, name: str) -> str:
 def _memory(ours: Found, theirs: Found, name: str) -> str:
     percent = round(100 * (ours["memory"] / theirs["memory"] - 1))
     if percent == 0:
-        return f"as much memory as the peer with the least, {name}"
-    return f"{abs(percent)} % {'more' if percent > 0 else 'less'} memory than the least, {name}"
+        return f"as much memory as the smallest peer, {name}"
+    more = "more" if percent > 0 else "less"
+    return f"{abs(percent)} % {more} memory than the smallest peer, {name}"

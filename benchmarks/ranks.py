@@ -1,4 +1,4 @@
-"""Ranks of a benchmark: fresh processes that wait for orders and answer with JSON."""
+"""Ranks of a benchmark: new processes that run measurements on request and answer with JSON."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from distmp.distributed.world import World, backend_for, leave, local_device
 
 
 class RankError(SystemExit):
-    """A rank could not do what it was asked; ends the benchmark unless it leaves that way out."""
+    """A rank could not run a measurement; ends the benchmark unless it skips the method."""
 
 
 class Ranks:
-    """Processes that form one group; ended when the context is left.
+    """Processes of one process group, which end with the context.
 
     Args:
-        module: `python -m module` has to call `serve` when its first argument is `--rank`.
-        way: Which of its ways the ranks follow.
+        module: `python -m module` must call `serve` if its first argument is `--rank`.
+        method: The method that the ranks measure.
         world_size: Number of ranks.
-        environment: Variables for the processes.
-        device: "cpu", or "cuda" for a GPU each, which ranks share where there are too few.
+        environment: Environment variables for the processes.
+        device: "cpu", or "cuda" for one GPU per rank; ranks share GPUs if there are too few.
     """
 
     def __init__(
         self,
         module: str,
-        way: str,
+        method: str,
         world_size: int,
         environment: Mapping[str, str] | None = None,
         device: str = "cpu",
     ) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        meeting = Path(self._folder.name) / "meeting"
+        store_file = Path(self._folder.name) / "store"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        # What torchrun sets, and frameworks look for.
+        # Variables that torchrun sets and frameworks read.
         environment |= {name: str(world_size) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
         environment |= {"NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
         command = [sys.executable, "-m", module, "--rank"]
         self._processes = [
             subprocess.Popen(
-                [*command, str(rank), str(world_size), meeting, device, way],
+                [*command, str(rank), str(world_size), store_file, device, method],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -78,10 +78,10 @@ class Ranks:
         self._folder.cleanup()
 
     def ask(self, order: str) -> list[Any]:
-        """Have every rank do `order`; return the answer of each.
+        """Run the measurement `order` on every rank; return the answer of each.
 
         Raises:
-            RankError: If a rank could not do it.
+            RankError: If a rank failed.
         """
         for process in self._processes:
             assert process.stdin is not None
@@ -97,64 +97,64 @@ class Ranks:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise RankError("a rank ended early; its messages stand above")
+            raise RankError("a rank ended early; see its messages above")
         return json.loads(line)
 
 
-def largest(way: str, ranks: Ranks, order: str) -> Any:
-    """Return the largest answer of all ranks; None, and said so, if they could not do it."""
+def largest(method: str, ranks: Ranks, order: str) -> Any:
+    """Return the largest answer of all ranks, or None with a message if a rank failed."""
     try:
         return max(ranks.ask(order))
     except RankError as error:
-        print(f"left out: {way}, {order}: {error}", file=sys.stderr)
+        print(f"skipped: {method}, {order}: {error}", file=sys.stderr)
         return None
 
 
-def take_turns(ways: Mapping[str, Ranks], order: str, rounds: int) -> dict[str, list[float]]:
-    """Have each way do `order` once to warm up, then in turns.
+def take_turns(methods: Mapping[str, Ranks], order: str, rounds: int) -> dict[str, list[float]]:
+    """Run `order` with each method once to warm up, then in turns.
 
     Returns:
-        The largest answer of its ranks for each turn, by way, without ways that could not do it.
+        The largest answer of its ranks for each turn, by method, without methods that failed.
     """
-    return in_turns(list(ways), rounds, lambda way: largest(way, ways[way], order))
+    return in_turns(list(methods), rounds, lambda method: largest(method, methods[method], order))
 
 
 def elapsed_together(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of `work` on all ranks, all of which call it with idle devices around."""
+    """Return the duration of `work` on all ranks in seconds; all ranks must call it."""
 
-    def meet() -> None:
+    def wait_for_all() -> None:
         synchronize(device)
         dist.barrier()
 
-    meet()
+    wait_for_all()
     started = time.perf_counter()
     work()
-    meet()
+    wait_for_all()
     return time.perf_counter() - started
 
 
 def serve(make: Callable[[str, World], Callable[[str], Any]]) -> int:
-    """Be a rank that `Ranks` has started: answer orders until the end of input.
+    """Run a rank that was started by `Ranks`: answer orders until the end of input.
 
     Args:
-        make: Called with the way and the world; returns what answers an order.
+        make: Called with the method and the process group; returns a function that answers orders.
     """
-    _, rank, world_size, meeting, device_type, way = sys.argv[1:]
-    # Whatever a library prints goes where messages go, and not among the answers.
+    _, rank, world_size, store_file, device_type, method = sys.argv[1:]
+    # Redirect output of libraries to standard error, so that it does not mix with the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
     device = local_device(int(rank)) if device_type == "cuda" else torch.device("cpu")
     dist.init_process_group(
-        init_method=f"file://{meeting}",
+        init_method=f"file://{store_file}",
         rank=int(rank),
         world_size=int(world_size),
         **backend_for(device, int(world_size)),
     )
-    answer = functools.cache(lambda: make(way, World.current(device)))
+    answer = functools.cache(lambda: make(method, World.current(device)))
     for order in _orders():
-        found = _tried(lambda: answer()(order))  # noqa: B023 (called here)
-        print(json.dumps(found), file=answers, flush=True)
+        result = _tried(lambda: answer()(order))  # noqa: B023 (called here)
+        print(json.dumps(result), file=answers, flush=True)
     leave()
     return 0
 
@@ -163,13 +163,13 @@ def _tried(work: Callable[[], Any]) -> dict[str, Any]:
     try:
         return {"found": work()}
     except (RuntimeError, ValueError, AssertionError) as error:
-        # Too large for this device, or not made for it; other ways can still be measured.
+        # Too large for this device, or not supported; other methods can still be measured.
         traceback.print_exc()
         return {"problem": f"{type(error).__name__}: {error}"}
 
 
 def is_rank() -> bool:
-    """Return whether this process is one that `Ranks` has started."""
+    """Return whether this process was started by `Ranks`."""
     return sys.argv[1:2] == ["--rank"]
 
 

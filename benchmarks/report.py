@@ -1,4 +1,4 @@
-"""What every benchmark prints and keeps: medians with their spread, and the machine."""
+"""Helpers to report and save results: medians with their spread, and the machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Spread(NamedTuple):
-    """Median of several runs, and their extremes."""
+    """The median, minimum and maximum of several measurements."""
 
     median: float
     least: float
@@ -36,12 +36,12 @@ class Spread(NamedTuple):
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Return what of another way's time is ours, turn by turn."""
+    """Return the ratios of our times to those of another method, turn by turn."""
     return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
 
 
 def alternating(names: Sequence[str], rounds: int, warm_up: int) -> Iterator[tuple[str, bool]]:
-    """Yield what to measure next, and whether it counts; another one is the first in every turn."""
+    """Yield the next name to measure and whether it counts; every turn starts with another name."""
     for turn in range(rounds + warm_up):
         first = turn % len(names)
         for name in (*names[first:], *names[:first]):
@@ -51,27 +51,27 @@ def alternating(names: Sequence[str], rounds: int, warm_up: int) -> Iterator[tup
 def in_turns(
     names: Sequence[str], rounds: int, measure: Callable[[str], float | None], warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Return what `measure` returns for each name in turns, without the first `warm_up` of them.
+    """Return the measurements of each name in turns, without the first `warm_up` turns.
 
-    A name for which it returns None is left out from then on.
+    A name for which `measure` returns None is skipped from then on.
     """
-    found: dict[str, list[float]] = {name: [] for name in names}
+    results: dict[str, list[float]] = {name: [] for name in names}
     for name, counts in alternating(names, rounds, warm_up):
-        if name in found:
+        if name in results:
             measured = measure(name)
             if measured is None:
-                del found[name]
+                del results[name]
             elif counts:
-                found[name].append(measured)
-    return found
+                results[name].append(measured)
+    return results
 
 
 def machine(device: torch.device | str | None = None) -> dict[str, Any]:
-    """Describe the hardware and versions that figures belong to.
+    """Return the hardware and versions of a measurement.
 
     Args:
-        device: Where they were measured; a GPU is named with what it could do at the most
-            (`benchmarks.peak`), which takes a few seconds. None: the GPU if there is one.
+        device: The measured device. For a GPU the result contains its peak performance
+            (`benchmarks.peak`), which takes a few seconds. None uses a GPU if there is one.
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -87,12 +87,12 @@ def machine(device: torch.device | str | None = None) -> dict[str, Any]:
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:
-    told = gpus()
+    devices = gpus()
     return {
         "gpu": torch.cuda.get_device_name(device),
         "capability": ".".join(map(str, torch.cuda.get_device_capability(device))),
         "gpu_memory": torch.cuda.get_device_properties(device).total_memory,
-        "driver": told[0].driver if told else None,
+        "driver": devices[0].driver if devices else None,
         "cuda": torch.version.cuda,
         "peak": peak(device),
     }
@@ -113,7 +113,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def save(name: str, result: Mapping[str, object]) -> Path:
-    """Keep a result in `benchmarks/results`."""
+    """Save a result in `benchmarks/results`; return its path."""
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
     return path

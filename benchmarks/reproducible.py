@@ -1,10 +1,10 @@
-"""The same bits at any number of ranks: `python -m benchmarks.reproducible`.
+"""Check for bit-identical training on any number of ranks: `python -m benchmarks.reproducible`.
 
 Trains the quickstart's model on the quickstart's data, with its optimizer, schedule and clipping,
-for 50 steps of 8 microbatches, one of which overflows, spread over ranks as 1 x 8, 2 x 4 and 4 x 2
-(ranks x microbatches). In the end everything that training continues from is gathered, and the
-SHA-256 of all weights, FP32 masters and moments is taken: with `reproducible`, with `reproducible`
-and `shard_optimizer`, and in the ordinary mode. Samples are shorter than the quickstart's.
+for 50 steps of 8 microbatches, one of which overflows, distributed as 1 x 8, 2 x 4 and 4 x 2 (ranks
+x microbatches). At the end it gathers the state and computes the SHA-256 of all weights, FP32
+master weights and moments: with `reproducible`, with `reproducible` and `shard_optimizer`, and in
+the ordinary mode. Samples are shorter than in the quickstart.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from distmp.utils.flat_shard import FlatShard
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 MICROBATCHES = 8
 LAYOUTS = {f"{ranks} x {MICROBATCHES // ranks}": ranks for ranks in (1, 2, 4)}
-OVERFLOW = 5  # which of the eight microbatches overflows, once
+OVERFLOW = 5  # number of the microbatch that overflows in one step
 
 MODES: dict[str, dict[str, bool]] = {
     "reproducible": {"reproducible": True},
@@ -49,20 +49,20 @@ class Training:
     """One rank of a run.
 
     Args:
-        way: Policy and mode, separated by a slash.
-        world: The ranks.
+        method: Policy and mode, separated by a slash.
+        world: The process group.
     """
 
-    def __init__(self, way: str, world: World) -> None:
-        self._policy, _, mode = way.partition("/")
+    def __init__(self, method: str, world: World) -> None:
+        self._policy, _, mode = method.partition("/")
         self._mode = MODES[mode]
         self._world = world
 
     def train(self, order: str) -> dict[str, Any]:
-        """Train for some steps on samples of some length, as `order` says.
+        """Train with the number of steps and the sample length in `order`.
 
         Returns:
-            The digest, how many updates were applied, skipped and clipped, and the last loss.
+            The digest, the numbers of applied, skipped and clipped updates, and the last loss.
         """
         steps, length = map(int, order.split())
         config = _config(steps, length, self._mode)
@@ -116,7 +116,7 @@ def _config(steps: int, length: int, options: Mapping[str, bool]) -> RunConfig:
 
 
 def _digest(engine: Engine, world: World) -> str:
-    """Return the SHA-256 of all weights, masters and moments, whole."""
+    """Return the SHA-256 of all full weights, master weights and moments."""
     state = {
         name: tensor
         for name, tensor in engine.state_dict().items()
@@ -125,13 +125,13 @@ def _digest(engine: Engine, world: World) -> str:
     computed_with = {f"module/{name}": part for name, part in engine.module.named_parameters()}
     digest = hashlib.sha256()
     for name, tensor in sorted({**state, **computed_with}.items()):
-        whole = _whole(tensor, world).detach()
-        digest.update(f"{name} {whole.dtype} {tuple(whole.shape)}".encode())
-        digest.update(whole.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        full = _full(tensor, world).detach()
+        digest.update(f"{name} {full.dtype} {tuple(full.shape)}".encode())
+        digest.update(full.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _whole(tensor: Tensor, world: World) -> Tensor:
+def _full(tensor: Tensor, world: World) -> Tensor:
     if not isinstance(tensor, FlatShard):
         return tensor
     parts: list[Any] = [None] * world.world_size
@@ -142,7 +142,7 @@ def _whole(tensor: Tensor, world: World) -> Tensor:
 
 def main() -> int:
     if is_rank():
-        return serve(lambda way, world: Training(way, world).train)
+        return serve(lambda method, world: Training(method, world).train)
     arguments = _arguments()
     order = f"{arguments.steps} {arguments.sequence_length}"
     runs = [
@@ -157,9 +157,9 @@ def main() -> int:
         "sequence_length": arguments.sequence_length,
         "runs": runs,
     }
-    kept = save("reproducible-cpu", result)
+    path = save("reproducible-cpu", result)
     print(reproducible(result))
-    print(f"kept in {kept}")
+    print(f"saved to {path}")
     return 0 if _all_equal(runs) else 1
 
 
@@ -170,15 +170,15 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _run(way: str, ranks: int, order: str) -> dict[str, Any]:
-    with Ranks("benchmarks.reproducible", way, ranks) as started:
+def _run(method: str, ranks: int, order: str) -> dict[str, Any]:
+    with Ranks("benchmarks.reproducible", method, ranks) as started:
         first, *others = started.ask(order)
     assert all(other["digest"] == first["digest"] for other in others), "ranks differ"
     return dict(first)
 
 
 def _all_equal(runs: Iterable[dict[str, Any]]) -> bool:
-    """Return whether reproducible runs of a policy ended alike, sharded or not."""
+    """Return whether all reproducible runs of a policy have the same digest, sharded or not."""
     digests = {
         (run["policy"], run["digest"]) for run in runs if run["mode"].startswith("reproducible")
     }

@@ -1,8 +1,8 @@
-"""What a step costs after backward: unscale, check, clip, step (`python -m benchmarks.step_tail`).
+"""Measure a step after backward: unscale, check, clip, step (`python -m benchmarks.step_tail`).
 
-The ways take turns on the same parameters and gradients, which are set anew before each turn. What
-a way costs beyond the bare fused step is compared with torch's own (unscale, clip, fused step), and
-with the floor: one read of the gradients at the bandwidth of a copy.
+The methods take turns on the same parameters and gradients, which are reset before each turn. The
+cost of a method beyond the bare fused step is compared with torch's (unscale, clip, fused step),
+and with the lower bound: one read of the gradients at the bandwidth of a copy.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ ELEMENTS = {"cpu": 2**25, "cuda": 2**28}
 
 
 class Work:
-    """Parameters whose gradients are views of flat buckets, as those of `Engine` are.
+    """Parameters whose gradients are views of flat buckets, as in `Engine`.
 
     Args:
         elements: Number of gradient elements.
-        size: Elements of each parameter.
-        device: Where they live.
+        size: Number of elements of each parameter.
+        device: Device of the parameters.
     """
 
     def __init__(self, elements: int, size: int, device: torch.device) -> None:
@@ -63,22 +63,22 @@ class Work:
         self.loss_scale = LossScale(LossScaleConfig(init=SCALE), device)
 
     def refresh(self) -> None:
-        """Set the scaled gradients that backward would leave."""
+        """Set the gradients to scaled values, as after backward."""
         torch._foreach_copy_(self.buckets, self._fresh)
 
     def bare(self) -> None:
-        """Step unscaled gradients, without clipping."""
+        """Run only the optimizer, with unscaled gradients and without clipping."""
         self.optimizer.step()
 
     def stock(self) -> None:
-        """Do what torch documents for scaling with clipping."""
+        """Run torch's documented sequence for scaling with clipping."""
         self.torch_scaler.unscale_(self.optimizer)
         nn.utils.clip_grad_norm_(self.parameters, MAX_NORM)
         self.torch_scaler.step(self.optimizer)
         self.torch_scaler.update()
 
     def engine(self) -> None:
-        """Do what `Engine` does after backward."""
+        """Run the work of `Engine` after backward."""
         one = torch.ones((), dtype=torch.float64, device=self.device)
         part = GradientPart(self.buckets, replicas=1)
         total = local_stats([part], one, one, stop=False, device=self.device)
@@ -90,13 +90,13 @@ class Work:
         del self.optimizer.grad_scale, self.optimizer.found_inf  # type: ignore[attr-defined]
 
     def distributed_grad_scaler(self) -> None:
-        """Do the same with the scaler by itself."""
+        """Run the same work with the scaler alone."""
         self.scaler.clip_grad_norm_(self.optimizer, MAX_NORM)
         self.scaler.step(self.optimizer)
         self.scaler.update()
 
     def copy(self) -> None:
-        """Read and write as many bytes as the gradients have."""
+        """Read and write the size of the gradients."""
         torch._foreach_copy_(self._fresh, self.buckets)
 
     def norm(self) -> None:
@@ -109,7 +109,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     device = arguments.device
     work = Work(arguments.elements, arguments.parameter_size, device)
-    ways: dict[str, Callable[[], None]] = {
+    methods: dict[str, Callable[[], None]] = {
         "bare fused AdamW": work.bare,
         "torch: unscale, clip, step": work.stock,
         "Engine": work.engine,
@@ -120,25 +120,25 @@ def main() -> int:
 
     def milliseconds(name: str) -> float:
         work.refresh()
-        return 1000 * elapsed(ways[name], device)
+        return 1000 * elapsed(methods[name], device)
 
     result = {
         "machine": {**machine(device), "threads": arguments.threads},
         "elements": arguments.elements,
         "parameters": len(work.parameters),
-        "milliseconds": in_turns(list(ways), arguments.rounds, milliseconds, warm_up=2),
+        "milliseconds": in_turns(list(methods), arguments.rounds, milliseconds, warm_up=2),
     }
     print(steps.step_tail(result))
-    print(f"kept in {save(f'step-tail-{device.type}', result)}")
+    print(f"saved to {save(f'step-tail-{device.type}', result)}")
     return 0
 
 
 def _arguments() -> argparse.Namespace:
-    made = parser(__doc__, rounds=25)
-    made.add_argument("--elements", type=int, help="gradient elements (2^25, on a GPU 2^28)")
-    made.add_argument("--parameter-size", type=int, default=2**20, help="elements of a parameter")
-    made.add_argument("--threads", type=int, default=2, help="CPU threads")
-    return parse(made, elements=ELEMENTS)
+    options = parser(__doc__, rounds=25)
+    options.add_argument("--elements", type=int, help="gradient elements (2^25, on a GPU 2^28)")
+    options.add_argument("--parameter-size", type=int, default=2**20, help="elements per parameter")
+    options.add_argument("--threads", type=int, default=2, help="CPU threads")
+    return parse(options, elements=ELEMENTS)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The `distmp` command: one line here for each subcommand."""
+"""The `distmp` command and the table of its subcommands."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from distmp import __version__
 from distmp.distributed.stopping import stop_while_starting
 from distmp.errors import DistmpError, nearest
 
-# Name: module with a `main(argv) -> int`, imported when the subcommand is run; what it does.
+# Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
 _SUBCOMMANDS = {
     "train": ("distmp.train", "train in this process; under torchrun, as one rank of many"),
     "calibrate": ("distmp.commands.calibrate", "measure gradients against the range of float16"),
     "explain": (
         "distmp.commands.explain.command",
-        "say what a run will store, compute, send and need",
+        "print types, communication and memory of a run before it starts",
     ),
-    "export": ("distmp.commands.export", "write the weights in a checkpoint for others"),
-    "bench": ("distmp.commands.bench.command", "compare the precision policies on a run of yours"),
+    "export": ("distmp.commands.export", "export the weights of a checkpoint to other formats"),
+    "bench": ("distmp.commands.bench.command", "compare the precision policies on your run"),
     "report": (
         "distmp.commands.report.command",
-        "write an HTML page about a run, or two side by side",
+        "write an HTML page about one run, or two side by side",
     ),
-    "doctor": ("distmp.commands.doctor.command", "say whether this machine is fit to train"),
+    "doctor": ("distmp.commands.doctor.command", "check whether this machine is ready to train"),
     "launch": ("distmp.launcher.command", "start the ranks of a run, on one machine or many"),
 }
-# What a scheduler starts, stops, and starts again.
+# Subcommands that a scheduler starts, stops and restarts.
 _JOBS = ("train", "launch")
 
 
 def run() -> NoReturn:
-    """Be the process of the `distmp` command."""
+    """Run the `distmp` command and exit."""
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
         stop_while_starting()
     sys.exit(main())
@@ -71,8 +71,8 @@ def _run(name: str, arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # `distmp launch -- --help | head`: the reader has seen enough. The interpreter's last flush
-        # must not fail as well.
+        # `distmp launch -- --help | head` closes the pipe. The interpreter's last flush must not
+        # fail as well.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
@@ -83,7 +83,7 @@ def _help() -> str:
     return (
         "usage: distmp SUBCOMMAND [OPTIONS]\n\n"
         + "".join(lines)
-        + "\n`distmp SUBCOMMAND --help` lists its options; `distmp --version` gives versions.\n"
+        + "\n`distmp SUBCOMMAND --help` lists its options; `distmp --version` prints versions.\n"
     )
 
 

@@ -1,28 +1,28 @@
-"""Errors that a user can act on: each is one message that names the setting and says what to do."""
+"""Errors that a user can act on: one message with the setting, its value and what to do."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
 
-# Exit code of a rank that ends because another one did; the other's code tells the cause.
+# Exit code of a rank that ends because another rank did; the other's exit code shows the cause.
 LOST_PEER_EXIT_CODE = 3
-# Exit code of the rank that reports that ranks hang.
+# Exit code of the rank that reports hanging ranks.
 HANG_EXIT_CODE = 4
 
-# Exit code of a run that stopped in order before its last step, with a checkpoint to go on from:
-# EX_TEMPFAIL of sysexits.h, "try again later". A scheduler puts such a job back in its queue.
+# Exit code of a run that stopped before its last step and wrote a checkpoint to continue from:
+# EX_TEMPFAIL of sysexits.h, "try again later". Schedulers requeue such a job.
 STOPPED_EXIT_CODE = 75
 
 
 class DistmpError(Exception):
-    """Base of every error that distmp raises on purpose.
+    """Base class of the errors that distmp raises.
 
-    The command line prints its message without a traceback; anything else is a bug or a fault of
-    the user's own code and keeps its traceback.
+    The command line prints their message without a traceback. Other exceptions are bugs, in distmp
+    or in the user's code, and keep their traceback.
 
     Attributes:
-        exit_code: That of a process that ends with this error.
+        exit_code: Exit code of a process that ends with this error.
 
     Example:
         >>> import distmp
@@ -37,12 +37,12 @@ class DistmpError(Exception):
 
 
 class ConfigError(DistmpError, ValueError):
-    """A setting that cannot be used: wrong name, type, value or combination.
+    """An invalid setting: wrong name, type, value or combination.
 
     Args:
-        setting: Dotted name as it stands in the YAML file and on the command line (`optim.lr`).
+        setting: Dotted name as in the YAML file and on the command line (`optim.lr`).
         value: The value that was received.
-        problem: What is wrong with it and what to do instead.
+        problem: What is wrong with the value, and what to do.
 
     Example:
         >>> import distmp
@@ -60,10 +60,10 @@ class ConfigError(DistmpError, ValueError):
 
 
 class SetupError(DistmpError):
-    """What kept some ranks from starting, raised on every rank.
+    """An error of some ranks at startup, raised on every rank.
 
     Args:
-        messages: Rank to message, for the ranks that had a problem.
+        messages: The message of each rank that failed, by rank.
         exit_code: Exit code of the process.
     """
 
@@ -84,7 +84,7 @@ class SetupError(DistmpError):
 
 
 class CheckpointError(DistmpError, RuntimeError):
-    """A checkpoint that cannot be written or read; raised on every rank alike.
+    """A checkpoint that cannot be written or read; raised on every rank.
 
     Example:
         >>> from pathlib import Path
@@ -98,7 +98,7 @@ class CheckpointError(DistmpError, RuntimeError):
 
 
 class TrainingError(DistmpError, RuntimeError):
-    """Training cannot go on; raised on every rank in the same step.
+    """Training cannot continue; raised on every rank in the same step.
 
     Example:
         >>> import torch, distmp
@@ -110,25 +110,25 @@ class TrainingError(DistmpError, RuntimeError):
         >>> try:
         ...     scaler.update()
         ... except TrainingError:
-        ...     print("an overflow at the lowest scale that is allowed")
-        an overflow at the lowest scale that is allowed
+        ...     print("overflow at the minimum loss scale")
+        overflow at the minimum loss scale
     """
 
 
 class LostPeerError(TrainingError):
-    """Another rank has ended, and this one cannot go on without it; the cause is the other's."""
+    """Another rank has ended, so that this rank cannot continue; the other rank has the cause."""
 
     exit_code = LOST_PEER_EXIT_CODE
 
 
 def listed(names: Sequence[str], at_most: int = 5) -> str:
-    """Return the first names, separated by commas, and how many more there are."""
+    """Return the first names, separated by commas, and the number of remaining ones."""
     more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
     return ", ".join(names[:at_most]) + more
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the choice closest to `name`, or the list of choices."""
+    """Return "did you mean 'x'?" for the choice closest to `name`, or the list of choices."""
     choices = sorted(choices)
     close = difflib.get_close_matches(str(name), choices, n=1, cutoff=0.6)
     return f"did you mean {close[0]!r}?" if close else f"choose one of {', '.join(choices)}"

@@ -1,9 +1,9 @@
 #!/bin/sh
-# Train on all GPUs of this machine (two CPU ranks where there is none):
+# Train on all GPUs of this machine (on two CPU ranks if it has none):
 #
 #     launch/local.sh                                    # the configuration below
-#     launch/local.sh --optim.lr 3e-4                    # one setting changed
-#     CONFIG=my/run.yaml launch/local.sh                 # a configuration of your own
+#     launch/local.sh --optim.lr 3e-4                    # change one setting
+#     CONFIG=my/run.yaml launch/local.sh                 # your own configuration
 #     PET_NPROC_PER_NODE=4 launch/local.sh               # four ranks
 #
 # Change for your own job: CONFIG; PYTHON, to use another environment.
@@ -13,6 +13,6 @@ repository=$(CDPATH='' cd -- "$(dirname -- "$0")/.." && pwd)
 CONFIG=${CONFIG:-$repository/configs/quickstart.yaml}
 PYTHON=${PYTHON:-python3}
 
-# Works from a source tree that has not been installed, too.
+# Also works from a source tree that is not installed.
 export PYTHONPATH="$repository${PYTHONPATH:+:$PYTHONPATH}"
 exec "$PYTHON" -m distmp launch -- --config "$CONFIG" "$@"

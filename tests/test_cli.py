@@ -16,7 +16,7 @@ from distmp.errors import CheckpointError, ConfigError
 from tests.torchrun import environment, python
 
 REPOSITORY = Path(__file__).parent.parent
-# Stands in for torch: an import that takes its time.
+# A replacement for torch whose import does not end.
 TORCH = "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(600)"
 
 
@@ -77,7 +77,7 @@ def test_interrupt_has_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["train"]) == 130
 
 
-def test_reader_that_has_seen_enough() -> None:
+def test_a_closed_pipe_ends_without_a_traceback() -> None:
     """`distmp launch -- --help | head -1` ends without a traceback."""
     read, write = os.pipe()
     os.close(read)
@@ -105,7 +105,7 @@ def test_reader_that_has_seen_enough() -> None:
         pytest.param("doctor", signal.SIGTERM, -signal.SIGTERM, id="no job of a scheduler"),
     ],
 )
-def test_a_signal_in_the_first_seconds(
+def test_a_signal_during_the_imports(
     name: str, number: signal.Signals, code: int, tmp_path: Path
 ) -> None:
     (tmp_path / "torch.py").write_text(TORCH)
@@ -119,10 +119,10 @@ def test_a_signal_in_the_first_seconds(
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(number)
-        _, told = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=60)
     assert process.returncode == code
     message = f"distmp: stopped by {number.name} before anything had begun (exit code {code})\n"
-    assert told.decode() == (message if code > 0 else "")
+    assert err.decode() == (message if code > 0 else "")
 
 
 @pytest.mark.parametrize("name", ["trian", "Train", "lunch", "--verison", "xyzzy"])
@@ -159,7 +159,7 @@ def test_module_is_the_command() -> None:
 
 @pytest.fixture
 def job(tmp_path: Path) -> dict[str, str]:
-    """Give an environment in which `launch/local.sh` finds a Python that shows its arguments."""
+    """Return an environment in which `launch/local.sh` runs a Python that prints its arguments."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
     python.chmod(0o755)

@@ -1,1 +1,1 @@
-"""Tables of the kept results, as Markdown: a function for each benchmark, by subject."""
+"""Tables of the saved results as Markdown, with one function per benchmark."""

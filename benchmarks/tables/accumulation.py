@@ -1,4 +1,4 @@
-"""Tables of accumulating and reducing gradients."""
+"""Tables about accumulation and reduction of gradients."""
 
 from __future__ import annotations
 
@@ -36,12 +36,13 @@ def accumulation_passes(result: dict[str, Any]) -> str:
     rows: list[dict[str, object]] = []
     for name, spread in taken.items():
         beyond = spread.median - floor
-        row: dict[str, object] = {"way": name, f"{clock} ms": spread}
+        row: dict[str, object] = {"method": name, f"{clock} ms": spread}
         row["beyond autograd alone, ms"] = f"{beyond:.3g}"
-        row["Fp32GradBuckets takes of that"] = f"{ours / beyond:.2f}"
+        row["Fp32GradBuckets relative to that"] = f"{ours / beyond:.2f}"
         rows.append(row)
+    turns = len(result["milliseconds"]["autograd alone"])
     return (
-        f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds'][rows[0]['way']])} "
+        f"{table(rows)}\n\nMedian (least to most) of {turns} "
         f"alternating turns of {result['microbatches']} microbatches, "
         f"{result['elements'] / 1e6:.1f} M bfloat16 gradient elements in {result['parameters']} "
         f"parameters; autograd alone, without accumulating, {floor:.3g} ms. "
@@ -55,13 +56,13 @@ def accumulation_step(result: dict[str, Any]) -> str:
     rows: list[dict[str, object]] = []
     for name, measured in result["memory"].items():
         if name not in seconds:
-            continue  # left out: it could not be measured on this machine
+            continue  # not measured on this machine
         spread = Spread.of(seconds[name])
-        row: dict[str, object] = {"way": name, "seconds": spread}
+        row: dict[str, object] = {"method": name, "seconds": spread}
         for other in ("autocast", "bf16"):
             reference = seconds.get(result["references"][other])
-            share_of = ratios(seconds[name], reference).median if reference else None
-            row[f"of DDP {other}"] = "" if share_of is None else f"{share_of:.2f}"
+            ratio = ratios(seconds[name], reference).median if reference else None
+            row[f"relative to DDP {other}"] = "" if ratio is None else f"{ratio:.2f}"
         row |= reached(result, spread.median, "bfloat16")
         row["peak bytes per parameter"] = f"{measured['peak']:.1f}"
         if "live_tensors_peak" in measured:
@@ -94,17 +95,19 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
     counts = [str(count) for count in result["microbatches"]]
     reference = result["ways"][result["reference"]]
     rows: list[dict[str, object]] = []
-    for way, found in result["ways"].items():
+    for method, found in result["ways"].items():
         if any(len(one) < 3 or None in one.values() for one in found.values()):
-            continue  # left out: it could not be measured on this machine
-        times_of = [
+            continue  # not measured on this machine
+        time_ratios = [
             ratios(found[count]["seconds"], reference[count]["seconds"]).median for count in counts
         ]
         rows.append(
             {
-                "way": way,
+                "method": method,
                 "relative error": " / ".join(f"{found[count]['error']:.0e}" for count in counts),
-                f"time, of {result['reference']}": " / ".join(f"{one:.2f}" for one in times_of),
+                f"time relative to {result['reference']}": " / ".join(
+                    f"{one:.2f}" for one in time_ratios
+                ),
                 "peak bytes per parameter": " / ".join(
                     f"{found[count]['bytes_per_parameter']:.1f}" for count in counts
                 ),
@@ -120,13 +123,13 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
                 )
                 for count in counts
             ]
-            rows[-1]["of the peak"] = " / ".join(f"{one:.1%}" for one in shares)
+            rows[-1]["share of the peak"] = " / ".join(f"{one:.1%}" for one in shares)
     times = " / ".join(f"{Spread.of(reference[count]['seconds']).median:.3g}" for count in counts)
     return (
         f"{table(rows)}\n\nAt {' / '.join(counts)} microbatches of {result['samples']} samples on "
         f"each of {result['ranks']} ranks; {result['parameters'] / 1e6:.2f} M parameters. Relative "
         "L2 error against the float64 mean of the gradients of single microbatches. Time: median "
         f"of {len(reference[counts[0]]['seconds'])} alternating turns of a step, ratios turn by "
-        f"turn; the reference takes {times} s. Memory: tensors alive at once. "
+        f"turn; the reference takes {times} s. Memory: peak of live tensors. "
         + machine_line(result)
     )

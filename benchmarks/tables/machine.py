@@ -1,4 +1,4 @@
-"""What tables say of the machine."""
+"""Text and columns about the machine."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ def machine_line(result: dict[str, Any]) -> str:
 
 
 def threads(result: dict[str, Any]) -> str:
-    """Return how many threads a CPU was used with, to stand before the machine."""
+    """Return the number of CPU threads, as a prefix of the machine's name."""
     machine = result["machine"]
     return "" if machine["gpu"] else f"{machine['threads']} threads on "
 
 
 def reached(result: dict[str, Any], seconds: float, kind: str) -> dict[str, object]:
-    """Return the columns that say how much of a GPU a step reaches; none for a CPU.
+    """Return the columns with the share of a GPU's peak that a step reaches; none for a CPU.
 
     Args:
-        result: With the work of a step of one rank, `flops`.
-        seconds: That a step takes.
-        kind: Of products (`benchmarks.peak.kind_of`).
+        result: A result with the work of a step of one rank, `flops`.
+        seconds: Duration of a step.
+        kind: Kind of product, see `benchmarks.peak.kind_of`.
     """
     peak = result["machine"].get("peak")
     if peak is None:
         return {}
     return {
         "TFLOP/s": f"{result['flops'] / seconds / 1e12:.3g}",
-        "of the peak": f"{share(result['flops'], seconds, peak, kind):.1%}",
+        "share of the peak": f"{share(result['flops'], seconds, peak, kind):.1%}",
     }

@@ -1,4 +1,4 @@
-"""Tables of what precision costs and saves."""
+"""Tables about the cost and benefit of precision."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.report import table
 from benchmarks.tables.machine import machine_line, reached
 
-# What `benchmarks.precision` measures one by one, by its key: what is saved, and what it costs.
+# Key of `benchmarks.precision`: the changed setting, and the quantity whose error is measured.
 ERRORS = {
     "accumulate 8": ("`accumulate=bf16`", "sum of 8 microbatches"),
     "accumulate 64": ("`accumulate=bf16`", "sum of 64 microbatches"),
@@ -15,7 +15,7 @@ ERRORS = {
     "accumulate 512 in FP32": ("`accumulate=fp32`", "sum of 512 microbatches"),
     "reduce once": ("`reduce=bf16`, summed in FP32", "gradient of 64 ranks"),
     "reduce ring": ("`reduce=bf16`, summed in bf16", "gradient of 64 ranks"),
-    "param lost": ("`param=bf16`", "share of weights that an update of 3e-4 does not move"),
+    "param lost": ("`param=bf16`", "share of weights that an update of 3e-4 does not change"),
     "buffer mean": ("`buffer=bf16`", "running mean after 1,000 batches"),
     "output": ("`output=bf16`", "gradient of the cross entropy"),
     "tf32": ("`tf32=true`", "matrix product"),
@@ -26,8 +26,8 @@ ERRORS = {
 def precision_errors(result: dict[str, Any]) -> str:
     """Return the first table of `benchmarks.precision` and a line on its machine."""
     rows: list[dict[str, object]] = [
-        {"policy": saving, "of what": what, "relative error": f"{result['errors'][key]:.2g}"}
-        for key, (saving, what) in ERRORS.items()
+        {"policy": change, "quantity": what, "relative error": f"{result['errors'][key]:.2g}"}
+        for key, (change, what) in ERRORS.items()
     ]
     return f"{table(rows)}\n\n{machine_line(result)}"
 
@@ -38,12 +38,12 @@ def precision_training(result: dict[str, Any]) -> str:
         {
             "policy": f"`{name.replace('|', chr(92) + '|')}`",
             "last loss": f"{found['last']:.4f}",
-            "farthest from fp32": f"{found['apart']:.2g}",
+            "largest difference from fp32": f"{found['apart']:.2g}",
         }
         for name, found in result["losses"].items()
     ]
     return (
-        f"{table(rows)}\n\nLargest relative distance of the loss in {result['steps']} steps. "
+        f"{table(rows)}\n\nLargest relative difference of the loss in {result['steps']} steps. "
         + machine_line(result)
     )
 
@@ -63,7 +63,7 @@ def policies(result: dict[str, Any]) -> str:
                 **reached(result, seconds, result["kinds"][name]),
                 "peak memory, MB": f"{found['memory_bytes'] / 1e6:,.0f}",
                 "last loss": f"{result['last_losses'][name]:.4f}",
-                "apart": f"{result['apart'][name]:.2%}",
+                "difference": f"{result['apart'][name]:.2%}",
             }
         )
     return (

@@ -1,4 +1,4 @@
-"""Tables of what holds for whole runs: the same bits, memory, growth, checkpoints."""
+"""Tables about runs: reproducibility, memory, scaling and checkpoints."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ def explain_memory(result: dict[str, Any]) -> str:
         for name, case in result["cases"].items()
     ]
     return (
-        f"{table(rows)}\n\nMeasured: the most that torch's CPU allocator had given out on the "
-        f"first rank in a step after the first. {machine_line(result)}"
+        f"{table(rows)}\n\nMeasured: peak memory of torch's CPU allocator on the first rank in a "
+        f"step after the first. {machine_line(result)}"
     )
 
 
 def growth(result: dict[str, Any]) -> str:
     """Return the table of `benchmarks.growth`."""
     rows: list[dict[str, object]] = []
-    for way, by_ranks in result["ways"].items():
+    for method, by_ranks in result["ways"].items():
         for ranks, found in by_ranks.items():
-            row: dict[str, object] = {"way": way, "ranks": f"{int(ranks):,}"}
-            for quantity, title in (("memory", "memory"), ("wire", "sent in a step")):
+            row: dict[str, object] = {"method": method, "ranks": f"{int(ranks):,}"}
+            for quantity, title in (("memory", "memory"), ("wire", "sent per step")):
                 predicted, measured = found[quantity], found.get(f"measured_{quantity}", 0)
                 row[f"{title}: predicted, MB"] = f"{predicted / 1e6:.1f}"
-                # One rank sends nothing but what it writes by the way.
+                # A single rank sends nothing; its writes are other output.
                 real = measured if predicted else 0
                 row[f"{title}: real, MB"] = f"{real / 1e6:.1f}" if real else ""
                 row[f"{title}: predicted / real"] = f"{predicted / real:.3f}" if real else ""
@@ -74,23 +74,27 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
     """Return the table of `benchmarks.checkpoint_stall` and a line on its machine."""
     blocking = [turn["stall"] for turn in result["turns"]["blocking"]]
     rows: list[dict[str, object]] = []
-    for way, turns in result["turns"].items():
+    for method, turns in result["turns"].items():
         stalls = [turn["stall"] for turn in turns]
         slower = ratios([t["step_while_writing"] for t in turns], [t["step"] for t in turns])
-        memory = result["memory"][way]
+        memory = result["memory"][method]
         rows.append(
             {
-                "saving": way,
-                "training stands still, s": Spread.of(stalls),
-                "of a blocking save": ratios(stalls, blocking),
+                "saving": method,
+                "stall of training, s": Spread.of(stalls),
+                "stall relative to a blocking save": ratios(stalls, blocking),
                 "written after, s": Spread.of([turn["written"] for turn in turns]),
-                "step while it is written, of one without": slower if way != "blocking" else "",
-                "memory of a rank, of the state": f"{memory['beyond'] / memory['state']:.2f}",
+                "step while writing, relative to one without": (
+                    slower if method != "blocking" else ""
+                ),
+                "additional memory of a rank, relative to the state": (
+                    f"{memory['beyond'] / memory['state']:.2f}"
+                ),
             }
         )
     state = result["memory"]["blocking"]["state"]
     return (
         f"{table(rows)}\n\nMedian (least to most) of {len(blocking)} alternating turns, ratios "
-        f"turn by turn. {result['ranks']} ranks share the writing of a state of "
-        f"{state / 1e6:.0f} MB. {result['machine']['cores']} cores of {machine_line(result)}"
+        f"turn by turn. {result['ranks']} ranks write a state of {state / 1e6:.0f} MB together. "
+        f"{result['machine']['cores']} cores of {machine_line(result)}"
     )

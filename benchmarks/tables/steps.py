@@ -1,4 +1,4 @@
-"""Tables of whole training steps, and of what comes after backward."""
+"""Tables about training steps, and about the work after backward."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def quickstart(result: dict[str, Any]) -> str:
     speeds = {name: Spread(*values) for name, values in result["tokens_per_second"].items()}
     ratio = Spread(*result["tokens_per_second_of_plain_ddp"])
     rows: list[dict[str, object]] = [
-        {"loop": "distmp", "tokens/s": speeds["distmp"], "of plain DDP": ratio},
-        {"loop": "plain torch DDP", "tokens/s": speeds["plain"], "of plain DDP": 1},
+        {"loop": "distmp", "tokens/s": speeds["distmp"], "relative to plain DDP": ratio},
+        {"loop": "plain torch DDP", "tokens/s": speeds["plain"], "relative to plain DDP": 1},
     ]
     return (
         f"{table(rows)}\n\nMedian (least to most) of {len(result['seconds']['plain'])} alternating "
@@ -35,21 +35,21 @@ def step_tail(result: dict[str, Any]) -> str:
     rows: list[dict[str, object]] = []
     for name, spread in taken.items():
         beyond = spread.median - bare
-        row: dict[str, object] = {"way": name, "ms": spread}
+        row: dict[str, object] = {"method": name, "ms": spread}
         row["beyond the bare step, ms"] = f"{beyond:.3g}" if beyond else ""
-        row["of torch's"] = f"{beyond / stock:.2f}" if beyond else ""
-        row["of the floor"] = f"{beyond / floor:.1f}" if beyond else ""
+        row["relative to torch"] = f"{beyond / stock:.2f}" if beyond else ""
+        row["relative to the lower bound"] = f"{beyond / floor:.1f}" if beyond else ""
         rows.append(row)
     return (
         f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds']['copy'])} "
-        f"alternating turns, {result['elements'] / 1e6:.1f} M FP32 gradient elements; the floor, "
-        f"one read of them at copy bandwidth, is {floor:.3g} ms, their norm alone {norm:.3g} ms. "
+        f"alternating turns, {result['elements'] / 1e6:.1f} M FP32 gradient elements. The lower "
+        f"bound, one read at copy bandwidth, is {floor:.3g} ms, the norm alone {norm:.3g} ms. "
         f"{threads(result)}{machine_line(result)}"
     )
 
 
 def peers(result: dict[str, Any]) -> str:
-    """Return the tables of `benchmarks.peers`, what they say, and a line on the machine."""
+    """Return the tables of `benchmarks.peers`, their summaries, and a line on the machine."""
     found = [races.rendered(name, race) for name, race in result["races"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
@@ -61,6 +61,6 @@ def peers(result: dict[str, Any]) -> str:
 
 
 def beside_accelerate(result: dict[str, Any]) -> str:
-    """Return the table of distmp's loops beside accelerate's, from `benchmarks.peers`."""
+    """Return the table of distmp's loops relative to accelerate's, from `benchmarks.peers`."""
     found = races.beside("accelerate", result["races"])
     return f"{found}\n\naccelerate {result['versions']['accelerate']}, {machine_line(result)}"

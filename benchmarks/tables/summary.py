@@ -1,4 +1,4 @@
-"""The README's table: from each benchmark the figure that decides."""
+"""The README's table: the headline result of each benchmark, relative to the baseline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Read = Callable[[str], dict[str, Any]]
 
 
 def summary(read: Read) -> str:
-    """Return the deciding figures of all benchmarks as a table."""
+    """Return the headline results of all benchmarks as a table."""
     found = [
         _error(read("accumulation-error")),
         *_races(read("peers")),
@@ -25,7 +25,7 @@ def summary(read: Read) -> str:
         _bits(read("reproducible")),
     ]
     rows = [
-        {"what": what, "distmp": ours, "beside": theirs, "more": f"[{page}](docs/{page}.md)"}
+        {"result": what, "distmp": ours, "baseline": theirs, "details": f"[{page}](docs/{page}.md)"}
         for what, ours, theirs, page in found
     ]
     return table(rows)
@@ -57,7 +57,7 @@ def _races(result: dict[str, Any]) -> list[Row]:
         share = ours["memory"] / race["loops"][leanest]["memory"]
         rows.append(
             (
-                f"a training step, `{name.split()[0]}`, bf16: time; memory",
+                f"training step, `{name.split()[0]}`, bf16: time; memory",
                 f"{seconds.median:.2f}; {share:.2f}",
                 f"1; 1, {_named(fastest, leanest)}",
                 "peers",
@@ -68,8 +68,8 @@ def _races(result: dict[str, Any]) -> list[Row]:
 
 def _named(fastest: str, leanest: str) -> str:
     if fastest == leanest:
-        return f"{fastest}, the fastest and smallest of its peers"
-    return f"{fastest}, the fastest, and {leanest}, the smallest of its peers"
+        return f"{fastest}, the fastest and smallest peer"
+    return f"{fastest}, the fastest peer, and {leanest}, the smallest"
 
 
 def _tail(result: dict[str, Any]) -> Row:
@@ -87,31 +87,33 @@ def _tail(result: dict[str, Any]) -> Row:
 def _trainer(result: dict[str, Any]) -> Row:
     ratio = Spread(*result["tokens_per_second_of_plain_ddp"]).median
     return (
-        "tokens per second of the whole trainer",
+        "tokens per second of the trainer",
         f"{ratio:.2f}",
-        "1, a plain DDP loop without any of it",
+        "1, a plain DDP loop",
         "peers",
     )
 
 
 def _shares(result: dict[str, Any]) -> Row:
-    whole, shares = (
-        result["memory_with_adamw"][way] for way in ("AdamW", "AdamW, shard_optimizer")
+    full, sharded = (
+        result["memory_with_adamw"][method] for method in ("AdamW", "AdamW, shard_optimizer")
     )
-    ranks = max(shares, key=int)
+    ranks = max(sharded, key=int)
     return (
         f"bytes per parameter between steps, `shard_optimizer` on {ranks} ranks",
-        f"{shares[ranks]['between_steps']:.1f}",
-        f"{whole[ranks]['between_steps']:.1f} unsharded",
+        f"{sharded[ranks]['between_steps']:.1f}",
+        f"{full[ranks]['between_steps']:.1f} unsharded",
         "accumulation",
     )
 
 
 def _stall(result: dict[str, Any]) -> Row:
-    stalls = {way: [turn["stall"] for turn in turns] for way, turns in result["turns"].items()}
+    stalls = {
+        method: [turn["stall"] for turn in turns] for method, turns in result["turns"].items()
+    }
     ratio = ratios(stalls["asynchronous"], stalls["blocking"]).median
     return (
-        "how long training stands still for a checkpoint",
+        "stall of training for a checkpoint",
         f"{ratio:.3f}",
         "1, a blocking save",
         "checkpoints",
@@ -127,7 +129,7 @@ def _prediction(result: dict[str, Any]) -> Row:
         if found.get(f"measured_{quantity}") and found[quantity]
     ]
     return (
-        "`distmp explain`: memory and bytes sent of a rank, before a run",
+        "`distmp explain`: predicted memory and sent bytes of a rank",
         f"{min(shares):.3f} to {max(shares):.3f}",
         "1, real steps on 1, 2 and 4 ranks",
         "explain",
@@ -145,6 +147,6 @@ def _bits(result: dict[str, Any]) -> Row:
         f"different weights after {result['steps']} `reproducible` steps at {', '.join(layouts)} "
         "(ranks x microbatches)",
         str(different),
-        f"{len(layouts)} at most",
+        f"at most {len(layouts)}",
         "accumulation",
     )

@@ -1,6 +1,6 @@
-"""`distmp calibrate --config FILE`: train a few steps and measure gradients against float16.
+"""`distmp calibrate --config FILE`: compare gradients of a few steps with the range of float16.
 
-Under torchrun (`torchrun -m distmp.commands.calibrate`) the counts are sums over all ranks.
+Under torchrun (`torchrun -m distmp.commands.calibrate`) the counts are summed over all ranks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from distmp.utils.settings import command_line
 
 @dataclass(frozen=True)
 class CalibrationConfig(RunConfig):
-    """A training run of which only a few steps are taken, and how they are reported."""
+    """A training run that stops after a few steps, and the output."""
 
     calibrate_steps: int = 20
-    """Steps to take."""
+    """Number of training steps."""
 
     json: bool = False
     """Print JSON instead of tables."""
 
     picture: str | None = "calibration.png"
-    """PNG file for the histograms; null: none."""
+    """PNG file for the histograms; null writes none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +66,7 @@ load = functools.partial(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Calibrate, and return the exit code of this rank, as `distmp.training.train.main` does."""
+    """Calibrate, and return the exit code of this rank."""
     return run_as_rank(sys.argv[1:] if argv is None else argv, load, _calibrate)
 
 
@@ -85,12 +85,12 @@ def _calibrate(config: CalibrationConfig, environment: RankEnvironment) -> int:
 
 
 def measure(config: CalibrationConfig, world: World) -> Calibration:
-    """Train for `calibrate_steps` and count gradients; every rank has to call it.
+    """Train for `calibrate_steps` and count gradients; every rank must call it.
 
-    Nothing is written, and nothing is left of the training.
+    Writes no files and keeps no state of the training.
 
     Raises:
-        SetupError: On every rank, if some rank cannot do what is configured.
+        SetupError: On every rank, if a rank cannot use the configuration.
     """
     if world.group is None:
         config = _for_one_process(config)
@@ -111,22 +111,22 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
         for _ in range(config.calibrate_steps):
             engine.step(next(batches))
         histograms = recorder.histograms(world.group)
-    told = f"{measured_in.name} ({reason})"
-    return Calibration(config.calibrate_steps, world.world_size, told, histograms)
+    description = f"{measured_in.name} ({reason})"
+    return Calibration(config.calibrate_steps, world.world_size, description, histograms)
 
 
 def _for_one_process(config: CalibrationConfig) -> CalibrationConfig:
-    """Return a configuration for several ranks changed for one; gradients keep their range."""
+    """Adapt a configuration for several ranks to one rank; gradients keep their range."""
     sharding = ShardingConfig(wrap=config.sharding.wrap)
     return replace(config, strategy="single", sharding=sharding, shard_optimizer=False)
 
 
 def _policy(configured: PolicyLike, device: torch.device) -> Resolution:
-    """Return the policy to measure with: one in which no gradient is scaled or overflows."""
-    wanted, _ = resolve(configured, device)
-    if wanted.loss_scale is None:
-        return Resolution(wanted, "as configured; it has the exponents of float32")
-    reason = f"in place of {wanted.name}, which would hide what it cannot hold"
+    """Return a policy for the measurement without loss scaling or overflows."""
+    resolved, _ = resolve(configured, device)
+    if resolved.loss_scale is None:
+        return Resolution(resolved, "as configured; it has the exponent range of float32")
+    reason = f"in place of {resolved.name}, whose range would hide values outside of it"
     return Resolution(policy("fp32"), reason)
 
 

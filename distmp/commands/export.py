@@ -1,4 +1,4 @@
-"""`distmp export CHECKPOINT --to FOLDER`: the weights of a run as safetensors, for others."""
+"""`distmp export CHECKPOINT --to FOLDER`: export the weights of a run as safetensors."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def main(argv: list[str]) -> int:
     """Export weights, and return the exit code.
 
     Raises:
-        ConfigError: If an argument is wrong.
-        CheckpointError: If the checkpoint cannot be read or the folder not be written.
+        ConfigError: If an argument is invalid.
+        CheckpointError: If the checkpoint cannot be read or the folder cannot be written.
     """
     parser = _Parser(
         prog="distmp export",
-        description="Write the weights in a checkpoint as safetensors, whatever strategy trained "
-        "them: for plain torch, for transformers where the model is theirs, and for model.weights "
-        "of another run.",
+        description="Export the weights of a checkpoint of any strategy as safetensors: for plain "
+        "torch, for transformers if the model comes from there, and for model.weights of another "
+        "run.",
     )
     parser.add_argument(
-        "checkpoint", help="a checkpoint, or the folder of a run: its latest is taken"
+        "checkpoint", help="a checkpoint, or the folder of a run to export its latest one"
     )
     parser.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")
     parser.add_argument(
-        "--dtype", default="fp32", choices=list(DTYPE_WORDS), help="type of the weights"
+        "--dtype", default="fp32", choices=list(DTYPE_WORDS), help="dtype of the weights"
     )
     arguments = parser.parse_args(argv)
-    # Imported here: a mistake is told without a second of imports.
+    # Imported late, so that errors in arguments are reported without a second of imports.
     from distmp.export.export import export
 
     size = export(arguments.checkpoint, arguments.to, arguments.dtype)
-    sys.stdout.write(f"{size:,} numbers in {arguments.dtype}: {arguments.to}\n")
+    sys.stdout.write(f"exported {size:,} elements in {arguments.dtype} to {arguments.to}\n")
     return 0

@@ -1,4 +1,4 @@
-"""`torchrun -m distmp.commands.preflight`: nothing but the preflight."""
+"""`torchrun -m distmp.commands.preflight`: run only the preflight."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from distmp.training.train import end_process, run_as_rank
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do nothing but the preflight, and return the exit code of this rank."""
-    return run_as_rank(sys.argv[1:] if argv is None else argv, load, _only_check)
+    """Run only the preflight, and return the exit code of this rank."""
+    return run_as_rank(sys.argv[1:] if argv is None else argv, load, _run_preflight)
 
 
-def _only_check(config: RunConfig, environment: RankEnvironment) -> int:
+def _run_preflight(config: RunConfig, environment: RankEnvironment) -> int:
     if environment.world_size == 1:
-        raise PreflightError("preflight: there is one rank; `distmp doctor` looks at one machine")
+        raise PreflightError("preflight: needs two or more ranks; `distmp doctor` checks a machine")
     _, report = join_checked(config, environment)
     if environment.rank == 0:
         for line in (report.summary, *report.warnings):

@@ -1,1 +1,1 @@
-"""What goes wrong in a run: hangs, failing ranks, memory that runs out, and how a run goes on."""
+"""Detection and reporting of hanging and lost ranks."""

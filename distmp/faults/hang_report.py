@@ -1,4 +1,4 @@
-"""Says which ranks hang, where, and what the others wait for."""
+"""Report which ranks hang, where, and what the others wait for."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import NamedTuple
 
 from distmp.faults.peers import Answer, Status
 
-# How many ranks are shown with their stack.
-SHOWN = 4
+# Number of ranks whose stack is shown.
+MAX_SHOWN = 4
 
 
-class Silence(NamedTuple):
-    """A rank that does not answer, seen from outside.
+class SilentRank(NamedTuple):
+    """The process of a rank that does not answer, as seen from another process.
 
     Attributes:
-        host: Its machine.
-        pid: Its process; 0: not known.
-        state: Of the process as the kernel has it; "": not known, on another machine.
-        stack: Of its threads, or "" if it could not be had.
+        host: Name of its machine.
+        pid: Its process id, or 0 if unknown.
+        state: Its process state from the kernel, "gone", or "" if unknown (on another machine).
+        stack: The stack of its thread, or "" if unavailable.
     """
 
     host: str
@@ -29,11 +29,11 @@ class Silence(NamedTuple):
 
 
 class HangReport(NamedTuple):
-    """What is said.
+    """The report on a hang.
 
     Attributes:
-        summary: One line.
-        text: All of it.
+        summary: The report in one line.
+        text: The full report.
     """
 
     summary: str
@@ -43,19 +43,19 @@ class HangReport(NamedTuple):
 def report(
     statuses: Mapping[int, Status],
     answers: Mapping[int, Answer],
-    silent: Mapping[int, Silence],
+    silent: Mapping[int, SilentRank],
     world_size: int,
 ) -> HangReport:
-    """Put together what ranks have answered.
+    """Build the report from the answers of all ranks.
 
-    Late are the ranks that do not answer, those that are in no collective while others wait in one,
-    and those that have started fewer collectives than others.
+    A rank is late if it does not answer, if it is in no collective while others wait in one, or if
+    it has started fewer collectives than others.
 
     Args:
-        statuses: The last sign of life of every rank that runs.
-        answers: Of the ranks that have answered.
-        silent: The other ones.
-        world_size: Number of all ranks.
+        statuses: The last heartbeat of every running rank.
+        answers: The answers of the ranks that answered.
+        silent: The ranks that did not answer.
+        world_size: Number of ranks.
     """
     most = max((answer.collectives for answer in answers.values()), default=-1)
     waiting = {
@@ -65,25 +65,25 @@ def report(
     }
     late = [rank for rank in sorted(statuses) if rank not in waiting]
     idle = min(status.idle for status in statuses.values())
-    summary = f"{_late_in_words(late)} for {idle:.0f} s; {_waiting_in_words(waiting, late)}"
-    lines = [f"nothing has moved on any rank for {idle:.0f} s, and the run ends"]
-    for rank in late[:SHOWN]:
+    summary = f"{_late_summary(late)} for {idle:.0f} s; {_waiting_summary(waiting, late)}"
+    lines = [f"no rank has made progress for {idle:.0f} s; ending the run"]
+    for rank in late[:MAX_SHOWN]:
         if rank in silent:
             lines += _silent(rank, statuses[rank], silent[rank], world_size)
         else:
             lines += _late(rank, answers[rank], world_size)
-    if len(late) > SHOWN:
-        lines.append(f"  late as well: {_ranks(late[SHOWN:])}")
+    if len(late) > MAX_SHOWN:
+        lines.append(f"  also late: {_ranks(late[MAX_SHOWN:])}")
     lines += _waiting(waiting)
     lines.append(f"  {_advice(late, silent, waiting)}")
     return HangReport(summary, "\n".join(lines))
 
 
-def _late_in_words(late: list[int]) -> str:
+def _late_summary(late: list[int]) -> str:
     return f"{_ranks(late)} late" if late else "all ranks wait"
 
 
-def _waiting_in_words(waiting: Mapping[int, Answer], late: list[int]) -> str:
+def _waiting_summary(waiting: Mapping[int, Answer], late: list[int]) -> str:
     places = sorted({answer.waits_in for answer in waiting.values()})
     if not places:
         return "no rank waits in a collective"
@@ -98,24 +98,24 @@ def _late(rank: int, answer: Answer, world_size: int) -> list[str]:
     ]
 
 
-def _silent(rank: int, status: Status, silence: Silence, world_size: int) -> list[str]:
+def _silent(rank: int, status: Status, process: SilentRank, world_size: int) -> list[str]:
     why = {
-        "": f"it runs on {silence.host}",
+        "": f"it runs on {process.host}",
         "gone": "its process is gone",
-        "stopped": "its process is stopped (SIGSTOP or a debugger); SIGCONT would let it go on",
+        "stopped": "its process is stopped (SIGSTOP or a debugger); SIGCONT would continue it",
     }.get(
-        silence.state,
-        f"its process ({silence.state}) keeps Python's lock, in native code that does not return",
+        process.state,
+        f"its process ({process.state}) holds the GIL in native code that does not return",
     )
     return [
-        f"  rank {rank} of {world_size} is late and does not answer: {why}; process {silence.pid}, "
+        f"  rank {rank} of {world_size} is late and does not answer: {why}; process {process.pid}, "
         f"last seen in {status.doing}",
-        *_indented(silence.stack),
+        *_indented(process.stack),
     ]
 
 
 def _waiting(waiting: Mapping[int, Answer]) -> list[str]:
-    """Name each collective, with the ranks that wait in it."""
+    """Return a line for each collective, with the ranks that wait in it."""
     groups: dict[tuple[str, str, str], list[int]] = {}
     for rank, answer in sorted(waiting.items()):
         groups.setdefault((answer.waits_in, answer.doing, answer.last), []).append(rank)
@@ -127,17 +127,17 @@ def _waiting(waiting: Mapping[int, Answer]) -> list[str]:
     return lines
 
 
-def _advice(late: list[int], silent: Mapping[int, Silence], waiting: Mapping[int, Answer]) -> str:
+def _advice(
+    late: list[int], silent: Mapping[int, SilentRank], waiting: Mapping[int, Answer]
+) -> str:
     if not late:
         places = {answer.waits_in for answer in waiting.values()}
         if len(places) > 1:
             return "ranks wait in different collectives: they do not run the same code"
-        return "every rank has come to it: look at the network between the machines"
-    if any(silence.state == "stopped" for silence in silent.values()):
-        return "find out who stopped the process; the others had to wait for it"
-    return (
-        "if this is no hang but takes so long, set a larger watchdog_seconds (and timeout_minutes)"
-    )
+        return "every rank has reached it: check the network between the machines"
+    if any(process.state == "stopped" for process in silent.values()):
+        return "find out what stopped the process; the others had to wait for it"
+    return "if this is not a hang but slow, set a larger watchdog_seconds (and timeout_minutes)"
 
 
 def _indented(stack: str) -> list[str]:

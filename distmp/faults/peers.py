@@ -1,7 +1,7 @@
-"""What ranks tell each other beside training: that they live, where they stand, why they end.
+"""Exchange heartbeats, phases and failure causes between ranks.
 
-Messages go through the rendezvous store (`distmp.distributed.rendezvous_store`), not through
-collectives: they have to work while a rank is missing from a collective.
+Messages go through the rendezvous store (`distmp.distributed.rendezvous_store`) instead of
+collectives, because they have to work while a rank is missing from a collective.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from distmp.distributed.rendezvous_store import Store
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where a rank runs: its machine and process, and the file descriptor for its stack."""
+    """The machine and process of a rank, and the file descriptor of its `SharedStack`."""
 
     host: str
     pid: int
@@ -25,13 +25,13 @@ class RankPlace:
 
 @dataclass(frozen=True)
 class Status:
-    """A sign of life.
+    """A heartbeat.
 
     Attributes:
-        count: Another number in each of them.
-        idle: Seconds since the main thread last got further.
-        limit: After how many such seconds something is wrong.
-        doing: Where it is, in words.
+        count: Number of the heartbeat.
+        idle: Seconds since the main thread last made progress.
+        limit: Limit of `idle` in seconds; beyond it, the rank hangs.
+        doing: The current phase as text.
     """
 
     count: int
@@ -42,15 +42,15 @@ class Status:
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank says it stands, when it is asked.
+    """A rank's answer to a question about its state.
 
     Attributes:
-        doing: What it does, in words.
-        idle: Seconds since it last got further.
-        waits_in: The collective that it waits in, or "".
-        collectives: How many collectives it has started; -1: not known.
-        last: Name of the collective that distmp has started last.
-        stack: Of the main thread, the innermost call last.
+        doing: The current phase as text.
+        idle: Seconds since the main thread last made progress.
+        waits_in: The collective in which it waits, or "".
+        collectives: Number of collectives that it has started, or -1 if unknown.
+        last: Name of the collective that distmp started last.
+        stack: The stack of the main thread, with the innermost call last.
     """
 
     doing: str
@@ -66,10 +66,10 @@ class Ending:
     """Why the ranks of a run end.
 
     Attributes:
-        rank: Where it began: the rank that failed, is gone, or has found that others hang.
-        step: Step that was under way, 0 before the first one.
-        cause: In one line.
-        exit_code: Of that rank.
+        rank: The rank that failed, is gone, or detected a hang.
+        step: The current step, or 0 before the first one.
+        cause: The cause in one line.
+        exit_code: Exit code of that rank.
         silent: Ranks that do not answer.
     """
 
@@ -81,12 +81,12 @@ class Ending:
 
 
 class Peers:
-    """All ranks of a run, as one of them reaches them.
+    """Exchanges messages with all ranks of a run.
 
-    Every method talks to the store and raises `torch.distributed.DistError` where that is gone.
+    Every method uses the store and raises `torch.distributed.DistError` if it is gone.
 
     Args:
-        store: Shared by the ranks, and by nobody else.
+        store: A store that only the ranks of this run share.
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -97,60 +97,60 @@ class Peers:
         self._store = store
 
     def introduce(self, place: RankPlace) -> None:
-        """Say where this rank runs, after a first sign of life."""
+        """Publish the process of this rank, after a first heartbeat."""
         self._put(f"place/{self.rank}", asdict(place))
 
     def places(self) -> dict[int, RankPlace] | None:
-        """Return where every rank runs, or None before all have said so."""
+        """Return the process of every rank, or None before all have published theirs."""
         keys = [f"place/{rank}" for rank in range(self.world_size)]
         if not self._store.check(keys):
             return None
         return {rank: RankPlace(**value) for rank, value in enumerate(self._get(keys))}
 
     def beat(self, status: Status) -> None:
-        """Give a sign of life."""
+        """Publish a heartbeat."""
         self._put(f"status/{self.rank}", asdict(status))
 
     def statuses(self) -> dict[int, Status]:
-        """Return the last sign of life of every rank that has not left."""
+        """Return the last heartbeat of every rank that has not left."""
         keys = [f"status/{rank}" for rank in range(self.world_size)]
         if not self._store.check(keys):
             return {}
         return {rank: Status(**value) for rank, value in enumerate(self._get(keys)) if value}
 
     def leave(self) -> None:
-        """Say that this rank has come to its end, in order or not."""
+        """Publish that this rank has ended, with or without an error."""
         self._put(f"status/{self.rank}", None)
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank that has introduced itself said that it came to its end."""
+        """Whether a rank has published its end."""
         return self._get([f"status/{rank}"])[0] is None
 
     def ask(self) -> None:
-        """Ask every rank where it stands."""
+        """Ask every rank for its state."""
         self._put("question", True)
 
     def is_asked(self) -> bool:
-        """Whether somebody has."""
+        """Whether a rank has called `ask`."""
         return self._store.check(["question"])
 
     def answer(self, answer: Answer) -> None:
-        """Say where this rank stands."""
+        """Publish the state of this rank."""
         self._put(f"answer/{self.rank}", asdict(answer))
 
     def answers(self, ranks: Iterable[int]) -> dict[int, Answer]:
-        """Return the answers that have come."""
+        """Return the answers that have arrived."""
         keys = {rank: f"answer/{rank}" for rank in ranks}
-        there = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: Answer(**self._get([key])[0]) for rank, key in there.items()}
+        present = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: Answer(**self._get([key])[0]) for rank, key in present.items()}
 
     def end(self, ending: Ending) -> bool:
-        """Say why the run ends; return whether this rank was the first to do so."""
+        """Publish why the run ends; return whether this rank was the first to do so."""
         text = json.dumps(asdict(ending))
         return bool(self._store.compare_set("ending", "", text) == text.encode())
 
     def ending(self) -> Ending | None:
-        """Return why the run ends, or None while it goes on."""
+        """Return why the run ends, or None while it continues."""
         return Ending(**self._get(["ending"])[0]) if self._store.check(["ending"]) else None
 
     def _put(self, key: str, value: Any) -> None:

@@ -1,12 +1,12 @@
-"""Finds ranks that hang or are gone, says which and where, and ends the others.
+"""Detect ranks that hang or are gone, report which and where, and end the others.
 
-Every rank has a thread that gives a sign of life each second: how long ago the main thread last got
-further (see `activity`), and where it is. The first and the last rank look at all of them; when
-nobody has got further for so long that something must be wrong, one of the two asks every rank
-where it stands, reports it once, and all ranks end.
+A thread of every rank publishes a heartbeat each second: when the main thread last made progress
+(see `distmp.distributed.progress`), and its current phase. The first and the last rank observe all
+heartbeats. When no rank has made progress within its limit, one of the two asks every rank for its
+state, reports it once, and all ranks end.
 
-A rank whose process is stopped, or whose native code keeps Python's lock, gives no signs. It is as
-good as known where it is: the signs stop where it stopped.
+A rank whose process is stopped, or whose native code holds the GIL, publishes no heartbeats. Its
+last heartbeat shows where it stopped.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
 from distmp.utils.frames import collective
 
 INTERVAL_SECONDS = 1.0
-# How many signs later a rank that has been asked has answered, unless it cannot.
+# Number of heartbeats within which a rank answers a question, unless it is blocked.
 ANSWER_INTERVALS = 4
-# How long the main thread may take to end by itself after the run has failed elsewhere.
+# Time for the main thread to end by itself after the run has failed on another rank.
 GRACE_SECONDS = 3.0
-# The thread itself was not run for so many intervals: the process had been stopped.
+# If the thread did not run for this many intervals, the process was stopped.
 PAUSE_INTERVALS = 5
-# What the process has to read or write between two signs to have got further with a transfer.
+# Number of bytes that a process must read or write between two heartbeats to count as progress.
 TRANSFER_BYTES = 1 << 16
 
 logger = logging.getLogger("distmp")
 
 
 class Watchdog:
-    """Watches this rank, and the others with it, in a thread of its own.
+    """Monitors the ranks of a run in a background thread.
 
     Args:
-        peers: The ranks.
-        activity: What the main thread of this one does.
-        seconds: Without progress for so long, a rank hangs.
-        first_seconds: The same until the first step has ended, which compiles and starts up.
-        interval_seconds: From one sign of life to the next.
+        peers: Exchanges messages with the ranks.
+        activity: The progress of this rank's main thread.
+        seconds: Time without progress after which a rank hangs.
+        first_seconds: The same until the end of the first step, which compiles and starts up.
+        interval_seconds: Time between two heartbeats.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Watchdog:
         self._observer = Observer()
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start monitoring."""
         self._activity.restart()
         self._stack = stacks.SharedStack()
         self._beat()
@@ -90,7 +90,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, and say to the others that this rank has come to its end."""
+        """Stop monitoring, and publish that this rank has ended."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -98,15 +98,15 @@ class Watchdog:
         with contextlib.suppress(dist.DistError):
             self.peers.leave()
 
-    def bury(self) -> bool:
-        """End the run because a process of this machine has ended without a word, if one has."""
+    def end_for_lost_ranks(self) -> bool:
+        """End the run if a process of this machine has ended without a message."""
         gone = self._gone()
         if not gone:
             return False
         rank = gone[0]
         cause = died(rank, self._places[rank])
         if self.peers.end(Ending(rank, self._activity.now.step, cause, LOST_PEER_EXIT_CODE)):
-            say(cause)
+            print_message(cause)
         return True
 
     def _gone(self) -> list[int]:
@@ -126,12 +126,12 @@ class Watchdog:
         except dist.DistError as error:
             if not self._stopped.is_set():
                 logger.warning(
-                    "the store of the launcher is gone, ranks are not watched: %s", error
+                    "lost the launcher's store; ranks are not monitored any more: %s", error
                 )
 
     def _turn(self) -> None:
-        self._notice_pauses()
-        self._notice_transfers()
+        self._detect_pause()
+        self._detect_transfer()
         self._beat()
         if ending := self.peers.ending():
             self._end_with(ending)
@@ -139,8 +139,8 @@ class Watchdog:
         if not self._answered and self.peers.is_asked():
             self.peers.answer(self._answer())
             self._answered = True
-        self._look_for_the_dead()
-        if self._observes and self._observer.see(self.peers.statuses(), time.monotonic()):
+        self._check_for_lost_ranks()
+        if self._observes and self._observer.is_hang(self.peers.statuses(), time.monotonic()):
             self._report_hang()
 
     def _beat(self) -> None:
@@ -150,15 +150,15 @@ class Watchdog:
         idle = time.monotonic() - doing.since
         self.peers.beat(Status(self._count, idle, limit, str(doing)))
 
-    def _notice_pauses(self) -> None:
-        """Begin to count anew after the process was stopped: nobody could have got further."""
+    def _detect_pause(self) -> None:
+        """Restart the limits after the process was stopped: no rank could make progress."""
         now = time.monotonic()
         if now - self._last_turn > PAUSE_INTERVALS * self._interval + PAUSE_INTERVALS:
             self._activity.touch()
             self._observer = Observer()
         self._last_turn = now
 
-    def _notice_transfers(self) -> None:
+    def _detect_transfer(self) -> None:
         if self._activity.now.transfers:
             counters = psutil.Process().io_counters()
             transferred = counters.read_chars + counters.write_chars
@@ -178,18 +178,18 @@ class Watchdog:
             stack=stacks.show(frame),
         )
 
-    def _look_for_the_dead(self) -> None:
-        """End the run if a process of this machine is gone, and was so the last time already.
+    def _check_for_lost_ranks(self) -> None:
+        """End the run if a process of this machine is gone in two checks in a row.
 
-        In between its own last message has arrived, if there is one.
+        Its own last message, if any, arrives between the two.
         """
         gone = set(self._gone())
         if gone & self._suspects:
-            self.bury()
+            self.end_for_lost_ranks()
         self._suspects = gone
 
     def _report_hang(self) -> None:
-        """Ask every rank where it stands, say it once, and end all of them."""
+        """Ask every rank for its state, report it once, and end all ranks."""
         peers = self.peers
         statuses = peers.statuses()
         peers.ask()
@@ -202,26 +202,26 @@ class Watchdog:
                 break
         silent = sorted(statuses.keys() - answers.keys())
         report = hang_report.report(
-            statuses, answers, {rank: self._find_out(rank) for rank in silent}, peers.world_size
+            statuses, answers, {rank: self._inspect(rank) for rank in silent}, peers.world_size
         )
         step = self._activity.now.step
         ending = Ending(peers.rank, step, report.summary, HANG_EXIT_CODE, silent)
         if peers.end(ending):
-            say(report.text)
+            print_message(report.text)
             record(report.summary)
             self._exit(ending)
 
-    def _find_out(self, rank: int) -> hang_report.Silence:
-        """Find out from outside what has become of a rank that does not answer."""
+    def _inspect(self, rank: int) -> hang_report.SilentRank:
+        """Inspect the process of a rank that does not answer."""
         place = self._places.get(rank)
         if place is None or place.host != socket.gethostname():
-            return hang_report.Silence(place.host if place else "?", place.pid if place else 0)
+            return hang_report.SilentRank(place.host if place else "?", place.pid if place else 0)
         try:
             state: str = psutil.Process(place.pid).status()
         except psutil.NoSuchProcess:
             state = "gone"
         stack = "" if state in ("gone", "stopped") else stacks.of_process(place.pid, place.stack)
-        return hang_report.Silence(place.host, place.pid, state, stack)
+        return hang_report.SilentRank(place.host, place.pid, state, stack)
 
     def _end_with(self, ending: Ending) -> None:
         """Give the main thread time to end by itself, then end the process."""
@@ -230,7 +230,7 @@ class Watchdog:
 
     def _exit(self, ending: Ending) -> NoReturn:
         if ending.rank == self.peers.rank:
-            # The launcher should see this rank end before those that it is about to kill.
+            # The launcher must see this rank exit before those that it kills.
             time.sleep(self._interval)
         for rank in ending.silent:
             place = self._places.get(rank)
@@ -242,7 +242,7 @@ class Watchdog:
 
 
 def died(rank: int, place: RankPlace) -> str:
-    """Say that a process is gone that left no message."""
+    """Return a message about a process that ended without one."""
     return (
         f"rank {rank} is gone without a message (process {place.pid} on {place.host}): it was "
         "killed, as the kernel does when memory runs out, or crashed in native code"
@@ -250,16 +250,16 @@ def died(rank: int, place: RankPlace) -> str:
 
 
 def record(cause: str) -> None:
-    """Leave a cause where torchrun looks for one; its own report then names the right rank."""
+    """Write a cause to torchrun's error file, so that its report names the right rank."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        shown = "the message of this rank stands above, behind 'distmp:'"
-        extra = {"py_callstack": shown, "timestamp": str(int(time.time()))}
+        hint = "see the message of this rank above, after 'distmp:'"
+        extra = {"py_callstack": hint, "timestamp": str(int(time.time()))}
         with contextlib.suppress(OSError), open(file, "w") as out:
             json.dump({"message": {"message": cause, "extraInfo": extra}}, out)
 
 
-def say(text: str) -> None:
-    """Print a message to standard error in one piece."""
+def print_message(text: str) -> None:
+    """Print a message to standard error in a single write."""
     sys.stderr.write(f"distmp: {text}\n")
     sys.stderr.flush()
 
@@ -272,9 +272,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def _collectives_started() -> int:
-    """Return how many collectives of all ranks this one has started, or -1 if torch does not say.
+    """Return the number of collectives that this rank has started, or -1 if unknown.
 
-    The number is torch's own, of a method that it does not promise to keep.
+    torch counts them; the method that returns the count is private.
     """
     group = dist.group.WORLD if dist.is_initialized() else None
     number = getattr(group, "_get_sequence_number_for_group", None)
@@ -285,20 +285,20 @@ def _collectives_started() -> int:
 
 
 class Observer:
-    """Decides from signs of life whether nobody gets further."""
+    """Decides from heartbeats whether all ranks hang."""
 
     def __init__(self) -> None:
-        # Count of the last sign of life of a rank, and when it was seen first.
+        # Count of the last heartbeat of each rank, and when it was first seen.
         self._seen: dict[int, tuple[int, float]] = {}
 
-    def see(self, statuses: Mapping[int, Status], now: float) -> bool:
+    def is_hang(self, statuses: Mapping[int, Status], now: float) -> bool:
         """Return whether every rank is over its limit.
 
-        Ranks wait for each other. While one of them gets further, the others wait for that one.
+        Ranks wait for each other: while one of them makes progress, the others wait for that one.
 
         Args:
-            statuses: The last sign of life of each rank that has not left.
-            now: On the clock of this rank; those of others are not compared.
+            statuses: The last heartbeat of each rank that has not left.
+            now: Time on this rank's clock; clocks of different ranks are not compared.
         """
         for rank, status in statuses.items():
             if self._seen.get(rank, (None,))[0] != status.count:

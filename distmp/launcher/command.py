@@ -14,7 +14,7 @@ from distmp.errors import ConfigError
 from distmp.launcher.job import ENVIRONMENTS, detect, srun_command
 from distmp.launcher.job_files import KINDS, render
 from distmp.launcher.local import LaunchOptions, launch
-from distmp.launcher.messages import say
+from distmp.launcher.messages import log
 from distmp.launcher.network import Network
 
 _LOG_LEVEL = "TORCH_CPP_LOG_LEVEL"
@@ -36,7 +36,7 @@ CUDA devices of each (on two CPU ranks where there is none).
 
 
 def main(argv: list[str]) -> int:
-    """Launch a run: torchrun's options stand before `--`, the run's behind it.
+    """Launch a run: torchrun's options come before `--`, the run's options after it.
 
     Returns:
         The exit code; see `distmp.launcher.local.launch`.
@@ -68,9 +68,9 @@ def main(argv: list[str]) -> int:
 
 
 def _import_torch_quietly() -> None:
-    """Keep the warnings of torch's sockets, with stacks of C++, off this process.
+    """Silence the warnings of torch's sockets, which include C++ stacks, in this process.
 
-    torch reads the variable when it is imported. Ranks get it as it was.
+    torch reads the variable when it is imported. Ranks inherit its original value.
     """
     if _LOG_LEVEL in os.environ:
         return
@@ -85,7 +85,7 @@ def split(argv: list[str]) -> tuple[list[str], list[str]]:
     """Split the arguments at the first `--`.
 
     Raises:
-        ConfigError: If there is none although some of the arguments are the run's.
+        ConfigError: If there is no `--` although some arguments belong to the run.
     """
     if "--" in argv:
         index = argv.index("--")
@@ -109,35 +109,35 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the command and environment of this machine, each value with its reason",
+        help="print this machine's command and environment, with a reason for each value",
     )
     parser.add_argument(
-        "--preflight", action="store_true", help="only compare and measure the ranks"
+        "--preflight", action="store_true", help="only compare and measure the ranks, do not train"
     )
     parser.add_argument(
         "--environment",
         choices=ENVIRONMENTS,
-        help="what tells the machines of the run (otherwise: what started this process)",
+        help="where the machines of the run are read from (default: detected)",
     )
     parser.add_argument(
         "--hosts",
         metavar="FILE|HOST,HOST,...",
-        help="start the run on these machines over ssh; the same paths must be there",
+        help="start the run on these machines over ssh; they need the same paths",
     )
     parser.add_argument(
-        "--ssh", default="ssh", metavar="COMMAND", help="the ssh to use, such as 'ssh -p 2222'"
+        "--ssh", default="ssh", metavar="COMMAND", help="ssh command, such as 'ssh -p 2222'"
     )
     parser.add_argument(
         "--port",
         type=_port,
-        help="where the first machine waits for the others (otherwise: from the job's name)",
+        help="rendezvous port of the first machine (default: derived from the job's name)",
     )
     parser.add_argument(
         "--render",
         choices=KINDS,
         help="print a job file for --nnodes machines with --nproc-per-node GPUs each",
     )
-    # What --hosts has its agents do.
+    # Set by --hosts for its agents.
     parser.add_argument("--follow-stdin", action="store_true", help=argparse.SUPPRESS)
     return parser
 
@@ -149,7 +149,7 @@ def _port(text: str) -> int:
 
 
 def _check(train_arguments: list[str]) -> None:
-    """Refuse a wrong configuration before anything is started anywhere."""
+    """Refuse an invalid configuration before any process starts."""
     from distmp.config import load
 
     load(train_arguments)
@@ -168,18 +168,18 @@ def _render(
 
 
 def _spread(nodes: int, argv: list[str], options: LaunchOptions) -> int:
-    """Start this launcher once on every machine of the Slurm job that this process stands for."""
+    """Start this launcher once on every machine of this process's Slurm job."""
     agent = [sys.executable, "-m", "distmp", "launch", *argv]
     command = srun_command(os.environ, nodes, agent)
     if options.dry_run:
         words = [word for word in command if word != "--dry-run"]
         sys.stdout.write(
-            "# environment: slurm, outside of a step; every machine of the job gets the command\n"
-            "# below, and says what it would do if --dry-run is added to it\n"
+            "# environment: slurm, outside of a step; every machine of the job runs the command\n"
+            "# below; add --dry-run to it to see what each of them would run\n"
             f"{shlex.join(words)}\n"
         )
         return 0
-    say(shlex.join(command))
+    log(shlex.join(command))
     try:
         os.execvp(command[0], command)
     except OSError as error:
@@ -187,7 +187,7 @@ def _spread(nodes: int, argv: list[str], options: LaunchOptions) -> int:
             "--environment",
             "slurm",
             f"srun cannot be run here ({error.strerror}); `--environment local` trains on this "
-            "machine alone",
+            "machine only",
         ) from None
 
 
@@ -212,6 +212,6 @@ def _launch_on_hosts(
         preflight=options.preflight,
     )
     if options.dry_run:
-        sys.stdout.write(plan.shown())
+        sys.stdout.write(plan.describe())
         return 0
     return run_on_hosts(plan)

@@ -1,4 +1,4 @@
-"""A value that was worked out, and why it is what it is."""
+"""A derived value together with the reason for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True)
 class ExplainedValue(Generic[T_co]):
-    """A value with its reason, for people: the variable it was read from, or a short sentence."""
+    """A value and its reason as text: the variable it was read from, or a short phrase."""
 
     value: T_co
     reason: str

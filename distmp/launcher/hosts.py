@@ -1,4 +1,4 @@
-"""Start a run on several machines over ssh, from one of them or from outside."""
+"""Start a run on several machines over ssh, from one of them or from another machine."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put
 from distmp.errors import STOPPED_EXIT_CODE, ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
-from distmp.launcher.messages import say
+from distmp.launcher.messages import log
 from distmp.launcher.network import Network, join_port
-from distmp.launcher.plan import Given, address_of, port_of
+from distmp.launcher.plan import UserOptions, address_of, port_of
 
-# What ranks on other machines need to find as it is here.
+# Variables that are passed to the ranks on other machines.
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
-# ssh never asks anybody anything, and notices a host that is gone.
+# ssh must not prompt, and must detect a host that is gone.
 _SSH_OPTIONS = ["-oBatchMode=yes", "-oConnectTimeout=15", "-oServerAliveInterval=15"]
-# Of agents that have stopped in order.
+# Exit codes of agents that stopped after a checkpoint.
 _STOPPED = {STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE}
 # ssh's own exit code.
 _SSH_FAILED = 255
-# After one host has failed: for the others to notice and report, and then to stop in order.
+# After one host has failed: time for the others to detect and report it, and then to stop.
 _NOTICE_SECONDS = 20.0
 _STOP_SECONDS = 60.0
-# To show what an agent has written last, unless a process that it has left holds its output open.
-_LAST_WORDS_SECONDS = 10.0
+# Time to show an agent's last output, unless a process that it left behind keeps the pipe open.
+_OUTPUT_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine as ssh knows it (`name`, `user@name`), and how many ranks to start on it."""
+    """A machine as it is named for ssh (`name`, `user@name`), and how many ranks to start on it."""
 
     name: str
     ranks: int | None = None
@@ -52,17 +52,17 @@ class Host:
 def read_hosts(text: str) -> list[Host]:
     """Read a host file, or the list itself: `a,b` or `a:4,b:4`.
 
-    A file has one host a line: a name, then its number of ranks (`slots=4` or `:4`) if that is not
-    one for each of its devices; `#` begins a comment.
+    A file has one host per line: a name, optionally followed by its number of ranks (`slots=4` or
+    `:4`; default: one per device). `#` starts a comment.
 
     Raises:
-        ConfigError: If there is no host, one twice, or something else.
+        ConfigError: If there is no host, a host is listed twice, or a line is invalid.
     """
     path = Path(text)
     if path.is_file():
         lines = path.read_text().splitlines()
     elif "/" in text:
-        raise ConfigError("--hosts", text, "there is no such file")
+        raise ConfigError("--hosts", text, "this file does not exist")
     else:
         lines = text.split(",")
     hosts = [_read_host(text, line) for line in lines if line.partition("#")[0].strip()]
@@ -71,7 +71,7 @@ def read_hosts(text: str) -> list[Host]:
     names = [host.name for host in hosts]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise ConfigError("--hosts", text, f"{', '.join(sorted(twice))} is there twice")
+        raise ConfigError("--hosts", text, f"{', '.join(sorted(twice))} is listed twice")
     return hosts
 
 
@@ -80,7 +80,7 @@ def _read_host(text: str, line: str) -> Host:
         r"(?P<name>[\w.@-]+)(?:(?::|\s+slots\s*=\s*)(?P<ranks>[1-9]\d*))?",
         line.partition("#")[0].strip(),
     )
-    # A name that begins with a dash would be an option of ssh.
+    # ssh would read a name that starts with a dash as an option.
     if parts is None or parts["name"].startswith("-"):
         raise ConfigError(
             "--hosts", text, f"{line.strip()!r} is not HOST, HOST:RANKS or HOST slots=RANKS"
@@ -90,18 +90,24 @@ def _read_host(text: str, line: str) -> Host:
 
 @dataclass(frozen=True)
 class HostsPlan:
-    """The command for each host, and the reasons of what is in them."""
+    """The commands for all hosts.
+
+    Attributes:
+        commands: The ssh command of each host, by its name.
+        options: The options of torchrun that were derived, with their reasons.
+        min_nodes: The smallest number of hosts with which the run succeeds.
+    """
 
     commands: Mapping[str, list[str]]
-    choices: tuple[ExplainedValue[str], ...]
-    fewest: int
+    options: tuple[ExplainedValue[str], ...]
+    min_nodes: int
 
-    def shown(self) -> str:
-        """Return the commands, to be pasted into a shell, and the reasons."""
-        width = max((len(choice.value) for choice in self.choices), default=0)
+    def describe(self) -> str:
+        """Return the commands, ready to paste into a shell, and the reasons as comments."""
+        width = max((len(option.value) for option in self.options), default=0)
         lines = ["# environment: hosts (--hosts)"]
-        lines += [f"#   {choice.value:{width}}  {choice.reason}" for choice in self.choices]
-        lines.append("# each host finds its own address, interface, ranks and threads")
+        lines += [f"#   {option.value:{width}}  {option.reason}" for option in self.options]
+        lines.append("# each host determines its own address, interface, ranks and threads")
         lines += [shlex.join(command) for command in self.commands.values()]
         return "".join(f"{line}\n" for line in lines)
 
@@ -109,33 +115,33 @@ class HostsPlan:
 def plan_hosts(
     hosts: list[Host],
     ssh: list[str],
-    given: Given,
+    given: UserOptions,
     train_arguments: list[str],
     network: Network,
     variables: Mapping[str, str],
     *,
     preflight: bool = False,
 ) -> HostsPlan:
-    """Work out what to run on each host.
+    """Derive the command for each host.
 
     Args:
-        hosts: The first one hosts the rendezvous.
-        ssh: The command that runs another on a host.
-        given: What the user has decided for torchrun.
+        hosts: All hosts; the first one hosts the rendezvous.
+        ssh: The ssh command, as a list of words.
+        given: The user's options of torchrun.
         train_arguments: Options of `distmp.train`.
-        network: That of this machine.
+        network: The network of this machine.
         variables: The environment of this machine.
-        preflight: Compare and measure the ranks, and do not train.
+        preflight: Only compare and measure the ranks, do not train.
 
     Raises:
-        ConfigError: If the user arranges for ranks to find each other in another way.
+        ConfigError: If the user's options configure another kind of rendezvous.
         AddressError: If the first host has no address.
     """
     if given.own_rendezvous or given.node_rank is not None:
         option = "--" + (given.own_rendezvous or "node_rank").replace("_", "-")
         raise ConfigError("--hosts", ",".join(host.name for host in hosts), f"leave out {option}")
-    choices = _meeting_point(hosts, ssh, given, network)
-    shared = [choice.value for choice in choices]
+    options = _rendezvous_options(hosts, ssh, given, network)
+    shared = [option.value for option in options]
     environment = [
         f"{name}={value}" for name, value in sorted(variables.items()) if _FORWARDED.fullmatch(name)
     ]
@@ -146,76 +152,76 @@ def plan_hosts(
             *("env", *environment, sys.executable, "-m", "distmp", "launch"),
             *("--environment=local", "--follow-stdin", f"--node-rank={number}"),
             *(["--preflight"] if preflight else []),
-            *(*shared, *ranks, *given.words, "--", *train_arguments),
+            *(*shared, *ranks, *given.arguments, "--", *train_arguments),
         ]
         remote = f"cd {shlex.quote(str(Path.cwd()))} && exec {shlex.join(agent)}"
         commands[host.name] = [*ssh, *_SSH_OPTIONS, host.name, remote]
-    fewest = given.nnodes[0] if given.nnodes else len(hosts)
-    return HostsPlan(commands, choices, fewest)
+    min_nodes = given.nnodes[0] if given.nnodes else len(hosts)
+    return HostsPlan(commands, options, min_nodes)
 
 
-def _meeting_point(
-    hosts: list[Host], ssh: list[str], given: Given, network: Network
+def _rendezvous_options(
+    hosts: list[Host], ssh: list[str], given: UserOptions, network: Network
 ) -> tuple[ExplainedValue[str], ...]:
     run_id = given.rdzv_id or f"hosts-{uuid.uuid4().hex[:12]}"
     port = ExplainedValue(given.port, "--port") if given.port else port_of(run_id)
-    choices = []
+    options = []
     if given.nnodes is None:
-        choices.append(ExplainedValue(f"--nnodes={len(hosts)}", "hosts in --hosts"))
+        options.append(ExplainedValue(f"--nnodes={len(hosts)}", "hosts in --hosts"))
     if given.rdzv_endpoint is None:
         names = tuple(_network_name(host, ssh) for host in hosts)
         job = Job("hosts", "--hosts", hosts=names)
         head = ExplainedValue(names[0], "first of --hosts")
         address, reason = address_of(head, ExplainedValue(0, "--hosts"), job, network)
         endpoint = join_port(address, port.value)
-        choices.append(
+        options.append(
             ExplainedValue(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}")
         )
     if given.rdzv_id is None:
-        choices.append(ExplainedValue(f"--rdzv-id={run_id}", "new for every launch"))
-    return tuple(choices)
+        options.append(ExplainedValue(f"--rdzv-id={run_id}", "random, new for every launch"))
+    return tuple(options)
 
 
 def _network_name(host: Host, ssh: list[str]) -> str:
-    """Return the name or address that ssh's configuration gives a host: it may have an alias."""
+    """Return a host's name or address from ssh's configuration: the given name may be an alias."""
     with suppress(OSError, subprocess.TimeoutExpired):
         command = [*ssh, "-G", host.name]
-        shown = subprocess.run(
+        result = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=10
         )
-        found = re.search(r"^hostname (\S+)$", shown.stdout, flags=re.MULTILINE)
-        if shown.returncode == 0 and found:
-            return found[1]
+        match = re.search(r"^hostname (\S+)$", result.stdout, flags=re.MULTILINE)
+        if result.returncode == 0 and match:
+            return match[1]
     return host.name.rpartition("@")[2]
 
 
-# Running them
+# Run the agents
 
 
 def run_on_hosts(plan: HostsPlan) -> int:
-    """Run the agents over ssh, show what they write, and end them together.
+    """Run the agents over ssh, print their output, and stop all of them if one fails.
 
     Returns:
-        0 after success; the exit code of the host that failed first; 75 where hosts have stopped
-        in order and none has failed, 130 if that was Ctrl-C.
+        0 after success; the exit code of the host that failed first; 75 if hosts stopped after a
+        checkpoint and none failed, or 130 if Ctrl-C stopped them.
 
     Raises:
         ConfigError: If ssh cannot be run.
     """
     with ExitStack() as stack:
         agents: list[_Agent] = []
-        # First, so that a signal reaches all that has been started.
+        # Install the handlers first, so that a signal reaches every agent that was started.
         received = stack.enter_context(_forwarded_signals(agents))
         for name, command in plan.commands.items():
             agent = stack.enter_context(_agent(name, command))
             agents.append(agent)
-            for number in received:  # while the agent was being started
-                if number not in agent.told:
-                    agent.tell(number)
-        failed = _wait(agents, plan.fewest)
+            for number in received:  # while the agent was starting
+                if number not in agent.signals:
+                    agent.send_signal(number)
+        failed = _wait(agents, plan.min_nodes)
     codes = {agent.process.returncode for agent in agents}
     if codes & _STOPPED and codes <= {0, *_STOPPED}:
-        say(f"stopped by {received[0].name}" if received else "stopped in order")
+        log(f"stopped by {received[0].name}" if received else "stopped after a checkpoint")
         return max(codes)
     if failed is None:
         return 0
@@ -225,7 +231,7 @@ def run_on_hosts(plan: HostsPlan) -> int:
         how = "could not be reached by ssh, or the connection was lost"
     elif code < 0:
         how = f"was lost: ssh was killed by {signal.Signals(-code).name}"
-    say(f"host {failed.name} {how}")
+    log(f"host {failed.name} {how}")
     return code if code > 0 else 128 - code
 
 
@@ -234,11 +240,11 @@ class _Agent:
     name: str
     process: subprocess.Popen[str]
     readers: list[threading.Thread] = field(default_factory=list)
-    told: list[signal.Signals] = field(default_factory=list)
+    signals: list[signal.Signals] = field(default_factory=list)
 
-    def tell(self, number: signal.Signals) -> None:
-        """Have the agent behave as if it had got a signal."""
-        self.told.append(number)
+    def send_signal(self, number: signal.Signals) -> None:
+        """Make the agent handle a signal as if it had received it."""
+        self.signals.append(number)
         with suppress(BrokenPipeError, ValueError):
             assert self.process.stdin is not None
             self.process.stdin.write(f"{number.name}\n")
@@ -247,7 +253,7 @@ class _Agent:
 
 @contextmanager
 def _agent(name: str, command: list[str]) -> Iterator[_Agent]:
-    """Run an agent; without its standard input it ends, so that none is left behind."""
+    """Run an agent. It exits when its standard input closes, so that none is left behind."""
     try:
         process = subprocess.Popen(
             command,
@@ -256,7 +262,7 @@ def _agent(name: str, command: list[str]) -> Iterator[_Agent]:
             stderr=subprocess.PIPE,
             text=True,
             errors="replace",
-            # Ctrl-C reaches agents through this process, in order.
+            # Ctrl-C reaches the agents only through this process.
             start_new_session=True,
         )
     except OSError as error:
@@ -279,12 +285,12 @@ def _agent(name: str, command: list[str]) -> Iterator[_Agent]:
             process.kill()
             process.wait()
         for reader in agent.readers:
-            reader.join(_LAST_WORDS_SECONDS)
+            reader.join(_OUTPUT_SECONDS)
 
 
 def _show(name: str, source: IO[str], target: TextIO) -> None:
     for line in source:
-        with suppress(OSError):  # a terminal that is gone: the agents are still to be read
+        with suppress(OSError):  # a closed terminal must not block the agents' output
             target.write(f"[{name}] {line}")
             target.flush()
 
@@ -296,7 +302,7 @@ def _forwarded_signals(agents: list[_Agent]) -> Iterator[list[signal.Signals]]:
     def forward(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
         for agent in agents:
-            agent.tell(received[-1])
+            agent.send_signal(received[-1])
 
     before: dict[int, signal._HANDLER] = {
         number: signal.signal(number, forward) for number in STOP_SIGNALS
@@ -308,10 +314,10 @@ def _forwarded_signals(agents: list[_Agent]) -> Iterator[list[signal.Signals]]:
         put_back(before)
 
 
-def _wait(agents: list[_Agent], fewest: int) -> _Agent | None:
-    """Wait for all; return the first that failed if fewer than `fewest` succeeded.
+def _wait(agents: list[_Agent], min_nodes: int) -> _Agent | None:
+    """Wait for all agents; return the first that failed if fewer than `min_nodes` succeeded.
 
-    Too few that are left can only wait for each other, and are stopped.
+    If fewer than `min_nodes` are left, stop them: they would only wait for the others.
     """
     failed: list[_Agent] = []
     deadline = float("inf")
@@ -321,33 +327,33 @@ def _wait(agents: list[_Agent], fewest: int) -> _Agent | None:
             if agent.process.returncode and agent not in failed:
                 failed.append(agent)
         if not running:
-            return failed[0] if len(agents) - len(failed) < fewest else None
-        if len(agents) - len(failed) < fewest:
+            return failed[0] if len(agents) - len(failed) < min_nodes else None
+        if len(agents) - len(failed) < min_nodes:
             deadline = min(deadline, time.monotonic() + _NOTICE_SECONDS)
         if time.monotonic() > deadline:
             for agent in running:
-                agent.tell(signal.SIGTERM)
+                agent.send_signal(signal.SIGTERM)
             deadline = float("inf")
         time.sleep(0.1)
 
 
 def follow_stdin() -> None:
-    """Obey the launcher at the other end of standard input: signals by name, and its end.
+    """Handle signals that the launcher writes to standard input by name; stop when it closes.
 
     Ranks get an empty standard input.
     """
-    told = os.dup(0)
-    with open(os.devnull) as nothing:
-        os.dup2(nothing.fileno(), 0)
+    commands = os.dup(0)
+    with open(os.devnull) as empty:
+        os.dup2(empty.fileno(), 0)
 
-    def obey() -> None:
-        # Without a buffer, whose lock an ending interpreter would wait for.
+    def read_signals() -> None:
+        # Unbuffered: an exiting interpreter would wait for the lock of a buffer.
         rest = b""
-        while received := os.read(told, 1024):
+        while received := os.read(commands, 1024):
             *lines, rest = (rest + received).split(b"\n")
             for line in lines:
                 with suppress(KeyError):
                     os.kill(os.getpid(), signal.Signals[line.decode(errors="replace").strip()])
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=obey, daemon=True).start()
+    threading.Thread(target=read_signals, daemon=True).start()

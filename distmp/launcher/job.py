@@ -1,4 +1,4 @@
-"""Where am I: what the environment of a process says about the machines of its run."""
+"""Detect the launch environment of this process: Slurm, Kubernetes, or a single machine."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from distmp.launcher.nodelist import expand
 
 Variables = Mapping[str, str]
 
-# Slurm counts its own steps (batch script, interactive shell, ...) from here on.
+# Slurm numbers its special steps (batch script, interactive shell, ...) from this value up.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
 
 @dataclass(frozen=True)
 class Job:
-    """A process's place among the machines of a run, as its environment tells it.
+    """The machines of a run and this machine's place among them, read from the environment.
 
-    What the environment does not tell is None.
+    A value that the environment does not give is None.
 
     Attributes:
         environment: One of `ENVIRONMENTS`.
-        evidence: The variables that say so.
+        evidence: The variables that identify the environment, as `NAME=value, ...`.
         nodes: Number of machines.
-        node_rank: Which of them this is, from 0.
-        head: Name or address of the first.
-        name: Identifies the job: the same on all machines, another for every other job.
-        hosts: All machines in order.
-        names_appear: Whether a name gets its address only when its machine starts.
-        spread: Whether this process stands for the whole job, outside of its machines' steps.
-        notes: What else the environment looks like, and why this was chosen.
+        node_rank: Rank of this machine, from 0.
+        head: Name or address of the first machine.
+        name: Unique name of the job, the same on all its machines.
+        hosts: Names or addresses of all machines, in order of node rank.
+        names_appear: Whether a machine's name resolves only after that machine has started.
+        spread: Whether this process runs outside of a step and must start one launcher per machine.
+        notes: Why this environment was selected, and which others were found.
     """
 
     environment: str
@@ -50,76 +50,81 @@ class Job:
     notes: tuple[str, ...] = ()
 
 
-def detect(variables: Variables, hostname: str, wanted: str | None = None) -> Job:
-    """Find out what started this process.
+def detect(variables: Variables, hostname: str, requested: str | None = None) -> Job:
+    """Detect the environment that started this process.
 
-    The innermost wins: what starts processes inside of a job of something else is asked first.
+    If several are found, the innermost is selected.
 
     Args:
         variables: Environment variables.
         hostname: This machine's name with its domain.
-        wanted: The environment to take whatever else there is, one of `ENVIRONMENTS`.
+        requested: The environment to use regardless of what is found, one of `ENVIRONMENTS`.
 
     Raises:
-        ConfigError: If the variables are incomplete or contradict each other.
+        ConfigError: If the variables are incomplete or contradict each other, or come from an
+            environment that `distmp launch` does not read.
     """
     present = [name for name, (evidence, _) in _TABLE.items() if evidence(variables)]
-    if wanted is not None:
-        if wanted not in ENVIRONMENTS:
-            raise ConfigError("--environment", wanted, f"use one of {', '.join(ENVIRONMENTS)}")
-        if wanted != "local" and wanted not in present:
-            raise ConfigError(
-                "--environment",
-                wanted,
-                f"this process was not started by it; found: {', '.join(present) or 'none'}",
-            )
-        present = [wanted, *(name for name in present if name != wanted)]
+    if requested is None:
+        _refuse_unsupported(variables)
+    else:
+        _check_requested(requested, present)
+        present = [requested, *(name for name in present if name != requested)]
     if not present or present[0] == "local":
         job = Job("local", "no job of a scheduler" if not present else "--environment")
-        return replace(job, notes=_notes(present, variables, wanted))
-    job = _TABLE[present[0]][1](variables, hostname)
-    return replace(job, notes=job.notes + _notes(present, variables, wanted))
+    else:
+        job = _TABLE[present[0]][1](variables, hostname)
+    return replace(job, notes=job.notes + _notes(present, variables, requested))
 
 
-def _notes(present: list[str], variables: Variables, wanted: str | None) -> tuple[str, ...]:
-    """Explain why the first of several environments was chosen."""
+def _check_requested(requested: str, present: list[str]) -> None:
+    if requested not in ENVIRONMENTS:
+        raise ConfigError("--environment", requested, f"use one of {', '.join(ENVIRONMENTS)}")
+    if requested != "local" and requested not in present:
+        raise ConfigError(
+            "--environment",
+            requested,
+            f"its variables are not set; found: {', '.join(present) or 'none'}",
+        )
+
+
+def _refuse_unsupported(variables: Variables) -> None:
+    """Refuse launchers whose variables are not read: each machine would train alone."""
+    in_srun_step = _slurm_step(variables) is not None
+    for size, (launcher, rank) in _UNSUPPORTED.items():
+        # `srun --mpi=pmi2` sets PMI_SIZE as well.
+        if size not in variables or (size == "PMI_SIZE" and in_srun_step):
+            continue
+        nodes = _number(variables, size)
+        if nodes > 1:
+            raise ConfigError(
+                size,
+                nodes,
+                f"distmp launch does not read the machines of a run from {launcher}; run one "
+                f"`distmp launch --environment local --nnodes {nodes} --node-rank ${rank} "
+                "--rdzv-endpoint HOST:PORT` on each machine, where HOST is the first one",
+            )
+
+
+# The variable with the number of processes: what sets it, and the variable with their ranks.
+_UNSUPPORTED = {
+    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
+    "MV2_COMM_WORLD_SIZE": ("mpirun", "MV2_COMM_WORLD_RANK"),
+    "PMI_SIZE": ("mpiexec", "PMI_RANK"),
+    "SKYPILOT_NUM_NODES": ("SkyPilot", "SKYPILOT_NODE_RANK"),
+}
+
+
+def _notes(present: list[str], variables: Variables, requested: str | None) -> tuple[str, ...]:
+    """Explain why the first of several environments was selected."""
     if len(present) < 2:
         return ()
-    taken, *others = present
-    seen = "; ".join(f"{name}: {_TABLE[name][0](variables)}" for name in others)
-    reason = "--environment asks for it" if wanted else _INNERMOST[taken]
+    selected, *others = present
+    evidence = "; ".join(f"{name}: {_TABLE[name][0](variables)}" for name in others)
+    reason = "--environment requests it" if requested else _INNERMOST[selected]
     return (
-        f"took {taken}, because {reason}; there is also {seen}. "
-        f"`--environment {others[0]}` takes that, `--environment local` this machine alone",
-    )
-
-
-# SkyPilot
-
-
-def _skypilot_evidence(variables: Variables) -> str:
-    return _shown(variables, "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS")
-
-
-def _skypilot(variables: Variables, hostname: str) -> Job:
-    addresses = _required(variables, "SKYPILOT_NODE_IPS").split()
-    nodes = ExplainedValue(len(addresses), "addresses in SKYPILOT_NODE_IPS")
-    if "SKYPILOT_NUM_NODES" in variables and _number(variables, "SKYPILOT_NUM_NODES") != len(
-        addresses
-    ):
-        raise ConfigError(
-            "SKYPILOT_NUM_NODES",
-            variables["SKYPILOT_NUM_NODES"],
-            f"but SKYPILOT_NODE_IPS has {len(addresses)} addresses; start the task anew",
-        )
-    return Job(
-        "skypilot",
-        _skypilot_evidence(variables),
-        nodes=nodes,
-        node_rank=_rank(variables, "SKYPILOT_NODE_RANK", nodes.value),
-        head=ExplainedValue(addresses[0], "first of SKYPILOT_NODE_IPS"),
-        name=_first(variables, "SKYPILOT_TASK_ID", "SKYPILOT_INTERNAL_JOB_ID"),
-        hosts=tuple(addresses),
+        f"selected {selected}, because {reason}; also found {evidence}. "
+        f"`--environment {others[0]}` selects that, `--environment local` only this machine",
     )
 
 
@@ -127,7 +132,7 @@ def _skypilot(variables: Variables, hostname: str) -> Job:
 
 
 def _kubernetes_evidence(variables: Variables) -> str:
-    return _shown(variables, "JOB_COMPLETION_INDEX")
+    return _evidence(variables, "JOB_COMPLETION_INDEX")
 
 
 def _kubernetes(variables: Variables, hostname: str) -> Job:
@@ -140,8 +145,8 @@ def _kubernetes(variables: Variables, hostname: str) -> Job:
         raise ConfigError(
             "JOB_COMPLETION_INDEX",
             index,
-            f"but this pod's name {pod!r} does not end in -{index}; name the first pod yourself "
-            "with --rdzv-endpoint, or take another --environment",
+            f"but this pod's name {pod!r} does not end in -{index}; give the first pod's name "
+            "with --rdzv-endpoint, or use another --environment",
         )
     head = f"{name}-0"
     if domain and hostname.partition(".")[0] == pod:
@@ -150,73 +155,17 @@ def _kubernetes(variables: Variables, hostname: str) -> Job:
         "kubernetes",
         _kubernetes_evidence(variables),
         node_rank=ExplainedValue(index, "JOB_COMPLETION_INDEX"),
-        head=ExplainedValue(head, f"index 0 of the Job to which pod {pod} belongs"),
+        head=ExplainedValue(head, f"index 0 of the Job of pod {pod}"),
         name=ExplainedValue(name, f"the Job's name, from pod {pod}"),
         names_appear=True,
     )
-
-
-# MPI: one process on every machine
-
-
-def _mpi_evidence(variables: Variables) -> str:
-    if "OMPI_COMM_WORLD_RANK" in variables:
-        return _shown(variables, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE")
-    # srun speaks these protocols too, and sets them in its steps.
-    if _slurm_step(variables) is not None:
-        return ""
-    if "PMI_RANK" in variables:
-        return _shown(variables, "PMI_RANK", "PMI_SIZE")
-    return _shown(variables, "PMIX_RANK", "PMIX_NAMESPACE")
-
-
-def _mpi(variables: Variables, hostname: str) -> Job:
-    open_mpi = "OMPI_COMM_WORLD_RANK" in variables
-    if not open_mpi and "PMI_RANK" not in variables:
-        raise ConfigError(
-            "PMIX_RANK",
-            variables["PMIX_RANK"],
-            "PMIx tells a process's rank and not how many there are; give --nnodes, --node-rank "
-            "and --rdzv-endpoint with --environment local",
-        )
-    rank, size = (
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE") if open_mpi else ("PMI_RANK", "PMI_SIZE")
-    )
-    nodes = _number(variables, size, least=1)
-    per_node = "OMPI_COMM_WORLD_LOCAL_SIZE" if open_mpi else "MPI_LOCALNRANKS"
-    if per_node in variables and _number(variables, per_node) != 1:
-        raise ConfigError(
-            per_node,
-            variables[per_node],
-            "start one process on each machine (Open MPI: --map-by ppr:1:node, MPICH and Intel "
-            "MPI: -ppn 1); distmp starts the ranks itself",
-        )
-    return Job(
-        "mpi",
-        _mpi_evidence(variables),
-        nodes=ExplainedValue(nodes, size),
-        node_rank=_rank(variables, rank, nodes),
-        head=_mpi_head(variables),
-        name=_first(variables, "PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_ID", "PMI_JOBID"),
-    )
-
-
-def _mpi_head(variables: Variables) -> ExplainedValue[str] | None:
-    """MPI itself does not tell where its first process is."""
-    if "MASTER_ADDR" in variables:
-        return ExplainedValue(variables["MASTER_ADDR"], "MASTER_ADDR")
-    for name in ("SLURM_JOB_NODELIST", "SLURM_NODELIST"):
-        if name in variables:
-            first = expand(variables[name], setting=name)[0]
-            return ExplainedValue(first, f"first of {name}, where mpirun puts its first process")
-    return None
 
 
 # Slurm
 
 
 def _slurm_evidence(variables: Variables) -> str:
-    return _shown(variables, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
+    return _evidence(variables, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_NODEID")
 
 
 def _slurm_step(variables: Variables) -> int | None:
@@ -251,8 +200,8 @@ def _slurm_allocation(variables: Variables, job: str) -> Job:
         notes=()
         if on_a_node
         else (
-            f"this is a shell of job {job} on a machine that does not belong to the job; "
-            "`--environment local` trains here instead",
+            f"this is a shell of job {job} on a machine outside of the job; "
+            "`--environment local` trains on this machine instead",
         ),
     )
 
@@ -270,7 +219,7 @@ def _slurm_srun(variables: Variables, job: str, step: int) -> Job:
             "SLURM_STEP_TASKS_PER_NODE",
             tasks,
             "start one task on each machine (srun --ntasks-per-node=1); distmp starts the ranks "
-            "itself, --nproc-per-node says how many",
+            "itself, set their number with --nproc-per-node",
         )
     return Job(
         "slurm",
@@ -293,7 +242,7 @@ def _slurm_hosts(variables: Variables, *names: str) -> tuple[str, ...]:
 def srun_command(variables: Variables, nodes: int, command: list[str]) -> list[str]:
     """Return the command that runs `command` once on every machine of this Slurm job."""
     words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
-    # srun does not take the cores of the job for its one task by itself.
+    # By default srun does not give all cores of the job to a single task.
     cores = re.sub(r"\(x\d+\)", "", variables.get("SLURM_JOB_CPUS_PER_NODE", ""))
     if cores:
         words.append(f"--cpus-per-task={min(map(int, cores.split(',')))}")
@@ -301,13 +250,13 @@ def srun_command(variables: Variables, nodes: int, command: list[str]) -> list[s
 
 
 def slurm_resolver(resolve: Callable[[str], str]) -> Callable[[str], str]:
-    """Return a resolver that asks Slurm about names that have no address: it may know one.
+    """Return a resolver that asks Slurm for the address of names that do not resolve.
 
     Args:
-        resolve: Asked first.
+        resolve: Called first; raises AddressError for unknown names.
     """
 
-    def ask_slurm_too(name: str) -> str:
+    def resolve_with_slurm(name: str) -> str:
         try:
             return resolve(name)
         except AddressError:
@@ -316,13 +265,13 @@ def slurm_resolver(resolve: Callable[[str], str]) -> Callable[[str], str]:
                 raise
             return resolve(address)
 
-    return ask_slurm_too
+    return resolve_with_slurm
 
 
 def _node_address(name: str) -> str:
-    """Return what `scontrol show node` has as NodeAddr, or nothing."""
+    """Return NodeAddr of `scontrol show node`, or an empty string."""
     try:
-        shown = subprocess.run(
+        output = subprocess.run(
             ["scontrol", "show", "node", "--oneliner", name],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -331,15 +280,15 @@ def _node_address(name: str) -> str:
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    found = re.search(r"\bNodeAddr=(\S+)", shown)
-    return found[1] if found else ""
+    match = re.search(r"\bNodeAddr=(\S+)", output)
+    return match[1] if match else ""
 
 
-# What all of them use
+# Shared helpers
 
 
-def _shown(variables: Variables, *names: str) -> str:
-    """Return `NAME=value, ...`, or nothing where the first is not set."""
+def _evidence(variables: Variables, *names: str) -> str:
+    """Return `NAME=value, ...`, or an empty string if the first is not set."""
     if names[0] not in variables:
         return ""
     return ", ".join(
@@ -350,7 +299,9 @@ def _shown(variables: Variables, *names: str) -> str:
 def _required(variables: Variables, name: str) -> str:
     value = variables.get(name, "").strip()
     if not value:
-        raise ConfigError(name, variables.get(name), "is not set, although its fellows are")
+        raise ConfigError(
+            name, variables.get(name), "is not set, although other variables of its kind are"
+        )
     return value
 
 
@@ -368,24 +319,13 @@ def _rank(variables: Variables, name: str, nodes: int) -> ExplainedValue[int]:
     return ExplainedValue(rank, name)
 
 
-def _first(variables: Variables, *names: str) -> ExplainedValue[str] | None:
-    for name in names:
-        if variables.get(name):
-            return ExplainedValue(variables[name], name)
-    return None
-
-
-# Asked in this order.
+# In order of precedence.
 _TABLE: dict[str, tuple[Callable[[Variables], str], Callable[[Variables, str], Job]]] = {
-    "skypilot": (_skypilot_evidence, _skypilot),
     "kubernetes": (_kubernetes_evidence, _kubernetes),
-    "mpi": (_mpi_evidence, _mpi),
     "slurm": (_slurm_evidence, _slurm),
 }
 _INNERMOST = {
-    "skypilot": "SkyPilot starts its tasks on top of other clusters",
-    "kubernetes": "nothing else starts processes inside of a pod, and variables are inherited",
-    "mpi": "mpirun starts its processes inside of jobs of a scheduler",
+    "kubernetes": "a pod inherits variables, and nothing else starts processes inside of it",
     "slurm": "nothing else started this process",
 }
 ENVIRONMENTS = (*_TABLE, "local")

@@ -1,4 +1,4 @@
-"""What `distmp launch` says on the way."""
+"""Log lines of `distmp launch`."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import sys
 
 
-def say(message: str) -> None:
-    """Print a line to standard error; whoever was to read it may have gone, with the terminal."""
+def log(message: str) -> None:
+    """Print a line to standard error; ignore errors, because the terminal may be closed."""
     with contextlib.suppress(OSError):
         sys.stderr.write(f"distmp launch: {message}\n")
         sys.stderr.flush()

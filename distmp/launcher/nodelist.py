@@ -1,4 +1,8 @@
-"""Slurm's short form of lists of machines: `n[01-03,7],login` is n01, n02, n03, n7 and login."""
+"""Expand Slurm's lists of machines: `n[01-03,7],login` is n01, n02, n03, n7 and login.
+
+`scontrol show hostnames` does the same, but it needs Slurm's tools and configuration, which the
+container of a step often lacks, and it reads a truncated list without an error (`n[` becomes `n]`).
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ from collections.abc import Iterator
 
 from distmp.errors import ConfigError
 
-# No job has more machines; a damaged list shall not fill the memory.
+# No job has more machines; a corrupt list must not exhaust memory.
 _MOST_NODES = 100_000
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\]\s]*\])+")
 _PIECE = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
@@ -16,12 +20,12 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 def expand(text: str, *, setting: str) -> list[str]:
-    """Return the machines of a list as `scontrol show hostnames` does, in its order.
+    """Return the machines of a list in the order of `scontrol show hostnames`.
 
     Args:
-        text: The list. Numbers in brackets keep their leading zeros; several brackets in a name
-            multiply, the last one running fastest.
-        setting: The variable that holds it, for the error.
+        text: The list. Numbers in brackets keep their leading zeros. Several brackets in a name
+            form a product in which the last one varies fastest.
+        setting: The variable that contains the list, for error messages.
 
     Raises:
         ConfigError: If the text is not such a list.

@@ -1,7 +1,7 @@
-"""How a launcher stops: it hands the request to its ranks, waits for them, and starts none again.
+"""Stop a launcher: forward the signal to its ranks, wait for them, and do not restart them.
 
-torchrun by itself kills ranks 30 seconds after SIGTERM, dies of SIGUSR1, and starts ranks again
-that ended with an exit code other than 0, whatever it means.
+torchrun itself kills ranks 30 seconds after SIGTERM, dies of SIGUSR1, and restarts ranks after any
+exit code other than 0.
 """
 
 from __future__ import annotations
@@ -20,53 +20,55 @@ from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 
 _ORDERLY = (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
 
-# What kills ranks that have not come far enough to obey. torchrun sends them SIGTERM by itself.
+# Exit codes of ranks that a stop signal killed before their handlers were installed. SIGTERM is
+# excluded, because torchrun sends it itself.
 _REQUESTS = tuple(-number for number in STOP_SIGNALS if number != signal.SIGTERM)
 
-# What is left to torchrun: it passes this on and kills the ranks if they do not obey.
+# Left to torchrun, which forwards it and kills the ranks if they do not exit.
 _TORCHRUNS_SIGNALS = "SIGQUIT"
 
-# With the third one nobody wants to wait for anything: ranks that ignored two are killed.
-_MOST_INTERRUPTS = 3
-# Once one rank has ended in order, the others have saved too and are on their last words.
-_LAST_WORDS_SECONDS = 60.0
+# The third Ctrl-C kills the ranks.
+_MAX_INTERRUPTS = 3
+# Once one rank has exited after a checkpoint, the others have saved too and are exiting.
+_EXIT_SECONDS = 60.0
 _POLL_SECONDS = 0.05
 
 
 class OrderlyStop:
-    """Stops the ranks below this process in order, inside a `with` block around torchrun.
+    """Stops the ranks of this process after a checkpoint, inside a `with` block around torchrun.
 
-    A signal of `STOP_SIGNALS` goes to every rank of this machine. Once a rank has ended after that,
-    or has ended with the code of an orderly stop although nobody here was asked, all others are
-    waited for, and torchrun's agent ends as if it had received a signal. How long ranks may take to
-    save is up to whoever sent the signal; with torchrun's `--shutdown-timeout` they are killed so
-    many seconds after it. SIGHUP, a terminal that closes, is ignored here and in the ranks.
+    A signal of `STOP_SIGNALS` is forwarded to every rank of this machine. Once a rank has exited
+    after that, or has exited with the code of an orderly stop without a signal here, this class
+    waits for all others and ends torchrun's agent as if it had received a signal. Ranks may take as
+    long as they need to save; with torchrun's `--shutdown-timeout` they are killed after that many
+    seconds. SIGHUP, which a closing terminal sends, is ignored here and in the ranks.
 
     Args:
-        options: torchrun's; its own handlers must not replace the ones of this class.
+        options: The options of torchrun, changed so that its handlers do not replace the ones of
+            this class.
 
     Attributes:
-        asked: The first signal received here, or None.
+        received: The first signal received here, or None.
         killed: Whether ranks had to be killed.
     """
 
     def __init__(self, options: Namespace) -> None:
-        self.asked: signal.Signals | None = None
+        self.received: signal.Signals | None = None
         self._interrupts = 0
         self.killed = False
-        self._patience: float | None = getattr(options, "shutdown_timeout", None)
-        self._waiting = False
+        self._shutdown_timeout: float | None = getattr(options, "shutdown_timeout", None)
+        self._in_handler = False
         self._codes: set[int] = set()
-        self._before: dict[int, signal._HANDLER] = {}
+        self._previous_handlers: dict[int, signal._HANDLER] = {}
         if hasattr(options, "signals_to_handle"):
             options.signals_to_handle = _TORCHRUNS_SIGNALS
 
     def __enter__(self) -> OrderlyStop:
         for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._pass_on)
-        self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill)
-        self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._look_after)
+            self._previous_handlers[number] = signal.signal(number, self._forward)
+        self._previous_handlers[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        self._previous_handlers[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._kill_ranks)
+        self._previous_handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, self._on_child_exit)
         return self
 
     def __exit__(
@@ -76,60 +78,62 @@ class OrderlyStop:
         traceback: TracebackType | None,
     ) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        put_back(self._before)
+        put_back(self._previous_handlers)
 
     def exit_code(self) -> int:
-        """Return the exit code of the launcher after `torchrun` was ended by this class."""
-        if self.asked is not None and self.killed:
-            return 128 + self.asked
-        # Ranks that had not come far enough to take the request die of it, and have lost nothing.
-        expected = {0, *_ORDERLY, *(() if self.asked is None else (-self.asked,))}
+        """Return the exit code of the launcher after this class has ended torchrun."""
+        if self.received is not None and self.killed:
+            return 128 + self.received
+        # The signal kills ranks without handlers yet; they have lost nothing.
+        expected = {0, *_ORDERLY, *(() if self.received is None else (-self.received,))}
         failures = sorted(self._codes - expected, key=lambda code: code == LOST_PEER_EXIT_CODE)
         if failures:
             return failures[0] if failures[0] > 0 else 128 - failures[0]
-        interrupted = self.asked == signal.SIGINT or INTERRUPTED_EXIT_CODE in self._codes
+        interrupted = self.received == signal.SIGINT or INTERRUPTED_EXIT_CODE in self._codes
         return INTERRUPTED_EXIT_CODE if interrupted else STOPPED_EXIT_CODE
 
-    def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        if self.asked is None:
-            self.asked = signal.Signals(number)
-            if self._patience is not None:
-                signal.setitimer(signal.ITIMER_REAL, max(self._patience, _POLL_SECONDS))
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number)
+            if self._shutdown_timeout is not None:
+                signal.setitimer(signal.ITIMER_REAL, max(self._shutdown_timeout, _POLL_SECONDS))
         self._interrupts += number == signal.SIGINT
         ranks = _ranks()
         if not ranks:
             self._end_torchrun()
-        if self._interrupts == _MOST_INTERRUPTS:
-            self._kill(number, frame)
+        if self._interrupts == _MAX_INTERRUPTS:
+            self._kill_ranks(number, frame)
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rank, number)
 
-    def _kill(self, number: int, frame: FrameType | None) -> None:
+    def _kill_ranks(self, number: int, frame: FrameType | None) -> None:
         self.killed = True
-        # The end of the first rank calls `_look_after` right here, before the next one is killed.
-        self._waiting = True
+        # The exit of the first rank calls `_on_child_exit` here, before the next one is killed.
+        self._in_handler = True
         for rank in _ranks():
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(rank, signal.SIGKILL)
         self._end_torchrun()
 
-    def _look_after(self, number: int, frame: FrameType | None) -> None:
-        """See whether the end of a child means the end of the run, and wait for the others."""
-        if self._waiting:
+    def _on_child_exit(self, number: int, frame: FrameType | None) -> None:
+        """Check whether the exit of a child ends the run, and if so wait for the others."""
+        if self._in_handler:
             return
         codes = _exit_codes()
-        if self.asked is None and (died := [code for code in codes.values() if code in _REQUESTS]):
-            self._pass_on(-died[0], frame)
+        if self.received is None and (
+            died := [code for code in codes.values() if code in _REQUESTS]
+        ):
+            self._forward(-died[0], frame)
         orderly = any(code in _ORDERLY for code in codes.values())
-        if not orderly and (self.asked is None or set(codes.values()) <= {None}):
+        if not orderly and (self.received is None or set(codes.values()) <= {None}):
             return
-        self._waiting = True
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        self._in_handler = True
+        deadline = time.monotonic() + _EXIT_SECONDS
         while None in codes.values() and time.monotonic() < deadline:
             time.sleep(_POLL_SECONDS)
             codes = _exit_codes()
-        self._waiting = False
+        self._in_handler = False
         self._codes = {code for code in codes.values() if code is not None}
         if self._codes != {0}:
             self._end_torchrun()
@@ -137,28 +141,28 @@ class OrderlyStop:
     def _end_torchrun(self) -> None:
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
-        asked = self.asked or signal.SIGTERM
-        raise SignalException(f"the ranks were stopped by {asked.name}", asked)
+        received = self.received or signal.SIGTERM
+        raise SignalException(f"the ranks were stopped by {received.name}", received)
 
 
 def _ranks() -> list[int]:
-    """Return the process ids of the ranks: torchrun gives each a session of its own."""
-    found = []
+    """Return the process ids of the ranks: torchrun starts each in a new session."""
+    ranks = []
     for child in psutil.Process().children():
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(child.pid) == child.pid:
-                found.append(child.pid)
-    return found
+                ranks.append(child.pid)
+    return ranks
 
 
 def _exit_codes() -> dict[int, int | None]:
-    """Return the exit code of each rank, minus the signal that killed it; None while it runs."""
+    """Return the exit code of each rank: None while it runs, -N if signal N killed it."""
     return {rank: _exit_code(rank) for rank in _ranks()}
 
 
 def _exit_code(child: int) -> int | None:
     try:
-        # Left for torchrun to wait for.
+        # WNOWAIT leaves the child to torchrun's own wait.
         state = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return None

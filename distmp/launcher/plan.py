@@ -1,4 +1,4 @@
-"""What to run on a machine: torchrun's options and the environment, each with its reason."""
+"""Derive what to run on a machine: torchrun's options and the environment, with reasons."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
 from distmp.launcher.network import AddressError, Network, is_loopback, join_port
 
-# Below the ports that Linux (32768 and up) and Kubernetes (30000 and up) hand out themselves.
+# Below the ports that Linux (32768 and up) and Kubernetes (30000 and up) allocate.
 _PORTS = range(20000, 30000)
-# torchrun's own, where an endpoint comes without one.
+# torchrun's default for an endpoint without a port.
 _DEFAULT_PORT = 29400
 _JOIN_SECONDS = 600
-_SILENCE_SECONDS = 60
+_READ_TIMEOUT_SECONDS = 60
 
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the user has decided already; None for what is left open.
+class UserOptions:
+    """The options that the user has set; None for the others.
 
-    Everything but `port` is an option of torchrun, from the command line or its PET_ variable.
+    All but `port` are options of torchrun, from the command line or a PET_ variable.
 
     Attributes:
-        words: torchrun's options as they were written.
-        nnodes: Least and greatest number of machines.
-        ranks: To start on this machine.
-        rdzv_conf: Keys and values.
-        own_rendezvous: The option with which the user arranges a rendezvous of another kind.
+        arguments: torchrun's options as they were written.
+        nnodes: Minimum and maximum number of machines.
+        ranks: Number of ranks to start on this machine.
+        rdzv_conf: The keys and values of --rdzv-conf.
+        own_rendezvous: Name of the option that configures a rendezvous of another kind.
     """
 
-    words: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
     nnodes: tuple[int, int] | None = None
     ranks: int | None = None
     node_rank: int | None = None
@@ -53,12 +53,13 @@ class Given:
 
 @dataclass(frozen=True)
 class Machine:
-    """What this machine has.
+    """The resources of this machine.
 
     Attributes:
-        cores: Processor cores that this process may use.
-        ranks: How many ranks to start.
-        binding: The option that binds each rank to the part of the machine that its GPU is near to.
+        network: Its names and addresses.
+        cores: Number of processor cores that this process may use.
+        ranks: Number of ranks to start.
+        binding: The option that binds each rank to the NUMA node of its GPU, or None.
     """
 
     network: Network
@@ -69,19 +70,20 @@ class Machine:
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where the machines of a run meet.
+    """The rendezvous endpoint of a run.
 
     Attributes:
         head: The first machine, as it was named.
-        address: Its address.
-        is_host: Whether this is the machine.
-        run_id: Tells runs apart.
-        local_address: This machine's address for the others.
-        node_rank: Which machine this is, if anybody knows.
-        fewest_nodes: The run starts with so many.
-        hosts: All machines, if anybody knows.
-        seconds: How long they wait for each other.
-        silence_seconds: How long the first may be silent while the run goes on.
+        address: The address of the first machine.
+        port: The port of the rendezvous store.
+        is_host: Whether this machine is the first one.
+        run_id: Identifies the run.
+        local_address: The address under which other machines reach this one.
+        node_rank: Rank of this machine, if known.
+        min_nodes: Number of machines with which the run starts.
+        hosts: All machines, if known.
+        join_timeout_seconds: How long machines wait for each other.
+        read_timeout_seconds: How long the first machine may be silent during the run.
     """
 
     head: str
@@ -91,13 +93,13 @@ class Endpoint:
     run_id: str
     local_address: str
     node_rank: int | None
-    fewest_nodes: int
+    min_nodes: int
     hosts: tuple[str, ...]
-    seconds: int
-    silence_seconds: int
+    join_timeout_seconds: int
+    read_timeout_seconds: int
 
     def others(self) -> list[str]:
-        """Return the machines that are known besides this one."""
+        """Return the other known machines."""
         return [host for rank, host in enumerate(self.hosts) if rank != self.node_rank]
 
     def __str__(self) -> str:
@@ -109,32 +111,34 @@ class Plan:
     """What to run on this machine.
 
     Attributes:
-        options: Options of torchrun that were worked out; they go before the user's.
-        words: The user's, and what has to go behind them.
+        job: The detected job.
+        options: Derived options of torchrun, which precede the user's.
+        arguments: The user's options, and derived ones that must follow them.
         variables: Additions to the environment.
-        endpoint: Where to meet, or None for one machine and for a rendezvous of the user's own.
+        endpoint: The rendezvous, or None for one machine or a rendezvous configured by the user.
+        notes: Messages to log.
     """
 
     job: Job
     options: tuple[ExplainedValue[str], ...]
-    words: tuple[str, ...]
+    arguments: tuple[str, ...]
     variables: Mapping[str, ExplainedValue[str]]
     endpoint: Endpoint | None = None
     notes: tuple[str, ...] = ()
 
     def torchrun(self) -> list[str]:
         """Return torchrun's options."""
-        return [*(option.value for option in self.options), *self.words]
+        return [*(option.value for option in self.options), *self.arguments]
 
-    def shown(self, command: Sequence[str]) -> str:
-        """Return the command with its environment, to be pasted into a shell, and the reasons."""
-        variables = [f"{name}={shlex.quote(c.value)}" for name, c in self.variables.items()]
-        reasons = [choice.reason for choice in self.variables.values()]
-        choices = [*self.options, *map(ExplainedValue, variables, reasons)]
-        width = max((len(choice.value) for choice in choices), default=0)
+    def describe(self, command: Sequence[str]) -> str:
+        """Return the command with its environment, ready to paste into a shell, and the reasons."""
+        variables = [f"{name}={shlex.quote(v.value)}" for name, v in self.variables.items()]
+        reasons = [variable.reason for variable in self.variables.values()]
+        entries = [*self.options, *map(ExplainedValue, variables, reasons)]
+        width = max((len(entry.value) for entry in entries), default=0)
         lines = [f"# environment: {self.job.environment} ({self.job.evidence})"]
         lines += [f"# note: {note}" for note in (*self.job.notes, *self.notes)]
-        lines += [f"#   {choice.value:{width}}  {choice.reason}" for choice in choices]
+        lines += [f"#   {entry.value:{width}}  {entry.reason}" for entry in entries]
         if self.endpoint is not None:
             others = ", ".join(self.endpoint.others()) or "the other machines"
             lines.append(
@@ -144,18 +148,18 @@ class Plan:
         return "".join(f"{line}\n" for line in lines)
 
 
-def make_plan(given: Given, job: Job, machine: Machine, variables: Mapping[str, str]) -> Plan:
-    """Work out what the user has left open.
+def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping[str, str]) -> Plan:
+    """Derive the options that the user has not set.
 
     Args:
-        given: What the user has decided; it wins.
-        job: What the environment says.
-        machine: What this machine has.
-        variables: The environment; what is set in it stays.
+        given: The user's options, which take precedence.
+        job: The detected job.
+        machine: The resources of this machine.
+        variables: The environment; variables that are set in it are kept.
 
     Raises:
-        ConfigError: If the machines could not meet as things are.
-        AddressError: If the first machine has no address, or there is no way to it.
+        ConfigError: If the machines could not reach each other with these options.
+        AddressError: If the first machine has no address, or no route leads to it.
     """
     options = []
     if given.ranks is None:
@@ -164,13 +168,13 @@ def make_plan(given: Given, job: Job, machine: Machine, variables: Mapping[str, 
         )
     if machine.binding is not None and given.numa_binding is None:
         options.append(machine.binding)
-    plan = Plan(job, tuple(options), given.words, _threads(given, machine, variables))
+    plan = Plan(job, tuple(options), given.arguments, _threads(given, machine, variables))
     if given.own_rendezvous is not None:
         return plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
     if nodes is None and job.environment == "kubernetes":
         raise ConfigError(
-            "--nnodes", None, "Kubernetes does not tell how many pods the Job has; say it here"
+            "--nnodes", None, "Kubernetes does not provide the number of pods of the Job; set it"
         )
     one = nodes in (None, 1)
     if one and not _has_port(given.rdzv_endpoint):
@@ -183,19 +187,19 @@ def make_plan(given: Given, job: Job, machine: Machine, variables: Mapping[str, 
             "--rdzv-endpoint",
             given.rdzv_endpoint,
             f"the run has one machine, and this is not {plan.endpoint.head}; it has: "
-            f"{machine.network.described()}. Say --nnodes where several are meant, or leave "
-            "--rdzv-endpoint out",
+            f"{machine.network.describe_interfaces()}. Add --nnodes for several machines, or "
+            "remove --rdzv-endpoint",
         )
     return plan
 
 
 def _has_port(endpoint: str | None) -> bool:
-    """Whether an endpoint is a certain port: with port 0 torchrun takes any that is free."""
+    """Whether an endpoint has a fixed port: with port 0 torchrun uses any free port."""
     return endpoint is not None and not endpoint.strip().endswith(":0")
 
 
 def _threads(
-    given: Given, machine: Machine, variables: Mapping[str, str]
+    given: UserOptions, machine: Machine, variables: Mapping[str, str]
 ) -> dict[str, ExplainedValue[str]]:
     if "OMP_NUM_THREADS" in variables:
         return {}
@@ -204,8 +208,10 @@ def _threads(
     return {"OMP_NUM_THREADS": ExplainedValue(str(max(1, machine.cores // ranks)), reason)}
 
 
-def _several(plan: Plan, given: Given, network: Network, variables: Mapping[str, str]) -> Plan:
-    """Let this machine meet others."""
+def _several(
+    plan: Plan, given: UserOptions, network: Network, variables: Mapping[str, str]
+) -> Plan:
+    """Add the options for a rendezvous of several machines."""
     job = plan.job
     head, port = _head_and_port(given, job)
     rank = (
@@ -226,16 +232,16 @@ def _several(plan: Plan, given: Given, network: Network, variables: Mapping[str,
         run_id=run_id,
         local_address=local_address,
         node_rank=None if rank is None else rank.value,
-        fewest_nodes=_fewest_nodes(given, job),
+        min_nodes=_min_nodes(given, job),
         hosts=job.hosts,
-        seconds=join_seconds(conf),
-        silence_seconds=_seconds(conf, "read_timeout", _SILENCE_SECONDS),
+        join_timeout_seconds=join_timeout_seconds(conf),
+        read_timeout_seconds=_seconds(conf, "read_timeout", _READ_TIMEOUT_SECONDS),
     )
     if given.nnodes is None and job.nodes is not None:
         plan = _with(plan, ExplainedValue(f"--nnodes={job.nodes.value}", job.nodes.reason))
     if not given.rdzv_backend:
         plan = _with(
-            plan, ExplainedValue("--rdzv-backend=c10d", "torchrun's own, which can restart")
+            plan, ExplainedValue("--rdzv-backend=c10d", "torchrun's backend that supports restarts")
         )
     if given.rdzv_endpoint is None:
         reason = f"{address_reason}; port: {port.reason}"
@@ -249,21 +255,20 @@ def _several(plan: Plan, given: Given, network: Network, variables: Mapping[str,
     option = "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items())
     plan = _with(plan, ExplainedValue(option, host_reason))
     if given.rdzv_conf:
-        # Of several, torchrun takes the last one whole.
-        plan = replace(plan, words=(*given.words, option), options=plan.options[:-1])
+        # torchrun uses only the last --rdzv-conf, so it has to contain all keys.
+        plan = replace(plan, arguments=(*given.arguments, option), options=plan.options[:-1])
     interface, notes = _interface(local_address, network, variables)
-    variables_chosen = {**plan.variables, **interface}
-    return replace(plan, endpoint=endpoint, variables=variables_chosen, notes=notes)
+    return replace(plan, endpoint=endpoint, variables={**plan.variables, **interface}, notes=notes)
 
 
 def _with(plan: Plan, option: ExplainedValue[str]) -> Plan:
     return replace(plan, options=(*plan.options, option))
 
 
-def _head_and_port(given: Given, job: Job) -> tuple[ExplainedValue[str], ExplainedValue[int]]:
+def _head_and_port(given: UserOptions, job: Job) -> tuple[ExplainedValue[str], ExplainedValue[int]]:
     if given.rdzv_endpoint is not None:
         if given.port is not None:
-            raise ConfigError("--port", given.port, "write the port into --rdzv-endpoint HOST:PORT")
+            raise ConfigError("--port", given.port, "set the port in --rdzv-endpoint HOST:PORT")
         host, port = split_endpoint(given.rdzv_endpoint)
         return ExplainedValue(host, "--rdzv-endpoint"), ExplainedValue(
             port or _DEFAULT_PORT, "--rdzv-endpoint"
@@ -272,8 +277,8 @@ def _head_and_port(given: Given, job: Job) -> tuple[ExplainedValue[str], Explain
         raise ConfigError(
             "--rdzv-endpoint",
             None,
-            "several machines need the address of the first one: give --rdzv-endpoint HOST[:PORT] "
-            "on each of them, or start them all from one with --hosts HOST,HOST,...",
+            "several machines need the address of the first one: pass --rdzv-endpoint HOST[:PORT] "
+            "on each of them, or start all of them from one with --hosts HOST,HOST,...",
         )
     if given.port is not None:
         return job.head, ExplainedValue(given.port, "--port")
@@ -283,10 +288,10 @@ def _head_and_port(given: Given, job: Job) -> tuple[ExplainedValue[str], Explain
 
 
 def split_endpoint(endpoint: str) -> tuple[str, int | None]:
-    """Return host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`.
+    """Return the host and port of `HOST`, `HOST:PORT` or `[IPV6]:PORT`.
 
     Raises:
-        ConfigError: If it is none of these.
+        ConfigError: If the text has another form.
     """
     parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::([0-9]+))?", endpoint.strip())
     if parts is None or not 0 < int(parts[3] or 1) < 2**16:
@@ -297,7 +302,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int | None]:
 
 
 def port_of(name: str) -> ExplainedValue[int]:
-    """Return a port for a job: the same on all its machines, hardly ever that of another job."""
+    """Return a port derived from a job's name: the same on all machines, rarely shared by jobs."""
     digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
     return ExplainedValue(
         _PORTS[digest % len(_PORTS)], f"from the job's name {name}; change with --port"
@@ -307,33 +312,34 @@ def port_of(name: str) -> ExplainedValue[int]:
 def address_of(
     head: ExplainedValue[str], rank: ExplainedValue[int] | None, job: Job, network: Network
 ) -> tuple[str, str]:
-    """Return the first machine's address for all, and the reason.
+    """Return the address at which all machines reach the first one, and the reason.
 
     Raises:
-        AddressError: If it has none that the others could use.
+        AddressError: If there is no such address.
     """
     try:
         address = network.resolve(head.value)
     except AddressError as error:
         raise AddressError(
             f"the first host of the run cannot be found: {error}. {head.value!r} is: "
-            f"{head.reason}. Give an address that all can reach: --rdzv-endpoint ADDRESS:PORT"
+            f"{head.reason}. Pass an address that all machines can reach: --rdzv-endpoint "
+            "ADDRESS:PORT"
         ) from None
-    if not is_loopback(address) or _means_this_machine(head.value, job, network):
+    if not is_loopback(address) or _is_local_run(head.value, job, network):
         return address, head.reason
     if rank is not None and rank.value != 0:
         raise AddressError(
             f"the first host of the run cannot be found: {head.value!r} ({head.reason}) is "
-            f"{address} here, which stands for this machine, and this is number {rank.value}. "
-            "Correct /etc/hosts, or give its address with --rdzv-endpoint ADDRESS:PORT"
+            f"{address} here, a loopback address, but this machine has node rank {rank.value}. "
+            "Correct /etc/hosts, or pass its address with --rdzv-endpoint ADDRESS:PORT"
         )
     return network.default_address(), (
-        f"{head.reason}; {head.value!r} is {address} here, so the address of the default route"
+        f"{head.reason}; {head.value!r} is {address} here, so the default route's address is used"
     )
 
 
-def _means_this_machine(head: str, job: Job, network: Network) -> bool:
-    """Whether a loopback address is meant: all "machines" are this one."""
+def _is_local_run(head: str, job: Job, network: Network) -> bool:
+    """Whether a loopback address is intended, because all "machines" are this one."""
     if head == "localhost" or re.fullmatch(r"[0-9.]+|.*:.*", head):
         return True
     try:
@@ -346,10 +352,10 @@ def _is_host(
     conf: Mapping[str, str], address: str, rank: ExplainedValue[int] | None, network: Network
 ) -> tuple[bool, str]:
     if "is_host" in conf:
-        word = conf["is_host"].lower()
-        if word not in (*_TRUE, *_FALSE):
+        value = conf["is_host"].lower()
+        if value not in (*_TRUE, *_FALSE):
             raise ConfigError("--rdzv-conf is_host", conf["is_host"], "use true or false")
-        return word in _TRUE, "--rdzv-conf"
+        return value in _TRUE, "--rdzv-conf"
     own = network.is_own(address)
     if rank is None:
         reason = f"{address} is {'' if own else 'not '}an address of this machine"
@@ -359,20 +365,20 @@ def _is_host(
             "--rdzv-endpoint",
             address,
             f"this is the first host ({rank.reason} = 0) and has no such address; it has: "
-            f"{network.described()}. Where addresses are translated, add --rdzv-conf is_host=true "
-            "here",
+            f"{network.describe_interfaces()}. Behind address translation, add --rdzv-conf "
+            "is_host=true here",
         )
     return rank.value == 0, f"{rank.reason} = {rank.value}"
 
 
-def _local_address(given: Given, address: str, network: Network) -> tuple[str, str]:
+def _local_address(given: UserOptions, address: str, network: Network) -> tuple[str, str]:
     if given.local_addr is not None:
         own = network.resolve(given.local_addr)
         if not network.is_own(own):
             raise ConfigError(
                 "--local-addr",
                 given.local_addr,
-                f"this machine has no such address; it has: {network.described()}",
+                f"this machine has no such address; it has: {network.describe_interfaces()}",
             )
         return own, "--local-addr"
     if network.is_own(address):
@@ -380,22 +386,22 @@ def _local_address(given: Given, address: str, network: Network) -> tuple[str, s
     source = network.source(address)
     if is_loopback(source):
         raise AddressError(f"no route leads from this machine to {address}")
-    return source, f"from here the way to {address} begins"
+    return source, f"this machine's source address for {address}"
 
 
 def _interface(
     local_address: str, network: Network, variables: Mapping[str, str]
 ) -> tuple[dict[str, ExplainedValue[str]], tuple[str, ...]]:
-    """Choose one interface for gloo and NCCL, and look at what the user has chosen."""
+    """Select one interface for gloo and NCCL, and check the user's own choice."""
     interface = network.interface_of(local_address)
     if interface is None:
         return {}, ()
     reason = f"the interface that has {local_address}"
-    # "=" makes NCCL compare whole names: eth1 would mean eth10 too.
-    wanted = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    chosen = {
+    # "=" makes NCCL match the full name: eth1 would match eth10 too.
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    additions = {
         name: ExplainedValue(value, reason)
-        for name, value in wanted.items()
+        for name, value in names.items()
         if not variables.get(name)
     }
     notes: tuple[str, ...] = ()
@@ -404,14 +410,14 @@ def _interface(
         _check_interface(given, local_address, network)
         if interface not in given.split(","):
             notes = (
-                f"GLOO_SOCKET_IFNAME={given} is set and stays; the first host is reached through "
-                f"{interface}",
+                f"GLOO_SOCKET_IFNAME={given} is set and kept, but the first host is reached "
+                f"through {interface}",
             )
-    return chosen, notes
+    return additions, notes
 
 
 def _check_interface(given: str, local_address: str, network: Network) -> None:
-    """Refuse what gloo could not use: it would fail late, or wait for hosts that cannot answer."""
+    """Refuse interfaces that gloo cannot use: it would fail late, or wait without end."""
     for name in given.split(","):
         if name not in network.interfaces:
             problem = "this machine has no such interface"
@@ -422,21 +428,21 @@ def _check_interface(given: str, local_address: str, network: Network) -> None:
         raise ConfigError(
             "GLOO_SOCKET_IFNAME",
             given,
-            f"{problem}; unset it, or choose one of: {network.described()}",
+            f"{problem}; unset it, or use one of: {network.describe_interfaces()}",
         )
 
 
-def _fewest_nodes(given: Given, job: Job) -> int:
+def _min_nodes(given: UserOptions, job: Job) -> int:
     if given.nnodes is not None:
         return given.nnodes[0]
     return job.nodes.value if job.nodes else 1
 
 
-def join_seconds(conf: Mapping[str, str]) -> int:
+def join_timeout_seconds(conf: Mapping[str, str]) -> int:
     """Return how long machines wait for each other, from `--rdzv-conf`.
 
     Raises:
-        ConfigError: If that is not a time.
+        ConfigError: If the value is not a number of seconds.
     """
     return _seconds(conf, "join_timeout", _JOIN_SECONDS)
 

@@ -1,8 +1,8 @@
-"""Where the machines of a run meet: opened on the first, waited for on the others.
+"""The rendezvous of a run's machines: opened on the first one, awaited on the others.
 
-torchrun waits silently and ends with a traceback. Here the meeting point is opened and reached
-before torchrun starts, which then shares it, so that a port that is taken, a host that does not
-answer or one that never came is a message with names in it.
+torchrun waits silently and ends with a traceback. The launcher opens or reaches the store before
+torchrun starts, which then shares it, so that a port in use, a host that does not respond or one
+that never joined is one message with names in it.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from distmp.launcher.plan import Endpoint
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# A host answers within this, or it is not there; hosts that refuse a connection do answer.
+# Connect timeout of a probe; a refused connection is also a response.
 _PROBE_SECONDS = 3.0
 _HANDSHAKE_SECONDS = 30.0
-_SAY_AFTER_SECONDS = 10.0
-_ASK_AGAIN_SECONDS = 0.5
-# A port on which no host listens, for a host of which no other is known.
+_LOG_AFTER_SECONDS = 10.0
+_RETRY_SECONDS = 0.5
+# A port on which hosts do not listen, to probe a host without a known open port.
 _CLOSED_PORT = 9
-_BEAT_SECONDS = 5.0
+_HEARTBEAT_SECONDS = 5.0
 _ROSTER = "distmp/roster"
 _RUN = "distmp/run"
 
 
 class LaunchError(DistmpError, RuntimeError):
-    """The machines of a run have not met, or have lost each other."""
+    """The machines of a run did not find each other, or lost each other."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A machine that has come to the rendezvous."""
+    """A machine that has joined the rendezvous."""
 
     name: str
     address: str
@@ -56,11 +56,11 @@ class Member:
 
 
 class Rendezvous:
-    """This machine's connection to where the machines of a run meet.
+    """This machine's connection to the rendezvous store.
 
     Args:
-        endpoint: Where that is.
-        store: The store there, which torchrun shares if it is in this process.
+        endpoint: The address of the store.
+        store: The store, which torchrun shares if it runs in this process.
     """
 
     def __init__(self, endpoint: Endpoint, store: TCPStore) -> None:
@@ -71,23 +71,23 @@ class Rendezvous:
         store.set(f"{_ROSTER}/{store.add(_ROSTER, 1)}", entry)
 
     @classmethod
-    def open(cls, endpoint: Endpoint, say: Callable[[str], None]) -> Rendezvous:
-        """Open the meeting point, or wait until the first machine has opened it.
+    def open(cls, endpoint: Endpoint, log: Callable[[str], None]) -> Rendezvous:
+        """Open the store, or wait until the first machine has opened it.
 
         Args:
-            endpoint: Where it is, and whether this is the first machine.
-            say: Tells people what is waited for.
+            endpoint: The address of the store, and whether this is the first machine.
+            log: Called with a message if it has to wait.
 
         Raises:
-            LaunchError: If the port is taken, nobody answers in time, or somebody else does.
+            LaunchError: If the port is in use, nothing responds in time, or another program does.
         """
-        return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint, say))
+        return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint, log))
 
     def members(self) -> list[Member]:
-        """Return the machines that have come so far.
+        """Return the machines that have joined so far.
 
         Raises:
-            RuntimeError: If the store does not answer.
+            RuntimeError: If the store does not respond.
         """
         count = self.store.add(_ROSTER, 0)
         entries = [self.store.get(f"{_ROSTER}/{number}") for number in range(1, count + 1)]
@@ -95,79 +95,80 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def watched(self, lost: Callable[[str], None]) -> Iterator[None]:
-        """Notice when the first host falls silent: torchrun then waits for it without a limit.
+        """Detect when the first host falls silent, for which torchrun would wait without a limit.
 
         Args:
-            lost: Called on a thread of its own, with a message for people. It must end the process:
-                the main thread is somewhere in torch, where no signal reaches it.
+            lost: Called with a message on a separate thread. It must end the process, because the
+                main thread is blocked in torch and does not handle signals.
         """
         if self.endpoint.is_host:
             yield
             return
         done = threading.Event()
-        heard = [time.monotonic()]
+        last_response = [time.monotonic()]
 
         def beat() -> None:
-            while not done.wait(_BEAT_SECONDS):
-                # Does not return while the host is silent; it raises if the host has ended the
-                # connection, which torchrun notices by itself.
+            while not done.wait(_HEARTBEAT_SECONDS):
+                # Blocks while the host is silent; raises if the host closed the connection, which
+                # torchrun detects itself.
                 with contextlib.suppress(RuntimeError):
                     self.store.add(_ROSTER, 0)
-                    heard[0] = time.monotonic()
+                    last_response[0] = time.monotonic()
 
         def watch() -> None:
-            while not done.wait(_BEAT_SECONDS / 5):
-                silence = time.monotonic() - heard[0]
-                if silence > self.endpoint.silence_seconds and not _answers(
+            while not done.wait(_HEARTBEAT_SECONDS / 5):
+                silence = time.monotonic() - last_response[0]
+                if silence > self.endpoint.read_timeout_seconds and not _responds(
                     self.endpoint.address, self.endpoint.port
                 ):
                     lost(f"{_head(self.endpoint)} has been silent for {silence:.0f} s")
                     return
 
-        for work in (beat, watch):
-            threading.Thread(target=work, daemon=True).start()
+        for target in (beat, watch):
+            threading.Thread(target=target, daemon=True).start()
         try:
             yield
         finally:
             done.set()
 
-    def silent(self) -> list[str]:
-        """Return, for people, the machines of the run that do not answer any more."""
+    def unresponsive(self) -> list[str]:
+        """Return the names of the machines that do not respond any more, for messages."""
         endpoint = self.endpoint
-        if not endpoint.is_host and not _answers(endpoint.address, endpoint.port):
+        if not endpoint.is_host and not _responds(endpoint.address, endpoint.port):
             return [_head(endpoint)]
         try:
             others = [member for member in self.members() if member != self.this]
         except RuntimeError:
-            # The first host is there, its part of the run has ended.
+            # The first host is up, but its part of the run has ended.
             return []
         with ThreadPoolExecutor(max(1, min(64, len(others)))) as pool:
-            answers = list(pool.map(lambda member: _answers(member.address, _CLOSED_PORT), others))
-        return [str(member) for member, answer in zip(others, answers, strict=True) if not answer]
+            up = list(pool.map(lambda member: _responds(member.address, _CLOSED_PORT), others))
+        return [str(member) for member, is_up in zip(others, up, strict=True) if not is_up]
 
-    def absent(self) -> str:
-        """Return, for people, who was waited for in vain."""
+    def timeout_message(self) -> str:
+        """Return a message about the machines that did not join in time."""
         endpoint = self.endpoint
-        if silent := self.silent():
-            return f"lost {', '.join(silent)}, which did not come back in {endpoint.seconds} s"
+        seconds = endpoint.join_timeout_seconds
+        if lost := self.unresponsive():
+            return f"lost {', '.join(lost)}, which did not come back within {seconds} s"
         try:
             members = self.members()
         except RuntimeError:
-            return f"the rendezvous at {endpoint} does not answer any more"
-        came = ", ".join(map(str, members))
-        if len(members) >= endpoint.fewest_nodes:
+            return f"the rendezvous at {endpoint} does not respond any more"
+        joined = ", ".join(map(str, members))
+        if len(members) >= endpoint.min_nodes:
             return (
-                f"the hosts of the run did not come together again within {endpoint.seconds} s, "
-                f"although they answer: {came}; look at what the ranks on them say"
+                f"the hosts of the run did not join again within {seconds} s, although they "
+                f"respond: {joined}; see the logs of their ranks"
             )
         ranks = {member.node_rank for member in members}
         missing = [host for rank, host in enumerate(endpoint.hosts) if rank not in ranks]
         return (
-            f"only {len(members)} of {endpoint.fewest_nodes} hosts came to {endpoint} within "
-            f"{endpoint.seconds} s: {came}"
+            f"only {len(members)} of {endpoint.min_nodes} hosts joined {endpoint} within "
+            f"{seconds} s: {joined}"
             + (f"; missing: {', '.join(missing)}" if missing else "")
-            + ". Look whether `distmp launch` runs on the others with the same --rdzv-endpoint "
-            "and --rdzv-id; --rdzv-conf join_timeout=SECONDS waits longer"
+            + ". Check that `distmp launch` runs on the others with the same --rdzv-endpoint "
+            "and --rdzv-id, or wait longer with --rdzv-conf join_timeout=SECONDS"
         )
 
 
@@ -180,7 +181,7 @@ def _host(endpoint: Endpoint) -> TCPStore:
     from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
     try:
-        # torchrun opens the same port in this process, and is given this store.
+        # torchrun opens the same port in this process and gets this store.
         store = TCPStore(
             endpoint.address,
             endpoint.port,
@@ -191,26 +192,26 @@ def _host(endpoint: Endpoint) -> TCPStore:
     except DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise LaunchError(f"port {endpoint.port} cannot be opened here: {error}") from None
-        raise _taken(
-            endpoint.port, "--port PORT, or --rdzv-endpoint HOST:PORT if that is how they were told"
+        raise _port_in_use(
+            endpoint.port, "--port PORT, or --rdzv-endpoint HOST:PORT if you passed that"
         ) from None
     store.set(_RUN, endpoint.run_id)
     return store
 
 
-def _taken(port: int, options: str) -> LaunchError:
+def _port_in_use(port: int, options: str) -> LaunchError:
     return LaunchError(
-        f"port {port} of this machine, where the hosts of the run should meet, is "
-        f"taken{_holder(port)}; end that, or choose another on all hosts ({options})"
+        f"rendezvous port {port} of this machine is in use{_port_owner(port)}; end that process, "
+        f"or choose another port on all hosts ({options})"
     )
 
 
 @contextlib.contextmanager
-def taken_port_named() -> Iterator[None]:
-    """Turn torchrun's error about a port that is taken into one message.
+def port_conflicts_explained() -> Iterator[None]:
+    """Replace torchrun's error about a port in use by one message.
 
     Raises:
-        LaunchError: In place of it.
+        LaunchError: Instead of torchrun's error.
     """
     import torch.distributed as dist
 
@@ -220,54 +221,55 @@ def taken_port_named() -> Iterator[None]:
         port = re.search(r"\bport: (\d+)", str(error))
         if port is None or "EADDRINUSE" not in str(error):
             raise
-        raise _taken(int(port[1]), "--rdzv-endpoint HOST:PORT, or --master-port PORT") from None
+        options = "--rdzv-endpoint HOST:PORT, or --master-port PORT"
+        raise _port_in_use(int(port[1]), options) from None
 
 
-def _holder(port: int) -> str:
-    """Return who listens on a port, as far as this user may know."""
+def _port_owner(port: int) -> str:
+    """Return which process listens on a port, if this user may see it."""
     import psutil
 
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             listens = connection.status == psutil.CONN_LISTEN
             if listens and connection.laddr[1:2] == (port,) and connection.pid:
-                holder = psutil.Process(connection.pid)
-                # The name, because an interpreter's whole path would leave no room for the rest.
-                words = [holder.name(), *holder.cmdline()[1:]]
-                return f" by process {connection.pid} ({' '.join(words)[:80]})"
+                owner = psutil.Process(connection.pid)
+                # The name is shorter than the interpreter's path.
+                command = [owner.name(), *owner.cmdline()[1:]]
+                return f" by process {connection.pid} ({' '.join(command)[:80]})"
     return ""
 
 
-def _reach(endpoint: Endpoint, say: Callable[[str], None]) -> TCPStore:
-    _wait_until_open(endpoint, say)
+def _reach(endpoint: Endpoint, log: Callable[[str], None]) -> TCPStore:
+    _wait_until_open(endpoint, log)
     store = _connect(endpoint)
     run_id = store.get(_RUN).decode()
     if run_id != endpoint.run_id:
         raise LaunchError(
-            f"at {endpoint} another run waits for its hosts: {run_id}, and this is "
-            f"{endpoint.run_id}; choose another port on all hosts, or give all the same --rdzv-id"
+            f"at {endpoint} another run is waiting for its hosts: {run_id}, and this is "
+            f"{endpoint.run_id}; choose another port on all hosts, or pass the same --rdzv-id"
         )
     return store
 
 
-def _wait_until_open(endpoint: Endpoint, say: Callable[[str], None]) -> None:
+def _wait_until_open(endpoint: Endpoint, log: Callable[[str], None]) -> None:
     started = time.monotonic()
-    said = False
-    while (problem := _try(endpoint.address, endpoint.port)) is not None:
+    logged = False
+    while (problem := _connection_error(endpoint.address, endpoint.port)) is not None:
         waited = time.monotonic() - started
-        if waited > endpoint.seconds:
-            raise LaunchError(_unreached(endpoint, problem))
-        if not said and waited > _SAY_AFTER_SECONDS:
-            say(
+        if waited > endpoint.join_timeout_seconds:
+            raise LaunchError(_unreachable(endpoint, problem))
+        if not logged and waited > _LOG_AFTER_SECONDS:
+            log(
                 f"waiting for {_head(endpoint)} to open port {endpoint.port}, up to "
-                f"{endpoint.seconds} s ({problem.strerror or problem})"
+                f"{endpoint.join_timeout_seconds} s ({problem.strerror or problem})"
             )
-            said = True
-        time.sleep(_ASK_AGAIN_SECONDS)
+            logged = True
+        time.sleep(_RETRY_SECONDS)
 
 
-def _try(address: str, port: int) -> OSError | None:
-    """Return what keeps this machine from connecting."""
+def _connection_error(address: str, port: int) -> OSError | None:
+    """Return the error of a connection attempt, or None if it succeeds."""
     try:
         socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
     except OSError as error:
@@ -275,31 +277,31 @@ def _try(address: str, port: int) -> OSError | None:
     return None
 
 
-def _answers(address: str, port: int) -> bool:
-    problem = _try(address, port)
+def _responds(address: str, port: int) -> bool:
+    problem = _connection_error(address, port)
     return problem is None or isinstance(problem, (ConnectionRefusedError, ConnectionResetError))
 
 
-def _unreached(endpoint: Endpoint, problem: OSError) -> str:
+def _unreachable(endpoint: Endpoint, problem: OSError) -> str:
     if isinstance(problem, ConnectionRefusedError):
         check = (
-            f"the host answers and nothing listens on port {endpoint.port}: look whether "
-            "`distmp launch` runs there and was told the same endpoint"
+            f"the host responds, but nothing listens on port {endpoint.port}: check that "
+            "`distmp launch` runs there with the same endpoint"
         )
     else:
         check = (
-            f"the host does not answer from {endpoint.local_address}: look whether it is up, "
-            "whether this is its address in a network that both are in, and at firewalls"
+            f"the host does not respond to {endpoint.local_address}: check that it is up, that "
+            "this is its address in a network that both share, and firewalls"
         )
     where = _head(endpoint).removeprefix("the ")
     return (
         f"{where} was not reached at {join_port(endpoint.address, endpoint.port)} within "
-        f"{endpoint.seconds} s ({problem.strerror or problem}): {check}"
+        f"{endpoint.join_timeout_seconds} s ({problem.strerror or problem}): {check}"
     )
 
 
 def _connect(endpoint: Endpoint) -> TCPStore:
-    """Connect to the store, if it is one: torch waits without a limit for what never answers."""
+    """Connect to the store with a limit: torch waits without one if another program listens."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     result: list[TCPStore | Exception] = []
@@ -312,7 +314,7 @@ def _connect(endpoint: Endpoint) -> TCPStore:
                 is_master=False,
                 timeout=timedelta(seconds=_HANDSHAKE_SECONDS),
             )
-            # Set by the first host: it may still be on its way.
+            # The first host may not have set it yet.
             store.wait([_RUN])
             result.append(store)
         except (RuntimeError, ValueError) as error:
@@ -323,18 +325,18 @@ def _connect(endpoint: Endpoint) -> TCPStore:
     thread.join(2 * _HANDSHAKE_SECONDS)
     if not result or isinstance(result[0], Exception):
         raise LaunchError(
-            f"what answers at {endpoint} is not the rendezvous of a run: another program has that "
-            f"port on {endpoint.address}; choose another port on all hosts"
+            f"what responds at {endpoint} is not the rendezvous of a run: another program uses "
+            f"that port on {endpoint.address}; choose another port on all hosts"
         )
     return result[0]
 
 
 @contextlib.contextmanager
-def failures_named(rendezvous: Rendezvous) -> Iterator[None]:
-    """Turn torchrun's errors about hosts that have not met, or are lost, into one message.
+def failures_explained(rendezvous: Rendezvous) -> Iterator[None]:
+    """Replace torchrun's errors about missing or lost hosts by one message.
 
     Raises:
-        LaunchError: In place of them.
+        LaunchError: Instead of torchrun's error.
     """
     import torch.distributed as dist
     from torch.distributed.elastic.rendezvous import api
@@ -342,13 +344,13 @@ def failures_named(rendezvous: Rendezvous) -> Iterator[None]:
     try:
         yield
     except api.RendezvousTimeoutError:
-        raise LaunchError(rendezvous.absent()) from None
+        raise LaunchError(rendezvous.timeout_message()) from None
     except api.RendezvousClosedError:
-        raise LaunchError("the run has ended on another host; see what that says") from None
+        raise LaunchError("the run has ended on another host; see its log") from None
     except (api.RendezvousError, dist.DistNetworkError, dist.DistStoreError):
-        lost = rendezvous.silent()
+        lost = rendezvous.unresponsive()
         raise LaunchError(
-            f"lost {', '.join(lost)}, which does not answer any more"
+            f"lost {', '.join(lost)}, which does not respond any more"
             if lost
-            else f"the run has ended on {_head(rendezvous.endpoint)}; see what that says"
+            else f"the run has ended on {_head(rendezvous.endpoint)}; see its log"
         ) from None

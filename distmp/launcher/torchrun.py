@@ -1,4 +1,4 @@
-"""The options of torchrun: which of them the user has given, and whether torchrun takes them."""
+"""Parse torchrun's options: which of them the user has set, and whether torchrun accepts them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
-from distmp.launcher.plan import Given
+from distmp.launcher.plan import UserOptions
 
-# Options with which a user arranges a rendezvous that is not the one worked out here.
+# Options with which a user configures a rendezvous that the launcher does not manage.
 _OWN_RENDEZVOUS = ("standalone", "master_addr", "master_port")
 _READ = (
     *_OWN_RENDEZVOUS,
@@ -24,20 +24,20 @@ _READ = (
 _NUMA_NODES = Path("/sys/devices/system/node")
 
 
-def read(words: list[str]) -> Given:
-    """Return what the user has decided, on the command line or with torchrun's PET_ variables.
+def read(arguments: list[str]) -> UserOptions:
+    """Return the options that the user set on the command line or with PET_ variables.
 
     Args:
-        words: torchrun's options.
+        arguments: torchrun's options.
 
     Raises:
-        ConfigError: If torchrun would not take them.
+        ConfigError: If torchrun would not accept them.
     """
     from torch.distributed.run import determine_local_world_size, parse_min_max_nnodes
 
-    # An option's default is used only where the namespace has no value yet: None stays where the
-    # option is absent.
-    options = parse([*words, "-m", "module"], words, Namespace(**dict.fromkeys(_READ)))
+    # argparse applies defaults only to attributes that the namespace lacks, so absent options stay
+    # None.
+    options = parse([*arguments, "-m", "module"], arguments, Namespace(**dict.fromkeys(_READ)))
     for name in _READ:
         if getattr(options, name) is None:
             setattr(options, name, os.environ.get(f"PET_{name.upper()}"))
@@ -46,7 +46,7 @@ def read(words: list[str]) -> Given:
         nnodes = options.nnodes and parse_min_max_nnodes(options.nnodes)
         node_rank = None if options.node_rank is None else int(options.node_rank)
     except (RuntimeError, ValueError) as error:
-        raise _not_torchruns(words, str(error)) from None
+        raise _not_torchruns(arguments, str(error)) from None
     if ranks is not None and ranks < 1:
         raise ConfigError("--nproc-per-node", ranks, "must be at least 1")
     if nnodes and not 1 <= nnodes[0] <= nnodes[1]:
@@ -54,8 +54,8 @@ def read(words: list[str]) -> Given:
     own = [name for name in _OWN_RENDEZVOUS if getattr(options, name) is not None]
     if options.rdzv_backend not in (None, "c10d"):
         own.append("rdzv_backend")
-    return Given(
-        words=tuple(words),
+    return UserOptions(
+        arguments=tuple(arguments),
         nnodes=nnodes or None,
         ranks=ranks,
         node_rank=node_rank,
@@ -70,17 +70,17 @@ def read(words: list[str]) -> Given:
 
 
 def parse(
-    words: list[str], torchrun_arguments: list[str], namespace: Namespace | None = None
+    arguments: list[str], torchrun_arguments: list[str], namespace: Namespace | None = None
 ) -> Namespace:
     """Parse a command line of torchrun as torchrun does.
 
     Args:
-        words: Options, and the module to run.
-        torchrun_arguments: What to show in an error.
+        arguments: Options, and the module to run.
+        torchrun_arguments: The options to show in an error message.
         namespace: Values for absent options.
 
     Raises:
-        ConfigError: If torchrun would not take it.
+        ConfigError: If torchrun would not accept it.
         SystemExit: With code 0 if the options ask for help.
     """
     from torch.distributed.run import get_args_parser
@@ -88,7 +88,7 @@ def parse(
     messages = io.StringIO()
     try:
         with contextlib.redirect_stderr(messages):
-            options = get_args_parser().parse_args(words, namespace)
+            options = get_args_parser().parse_args(arguments, namespace)
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
@@ -100,21 +100,21 @@ def parse(
 
 
 def binding(ranks: int) -> ExplainedValue[str] | None:
-    """Return the option that keeps each rank on the part of the machine that its GPU is near to.
+    """Return the option that binds each rank to the NUMA node of its GPU, or None.
 
-    None where there is nothing to gain (one part, or ranks without a GPU of their own), or where
-    this torchrun or machine cannot do it.
+    It is None with a single NUMA node or fewer GPUs than ranks, or if this torchrun or machine does
+    not support it.
     """
     import torch
     from torch.distributed.run import get_args_parser
 
-    parts = len(list(_NUMA_NODES.glob("node[0-9]*")))
-    if parts < 2 or torch.cuda.device_count() < ranks or shutil.which("numactl") is None:
+    nodes = len(list(_NUMA_NODES.glob("node[0-9]*")))
+    if nodes < 2 or torch.cuda.device_count() < ranks or shutil.which("numactl") is None:
         return None
     known = {name for action in get_args_parser()._actions for name in action.option_strings}
     if "--numa-binding" not in known:
         return None
-    return ExplainedValue("--numa-binding=node", f"{parts} NUMA nodes, and a GPU for each rank")
+    return ExplainedValue("--numa-binding=node", f"{nodes} NUMA nodes, and a GPU for each rank")
 
 
 def _read_conf(text: str | None) -> dict[str, str] | None:
@@ -130,6 +130,6 @@ def _not_torchruns(torchrun_arguments: list[str], problem: str) -> ConfigError:
     return ConfigError(
         "distmp launch",
         shlex.join(torchrun_arguments),
-        f"torchrun does not take this: {problem}. Write torchrun's options before '--' and the "
-        "run's behind it: distmp launch --nproc-per-node 2 -- --config FILE",
+        f"torchrun does not accept this: {problem}. Write torchrun's options before '--' and the "
+        "run's after it: distmp launch --nproc-per-node 2 -- --config FILE",
     )

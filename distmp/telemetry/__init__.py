@@ -1,6 +1,6 @@
-"""What a run tells about itself: step records, the console, curves, time and memory.
+"""Telemetry of a run: step records, the console, curves, time and memory.
 
-Importing it is cheap: rich and matplotlib are imported where they are first used.
+The import is cheap: rich and matplotlib are imported at their first use.
 """
 
 from distmp.telemetry.console import Console

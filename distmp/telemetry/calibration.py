@@ -1,4 +1,4 @@
-"""The tables of a calibration: what float16 would make of a model's gradients."""
+"""Tables of a calibration: how float16 would represent a model's gradients."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from distmp.diagnosis.gradient_recorder import KINDS, Histograms
 from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.scaling import LossScaleConfig
 
-# What is printed for everybody, beside the recommended scale.
+# Exponents of the loss scales in the table, besides the recommended one.
 SCALE_EXPONENTS = (0, 3, 8, 12, 16, 20, 24)
-# From this share on, values that are lost even at the best scale are a reason to use bfloat16.
-TOO_MANY_LOST = 0.01
+# If a larger share of values underflows at the best scale, the report recommends bfloat16.
+MAX_LOST_SHARE = 0.01
 
 
 class Calibration(NamedTuple):
-    """What was measured.
+    """The measurements of a calibration.
 
     Attributes:
-        steps: Steps taken.
-        world_size: Ranks that took them.
-        policy: Precision policy that they ran with, and why.
-        histograms: Counts of gradients by kind and layer group.
+        steps: Number of steps.
+        world_size: Number of ranks.
+        policy: The precision policy of these steps, and the reason for it.
+        histograms: Histograms of gradients by kind and layer group.
     """
 
     steps: int
@@ -36,12 +36,12 @@ class Calibration(NamedTuple):
 
     @property
     def total(self) -> ExponentHistogram:
-        """All gradients together."""
+        """Histogram of all gradients."""
         return _sum(self.of_kind(kind) for kind in KINDS)
 
     @property
     def groups(self) -> dict[str, ExponentHistogram]:
-        """Both kinds of gradients together, by layer group."""
+        """Histograms of both kinds of gradients together, by layer group."""
         names = dict.fromkeys(name for kind in KINDS for name in self.histograms[kind])
         return {
             name: _sum(
@@ -51,7 +51,7 @@ class Calibration(NamedTuple):
         }
 
     def of_kind(self, kind: str) -> ExponentHistogram:
-        """All gradients of parameters, or of activations."""
+        """Return the histogram of all gradients of one kind: parameters or activations."""
         return _sum(self.histograms[kind].values())
 
 
@@ -59,24 +59,24 @@ def report(calibration: Calibration, rules: LossScaleConfig) -> Iterator[str]:
     """Yield the lines of the tables and of the advice.
 
     Args:
-        calibration: What was measured.
-        rules: Limits of the loss scale that the run is configured with.
+        calibration: The measurements.
+        rules: The configured limits of the loss scale.
     """
     total = calibration.total
     scale = total.recommended_scale()
     ranks = "1 rank" if calibration.world_size == 1 else f"{calibration.world_size} ranks"
     yield f"{calibration.steps} steps on {ranks}, precision {calibration.policy}"
     yield (
-        "float16 holds 2^-24 to 65504, with full precision from 2^-14; counted are the gradients "
-        "of each microbatch on each rank, before the loss scale"
+        "float16 represents 2^-24 to 65504, with full precision from 2^-14; the tables count the "
+        "gradients of each microbatch on each rank, before loss scaling"
     )
     if total.infinite or total.nan:
         yield (
             f"{total.infinite + total.nan} gradients are infinite or NaN already in this "
-            "precision: training diverges, whatever the loss scale is"
+            "precision: training diverges with any loss scale"
         )
     if scale is None:
-        yield "no gradient is finite and other than zero; there is nothing to recommend"
+        yield "no gradient is finite and nonzero; nothing to recommend"
         return
     yield ""
     yield from _scale_table(calibration, scale)
@@ -87,7 +87,7 @@ def report(calibration: Calibration, rules: LossScaleConfig) -> Iterator[str]:
 
 
 def _scale_table(calibration: Calibration, scale: float) -> Iterator[str]:
-    yield "share of the gradients other than zero that become zero, subnormal or infinite"
+    yield "share of the nonzero gradients that become zero, subnormal or infinite"
     yield f"{'':14}" + "".join(f"{kind:^36}" for kind in KINDS).rstrip()
     yield f"{'loss scale':14}" + f"{'zero':>12}{'subnormal':>12}{'infinite':>12}" * len(KINDS)
     recommended = _exponent(scale)
@@ -126,19 +126,19 @@ def _advice(total: ExponentHistogram, scale: float, rules: LossScaleConfig) -> I
     if not rules.min_scale <= scale <= rules.max_scale:
         name = "min_scale" if scale < rules.min_scale else "max_scale"
         yield (
-            f"precision.loss_scale.{name} = {getattr(rules, name):g} does not allow it; set "
-            f"{scale:g} there as well"
+            f"precision.loss_scale.{name} = {getattr(rules, name):g} does not allow it; set it to "
+            f"{scale:g} as well"
         )
     lost = total.shares(_exponent(scale)).zero
-    if lost > TOO_MANY_LOST:
+    if lost > MAX_LOST_SHARE:
         yield (
-            f"even then {_percent(lost)} of the gradients become zero: their range is too wide for "
-            "float16; use a bf16 policy"
+            f"with it {_percent(lost)} of the gradients still become zero: their range is too wide "
+            "for float16; use a bf16 policy"
         )
 
 
 def as_json(calibration: Calibration) -> str:
-    """Return everything that was measured as one JSON object."""
+    """Return all measurements as one JSON object."""
     groups = {
         kind: {name: _as_mapping(counts) for name, counts in of_kind.items()}
         for kind, of_kind in calibration.histograms.items()

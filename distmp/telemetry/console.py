@@ -1,4 +1,4 @@
-"""What the first rank prints: messages, and one line about the step a run is at."""
+"""Console output of the first rank: messages, and one line about the current step."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _STEPS_AVERAGED = 50
 
 
 class Console:
-    """Prints to standard output; a live line on a terminal, plain lines anywhere else.
+    """Prints to standard output: a live line on a terminal, plain lines elsewhere.
 
-    When nobody reads any more, the run that it tells of goes on; see `PersistentStream`.
+    A closed reader does not end the run; see `PersistentStream`.
 
     Close it (or use it in a `with` block) to leave the last state of the live line on the screen.
 
     Args:
         settings: Mode, and the number of steps between plain lines.
-        quiet: Print nothing at all: for every rank but the first.
-        stream: Where to print; standard output unless given.
-        log: Copies what is printed there. The live line goes past it, plain lines in its place.
+        quiet: Print nothing; used on every rank except the first.
+        stream: The output stream; default: standard output.
+        log: Copies the output to a file, with plain lines instead of the live line.
     """
 
     def __init__(
@@ -45,20 +45,20 @@ class Console:
         settings = settings or LogConfig()
         self._every = settings.every
         self._stream = PersistentStream(stream or sys.stdout)
-        self._silent = quiet or settings.console == "off"
+        self._quiet = quiet or settings.console == "off"
         self._log = log
         self._live: _LiveLine | None = None
         terminal = self._stream
         if log is not None and log.terminal is not None:
             terminal = PersistentStream(log.terminal)
-        if not self._silent and _is_live(settings, terminal):
+        if not self._quiet and _is_live(settings, terminal):
             self._live = _LiveLine(terminal, log)
         self._pace = _Pace()
         self._started = False
 
     def message(self, text: str) -> None:
         """Print one line, above the live line if there is one."""
-        if self._silent:
+        if self._quiet:
             return
         text = _encodable(text, self._stream)
         if self._live is not None:
@@ -76,13 +76,13 @@ class Console:
             record: The step that has ended.
             total_steps: Number of the last step of the run.
         """
-        if self._silent:
+        if self._quiet:
             return
         self._pace.add(record.step_seconds)
         left = self._pace.seconds_left(total_steps - record.step)
         if self._live is not None:
             self._live.offer(record, total_steps, self._pace)
-        if self._deserves_line(record, total_steps):
+        if self._needs_line(record, total_steps):
             line = progress_line(record, total_steps, left)
             if self._live is None:
                 self._print(line)
@@ -91,7 +91,7 @@ class Console:
         self._started = True
 
     def close(self) -> None:
-        """Draw the last step and give the terminal back. Messages may still follow."""
+        """Draw the last step and release the terminal. Messages can still be printed."""
         if self._live is not None:
             self._live.close()
             self._live = None
@@ -107,7 +107,7 @@ class Console:
     ) -> None:
         self.close()
 
-    def _deserves_line(self, record: StepRecord, total_steps: int) -> bool:
+    def _needs_line(self, record: StepRecord, total_steps: int) -> bool:
         return (
             not self._started
             or record.step % self._every == 0
@@ -117,7 +117,7 @@ class Console:
         )
 
     def _print(self, text: str) -> None:
-        # One write per line keeps lines of several processes apart in a shared log.
+        # One write per line, so that lines of several processes do not mix in a shared log.
         self._stream.write(text + "\n")
         self._stream.flush()
 
@@ -131,7 +131,7 @@ class _Pace:
 
     def add(self, step_seconds: float) -> None:
         if self._steps == 1:
-            # The first step compiles, allocates and opens connections: no measure for the rest.
+            # The first step compiles, allocates and connects, so its time is not representative.
             self._seconds.clear()
         self._seconds.append(step_seconds)
         self._steps += 1
@@ -149,7 +149,7 @@ class _LiveLine:
         from rich.text import Text
 
         class CopyingConsole(RichConsole):
-            """Copies what is printed above the line, by whomever."""
+            """Copies all output above the live line to the log."""
 
             def print(self, *objects: Any, **options: Any) -> None:
                 if log is not None and log.terminal is stream.wrapped:
@@ -164,13 +164,13 @@ class _LiveLine:
             force_jupyter=False,
             legacy_windows=False,
         )
-        logged = log is not None and log.terminal is stream.wrapped
+        is_logged = log is not None and log.terminal is stream.wrapped
         self._live = Live(
             console=self._console,
             auto_refresh=False,
-            # What a user's code prints goes above the line; what goes to a file stays there.
-            redirect_stdout=logged or stream.wrapped is sys.stdout,
-            redirect_stderr=log.shows_errors if logged and log else sys.stderr.isatty(),
+            # Output of the user's code appears above the line, unless it goes to a file.
+            redirect_stdout=is_logged or stream.wrapped is sys.stdout,
+            redirect_stderr=log.shows_errors if is_logged and log else sys.stderr.isatty(),
         )
         self._pending: tuple[StepRecord, int, _Pace] | None = None
         self._drawn_at = -math.inf
@@ -198,7 +198,7 @@ class _LiveLine:
         self._live.update(Text(line, no_wrap=True, overflow="crop"))
         if not self._live.is_started:
             self._live.start()
-            # Live hides the cursor; a process that is killed could not bring it back.
+            # Live hides the cursor; a killed process could not restore it.
             self._console.show_cursor(True)
         self._live.refresh()
         self._pending = None
@@ -212,6 +212,6 @@ def _is_live(settings: LogConfig, stream: PersistentStream) -> bool:
 
 
 def _encodable(text: str, stream: PersistentStream) -> str:
-    """Escape what the stream cannot encode: a locale without Unicode must not end a run."""
+    """Escape characters that the stream cannot encode, so that the locale cannot end a run."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     return text.encode(encoding, "backslashreplace").decode(encoding)

@@ -1,4 +1,4 @@
-"""The picture of a run: loss, learning rate, gradient norm and loss scale over the steps."""
+"""Plot loss, learning rate, gradient norm and loss scale of a run over its steps."""
 
 from __future__ import annotations
 
@@ -16,26 +16,25 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.float64]
 
-# Okabe and Ito's palette, made to be told apart with every kind of colour blindness.
+# Okabe and Ito's palette, which is safe for color blindness.
 _BLUE, _SKY, _VERMILION, _GREEN = "#0072B2", "#56B4E9", "#D55E00", "#009E73"
 
 
 def draw_curves(records: Sequence[StepRecord], path: str | os.PathLike[str]) -> bool:
-    """Draw four panels over a shared axis of steps into one PNG, replaced whole or not at all.
+    """Draw four panels over a shared step axis into a PNG, which is replaced atomically.
 
-    Values that are not finite leave gaps. Leaves matplotlib's global state alone and opens no
-    window.
+    Non-finite values leave gaps. Does not change matplotlib's global state and opens no window.
 
     Args:
         records: Steps in ascending order.
         path: The PNG file; its folder must exist.
 
     Returns:
-        Whether there was anything to draw. Without records no file is written.
+        Whether a file was written; without records there is none.
     """
     if not records:
         return False
-    # pyplot would load a window system's backend, and takes most of a second to import.
+    # pyplot would load a GUI backend, and takes most of a second to import.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -96,7 +95,7 @@ def _logarithmic_axis(axes: Any, values: Values) -> None:
     from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     axes.set_yscale("log")
-    # Plain numbers (0.5), and between the powers of ten only where there are few of those.
+    # Plain numbers (0.5); ticks between powers of ten only if there are few of these.
     subdivisions = (1.0,) if _spans_decades(values) else (1.0, 2.0, 5.0)
     axes.yaxis.set_major_locator(LogLocator(subs=subdivisions))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -111,7 +110,7 @@ def _draw_scale(axes: Any, records: Sequence[StepRecord]) -> None:
     skipped = [record.step for record in records if record.skipped]
     axes.plot(
         skipped,
-        # Along the lower edge, whatever the scale is.
+        # Along the lower edge, independent of the scale.
         np.full(len(skipped), 0.06),
         transform=axes.get_xaxis_transform(),
         color=_VERMILION,
@@ -150,7 +149,7 @@ def _smooth_line(axes: Any, steps: Values, values: Values, color: str, label: st
 
 
 def _marker(points: Sequence[Any] | Values) -> str | None:
-    """Mark the points while they are few: a line shows nothing of a point between two gaps."""
+    """Return a marker if there are few points: a line does not show a point between two gaps."""
     return "." if len(points) <= 50 else None
 
 
@@ -159,7 +158,7 @@ def _steps(records: Sequence[StepRecord]) -> Values:
 
 
 def _values(values: Sequence[float | None]) -> Values:
-    """Convert to float64, with NaN for what cannot be drawn (infinite, or too large for axes)."""
+    """Convert to float64, with NaN for values that cannot be drawn (infinite or too large)."""
     import numpy as np
 
     array = np.array(values, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""The picture of a calibration: how large gradients are, against what float16 can hold."""
+"""Plot of a calibration: magnitudes of gradients compared with the range of float16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _SMALLEST = -24
 _BLUE, _VERMILION, _GREEN = "#0072B2", "#D55E00", "#009E73"
-# Smaller gradients are drawn here: no loss scale brings them into float16.
+# Smaller gradients are drawn at the edge: no loss scale brings them into the range of float16.
 _LOWEST, _HIGHEST = -70, 127
 _MOST_LABELS = 40
 _LEAST_SHARE = 1e-7
@@ -28,14 +28,14 @@ _LEAST_SHARE = 1e-7
 def draw_gradient_ranges(
     histograms: Histograms, scale: float | None, path: str | os.PathLike[str]
 ) -> None:
-    """Draw all gradients of each kind as a histogram, and those of each layer group below it.
+    """Draw a histogram of all gradients of each kind, and below it one per layer group.
 
-    Leaves matplotlib's global state alone and opens no window.
+    Does not change matplotlib's global state and opens no window.
 
     Args:
-        histograms: By kind of gradient and layer group.
-        scale: The recommended loss scale, a power of two; None if there is none.
-        path: The PNG file, replaced whole or not at all; its folder must exist.
+        histograms: Histograms by kind of gradient and layer group.
+        scale: The recommended loss scale, a power of two, or None.
+        path: The PNG file, which is replaced atomically; its folder must exist.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -66,7 +66,7 @@ def _draw_total(axes: Any, counts: Mapping[str, Counts], kind: str) -> None:
 
     total = np.sum(list(counts.values()), axis=0) if counts else _counts(ExponentHistogram.empty())
     positions = np.arange(_LOWEST, _HIGHEST + 1) + 0.5
-    # Before the bars: without any, a logarithmic axis finds no limits of its own.
+    # Before the bars: a logarithmic axis cannot find limits without any bars.
     axes.set_ylim(_LEAST_SHARE, 2)
     axes.set_yscale("log")
     axes.bar(positions, total / max(1, total.sum()), width=0.9, color=_BLUE)
@@ -96,8 +96,8 @@ def _draw_groups(axes: Any, counts: Mapping[str, Counts]) -> None:
 
 
 def _mark_ranges(axes: Any, scale: float | None) -> None:
-    """Mark which gradients float16 holds without a loss scale, and with the recommended one."""
-    _mark_range(axes, 0, _VERMILION, "what float16 holds (dashed: with full precision)")
+    """Mark the range of float16 without a loss scale, and with the recommended one."""
+    _mark_range(axes, 0, _VERMILION, "range of float16 (dashed: with full precision)")
     if scale is not None and scale != 1:
         exponent = math.frexp(scale)[1] - 1
         _mark_range(axes, exponent, _GREEN, f"the same with a loss scale of $2^{{{exponent}}}$")
@@ -111,7 +111,7 @@ def _mark_range(axes: Any, scale_exponent: int, color: str, label: str) -> None:
 
 
 def _counts(histogram: ExponentHistogram) -> Counts:
-    """Return the counts from the lowest to the highest exponent drawn."""
+    """Return the counts from the lowest to the highest drawn exponent."""
     import numpy as np
 
     counts = np.zeros(_HIGHEST + 1 - _LOWEST)

@@ -1,4 +1,4 @@
-"""The line that tells how a run is doing: the same fields on a terminal and in a log file."""
+"""Format the progress line: the same fields on a terminal and in a log file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SEPARATOR = "  "
 
 
 class Field(NamedTuple):
-    """One column of the line; where room is short, the columns of highest `rank` go first."""
+    """One column of the line; if it is too long, columns with the highest `rank` are dropped."""
 
     text: str
     rank: int
@@ -24,10 +24,10 @@ def progress_line(
 
     Args:
         record: The step.
-        total_steps: Steps of the whole run.
+        total_steps: Number of steps of the run.
         seconds_left: Estimated time until the last step; not finite if unknown.
-        width: Columns available: the least important fields are left out and the rest is cut to
-            fit. None shows everything.
+        width: Number of available columns: the least important fields are dropped and the rest is
+            cut to fit. None shows everything.
     """
     fields = step_fields(record, total_steps, seconds_left)
     while width is not None and len(fields) > 1 and len(_joined(fields)) > width:
@@ -53,7 +53,7 @@ def step_fields(record: StepRecord, total_steps: int, seconds_left: float) -> li
 
 
 def _notes(record: StepRecord) -> list[Field]:
-    """What holds for some steps only: last on the line, so that the columns stay in place."""
+    """Return fields of only some steps, which come last so that the columns stay in place."""
     notes = []
     if record.validation_loss is not None:
         notes.append(Field(f"validation loss {_loss(record.validation_loss)}", 9))

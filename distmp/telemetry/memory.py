@@ -1,4 +1,4 @@
-"""How much memory a rank has needed."""
+"""Measure the peak memory of a rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the most memory this process has used at once, in bytes.
+    """Return the peak memory of this process, in bytes.
 
-    On a CUDA device: the peak of what tensors occupied since the start of the process or the last
-    `torch.cuda.reset_peak_memory_stats`; the allocator's cache and memory taken by libraries come
-    on top of it. Elsewhere: the largest resident set of the process, which counts the interpreter
-    and libraries too, and cannot be reset. Does not wait for the device.
+    On a CUDA device: the peak memory of tensors since the start of the process or the last
+    `torch.cuda.reset_peak_memory_stats`, without the allocator's cache and the memory of libraries.
+    Elsewhere: the peak resident set of the process, which includes the interpreter and libraries
+    and cannot be reset. Does not synchronize with the device.
     """
     if device.type == "cuda":
         import torch
@@ -31,15 +31,15 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def begin_peak(device: torch.device) -> int:
-    """Free what nobody uses, forget the peak before, and return the bytes in use.
+    """Free unused memory, reset the peak, and return the number of bytes in use.
 
-    On a CUDA device those of tensors, elsewhere the resident set of the process (Linux).
+    On a CUDA device these are the bytes of tensors, elsewhere the resident set (Linux only).
     """
     import torch
 
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.init()  # before it there are no statistics to reset
+        torch.cuda.init()  # statistics cannot be reset before
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
@@ -49,7 +49,7 @@ def begin_peak(device: torch.device) -> int:
 
 
 def peak_since(start: int, device: torch.device) -> int:
-    """Return how many bytes more than `start` were in use at the most since `begin_peak`."""
+    """Return the peak memory since `begin_peak` minus `start`, in bytes."""
     if device.type == "cuda":
         return peak_memory_bytes(device) - start
     return _status("VmHWM") - start

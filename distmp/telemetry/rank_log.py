@@ -1,9 +1,8 @@
-"""A file for everything that a rank writes, beside the terminal: also what libraries write in C++.
+"""Copy all output of a rank to a file, including output of C++ libraries.
 
-Standard output and standard error of the process become pipes into `tee`, a program of its own: it
-empties them to the last byte when the rank is killed. torchrun's `--tee` does not fit: it writes
-elsewhere than in the run's folder, takes the terminal away from the live line, and is missing when
-somebody else starts the ranks.
+Standard output and standard error become pipes into `tee`, a separate process that drains them to
+the last byte even if the rank is killed. torchrun's `--tee` does not fit: it does not write to the
+run's folder, takes the terminal from the live line, and is missing under other launchers.
 """
 
 from __future__ import annotations
@@ -22,36 +21,36 @@ from typing import IO, TextIO
 
 logger = logging.getLogger("distmp")
 
-# Signals that end a whole job have to leave it alone, so that the last words of ranks come through.
+# It ignores signals that end a job, so that the last output of ranks is copied.
 _TEE = ("sh", "-c", "trap '' HUP INT TERM USR1 USR2; exec tee -a \"$0\"")
 
-# A process that the rank has started may hold the pipe open; `tee` ends with it then.
+# A child process of the rank may keep the pipe open; `tee` then exits together with it.
 _END_SECONDS = 2.0
 
 _STREAMS = (1, 2)
 
 
 class RankLog:
-    """Copies what this process writes into a file, from `start` to the end of a `with` block.
+    """Copies this process's output to a file, from `start` to the end of a `with` block.
 
-    What is written before the file's place is known is kept and comes first.
+    Output before the path of the file is known is buffered and copied first.
 
     Attributes:
-        terminal: The terminal that standard output was, for what is drawn there and is not to be
-            copied; None if it was none.
+        terminal: The original standard output if it was a terminal, for output that must not be
+            copied; otherwise None.
         shows_errors: Whether standard error was a terminal.
     """
 
     def __init__(self) -> None:
         self.terminal: TextIO | None = None
         self.shows_errors = False
-        self._streams: dict[int, int] = {}  # where they led before
+        self._streams: dict[int, int] = {}  # stream: its original descriptor
         self._tees: list[subprocess.Popen[bytes]] = []
         self._early: IO[bytes] | None = None
         self._file: IO[bytes] | None = None
 
     def start(self, header: str) -> None:
-        """Begin to copy.
+        """Start copying.
 
         Args:
             header: First line of this start of the rank in the file.
@@ -61,23 +60,23 @@ class RankLog:
             self.terminal = open(os.dup(self._streams[1]), "w", buffering=1)  # noqa: SIM115
         self.shows_errors = os.isatty(self._streams[2])
         self._early = self._file = tempfile.TemporaryFile("a+b", buffering=0)  # noqa: SIM115
-        # Others write to it as well, and nobody must write over them.
+        # Several processes write to it, so every write must append.
         fcntl.fcntl(self._early, fcntl.F_SETFL, os.O_APPEND)
         self.write(f"{header}\n")
-        # Deleted already, so that nothing is left however the process ends; its descriptor is a way
-        # to it all the same.
+        # The temporary file is already unlinked, so that none is left behind; its descriptor still
+        # gives access to it.
         self._redirect(f"/proc/self/fd/{self._early.fileno()}", self._early.fileno())
 
     def write(self, text: str) -> None:
-        """Write to the file alone, or nowhere if it cannot be written any more."""
+        """Write only to the file; ignore errors of the file."""
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk is no reason to end a run
+            with contextlib.suppress(OSError):  # a full disk must not end a run
                 self._file.write(text.encode(errors="backslashreplace"))
 
     def place(self, path: Path) -> None:
-        """Say which file it is; a rank that starts again goes on at its end.
+        """Set the path of the file; a restarted rank appends to it.
 
-        A file that cannot be written costs a warning, not the run.
+        A file that cannot be written is a warning, not an error.
         """
         if self._early is None:
             return
@@ -105,7 +104,7 @@ class RankLog:
                     stdout=before,
                     stderr=subprocess.DEVNULL,
                     pass_fds=descriptors,
-                    start_new_session=True,  # a terminal's signals go to groups
+                    start_new_session=True,  # a terminal sends signals to process groups
                 )
             except OSError as error:
                 logger.warning("no log of this rank: sh cannot be started (%s)", error.strerror)
@@ -114,13 +113,13 @@ class RankLog:
             with tee.stdin as pipe:
                 os.dup2(pipe.fileno(), stream)
             self._tees.append(tee)
-        # Python buffers what goes to a pipe, and a killed process would take it along.
+        # Python buffers output to pipes, and a killed process would lose it.
         for text in (sys.stdout, sys.stderr):
             if isinstance(text, io.TextIOWrapper):
                 text.reconfigure(line_buffering=True)
 
     def _restore(self) -> None:
-        """Let the streams lead where they did before."""
+        """Restore the original descriptors of the streams."""
         _flush()
         for stream, before in self._streams.items():
             os.dup2(before, stream)
@@ -156,5 +155,5 @@ class RankLog:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # closed, or nobody reads it any more
+        with contextlib.suppress(OSError, ValueError):  # the stream or its reader is closed
             stream.flush()

@@ -1,8 +1,8 @@
-"""One record per training step, kept as JSON Lines: one JSON object per line.
+"""One record per training step, stored as JSON Lines: one JSON object per line.
 
-The lines are strict JSON. JSON has no NaN and no infinities, so they stand as the strings "NaN",
-"Infinity" and "-Infinity". A record is complete once its line break is on disk; whatever follows
-the last line break was cut off by the death of the writing process.
+The lines are strict JSON. JSON has no NaN and no infinities, so they are written as the strings
+"NaN", "Infinity" and "-Infinity". A record is complete once its line break is on disk; data after
+the last line break is an incomplete record of a process that was killed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from typing import Any, BinaryIO
 from distmp.errors import DistmpError
 from distmp.utils.files import replacing
 
-# Records of about 400 bytes each.
-MOST_WAITING = 100_000
+# Maximum number of buffered records, of about 400 bytes each.
+MAX_BUFFERED = 100_000
 
 logger = logging.getLogger("distmp")
 
@@ -37,30 +37,31 @@ class RecordError(DistmpError, ValueError):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What is known about one step, the same on every rank except for `memory_bytes`.
+    """The record of one step, the same on every rank except for `memory_bytes`.
 
     Attributes:
         step: Number of the step, counted from 1; skipped steps count.
-        samples: Samples consumed by the whole job, or passed over, this step included.
+        samples: Number of samples consumed or skipped by all ranks, including this step.
         loss: Mean loss over the global batch.
-        weight: Tokens or samples in the global batch over which `loss` is the mean.
-        grad_norm: Norm of the unscaled gradient before clipping; not finite on an overflow.
+        weight: Number of tokens or samples in the global batch over which `loss` is the mean.
+        grad_norm: Norm of the unscaled gradient before clipping; not finite after an overflow.
         learning_rate: Learning rate of the step.
         loss_scale: Loss scale under which the step was computed.
         skipped: Whether the update was skipped.
-        skipped_total: Skipped steps so far, this one included.
-        applied_total: Applied updates so far, this one included.
+        skipped_total: Number of skipped steps so far, including this one.
+        applied_total: Number of applied updates so far, including this one.
         tokens_per_second: Tokens of the global batch per second, over all ranks.
         step_seconds: Wall time of the step, without pauses for validation.
         memory_bytes: Peak memory of the recording rank, in bytes.
-        validation_loss: Validation loss after this step, where there was a validation.
-        dropped: Microbatches of all ranks that were left out because they were not finite.
-        overflow: What is known about the cause of a skipped step. Values JSON can hold; floats
-            that are not finite come back as strings, since a string may stand here too.
+        validation_loss: Validation loss after this step, or None without a validation.
+        dropped: Number of microbatches of all ranks that were dropped because of non-finite
+            gradients.
+        overflow: The cause of a skipped step, as JSON values. Non-finite floats are read back as
+            strings.
         divergence: What was out of bounds in this step (`problem`, `action`), and in the first step
-            after a rollback what it was and where the run came from (`rolled_back`).
-        rank_seconds: Seconds that each rank took by itself, where ranks were compared after this
-            step; NaN for a rank that was not measured.
+            after a rollback its cause and origin (`rolled_back`).
+        rank_seconds: Own time of each rank in seconds, if ranks were compared after this step; NaN
+            for a rank that was not measured.
     """
 
     step: int
@@ -84,17 +85,17 @@ class StepRecord:
 
 
 class RecordWriter:
-    """Appends step records to a file, each on disk (in the system's cache) when `write` returns.
+    """Appends step records to a file; each is in the system's page cache when `write` returns.
 
-    No run ends for its records. While they cannot be written, on a full disk for one, they wait in
-    memory, up to `MOST_WAITING`, and follow as soon as there is room. A file that has vanished is
-    made again.
+    An error while writing does not end the run. While records cannot be written, for example on a
+    full disk, up to `MAX_BUFFERED` of them are buffered in memory and written later. A deleted file
+    is created again.
 
     Args:
-        path: The file; it and its folder are created where missing.
-        resume_after_step: Drop records of later steps first, so that a run resumed after that
+        path: The file; it and its folder are created if missing.
+        resume_after_step: First drop records of later steps, so that a run resumed after that
             step has every step once (0 drops all). None keeps every complete record.
-        complain: Where to say that records cannot be written, and when they can again.
+        warn: Called with a message when records cannot be written, and when they can again.
 
     Raises:
         RecordError: If an existing line is not a step record.
@@ -104,55 +105,55 @@ class RecordWriter:
         self,
         path: str | os.PathLike[str],
         resume_after_step: int | None,
-        complain: Callable[[str], None] = logger.warning,
+        warn: Callable[[str], None] = logger.warning,
     ) -> None:
         self._path = Path(path)
         self._last_kept = math.inf if resume_after_step is None else resume_after_step
-        self._complain = complain
-        self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
+        self._warn = warn
+        self._buffered: deque[bytes] = deque(maxlen=MAX_BUFFERED)
         self._file: FileIO | None = None
         self._size = 0  # of the complete records in the file
         self._failing = False
-        self._write_waiting()
+        self._flush()
 
     def write(self, record: StepRecord) -> None:
-        """Append one record, after those that wait.
+        """Append one record after the buffered ones.
 
         Raises:
-            TypeError: If a mapping in it holds something that JSON cannot.
+            TypeError: If a mapping in it contains a value that JSON does not support.
         """
-        self._waiting.append(_line(record))
-        self._write_waiting()
+        self._buffered.append(_line(record))
+        self._flush()
 
     def close(self) -> None:
-        """Close the file; what waits is lost, and that is said."""
-        if self._waiting:
-            self._complain(f"{len(self._waiting)} records are lost: {self._path} has no room")
+        """Close the file; warn if buffered records are lost."""
+        if self._buffered:
+            self._warn(f"{len(self._buffered)} records are lost: {self._path} has no space")
         if self._file is not None:
             self._file.close()
 
-    def _write_waiting(self) -> None:
+    def _flush(self) -> None:
         try:
             file = self._opened()
-            while self._waiting:
-                self._append(file, self._waiting[0])
-                self._waiting.popleft()
+            while self._buffered:
+                self._append(file, self._buffered[0])
+                self._buffered.popleft()
         except OSError as error:
             if not self._failing:
-                self._complain(
-                    f"cannot write {self._path}: {error}; the run goes on, and step records wait "
-                    "in memory"
+                self._warn(
+                    f"cannot write {self._path}: {error}; training continues, and step records "
+                    "are buffered in memory"
                 )
             self._failing = True
             return
         if self._failing:
-            self._complain(f"step records are written to {self._path} again")
+            self._warn(f"step records are written to {self._path} again")
         self._failing = False
 
     def _opened(self) -> FileIO:
-        """Return the file, opened anew if there is no longer one of this name."""
+        """Return the open file, or a new one if the path no longer names it."""
         if self._file is not None and _is_gone(self._file, self._path):
-            self._complain(f"{self._path} has vanished; later records go to a new file")
+            self._warn(f"{self._path} has vanished; later records go to a new file")
             self._file.close()
             self._file = None
         if self._file is None:
@@ -165,9 +166,9 @@ class RecordWriter:
         return self._file
 
     def _append(self, file: FileIO, line: bytes) -> None:
-        """Append a whole line or nothing."""
+        """Append a complete line or nothing."""
         if os.fstat(file.fileno()).st_size > self._size:
-            file.truncate(self._size)  # what has not been written whole
+            file.truncate(self._size)  # remove an incomplete line
         if file.write(line) < len(line):
             file.truncate(self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -194,13 +195,13 @@ def _is_gone(file: FileIO, path: Path) -> bool:
 
 
 def read_records(path: str | os.PathLike[str]) -> list[StepRecord]:
-    """Read all complete records, in the order in which they were written.
+    """Read all complete records in the order of the file.
 
-    A last line without a line break is ignored, and so are fields this version does not know.
+    Ignores a last line without a line break, and fields that this version does not know.
 
     Raises:
         RecordError: If a complete line is not a step record; names the file and the line.
-        FileNotFoundError: If there is no such file.
+        FileNotFoundError: If the file does not exist.
     """
     with Path(path).open("rb") as file:
         return [_record(path, number, line) for number, line in _complete_lines(file)]
@@ -223,7 +224,7 @@ def _line(record: StepRecord) -> bytes:
 
 
 def _strict(value: Any) -> Any:
-    """Replace every NaN and infinity, however deep, by its name."""
+    """Replace every NaN and infinity, at any depth, by its name."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -240,7 +241,7 @@ def _record(path: str | os.PathLike[str], number: int, line: bytes) -> StepRecor
         return StepRecord(**known)
     except (ValueError, TypeError) as error:
         message = f"{os.fspath(path)}, line {number}: not a step record ({error})"
-        raise RecordError(f"{message}; mend or delete that line") from error
+        raise RecordError(f"{message}; fix or delete that line") from error
 
 
 def _boolean(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Settings of what a run reports about itself (section `log`)."""
+"""Settings of logging (section `log`)."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ ConsoleMode = Literal["auto", "live", "plain", "off"]
 
 @dataclass(frozen=True)
 class LogConfig:
-    """What the first rank prints and draws while training.
+    """Output of the first rank during training.
 
     Raises:
         ConfigError: If `every` is below 1, `ranks_every` below 0, `console` is not one of its
-            choices, or a tracker is not there.
+            choices, or a tracker does not exist.
     """
 
     every: int = 10
-    """Steps between two plain lines. First, last, skipped and validated steps always get one."""
+    """Steps between two plain lines. First, last, skipped and validated steps always print one."""
 
     console: ConsoleMode = "auto"
-    """`live`: one line redrawn in place; `plain`: a line every `every` steps; `off`: nothing.
-    `auto` is `live` on a terminal and `plain` elsewhere."""
+    """`live` redraws one line in place, `plain` prints a line every `every` steps, `off` prints
+    nothing. `auto` is `live` on a terminal and `plain` elsewhere."""
 
     files: bool = True
-    """Copy what each rank writes into the run's folder `logs`, warnings of libraries included."""
+    """Copy the output of each rank to the folder `logs` of the run, including library warnings."""
 
     ranks_every: int = 50
-    """Steps between two comparisons of the time that each rank takes by itself, so that a slow one
-    is named; 0: none."""
+    """Steps between two comparisons of the own time of each rank, which report slow ranks; 0
+    disables them."""
 
     curves: bool = True
-    """Draw loss, learning rate, gradient norm and loss scale into a PNG."""
+    """Plot loss, learning rate, gradient norm and loss scale to a PNG file."""
 
     trackers: tuple[str, ...] = ()
-    """Loggers that get the numbers of every step: tensorboard, wandb and whatever else accelerate
-    knows, or the import path 'module:Class' of an accelerate.tracking.GeneralTracker."""
+    """Trackers that log every step: tensorboard, wandb and others that accelerate supports, or the
+    import path 'module:Class' of an accelerate.tracking.GeneralTracker."""
 
     tracker_options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of loggers, by name: `wandb: {mode: offline}`."""
+    """Keyword arguments of trackers, by name: `wandb: {mode: offline}`."""
 
     project: str = "distmp"
-    """Under which loggers file the run."""
+    """Project name for the trackers."""
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -64,7 +64,7 @@ class LogConfig:
             if not isinstance(options, dict):
                 raise ConfigError(setting, options, "must be a mapping of keyword arguments")
         for name in self.trackers:
-            # Imported here: accelerate takes a second to import.
+            # Imported late: accelerate takes a second to import.
             from distmp.telemetry.trackers import find
 
             find(name)

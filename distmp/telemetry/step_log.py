@@ -1,4 +1,4 @@
-"""Where the numbers of the steps go: the record file, loggers and the console."""
+"""Send step records to the record file, the trackers and the console."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from distmp.telemetry.trackers import Trackers
 
 
 class StepLog:
-    """Takes the record of every step; what follows from it appears on the first rank only.
+    """Logs the record of every step; only the first rank writes anything.
 
     Args:
-        path: Of the record file; None on all ranks but the first, which write nothing.
-        after_step: The step that the run continues from, or 0; records of later steps are dropped.
-        trackers: Loggers, already started.
-        console: Where steps and complaints are shown.
-        steps: How many steps the run has.
+        path: The record file; None on all ranks except the first.
+        after_step: The step from which the run continues, or 0; records of later steps are dropped.
+        trackers: The started trackers.
+        console: Prints steps and warnings.
+        steps: Number of steps of the run.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StepLog:
         self._writer = self._opened(after_step)
 
     def write(self, record: StepRecord) -> None:
-        """Keep and show what is known about a step."""
+        """Write the record of a step to all destinations."""
         if self._writer is not None:
             self._writer.write(record)
         self._trackers.write(record)
@@ -49,7 +49,7 @@ class StepLog:
         self._writer = self._opened(last_step)
 
     def add_validation(self, step: int, loss: float) -> None:
-        """Put a validation loss into the record of the last step, if it is `step`."""
+        """Add a validation loss to the record of the last step, if that is `step`."""
         if self._path is None:
             return
         records = read_records(self._path)
@@ -58,7 +58,7 @@ class StepLog:
             self._writer.write(dataclasses.replace(records[-1], validation_loss=loss))
 
     def close(self) -> None:
-        """Close the record file, and let the loggers write what they hold back."""
+        """Close the record file, and flush the trackers."""
         if self._writer is not None:
             self._writer.close()
         self._trackers.close()

@@ -1,4 +1,4 @@
-"""Which rank keeps the others waiting, found out every now and then while a run goes on."""
+"""Periodically detect ranks that are slower than the others during training."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from distmp.distributed.own_time import STEPS, OwnTime, StepClock
 from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
 
-# A rank is slow if it takes so many times the median of the others, twice in a row.
+# A rank is slow if it takes this many times the median of the others, twice in a row.
 SLOW = 1.5
-# Their collectives do not all go through distmp, so that waiting cannot be told from work.
+# distmp does not start all of their collectives, so waiting and work cannot be distinguished.
 NOT_COMPARED = ("hsdp", "fsdp1")
-# A step after a longer pause does not count.
+# A step after a longer pause is not measured.
 PAUSE_SECONDS = 1e-3
 
 
 class Stragglers:
-    """Compares the own times of ranks, and names the slow ones.
+    """Compares the own times of ranks, and reports slow ones.
 
-    Every `every` steps ranks exchange two numbers; the answer is read a step later, when it is
-    there. No step waits for it.
+    Every `every` steps ranks exchange two numbers. The result is read a step later, so that no step
+    waits for it.
 
     Args:
-        world: The ranks, all of which make one at the same time.
-        clock: Measures this rank.
-        strategy: The strategy in force.
-        every: Steps between two comparisons; 0: never.
-        say: Where to say what is found.
+        world: The process group; all ranks must create this object together.
+        clock: Measures the own time of this rank.
+        strategy: The resolved strategy.
+        every: Steps between two comparisons; 0 disables them.
+        log: Called with a message about a slow rank.
     """
 
     def __init__(
@@ -45,16 +45,16 @@ class Stragglers:
         strategy: str,
         *,
         every: int,
-        say: Callable[[str], object],
+        log: Callable[[str], object],
     ) -> None:
         self._world = world
         self._clock = clock
         comparable = world.world_size > 1 and strategy not in NOT_COMPARED
         self._every = every if comparable else 0
-        # On CUDA sharded models gather and reduce beside computation.
+        # On CUDA, sharded models overlap collectives with computation.
         self._hidden = world.device.type == "cuda" and strategy in SHARDED_STRATEGIES
-        self._watch = Watch(self._names() if self._every else [], say)
-        self._asked: _Question | None = None
+        self._detector = SlowRankDetector(self._names() if self._every else [], log)
+        self._pending: _PendingTimes | None = None
 
     def _names(self) -> list[str]:
         hosts: list[Any] = [None] * self._world.world_size
@@ -63,100 +63,101 @@ class Stragglers:
 
     def before(self, step: int) -> None:
         """Call it before a step, counted from 1."""
-        # What is measured begins at the end of this step, and is the next one.
+        # The measurement starts at the end of this step and covers the next one.
         self._clock.active = bool(self._every) and self._every - step % self._every <= STEPS
 
     def after(self, step: int, paused_seconds: float) -> None:
         """Call it on all ranks after a step.
 
         Args:
-            step: Its number, counted from 1.
-            paused_seconds: What something else than training took between it and the one before,
-                a checkpoint for one.
+            step: Number of the step, counted from 1.
+            paused_seconds: Time between this step and the previous one that was not training, for
+                example a checkpoint.
         """
         if paused_seconds > PAUSE_SECONDS:
             self._clock.drop_last()
         if self._every and step % self._every == 0:
-            self._asked = _Question(step, self._clock.take(), self._world)
+            self._pending = _PendingTimes(step, self._clock.take(), self._world)
 
     def seconds(self, step: int) -> list[float] | None:
-        """Return the own seconds per step of each rank if they were compared after `step`.
+        """Return the own time per step of each rank in seconds, if compared after `step`.
 
-        Whoever is slow is named on the way. A rank without a measurement has NaN.
+        Also logs which ranks are slow. A rank without a measurement has NaN.
         """
-        if self._asked is None or self._asked.step != step:
+        if self._pending is None or self._pending.step != step:
             return None
-        seconds = own_seconds(self._asked.answer(), hidden=self._hidden)
-        self._asked = None
-        self._watch.look(step, seconds)
+        seconds = own_seconds(self._pending.wait(), hidden=self._hidden)
+        self._pending = None
+        self._detector.update(step, seconds)
         return seconds
 
 
-class _Question:
-    """Times of all ranks on their way, asked for without waiting for the device."""
+class _PendingTimes:
+    """An asynchronous all-gather of the times of all ranks."""
 
-    def __init__(self, step: int, mine: OwnTime | None, world: World) -> None:
+    def __init__(self, step: int, own: OwnTime | None, world: World) -> None:
         self.step = step
-        numbers = torch.tensor(mine or (math.nan, math.nan), dtype=torch.float64)
+        numbers = torch.tensor(own or (math.nan, math.nan), dtype=torch.float64)
         on_cuda = world.device.type == "cuda"
         if on_cuda:
             numbers = numbers.pin_memory().to(world.device, non_blocking=True)
         gathered = numbers.new_empty(2 * world.world_size)
         all_gather(gathered, numbers, world.group).wait()
-        self._answers = gathered.to("cpu", non_blocking=True)
+        self._gathered = gathered.to("cpu", non_blocking=True)
         self._ready = torch.cuda.Event() if on_cuda else None
         if self._ready is not None:
             self._ready.record(torch.cuda.current_stream(world.device))
 
-    def answer(self) -> list[OwnTime]:
-        """Wait for the answers; they are there when the next step has been started."""
+    def wait(self) -> list[OwnTime]:
+        """Return the times; they have arrived once the next step has started."""
         if self._ready is not None:
             self._ready.synchronize()
-        return [OwnTime(*numbers) for numbers in self._answers.view(-1, 2).tolist()]
+        return [OwnTime(*numbers) for numbers in self._gathered.view(-1, 2).tolist()]
 
 
 def own_seconds(times: Sequence[OwnTime], *, hidden: bool) -> list[float]:
-    """Return what each rank's own time is.
+    """Return the own time of each rank, in seconds.
 
     Args:
-        times: Of all ranks.
-        hidden: Whether collectives run beside computation. Then only what a rank waits longer than
-            the one that waits least counts as waiting: the transfer itself takes all of them alike.
+        times: The measured times of all ranks.
+        hidden: Whether collectives overlap with computation. If so, the waiting time of a rank is
+            its excess over the rank that waits least, because the transfer takes the same time on
+            all ranks.
     """
     least = min((t.waited for t in times if not math.isnan(t.waited)), default=0.0)
     return [t.between - t.waited + (least if hidden else 0.0) for t in times]
 
 
-class Watch:
-    """Remembers who is slow since when, and says so once.
+class SlowRankDetector:
+    """Tracks which ranks are slow, and logs each change once.
 
     Args:
-        names: What each rank is called.
-        say: Where to say it.
+        names: Names of all ranks.
+        log: Called with a message when a rank becomes slow or recovers.
     """
 
-    def __init__(self, names: Sequence[str], say: Callable[[str], object]) -> None:
+    def __init__(self, names: Sequence[str], log: Callable[[str], object]) -> None:
         self._names = names
-        self._say = say
+        self._log = log
         self._since: dict[int, int] = {}
-        self._told: set[int] = set()
+        self._reported: set[int] = set()
 
-    def look(self, step: int, seconds: Sequence[float]) -> None:
-        """Judge the own times of all ranks after a step."""
-        for rank, mine in enumerate(seconds):
+    def update(self, step: int, seconds: Sequence[float]) -> None:
+        """Compare the own times of all ranks after a step."""
+        for rank, own in enumerate(seconds):
             others = [s for s in (*seconds[:rank], *seconds[rank + 1 :]) if not math.isnan(s)]
-            middle = statistics.median(others) if others else math.nan
-            if mine > SLOW * middle:
-                # Once may be chance.
-                if self._since.setdefault(rank, step) < step and rank not in self._told:
-                    self._told.add(rank)
-                    self._say(
-                        f"{self._names[rank]} takes {mine / middle:.1f} x the median of the others "
-                        f"({1000 * mine:.3g} ms a step, theirs {1000 * middle:.3g} ms), since step "
+            median = statistics.median(others) if others else math.nan
+            if own > SLOW * median:
+                # A single occurrence may be chance.
+                if self._since.setdefault(rank, step) < step and rank not in self._reported:
+                    self._reported.add(rank)
+                    self._log(
+                        f"{self._names[rank]} takes {own / median:.1f} x the median of the others "
+                        f"({1000 * own:.3g} ms a step, theirs {1000 * median:.3g} ms), since step "
                         f"{self._since[rank]}"
                     )
             else:
                 self._since.pop(rank, None)
-                if rank in self._told:
-                    self._told.remove(rank)
-                    self._say(f"{self._names[rank]} is as fast as the others again, step {step}")
+                if rank in self._reported:
+                    self._reported.remove(rank)
+                    self._log(f"{self._names[rank]} is as fast as the others again, step {step}")

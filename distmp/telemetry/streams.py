@@ -1,4 +1,4 @@
-"""Standard output and error whose reader may be gone: a closed pipe, terminal, or a full disk."""
+"""Handle output streams that fail: a closed pipe, a closed terminal, or a full disk."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ logger = logging.getLogger("distmp")
 
 
 class PersistentStream:
-    """A text stream to which writing never fails.
+    """A text stream on which writes never fail.
 
-    When its file takes nothing more, that is logged once, and everything written to the file from
-    then on is discarded, by whomever.
+    The first error is logged once. All later output to the stream's file is discarded, including
+    that of other code.
 
     Attributes:
-        wrapped: The stream itself.
+        wrapped: The wrapped stream.
     """
 
     def __init__(self, wrapped: TextIO) -> None:
@@ -33,7 +33,7 @@ class PersistentStream:
             return len(text)
 
     def flush(self) -> None:
-        """Hand what was written to the file."""
+        """Flush the stream."""
         try:
             self.wrapped.flush()
         except OSError as error:
@@ -45,19 +45,19 @@ class PersistentStream:
     def _lose(self, error: OSError) -> None:
         discard(self.wrapped)
         logger.warning(
-            "what this run prints reaches nobody any more (%s); it goes on, and its records have "
-            "everything",
+            "the output of this run cannot be written any more (%s); training continues, see its "
+            "step records",
             error.strerror,
         )
 
 
 def discard(stream: TextIO) -> None:
-    """Send everything that is still written to a stream's file to the null device.
+    """Redirect a stream's file to the null device.
 
-    Also what the stream holds back, and what others write to the same file: the interpreter's last
-    flush would fail otherwise, and change the exit code.
+    This also discards the stream's buffer and output of other code to the same file: otherwise the
+    interpreter's last flush would fail and change the exit code.
     """
-    # A stream without a file keeps nothing back that somebody would write later.
+    # A stream without a file has nothing to flush at exit.
     with contextlib.suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, stream.fileno())
@@ -65,7 +65,7 @@ def discard(stream: TextIO) -> None:
 
 
 def flush_standard_streams() -> None:
-    """Flush standard output and error; discard what cannot be written."""
+    """Flush standard output and error; discard output that cannot be written."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""Fewer points of a curve, with everything that can be seen of it."""
+"""Reduce the number of points of a curve without a visible change."""
 
 from __future__ import annotations
 
@@ -10,51 +10,53 @@ if TYPE_CHECKING:
 
     Values = NDArray[np.float64]
 
-MOST_POINTS = 2000
-"""Points per line: about one per pixel; more take time and memory and cannot be seen."""
+MAX_POINTS = 2000
+"""Maximum number of points per line, about one per pixel."""
 
 
 def thinned(steps: Values, values: Values) -> tuple[Values, Values]:
-    """Keep the smallest and the largest value of each run of neighbours, so that spikes stay.
+    """Keep the smallest and the largest value of each group of neighbors, which preserves spikes.
 
     Args:
         steps: Shape (n,), ascending.
         values: Shape (n,); NaN where there is nothing to draw.
 
     Returns:
-        Steps and values, at most `MOST_POINTS` of them.
+        Steps and values, at most `MAX_POINTS` of them.
     """
     import numpy as np
 
-    size = -(-len(values) // (MOST_POINTS // 2))
+    size = -(-len(values) // (MAX_POINTS // 2))
     if size <= 2:
         return steps, values
-    runs = np.array_split(values, -(-len(values) // size))
-    starts = np.cumsum([0] + [len(run) for run in runs[:-1]])
+    groups = np.array_split(values, -(-len(values) // size))
+    starts = np.cumsum([0] + [len(group) for group in groups[:-1]])
     kept = [
-        start + index for start, run in zip(starts, runs, strict=True) for index in _extremes(run)
+        start + index
+        for start, group in zip(starts, groups, strict=True)
+        for index in _extremes(group)
     ]
     return steps[kept], values[kept]
 
 
 def smoothed(steps: Values, values: Values) -> tuple[Values, Values]:
-    """Average over a centred window of a fortieth of the run, so that the line does not lag.
+    """Average over a centered window of 1/40 of the run, so that the line does not lag.
 
     Args:
         steps: Shape (n,), ascending.
-        values: Shape (n,); NaN is left out of the means.
+        values: Shape (n,); NaN is excluded from the means.
 
     Returns:
-        Steps and means, at most `MOST_POINTS` / 2 of them.
+        Steps and means, at most `MAX_POINTS` / 2 of them.
     """
     import numpy as np
 
     half = len(values) // 80
-    centres = np.unique(np.linspace(0, len(values) - 1, MOST_POINTS // 2).astype(int))
-    windows = (values[max(0, c - half) : c + half + 1] for c in centres)
+    centers = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS // 2).astype(int))
+    windows = (values[max(0, c - half) : c + half + 1] for c in centers)
     known = (window[~np.isnan(window)] for window in windows)
     means = [window.mean() if window.size else np.nan for window in known]
-    return steps[centres], np.array(means)
+    return steps[centers], np.array(means)
 
 
 def _extremes(values: Values) -> list[int]:

@@ -1,4 +1,4 @@
-"""Time per step."""
+"""Measure the time per step."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from contextlib import contextmanager
 
 
 class StepTimer:
-    """Measures each step from the end of the one before it, so that no time goes uncounted.
+    """Measures each step from the end of the previous one, so that all time is counted.
 
-    Reads a monotonic clock on the host, does not smooth and does not wait for a device: while
-    kernels queue up single steps look short, but over many steps the times add up.
+    It reads a monotonic clock on the host, does not smooth, and does not synchronize with a device:
+    single steps look short while kernels are queued, but the total over many steps is right.
 
     Args:
-        clock: Returns seconds; never goes back.
+        clock: Returns seconds; monotonic.
 
     Attributes:
-        paused_seconds: Pauses since the end of the last step.
+        paused_seconds: Pauses since the end of the last step, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -26,9 +26,9 @@ class StepTimer:
         self.paused_seconds = 0.0
 
     def lap(self) -> float:
-        """End a step and begin the next; return the seconds that it took, above 0."""
+        """End a step and start the next; return the duration of the step in seconds, above 0."""
         now = self._clock()
-        # Coarse clocks may not have moved.
+        # A coarse clock may not have advanced.
         seconds = max(now - self._started, 1e-9)
         self._started = now
         self.paused_seconds = 0.0
@@ -36,7 +36,7 @@ class StepTimer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave the time spent inside the block out of the step: validation, for one."""
+        """Exclude the time inside of the block, such as a validation, from the step."""
         started, begin = self._started, self._clock()
         try:
             yield

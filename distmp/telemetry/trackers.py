@@ -1,4 +1,4 @@
-"""Step records for TensorBoard, W&B and the other loggers that accelerate knows."""
+"""Log step records to TensorBoard, W&B and the other trackers that accelerate supports."""
 
 from __future__ import annotations
 
@@ -20,28 +20,26 @@ _PACKAGE_OF = {"tensorboard": "distmp[trackers]", "comet_ml": "comet-ml"}
 
 
 class Trackers:
-    """Loggers that get the numbers of each step as scalars.
+    """The started trackers, which log each step as scalars.
 
-    A logger that fails is dropped with a message: training does not end for a chart.
+    A tracker that fails is dropped with a message; it does not end training.
 
     Args:
-        trackers: Name to tracker, started; empty on all ranks but the first.
-        complain: Where to say that one has failed.
+        trackers: The started trackers by name; empty on all ranks except the first.
+        warn: Called with a message when a tracker fails.
     """
 
-    def __init__(
-        self, trackers: Mapping[str, GeneralTracker], complain: Callable[[str], None]
-    ) -> None:
+    def __init__(self, trackers: Mapping[str, GeneralTracker], warn: Callable[[str], None]) -> None:
         self._trackers = dict(trackers)
-        self._complain = complain
+        self._warn = warn
 
     def write(self, record: StepRecord) -> None:
-        """Log what is known about a step."""
+        """Log the record of a step."""
         values = scalars(record)
         self._each(lambda tracker: tracker.log(values, step=record.step))
 
     def close(self) -> None:
-        """Let the loggers write what they hold back."""
+        """Flush and finish the trackers."""
         self._each(lambda tracker: tracker.finish())
         self._trackers.clear()
 
@@ -49,10 +47,10 @@ class Trackers:
         for name, tracker in list(self._trackers.items()):
             try:
                 action(tracker)
-            except Exception as error:  # noqa: BLE001  # whatever a logger's network does
+            except Exception as error:  # noqa: BLE001  # trackers raise any error
                 del self._trackers[name]
-                self._complain(
-                    f"logger {name} failed ({_in_words(error)}); the run goes on without it"
+                self._warn(
+                    f"tracker {name} failed ({_error_text(error)}); training continues without it"
                 )
 
 
@@ -64,66 +62,66 @@ def start(
     directory: Path,
     hyperparameters: Mapping[str, Any],
     after_step: int,
-    complain: Callable[[str], None],
+    warn: Callable[[str], None],
 ) -> Trackers:
-    """Start loggers, on the first rank only.
+    """Start trackers; called on the first rank only.
 
     Args:
-        names: As in `log.trackers`.
-        options: Keyword arguments of each, by name.
-        project: Under which the loggers file the run.
-        directory: Folder of the run; a logger that writes files gets a folder of its name in it.
-        hyperparameters: The configuration, nested.
-        after_step: The step that the run continues from, or 0.
-        complain: Where to say later that one has failed.
+        names: Names of trackers, as in `log.trackers`.
+        options: Keyword arguments of each tracker, by name.
+        project: Project name for the trackers.
+        directory: Folder of the run; a tracker that writes files gets a subfolder of its name.
+        hyperparameters: The configuration as nested mappings.
+        after_step: The step from which the run continues, or 0.
+        warn: Called with a message when a tracker fails later.
 
     Raises:
-        ConfigError: If a logger does not start.
+        ConfigError: If a tracker does not start.
     """
     if not names:
-        return Trackers({}, complain)
-    # accelerate's trackers write to its log, which asks who and where this process is.
+        return Trackers({}, warn)
+    # accelerate's trackers use its logger, which needs the state of the process.
     from accelerate import PartialState
 
     PartialState()
-    ours: dict[str, dict[str, Any]] = {
+    defaults: dict[str, dict[str, Any]] = {
         "tensorboard": {"purge_step": after_step + 1},
         "wandb": {"dir": str(directory)},
     }
     started = {}
     for name in names:
         tracker_class = find(name)
-        where = [str(directory / name)] if tracker_class.requires_logging_directory else []
-        arguments = {**ours.get(name, {}), **options.get(name, {})}
+        folder = [str(directory / name)] if tracker_class.requires_logging_directory else []
+        arguments = {**defaults.get(name, {}), **options.get(name, {})}
         try:
-            tracker = tracker_class(project, *where, **arguments)
+            tracker = tracker_class(project, *folder, **arguments)
             tracker.start()
             tracker.store_init_configuration(
                 {setting: _plain(value) for setting, value in flat(hyperparameters).items()}
             )
-        except Exception as error:  # a logger raises what it likes: no account, no network
+        except Exception as error:  # trackers raise any error: no account, no network
             raise ConfigError(
-                "log.trackers", name, f"does not start: {_in_words(error)}; mend it or leave it out"
+                "log.trackers", name, f"does not start: {_error_text(error)}; fix or remove it"
             ) from error
         started[name] = tracker
-    return Trackers(started, complain)
+    return Trackers(started, warn)
 
 
 def find(name: str) -> type[GeneralTracker]:
-    """Return the tracker of a name, or of an import path `module:Class`.
+    """Return the tracker class of a name, or of an import path `module:Class`.
 
     Raises:
-        ConfigError: If there is none, or its package is not installed.
+        ConfigError: If the class does not exist, or its package is not installed.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
     if ":" in name:
-        found = load_object("log.trackers", name)
-        if not (inspect.isclass(found) and issubclass(found, GeneralTracker)):
+        loaded = load_object("log.trackers", name)
+        if not (inspect.isclass(loaded) and issubclass(loaded, GeneralTracker)):
             raise ConfigError(
-                "log.trackers", name, "name a subclass of accelerate's GeneralTracker"
+                "log.trackers", name, "must be a subclass of accelerate's GeneralTracker"
             )
-        return found
+        return loaded
     if name not in LOGGER_TYPE_TO_CLASS:
         raise ConfigError("log.trackers", name, nearest(name, LOGGER_TYPE_TO_CLASS))
     if name not in map(str, get_available_trackers()):
@@ -133,7 +131,7 @@ def find(name: str) -> type[GeneralTracker]:
 
 
 def scalars(record: StepRecord) -> dict[str, float]:
-    """Return the numbers of a record by name; flags are 0 or 1, what is not known is left out."""
+    """Return the numbers of a record by name; flags are 0 or 1, missing values are omitted."""
     values = dataclasses.asdict(record)
     del values["step"]
     return {
@@ -144,10 +142,10 @@ def scalars(record: StepRecord) -> dict[str, float]:
 
 
 def _plain(value: Any) -> Any:
-    """Return numbers and strings as they are, and whatever else in words."""
+    """Return numbers and strings unchanged, and other values as text."""
     plain = value is None or isinstance(value, (bool, int, float, str))
     return value if plain else str(value)
 
 
-def _in_words(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

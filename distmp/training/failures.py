@@ -22,7 +22,7 @@ from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, LostPeerError, SetupError
 from distmp.faults.peers import Ending, Peers
-from distmp.faults.watchdog import Watchdog, record, say
+from distmp.faults.watchdog import Watchdog, print_message, record
 from distmp.training.out_of_memory import advice
 
 # Time in which the launcher has to end a rank; it needs well under a second.
@@ -104,7 +104,7 @@ def _report_once(
             return exit_code
         # The launcher did not end this rank, so its error is not the consequence of another one.
     record(cause)
-    say(text)
+    print_message(text)
     return exit_code
 
 
@@ -130,12 +130,12 @@ def _lost(environment: RankEnvironment) -> int:
     deadline = time.monotonic() + MESSAGE_SECONDS
     with contextlib.suppress(dist.DistError):
         while _watchdog is not None and time.monotonic() < deadline:
-            if _watchdog.peers.ending() is not None or _watchdog.bury():
+            if _watchdog.peers.ending() is not None or _watchdog.end_for_lost_ranks():
                 break
             time.sleep(0.05)
         else:
             if _watchdog is None or _watchdog.peers.end(ending):
-                say(cause)
+                print_message(cause)
     wait_to_be_ended()
     return LOST_PEER_EXIT_CODE
 

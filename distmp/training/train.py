@@ -25,7 +25,7 @@ from distmp.distributed.stopping import (
 )
 from distmp.distributed.world import World, join, leave
 from distmp.errors import STOPPED_EXIT_CODE, DistmpError
-from distmp.launcher.preflight.check import is_wanted, join_checked
+from distmp.launcher.preflight.check import is_enabled, join_checked
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.training import failures
@@ -131,7 +131,7 @@ def _train(
 
 
 def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:
-    if not is_wanted(config, environment):
+    if not is_enabled(config, environment):
         return join(environment, timeout_seconds=60 * config.timeout_minutes)
     world, report = join_checked(config, environment)
     for line in (report.summary, *report.warnings):

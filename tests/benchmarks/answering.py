@@ -1,4 +1,4 @@
-"""A rank of a benchmark, for test_ranks.py."""
+"""A rank of a benchmark, used by test_ranks.py."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from benchmarks.ranks import serve
 from distmp.distributed.world import World
 
 
-def make(way: str, world: World) -> Callable[[str], float]:
-    if way == "too large":
+def make(method: str, world: World) -> Callable[[str], float]:
+    if method == "too large":
         raise RuntimeError("out of memory")
 
     def answer(order: str) -> float:
@@ -21,7 +21,7 @@ def make(way: str, world: World) -> Callable[[str], float]:
             raise RuntimeError("not on this device")
         if order == "die":
             sys.exit(3)
-        if way == "sum":
+        if method == "sum":
             total = torch.ones((), device=world.device)
             dist.all_reduce(total)
             return total.item()

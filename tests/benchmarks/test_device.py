@@ -12,12 +12,12 @@ SIZES = {"cpu": "small", "cuda": "large"}
 
 def given(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> dict[str, object]:
     monkeypatch.setattr("sys.argv", ["benchmark", *arguments])
-    made = parser("What it measures.", rounds=7, ranks=True)
-    made.add_argument("--size")
-    return vars(parse(made, size=SIZES))
+    options = parser("A benchmark.", rounds=7, ranks=True)
+    options.add_argument("--size")
+    return vars(parse(options, size=SIZES))
 
 
-def test_defaults_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_defaults_depend_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given(monkeypatch) == {"device": CPU, "rounds": 7, "ranks": 2, "size": "small"}
     found = given(monkeypatch, "--ranks", "3", "--size", "1m", "--rounds", "1")
     assert found == {"device": CPU, "rounds": 1, "ranks": 3, "size": "1m"}
@@ -32,7 +32,7 @@ def test_defaults_are_those_of_the_device(monkeypatch: pytest.MonkeyPatch) -> No
     ("device", "message"),
     [("cuda", "torch sees no CUDA device"), ("tpu", "'tpu' is neither cpu nor cuda")],
 )
-def test_a_device_that_is_not_there_is_refused(
+def test_a_missing_device_is_refused(
     device: str,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -62,5 +62,5 @@ def test_time_on_a_gpu_is_that_of_the_device() -> None:
     products()
     started = time.perf_counter()
     found = elapsed(products, device)
-    # The host is through long before the device, and waits for it all the same.
+    # The host finishes long before the device, but waits for it.
     assert 1e-4 < found <= time.perf_counter() - started

@@ -1,4 +1,4 @@
-"""Tables of results of a GPU, from results that nobody has measured."""
+"""Tables of GPU results, from made-up results."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ def step_result(machine: dict[str, Any]) -> dict[str, Any]:
 def test_a_step_has_its_share_of_the_peak() -> None:
     text = accumulation.accumulation_step(step_result(MACHINE))
     assert head(text) == [
-        "way",
+        "method",
         "seconds",
-        "of DDP autocast",
-        "of DDP bf16",
+        "relative to DDP autocast",
+        "relative to DDP bf16",
         "TFLOP/s",
-        "of the peak",
+        "share of the peak",
         "peak bytes per parameter",
     ]
-    # 60 TFLOP in 0.2 s and in 0.1 s, of 1,000 TFLOP/s; what was only measured in part is left out.
+    # 60 TFLOP in 0.2 s and in 0.1 s, of 1,000 TFLOP/s; incomplete measurements are omitted.
     assert [row[0] for row in rows(text)] == [DDP, ENGINE]
     assert [row[2:] for row in rows(text)] == [
         ["", "1.00", "300", "30.0%", "6.0"],
@@ -82,12 +82,12 @@ def test_a_step_has_its_share_of_the_peak() -> None:
 def test_a_cpu_has_no_peak() -> None:
     cpu = {"cpu": "a CPU", "gpu": None, "torch": "2.13.0", "date": "2026-12-01"}
     text = accumulation.accumulation_step(step_result(cpu))
-    assert "of the peak" not in head(text)
+    assert "share of the peak" not in head(text)
     assert text.endswith("a CPU, torch 2.13.0, 2026-12-01.")
 
 
 def test_microbatches_have_error_time_and_memory_in_one_row() -> None:
-    def way(factor: float) -> dict[str, Any]:
+    def method(factor: float) -> dict[str, Any]:
         return {
             str(count): {
                 "bytes_per_parameter": 6.0 + factor,
@@ -105,7 +105,7 @@ def test_microbatches_have_error_time_and_memory_in_one_row() -> None:
         "parameters": 2_500_000,
         "flops": 100e12,
         "reference": DDP,
-        "ways": {DDP: way(1), ENGINE: way(2), "too large": {"8": {"error": None}, "64": {}}},
+        "ways": {DDP: method(1), ENGINE: method(2), "too large": {"8": {"error": None}, "64": {}}},
     }
     text = accumulation.accumulation_microbatches(result)
     assert rows(text) == [
@@ -145,17 +145,17 @@ def test_results_of_a_gpu_come_into_the_page_by_themselves(
 ) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     mark = "<!-- figures: every-gpu-result -->\nold\n<!-- end of figures -->"
-    assert "No result of a GPU is kept yet." in figures.with_figures(mark)
-    ways = ("bare fused AdamW", "torch: unscale, clip, step", "Engine", "copy", "norm alone")
+    assert "No result of a GPU is saved yet." in figures.with_figures(mark)
+    methods = ("bare fused AdamW", "torch: unscale, clip, step", "Engine", "copy", "norm alone")
     tail = {
         "machine": {**MACHINE, "threads": 2},
         "elements": 2**28,
-        "milliseconds": {way: [index + 1.0] for index, way in enumerate(ways)},
+        "milliseconds": {method: [index + 1.0] for index, method in enumerate(methods)},
     }
     (tmp_path / "step-tail-cuda.json").write_text(json.dumps(tail))
     (tmp_path / "step-tail-cpu.json").write_text("{}")
     found = figures.with_figures(mark)
-    assert "### step-tail-cuda\n\n| way |" in found
+    assert "### step-tail-cuda\n\n| method |" in found
     assert "old" not in found
     assert "threads on" not in found
     assert figures.with_figures(found) == found

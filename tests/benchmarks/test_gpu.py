@@ -11,7 +11,7 @@ from benchmarks import gpu
 from benchmarks.gpu import Job, jobs, run, run_all
 
 
-def test_what_runs_is_there() -> None:
+def test_all_jobs_exist() -> None:
     todo = jobs("350m", "1.3b")
     assert len({job.name for job in todo}) == len(todo)
     for job in todo:
@@ -20,7 +20,7 @@ def test_what_runs_is_there() -> None:
     assert [job.name for job in jobs("350m", None)] == [job.name for job in todo[:-1]]
 
 
-def test_the_others_run_when_one_fails_and_none_without_time() -> None:
+def test_other_jobs_run_after_a_failure_and_none_after_the_time_limit() -> None:
     ran: list[tuple[str, float]] = []
 
     def run(job: Job, limit: float) -> str | None:
@@ -52,18 +52,18 @@ def test_a_job_that_takes_too_long_is_ended_with_its_processes(tmp_path: Path) -
         ("fail", 60.0, "ended with exit code 3"),
         ("wait", 5.0, "took longer than 5 s"),
     ):
-        told = tmp_path / how
+        pid_file = tmp_path / how
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-            assert run(Job("slow", ("slow_job", str(told), how), 1), limit) == expected
-        child = Path("/proc", told.read_text(), "stat")
+            assert run(Job("slow", ("slow_job", str(pid_file), how), 1), limit) == expected
+        child = Path("/proc", pid_file.read_text(), "stat")
         deadline = time.monotonic() + 10
         while child.exists() and child.read_text().split()[2] != "Z":
-            assert time.monotonic() < deadline, "the child lives on"
+            assert time.monotonic() < deadline, "the child is still running"
             time.sleep(0.01)
 
 
-def test_problems_are_named_and_make_the_exit_code(
+def test_problems_are_reported_and_set_the_exit_code(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ran: list[str] = []

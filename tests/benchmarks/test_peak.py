@@ -27,7 +27,7 @@ from distmp.precision import policy
         ("NVIDIA L4", 121e12, 30.3e12),
     ],
 )
-def test_the_peak_is_that_of_the_datasheet(name: str, bfloat16: float, float32: float) -> None:
+def test_the_peak_comes_from_the_datasheet(name: str, bfloat16: float, float32: float) -> None:
     found = datasheet(name)
     assert found is not None
     assert found["bfloat16"] == found["float16"] == bfloat16
@@ -38,11 +38,11 @@ def test_the_peak_is_that_of_the_datasheet(name: str, bfloat16: float, float32: 
 @pytest.mark.parametrize(
     "name", ["NVIDIA H200 NVL", "NVIDIA H100 NVL", "NVIDIA RTX A1000", "NVIDIA L40", "Tesla T4"]
 )
-def test_another_gpu_has_no_peak_that_is_known(name: str) -> None:
+def test_the_peak_of_another_gpu_is_unknown(name: str) -> None:
     assert datasheet(name) is None
 
 
-def test_the_kind_is_what_a_policy_computes_with() -> None:
+def test_the_kind_of_product_of_a_policy() -> None:
     kinds = {name: kind_of(policy(name)) for name in ("fp32", "tf32", "bf16", "fp16-autocast")}
     assert kinds == {
         "fp32": "float32",
@@ -60,7 +60,7 @@ def test_the_share_is_work_per_second_of_the_peak() -> None:
 
 
 @pytest.mark.parametrize(("name", "known"), [("NVIDIA H200", True), ("a new GPU", False)])
-def test_what_is_not_known_is_measured(
+def test_unknown_peaks_are_measured(
     name: str, known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peak, "_PRODUCT_SIZE", 16)

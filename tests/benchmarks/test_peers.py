@@ -1,4 +1,4 @@
-"""The loops that distmp is compared with do the same work, and one that does not is found out."""
+"""The compared loops do the same work, and a loop that does not is refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ TINY = Work(
 
 
 class Unsynchronised(TorchDDP):
-    """Ranks that train for themselves, as accelerate's do where it does not know of the others."""
+    """Ranks that train independently, as with accelerate if it does not detect the others."""
 
     def __init__(self, work: Work) -> None:
         super().__init__(work, None)
@@ -54,7 +54,7 @@ class AnotherOptimizer(TorchDDP):
 
 
 def trained(loop: Loop) -> dict[str, Any]:
-    """Return what the benchmark keeps of a loop."""
+    """Return the result of a loop as in the benchmark."""
     losses = []
     with computing_dtype(loop.model) as dtypes:
         for _ in range(STEPS):
@@ -82,7 +82,7 @@ def train_alone() -> list[float]:
 
 
 def losses_in_float64() -> list[float]:
-    """Train on all tokens of both ranks in one batch."""
+    """Train in float64 on all tokens of both ranks in one batch."""
     model = TINY.build().double()
     optimizer = torch.optim.AdamW(model.parameters(), RATE)
     batches = [*TINY.microbatches(0), *TINY.microbatches(1)]
@@ -102,7 +102,7 @@ def test_every_loop_does_the_same_work() -> None:
     reference = losses_in_float64()
     (alone,) = run_ranks(train_alone, 1)
     assert alone == pytest.approx(reference, rel=1e-6)
-    assert reference[-1] < reference[0] - 0.1  # there is something to be wrong about
+    assert reference[-1] < reference[0] - 0.1  # the losses change
     first, second = run_ranks(train_all, 2, timeout=100)
     assert first == second
     for race, (dtype, entrants) in RACES.items():
@@ -111,7 +111,7 @@ def test_every_loop_does_the_same_work() -> None:
             if f"{race} {name}" in first:
                 loop = first[f"{race} {name}"]
                 races.check_same_work(name, result, loop)
-                # On CPUs these compute in float32 and bfloat16 where float16 is asked for.
+                # On CPUs these compute in float32 and bfloat16 instead of float16.
                 other = dtype == torch.float16 and name in ("accelerate", "Lightning Fabric")
                 assert races.same_dtype(result, loop) == (not other), (race, name)
         assert any(name.startswith(f"{race} distmp") for name in first)
@@ -147,14 +147,15 @@ def race(**changes: Any) -> dict[str, Any]:
             },
             **changes,
         },
-        "absent": {"Lightning Fabric": "it is on holiday"},
+        "absent": {"Lightning Fabric": "it is not installed"},
     }
 
 
-def test_a_race_is_a_table_and_what_it_says() -> None:
-    """accelerate is faster and smaller, and computes something else: it is not compared with."""
-    table, work, said = races.rendered("ddp fp16", race()).split("\n\n")
-    assert table.splitlines()[0].startswith("| ddp fp16 | tokens/s | time, of the fastest peer |")
+def test_a_race_has_a_table_and_a_summary() -> None:
+    """accelerate is faster and smaller, but is not compared, because its dtype differs."""
+    table, work, summary = races.rendered("ddp fp16", race()).split("\n\n")
+    head = "| ddp fp16 | tokens/s | time relative to the fastest |"
+    assert table.splitlines()[0].startswith(head)
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
     assert rows == [
         ["torch DDP", "300 (200 to 300)", "1 (1 to 1)", "200", "1.00", "1e-04"],
@@ -162,33 +163,35 @@ def test_a_race_is_a_table_and_what_it_says() -> None:
         ["distmp `fp16`", "333 (182 to 600)", "0.9 (0.5 to 1.1)", "220", "1.10", "4e-05"],
     ]
     assert work == "Transformer of size 1m, 600 tokens a step."
-    assert said.splitlines() == [
+    assert summary.splitlines() == [
         "- distmp `fp16`: 10 % faster than the fastest peer, torch DDP (in 2 of 3 turns); "
-        "10 % more memory than the least, torch DDP.",
-        "- Lightning Fabric is not there: it is on holiday.",
+        "10 % more memory than the smallest peer, torch DDP.",
+        "- Lightning Fabric is excluded: it is not installed.",
     ]
 
 
 @pytest.mark.parametrize(
     ("seconds", "memory", "speed", "size"),
     [
-        ([2.2, 3.3, 2.2], 150e6, "10 % slower than", "25 % less memory than the least"),
-        ([2.001, 3.0, 2.0], 200.2e6, "as fast as", "as much memory as the peer with the least"),
+        ([2.2, 3.3, 2.2], 150e6, "10 % slower than", "25 % less memory than the smallest peer"),
+        ([2.001, 3.0, 2.0], 200.2e6, "as fast as", "as much memory as the smallest peer"),
     ],
 )
-def test_what_is_worse_is_said(seconds: list[float], memory: float, speed: str, size: str) -> None:
+def test_worse_results_are_reported(
+    seconds: list[float], memory: float, speed: str, size: str
+) -> None:
     ours = {"seconds": seconds, "memory": memory, "losses": [5.0, 4.0], "computes": "float16"}
-    said = races.rendered("ddp fp16", race(**{"distmp `fp16`": ours})).split("\n\n")[-1]
-    assert f"- distmp `fp16`: {speed} the fastest peer, torch DDP" in said
-    assert size in said
+    summary = races.rendered("ddp fp16", race(**{"distmp `fp16`": ours})).split("\n\n")[-1]
+    assert f"- distmp `fp16`: {speed} the fastest peer, torch DDP" in summary
+    assert size in summary
 
 
-def test_a_race_without_peers_is_no_race() -> None:
+def test_a_race_without_peers_has_no_table() -> None:
     alone = {**race(), "loops": {"distmp `fp16`": race()["loops"]["distmp `fp16`"]}}
     assert races.rendered("ddp fp16", alone).splitlines() == [
-        "Nobody to compare with in ddp fp16.",
+        "No peers to compare with in ddp fp16.",
         "",
-        "- Lightning Fabric is not there: it is on holiday.",
+        "- Lightning Fabric is excluded: it is not installed.",
     ]
 
 
@@ -207,10 +210,11 @@ def test_a_result_names_versions_and_machine() -> None:
     assert "2 ranks with 4 microbatches" in last
 
 
-def test_distmp_beside_one_of_its_peers() -> None:
+def test_distmp_relative_to_one_of_its_peers() -> None:
     found = {"ddp fp16": race(), "fsdp fp16": {**race(), "loops": {}}}
     table = races.beside("torch DDP", found)
-    assert table.splitlines()[0] == "| race | loop | time, of torch DDP's | memory |"
+    head = "| race | loop | time relative to torch DDP | memory relative to torch DDP |"
+    assert table.splitlines()[0] == head
     assert table.splitlines()[2:] == [
         "| ddp fp16 | distmp `fp16` | 0.9 (0.5 to 1.1) | 1.10 |",
     ]
@@ -223,22 +227,22 @@ def test_distmp_beside_one_of_its_peers() -> None:
 @pytest.mark.parametrize("losses", [[5.0, 4.01], [5.0, float("nan")]])
 def test_another_loss_is_refused(losses: list[float]) -> None:
     loop = {"losses": losses, "computes": "float16"}
-    with pytest.raises(SystemExit, match=r"may be 0\.0001 apart"):
+    with pytest.raises(SystemExit, match=r"may differ by 0\.0001"):
         races.check_same_work("torch DDP", race(), loop)
 
 
-def test_the_figures_are_those_of_the_results() -> None:
+def test_the_tables_agree_with_the_results() -> None:
     page = (figures.ROOT / "docs" / "peers.md").read_text()
     assert "<!-- figures: peers-cpu -->" in page
     assert "<!-- figures: peers-accelerate-cpu -->" in page
     assert figures.with_figures(page) == page
 
 
-def test_what_the_page_says_of_others_on_cpus() -> None:
+def test_statements_of_the_page_about_others_on_cpus() -> None:
     run_ranks(others_on_cpus, 2)
 
 
-def test_gloo_copies_what_it_scatters() -> None:
+def test_gloo_copies_scattered_tensors() -> None:
     """docs/peers.md, "What differs"."""
     reduced, scattered, gathered = run_ranks(copies_of_gloo, 2)[0]
     assert reduced < 0.3
@@ -247,20 +251,20 @@ def test_gloo_copies_what_it_scatters() -> None:
 
 
 def copies_of_gloo() -> list[float]:
-    """Return how much memory collectives take for a moment, of what they are given."""
-    whole = torch.ones(2**23)
-    part = whole.chunk(2)[dist.get_rank()]
-    found = []
+    """Return the temporary memory of collectives, relative to the size of the tensor."""
+    full = torch.ones(2**23)
+    part = full.chunk(2)[dist.get_rank()]
+    shares = []
     for collective in (
-        lambda: all_reduce(whole, dist.group.WORLD),
-        lambda: reduce_scatter(part, whole, dist.group.WORLD),
-        lambda: all_gather(whole, part, dist.group.WORLD),
+        lambda: all_reduce(full, dist.group.WORLD),
+        lambda: reduce_scatter(part, full, dist.group.WORLD),
+        lambda: all_gather(full, part, dist.group.WORLD),
     ):
         collective().wait()
-        start = begin_peak(whole.device)
+        start = begin_peak(full.device)
         collective().wait()
-        found.append(peak_since(start, whole.device) / whole.nbytes)
-    return found
+        shares.append(peak_since(start, full.device) / full.nbytes)
+    return shares
 
 
 def others_on_cpus() -> None:

@@ -15,7 +15,7 @@ def test_turns_alternate_and_the_first_do_not_count() -> None:
     assert found == {"a": [4, 5], "b": [3, 6]}
 
 
-def test_what_cannot_be_measured_is_left_out() -> None:
+def test_names_that_cannot_be_measured_are_skipped() -> None:
     asked: list[str] = []
 
     def measure(name: str) -> float | None:

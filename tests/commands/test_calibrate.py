@@ -1,4 +1,4 @@
-"""`distmp calibrate` from outside, and its tables, figures and picture."""
+"""The command `distmp calibrate`, its tables and its plot."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORLD = World.current("cpu")
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.chdir(tmp_path)
-    # A tied head is no module of its own.
+    # A tied head is not a separate module.
     untied = "--model.options={tied_head: false}"
     return [*TINY, untied, f"--data.path={corpus(tmp_path / 'corpus')}", "--calibrate-steps=2"]
 
@@ -56,13 +56,13 @@ def test_the_command_prints_tables_and_draws_a_picture(
     assert captured.err == ""
     assert lines[0].startswith("2 steps on 1 rank, precision fp32 (as configured")
     scales = [line.split()[0] for line in lines if line.count("%") + line.count(" 0") >= 6]
-    wanted = ["1", "2^3", "2^8", "2^16", "2^24"]
-    assert [scale for scale in scales if scale in wanted] == wanted
+    expected_scales = ["1", "2^3", "2^8", "2^16", "2^24"]
+    assert [scale for scale in scales if scale in expected_scales] == expected_scales
     groups = [line.split()[0] for line in lines[lines.index("", 5) :] if "2^" in line]
     expected = "layer embedding blocks.0 blocks.1 norm head total recommended:"
     assert groups == expected.split()
     assert sum(line.endswith("  recommended") for line in lines) == 1
-    # Nothing else is written: no run directory.
+    # No other file is written, and no run directory.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["calibration.png", "corpus"]
 
 
@@ -82,9 +82,7 @@ def test_configuration_of_many_ranks_is_calibrated_by_one_process(
     assert exponents(found.histograms) == exponents(alone.histograms)
 
 
-def test_json_holds_what_was_counted(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_counts(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*arguments, "--json", "--picture=null"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert not Path("calibration.png").exists()
@@ -105,7 +103,7 @@ def test_json_holds_what_was_counted(
     ]
 
 
-def test_ranks_count_together_and_speak_once(arguments: list[str]) -> None:
+def test_ranks_count_together_and_print_once(arguments: list[str]) -> None:
     launcher = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     command = [*launcher, "-m", "distmp.commands.calibrate", *arguments, "--json"]
     done = run(command, Path.cwd())
@@ -113,12 +111,12 @@ def test_ranks_count_together_and_speak_once(arguments: list[str]) -> None:
     found = json.loads(done.stdout)
     assert found["world_size"] == 2
     alone = json.loads(as_json(measure(load(arguments), WORLD)))
-    # The same samples in the same microbatches, whoever computes them.
+    # The same samples in the same microbatches, distributed over ranks.
     assert found["parameters"]["values"] == alone["parameters"]["values"]
     assert found["activations"]["values"] == alone["activations"]["values"]
     # The second step starts from weights that may differ in their last bits.
-    here, there = (content["total"]["exponents"] for content in (found, alone))
-    moved = sum(abs(here.get(e, 0) - there.get(e, 0)) for e in here.keys() | there.keys())
+    ours, theirs = (content["total"]["exponents"] for content in (found, alone))
+    moved = sum(abs(ours.get(e, 0) - theirs.get(e, 0)) for e in ours.keys() | theirs.keys())
     assert moved < 1e-3 * found["total"]["values"]
 
 
@@ -126,7 +124,7 @@ def test_ranks_count_together_and_speak_once(arguments: list[str]) -> None:
     ("policy", "measured"),
     [("fp16", "fp32"), ("fp16-autocast", "fp32"), ("bf16-autocast", "bf16-autocast")],
 )
-def test_what_float16_cannot_hold_is_measured_in_fp32(
+def test_float16_policies_are_measured_in_fp32(
     arguments: list[str], policy: str, measured: str
 ) -> None:
     found = measure(load([*arguments, f"--precision.policy={policy}"]), WORLD)
@@ -168,7 +166,7 @@ def test_it_continues_from_a_checkpoint(arguments: list[str]) -> None:
         ("--calibrate-step=3", "did you mean 'calibrate_steps'?"),
     ],
 )
-def test_wrong_options_are_refused_by_name(
+def test_invalid_options_are_refused_by_name(
     option: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([option]) == 2
@@ -226,13 +224,13 @@ def test_limits_that_forbid_the_recommendation_are_named() -> None:
     assert "precision.loss_scale.min_scale = 1 does not allow it" in lines_of(large)[-1]
 
 
-def test_a_range_too_wide_for_float16_is_said() -> None:
+def test_a_range_too_wide_for_float16_is_reported() -> None:
     assert "use a bf16 policy" in lines_of(calibration({"a": histogram(1.0, 2.0**-60)}, {}))[-1]
     narrow = calibration({"a": histogram(1.0, 2.0**-20)}, {})
     assert not any("bf16" in line for line in lines_of(narrow))
 
 
-def test_gradients_that_are_not_finite_are_said() -> None:
+def test_non_finite_gradients_are_reported() -> None:
     found = calibration({"a": histogram(1.0, math.inf, math.nan, math.nan)}, {})
     assert any("3 gradients are infinite or NaN already" in line for line in lines_of(found))
     assert "nothing to recommend" in lines_of(calibration({"a": histogram(0.0)}, {}))[-1]
@@ -276,7 +274,7 @@ def test_draws(case: str, tmp_path: Path) -> None:
 
 
 def test_the_bars_are_where_the_gradients_are(tmp_path: Path) -> None:
-    """Moved by 10 exponents, the blue moves to the left."""
+    """Gradients that are smaller by 10 exponents move the bars to the left."""
     columns = []
     for center in (-10, -20):
         shown = {kind: {"a": spread(center)} for kind in KINDS}

@@ -14,7 +14,7 @@ from benchmarks.report import RESULTS
 from distmp.commands.explain import command
 from distmp.commands.explain.explanation import MICROBATCHES_RUN, REPRODUCIBLE_RUN
 from distmp.commands.explain.memory import BATCHES, BUFFERS, OPTIMIZER, PARTS, REST
-from distmp.commands.explain.observe import MOST_PARAMETERS
+from distmp.commands.explain.observe import MAX_PARAMETERS
 
 PAGE = (ROOT / "docs" / "explain.md").read_text()
 
@@ -28,13 +28,13 @@ def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_parts_of_memory_are_those_of_the_tables() -> None:
-    told = re.findall(r"^\| ([\w ,]+) \| ", PAGE, flags=re.MULTILINE)
+    names = re.findall(r"^\| ([\w ,]+) \| ", PAGE, flags=re.MULTILINE)
     obvious = {BUFFERS, OPTIMIZER, BATCHES, REST}
-    assert told[1:][: len(PARTS) - len(obvious)] == [part for part in PARTS if part not in obvious]
+    assert names[1:][: len(PARTS) - len(obvious)] == [part for part in PARTS if part not in obvious]
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
-    assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN, MOST_PARAMETERS) == (3, 4, 8_000_000)
+    assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN, MAX_PARAMETERS) == (3, 4, 8_000_000)
     assert "many microbatches three are run (four with `reproducible`)" in " ".join(PAGE.split())
     assert "8 M parameters" in PAGE
 

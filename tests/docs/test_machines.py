@@ -46,9 +46,9 @@ def test_the_versions_are_those_that_are_compared() -> None:
 
 def test_the_messages_are_those_of_the_code() -> None:
     told: list[str] = []
-    watch = stragglers.Watch(["rank 0 on node1", "rank 1 on node2"], told.append)
+    detector = stragglers.SlowRankDetector(["rank 0 on node1", "rank 1 on node2"], told.append)
     for step, seconds in ((150, 0.412), (200, 0.412), (400, 0.229)):
-        watch.look(step, [0.229, seconds])
+        detector.update(step, [0.229, seconds])
     (block,) = re.findall(r"```text\n(.*?)```", RUNNING, flags=re.DOTALL)
     assert told == block.splitlines()
     assert "{name} differs: " in inspect.getsource(comparison)

@@ -163,7 +163,7 @@ def test_a_run_its_export_and_a_run_from_there(
     assert main([*arguments, bf16, "--steps=15", "--run-dir=run"]) == 0
     assert cli.main(["export", "run", "--to", "weights/fp32"]) == 0
     output = capsys.readouterr().out
-    assert output.endswith(" numbers in fp32: weights/fp32\n")
+    assert output.endswith(" elements in fp32 to weights/fp32\n")
     modes = {file.name: file.stat().st_mode for file in Path("weights/fp32").iterdir()}
     new = tmp_path / "new"
     new.touch()

@@ -1,4 +1,4 @@
-"""When something is a hang, and what is said about it."""
+"""When ranks hang, and the report about it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from distmp.distributed.progress import Activity
 from distmp.distributed.rendezvous_store import HashStore
 from distmp.faults import stacks, watchdog
-from distmp.faults.hang_report import HangReport, Silence, report
+from distmp.faults.hang_report import HangReport, SilentRank, report
 from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
 from distmp.faults.watchdog import Observer, Watchdog
 from distmp.utils import frames
@@ -32,96 +32,98 @@ def statuses(*idle: float, count: int = 1) -> dict[int, Status]:
 
 
 def test_all_ranks_have_to_be_over_their_limit() -> None:
-    assert Observer().see(statuses(11, 12, 13), now=100)
-    assert not Observer().see(statuses(11, 12, 9), now=100)
-    assert not Observer().see({}, now=100)
+    assert Observer().is_hang(statuses(11, 12, 13), now=100)
+    assert not Observer().is_hang(statuses(11, 12, 9), now=100)
+    assert not Observer().is_hang({}, now=100)
 
 
-def test_silence_counts_from_the_last_sign_of_life() -> None:
+def test_silence_counts_from_the_last_heartbeat() -> None:
     observer = Observer()
-    assert not observer.see(statuses(1, 1), now=100)
-    # Rank 0 goes on to say that it waits; rank 1 says nothing any more.
-    assert not observer.see({0: Status(2, 8, LIMIT, ""), 1: statuses(1, 1)[1]}, now=107)
-    assert not observer.see({0: Status(3, 10.5, LIMIT, ""), 1: statuses(1, 1)[1]}, now=108.9)
-    assert observer.see({0: Status(4, 11, LIMIT, ""), 1: statuses(1, 1)[1]}, now=109.1)
+    assert not observer.is_hang(statuses(1, 1), now=100)
+    # Rank 0 publishes that it waits; rank 1 publishes nothing any more.
+    assert not observer.is_hang({0: Status(2, 8, LIMIT, ""), 1: statuses(1, 1)[1]}, now=107)
+    assert not observer.is_hang({0: Status(3, 10.5, LIMIT, ""), 1: statuses(1, 1)[1]}, now=108.9)
+    assert observer.is_hang({0: Status(4, 11, LIMIT, ""), 1: statuses(1, 1)[1]}, now=109.1)
 
 
 def test_a_phase_that_may_take_longer_has_another_limit() -> None:
     slow = {**statuses(11, 11), 2: Status(1, 11, 60, "compiling")}
-    assert not Observer().see(slow, now=0)
+    assert not Observer().is_hang(slow, now=0)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.floats(0.1, 9)), max_size=40))
-def test_while_some_rank_gets_further_there_is_no_hang(events: list[tuple[int, float]]) -> None:
-    """Some rank gets further at least every 9 seconds; the others may be as late as they like."""
+def test_while_some_rank_makes_progress_there_is_no_hang(events: list[tuple[int, float]]) -> None:
+    """Some rank makes progress at least every 9 seconds; the others may be arbitrarily late."""
     observer, now, last = Observer(), 0.0, dict.fromkeys(range(4), 0.0)
     for count, (rank, seconds) in enumerate(events):
         now += seconds
         last[rank] = now
         seen = {r: Status(count, now - since, LIMIT, "") for r, since in last.items()}
-        assert not observer.see(seen, now)
+        assert not observer.is_hang(seen, now)
     seen = {r: Status(-1, now + 10.1 - since, LIMIT, "") for r, since in last.items()}
-    assert observer.see(seen, now + 10.1)
+    assert observer.is_hang(seen, now + 10.1)
 
 
 def answer(waits_in: str = "", collectives: int = 7, doing: str = "step 3, decision") -> Answer:
     return Answer(doing, 12.0, waits_in, collectives, "all_reduce", '  File "x.py", line 1\n')
 
 
-def told(answers: dict[int, Answer], silent: dict[int, Silence] | None = None) -> HangReport:
-    everyone = statuses(*[12.0] * (len(answers) + len(silent or {})))
-    return report(everyone, answers, silent or {}, len(everyone))
+def report_on(
+    answers: dict[int, Answer], silent: dict[int, SilentRank] | None = None
+) -> HangReport:
+    last = statuses(*[12.0] * (len(answers) + len(silent or {})))
+    return report(last, answers, silent or {}, len(last))
 
 
 WAITS = answer("all_reduce (all_reduce_stats, decision.py:1)")
 
 
 def test_a_rank_in_no_collective_is_late() -> None:
-    said = told({0: WAITS, 1: answer(doing="step 3, loading data"), 2: WAITS})
-    assert said.summary == (
+    result = report_on({0: WAITS, 1: answer(doing="step 3, loading data"), 2: WAITS})
+    assert result.summary == (
         "rank 1 late for 12 s; ranks 0, 2 in all_reduce (all_reduce_stats, decision.py:1)"
     )
-    assert "rank 1 of 3 is late: step 3, loading data for 12 s\n" in said.text
-    assert 'File "x.py", line 1' in said.text
+    assert "rank 1 of 3 is late: step 3, loading data for 12 s\n" in result.text
+    assert 'File "x.py", line 1' in result.text
     assert (
         "ranks 0, 2 wait in all_reduce (all_reduce_stats, decision.py:1): step 3, decision"
-        in said.text
+        in result.text
     )
 
 
 def test_a_rank_in_an_earlier_collective_is_late() -> None:
-    said = told({0: WAITS, 1: answer("broadcast (begin, x.py:2)", collectives=6)})
-    assert "rank 1 of 2 is late: step 3, decision for 12 s, waiting in broadcast" in said.text
+    result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)", collectives=6)})
+    assert "rank 1 of 2 is late: step 3, decision for 12 s, waiting in broadcast" in result.text
 
 
 def test_ranks_in_different_collectives_do_not_run_the_same_code() -> None:
-    said = told({0: WAITS, 1: answer("broadcast (begin, x.py:2)")})
-    assert "is late" not in said.text
-    assert "they do not run the same code" in said.text
+    result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)")})
+    assert "is late" not in result.text
+    assert "they do not run the same code" in result.text
 
 
 def test_all_ranks_in_one_collective_wait_for_the_network() -> None:
-    said = told({0: WAITS, 1: WAITS})
-    assert "look at the network" in said.text
+    result = report_on({0: WAITS, 1: WAITS})
+    assert "check the network" in result.text
     assert (
-        said.summary
+        result.summary
         == "all ranks wait for 12 s; they in all_reduce (all_reduce_stats, decision.py:1)"
     )
 
 
 def test_of_many_late_ranks_a_few_are_shown() -> None:
-    said = told({0: WAITS} | {rank: answer() for rank in range(1, 9)})
-    assert said.text.count("File") == 4
-    assert "late as well: ranks 5, 6, 7, 8" in said.text
+    result = report_on({0: WAITS} | {rank: answer() for rank in range(1, 9)})
+    assert result.text.count("File") == 4
+    assert "also late: ranks 5, 6, 7, 8" in result.text
 
 
 def test_a_silent_rank_elsewhere() -> None:
-    said = told({0: WAITS}, {1: Silence("node7", 99)})
-    assert "rank 1 of 2 is late and does not answer: it runs on node7; process 99" in said.text
+    result = report_on({0: WAITS}, {1: SilentRank("node7", 99)})
+    assert "rank 1 of 2 is late and does not answer: it runs on node7; process 99" in result.text
 
 
 class Waiting:
-    """What a collective returns, here one that never ends."""
+    """The handle of a collective that never ends."""
 
     def wait(self) -> None:
         threading.Event().wait()
@@ -136,7 +138,7 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
     until(lambda: "in wait\n" in stacks.show(sys._current_frames()[thread.ident or 0]))
     frame = sys._current_frames()[thread.ident or 0]
     assert "in finish\n" in stacks.show(frame)
-    assert frames.collective(frame) == ""  # it waits for another thread, as far as can be seen
+    assert frames.collective(frame) == ""  # it appears to wait for another thread
     while frame.f_code is not finish.__code__:
         assert frame.f_back is not None
         frame = frame.f_back
@@ -146,7 +148,7 @@ def test_the_place_of_a_thread_that_waits_for_a_collective() -> None:
 @ranks(2)
 def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path: Path) -> None:
     seen: list[tuple[str, int]] = []
-    noticed = tmp_path / "noticed"  # rank 1 keeps away until rank 0 was seen waiting for it
+    noticed = tmp_path / "noticed"  # rank 1 stays away until rank 0 was seen waiting for it
     rank = dist.get_rank()
 
     def look() -> None:
@@ -172,8 +174,8 @@ def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path:
 
 
 @ranks(2)
-def test_the_collective_of_a_thread_that_is_waited_for(tmp_path: Path) -> None:
-    """As that of a checkpoint that is written in the background."""
+def test_the_collective_of_a_thread_that_is_joined(tmp_path: Path) -> None:
+    """For example the thread that writes a checkpoint in the background."""
     group = dist.new_group(backend="gloo")
     noticed = tmp_path / "noticed"
     places: list[str] = []
@@ -185,7 +187,7 @@ def test_the_collective_of_a_thread_that_is_waited_for(tmp_path: Path) -> None:
         noticed.touch()
 
     def write() -> None:
-        dist.all_gather_object([None, None], "mine", group=group)
+        dist.all_gather_object([None, None], "value", group=group)
 
     if dist.get_rank() == 0:
         threading.Thread(target=look, daemon=True).start()
@@ -221,11 +223,11 @@ def until(condition: object) -> None:
         time.sleep(0.01)
 
 
-def test_a_rank_gives_signs_of_life_until_it_leaves() -> None:
+def test_a_rank_publishes_heartbeats_until_it_leaves() -> None:
     store, activity = HashStore(), Activity()
     peers = Peers(store, 0, 1)
-    dog = watch(peers, activity)
-    dog.start()
+    monitor = watch(peers, activity)
+    monitor.start()
     activity.begin_step(5, first=False)
     activity.enter("forward of microbatch", 2)
     until(lambda: peers.statuses()[0].doing == "step 5, forward of microbatch 2")
@@ -234,33 +236,33 @@ def test_a_rank_gives_signs_of_life_until_it_leaves() -> None:
     places = peers.places()
     assert places is not None
     assert places[0].pid == os.getpid()
-    dog.stop()
+    monitor.stop()
     assert peers.statuses() == {}
     assert peers.has_left(0)
 
 
-def test_bytes_that_move_are_progress_where_bytes_are_moved(tmp_path: Path) -> None:
+def test_transferred_bytes_are_progress_in_phases_that_transfer(tmp_path: Path) -> None:
     activity = Activity()
-    dog = watch(Peers(HashStore(), 0, 1), activity)
+    monitor = watch(Peers(HashStore(), 0, 1), activity)
     for transfers in (False, True):
         activity.enter("saving a checkpoint", transfers=transfers)
-        dog._notice_transfers()
+        monitor._detect_transfer()
         before = activity.now.since
-        dog._notice_transfers()
+        monitor._detect_transfer()
         assert activity.now.since == before
         (tmp_path / "file").write_bytes(bytes(2 * watchdog.TRANSFER_BYTES))
-        dog._notice_transfers()
+        monitor._detect_transfer()
         assert (activity.now.since > before) is transfers
 
 
-def test_a_process_that_was_stopped_as_a_whole_does_not_hang() -> None:
+def test_a_process_that_was_stopped_does_not_hang() -> None:
     activity = Activity()
-    dog = watch(Peers(HashStore(), 0, 1), activity)
+    monitor = watch(Peers(HashStore(), 0, 1), activity)
     activity.now = activity.now._replace(since=activity.now.since - 1000)
-    dog._notice_pauses()
+    monitor._detect_pause()
     assert time.monotonic() - activity.now.since > 999
-    dog._last_turn -= 1000
-    dog._notice_pauses()
+    monitor._last_turn -= 1000
+    monitor._detect_pause()
     assert time.monotonic() - activity.now.since < 900
 
 
@@ -268,27 +270,27 @@ def test_the_first_cause_counts() -> None:
     store = HashStore()
     first, second = Peers(store, 0, 2), Peers(store, 1, 2)
     assert first.ending() is None
-    assert second.end(Ending(1, 3, "mine", 1))
-    assert not first.end(Ending(0, 3, "no, mine", 1))
+    assert second.end(Ending(1, 3, "first cause", 1))
+    assert not first.end(Ending(0, 3, "second cause", 1))
     ending = first.ending()
     assert ending is not None
-    assert (ending.rank, ending.cause) == (1, "mine")
+    assert (ending.rank, ending.cause) == (1, "first cause")
 
 
 def test_a_process_that_is_gone_is_named_unless_it_had_left(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     store = HashStore()
-    mine, others = Peers(store, 0, 2), Peers(store, 1, 2)
-    for peers, pid in ((mine, os.getpid()), (others, 2**22 + 1)):
+    own, others = Peers(store, 0, 2), Peers(store, 1, 2)
+    for peers, pid in ((own, os.getpid()), (others, 2**22 + 1)):
         peers.beat(Status(1, 0.0, LIMIT, ""))
         peers.introduce(RankPlace(socket.gethostname(), pid, 0))
     others.leave()
-    dog = watch(mine, Activity())
-    assert not dog.bury()
+    monitor = watch(own, Activity())
+    assert not monitor.end_for_lost_ranks()
     others.beat(Status(2, 0.0, LIMIT, ""))
-    assert dog.bury()
+    assert monitor.end_for_lost_ranks()
     assert "rank 1 is gone without a message" in capsys.readouterr().err
-    ending = mine.ending()
+    ending = own.ending()
     assert ending is not None
     assert ending.rank == 1

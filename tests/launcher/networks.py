@@ -1,4 +1,4 @@
-"""Networks that are only described."""
+"""Fake networks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def network(
     interfaces: Mapping[str, tuple[str, ...]] = INTERFACES,
     hostname: str = "n2",
 ) -> Network:
-    """A machine that is 10.0.0.2 on eth1, and 192.168.7.9 on the way to everything else."""
+    """A machine that is 10.0.0.2 on eth1, with a default route from 192.168.7.9."""
 
     def resolve(name: str) -> str:
         if name[0].isdigit() or ":" in name:

@@ -47,7 +47,7 @@ def test_main_launches(monkeypatch: pytest.MonkeyPatch) -> None:
         ["--seed", "2"],
         LaunchOptions(),
     )
-    # Options of both sides in any order; those of the run are not looked at.
+    # Options of both sides in any order; those of the run are not parsed.
     words = ["--port=5", "--nnodes", "1", "--dry-run", "--environment", "local", "--", "--dry-run"]
     assert command.main(words) == (
         ["--nnodes", "1"],
@@ -57,12 +57,12 @@ def test_main_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("words", [["--port=x"], ["--port=0"], ["--environment=x"], ["--hosts"]])
-def test_wrong_options_are_one_message(words: list[str]) -> None:
+def test_invalid_options_are_one_message(words: list[str]) -> None:
     with pytest.raises(ConfigError, match="argument --"):
         command.main(words)
 
 
-def test_dry_run_starts_nothing_and_says_why(
+def test_dry_run_starts_nothing_and_prints_reasons(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local, "_run", lambda *_: pytest.fail("a rank was started"))
@@ -81,7 +81,7 @@ def test_dry_run_checks_the_configuration() -> None:
         command.main(["--dry-run", "--", "--steps", "0"])
 
 
-def test_dry_run_refuses_a_head_that_it_does_not_find(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_refuses_a_head_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {**SRUN, "SLURM_STEP_NODELIST": "no-[1-2].invalid"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(AddressError, match=r"no-1\.invalid"):
@@ -103,9 +103,9 @@ def test_a_batch_script_starts_a_step_on_every_machine(
     capsys.readouterr()
     assert command.main(["--dry-run", "--", "--seed", "2"]) == 0
     assert len(started) == 1
-    shown = capsys.readouterr().out.splitlines()[-1]
-    assert shown.startswith("srun --nodes=3 ")
-    assert shown.endswith("-m distmp launch -- --seed 2")
+    printed = capsys.readouterr().out.splitlines()[-1]
+    assert printed.startswith("srun --nodes=3 ")
+    assert printed.endswith("-m distmp launch -- --seed 2")
     with pytest.raises(ConfigError, match="steps"):
         command.main(["--", "--steps", "0"])
 
@@ -117,12 +117,12 @@ def test_a_missing_srun_is_one_message(monkeypatch: pytest.MonkeyPatch, tmp_path
         command.main([])
 
 
-def test_hosts_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_of_hosts_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--dry-run", "--hosts=127.0.0.1,localhost", "--ssh=no-ssh -F x", "--port=5"]
     assert command.main([*words, "--max-restarts=1", "--", "--seed", "2"]) == 0
     out = capsys.readouterr().out
     commands = [shlex.split(line) for line in out.splitlines() if line.startswith("no-ssh -F x ")]
-    assert [shown[-2] for shown in commands] == ["127.0.0.1", "localhost"]
+    assert [words[-2] for words in commands] == ["127.0.0.1", "localhost"]
     assert "--rdzv-endpoint=127.0.0.1:5 " in out
     assert commands[0][-1].endswith(" --max-restarts=1 -- --seed 2")
 

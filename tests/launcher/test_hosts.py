@@ -14,7 +14,7 @@ import pytest
 from distmp.errors import ConfigError
 from distmp.launcher.hosts import Host, HostsPlan, plan_hosts, read_hosts, run_on_hosts
 from distmp.launcher.network import AddressError
-from distmp.launcher.plan import Given
+from distmp.launcher.plan import UserOptions
 from tests.launcher.networks import network
 from tests.torchrun import environment
 
@@ -45,7 +45,7 @@ def test_no_hosts(text: str) -> None:
         read_hosts(text)
 
 
-# Stands in for ssh: knows `alias`, and runs commands here.
+# A replacement for ssh: knows `alias`, and runs commands locally.
 FAKE_SSH = """\
 #!/bin/sh
 while [ "${1#-o}" != "$1" ]; do shift; done
@@ -69,15 +69,15 @@ def ssh(tmp_path: Path) -> list[str]:
 
 
 def words(plan: HostsPlan, host: str) -> list[str]:
-    """Return the words of the command that a host is to run."""
+    """Return the words of a host's command."""
     *_, name, remote = plan.commands[host]
     assert name == host
     return shlex.split(remote)
 
 
-def test_every_host_is_told_where_to_meet(ssh: list[str]) -> None:
+def test_every_host_gets_the_rendezvous_endpoint(ssh: list[str]) -> None:
     variables = {"NCCL_DEBUG": "INFO", "HOME": "/root", "PET_LOG_DIR": "a b"}
-    given = Given(words=("--max-restarts", "1"), port=4321)
+    given = UserOptions(arguments=("--max-restarts", "1"), port=4321)
     plan = plan_hosts(
         [Host("alias", 2), Host("n1")], ssh, given, ["--seed", "2"], network(), variables
     )
@@ -91,35 +91,35 @@ def test_every_host_is_told_where_to_meet(ssh: list[str]) -> None:
     assert [word for word in first if word not in own] == [w for w in second if w not in own]
     assert own & set(first) == {"--node-rank=0", "--nproc-per-node=2"}
     assert own & set(second) == {"--node-rank=1"}
-    shown = plan.shown()
-    assert shlex.join(plan.commands["alias"]) in shown.splitlines()
-    assert "first of --hosts; port: --port" in shown
+    description = plan.describe()
+    assert shlex.join(plan.commands["alias"]) in description.splitlines()
+    assert "first of --hosts; port: --port" in description
 
 
-def test_the_users_own_choices_are_passed_and_not_made_again(ssh: list[str]) -> None:
+def test_user_options_are_passed_on_and_not_derived_again(ssh: list[str]) -> None:
     options = ("--nnodes=1:2", "--rdzv-endpoint=h:1", "--rdzv-id=x")
-    given = Given(words=options, nnodes=(1, 2), rdzv_endpoint="h:1", rdzv_id="x")
+    given = UserOptions(arguments=options, nnodes=(1, 2), rdzv_endpoint="h:1", rdzv_id="x")
     plan = plan_hosts([Host("n1"), Host("n2")], ssh, given, [], network(), {})
-    assert plan.choices == ()
-    assert plan.fewest == 1
+    assert plan.options == ()
+    assert plan.min_nodes == 1
     assert words(plan, "n1")[-4:] == [*options, "--"]
-    assert "# environment: hosts" in plan.shown()
+    assert "# environment: hosts" in plan.describe()
 
 
 def test_a_first_host_without_an_address_is_an_error(ssh: list[str]) -> None:
     with pytest.raises(AddressError, match="'n9'"):
-        plan_hosts([Host("n9"), Host("n1")], ssh, Given(), [], network(), {})
+        plan_hosts([Host("n9"), Host("n1")], ssh, UserOptions(), [], network(), {})
 
 
 def test_another_rendezvous_is_refused(ssh: list[str]) -> None:
-    for given in (Given(own_rendezvous="master_addr"), Given(node_rank=0)):
+    for given in (UserOptions(own_rendezvous="master_addr"), UserOptions(node_rank=0)):
         with pytest.raises(ConfigError, match="leave out --"):
             plan_hosts([Host("n1")], ssh, given, [], network(), {})
 
 
-def on_hosts(fewest: int, ssh: list[str], **scripts: str) -> HostsPlan:
+def on_hosts(min_nodes: int, ssh: list[str], **scripts: str) -> HostsPlan:
     commands = {name: [*ssh, name, script] for name, script in scripts.items()}
-    return HostsPlan(commands, (), fewest)
+    return HostsPlan(commands, (), min_nodes)
 
 
 def test_output_is_labelled_and_the_first_failure_named(
@@ -138,15 +138,17 @@ def test_a_host_that_ssh_does_not_reach_ends_the_others(
     ssh: list[str], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("distmp.launcher.hosts._NOTICE_SECONDS", 0.2)
-    # Reads what it is told: the signal by name.
-    plan = on_hosts(2, ssh, unreachable="", b="read line; echo told $line; exit 143")
+    # The agent reads the name of the signal.
+    plan = on_hosts(2, ssh, unreachable="", b="read line; echo got $line; exit 143")
     assert run_on_hosts(plan) == 255
     out, err = capfd.readouterr()
-    assert out == "[b] told SIGTERM\n"
+    assert out == "[b] got SIGTERM\n"
     assert "host unreachable could not be reached by ssh" in err.splitlines()[-1]
 
 
-def test_enough_hosts_go_on_without_one(ssh: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_enough_hosts_continue_without_one(
+    ssh: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
     plan = on_hosts(1, ssh, a="exit 3", b="sleep 0.5; echo done")
     assert run_on_hosts(plan) == 0
     assert capfd.readouterr().out == "[b] done\n"
@@ -186,7 +188,7 @@ def test_a_signal_reaches_every_host(
     with process:
         started = sorted(process.stdout.readline() for _ in "ab")
         assert started == ["[a] ready\n", "[b] ready\n"]
-        process.send_signal(signal.SIGHUP)  # the terminal is gone
+        process.send_signal(signal.SIGHUP)  # the terminal closes
         process.send_signal(number)
         out, err = process.communicate(timeout=60)
     assert process.returncode == code
@@ -194,8 +196,8 @@ def test_a_signal_reaches_every_host(
     assert err == f"distmp launch: {ending}\n"
 
 
-@pytest.mark.parametrize(("told", "code"), [("SIGUSR1\n", 40), (None, 41), ("NONSENSE\n", None)])
-def test_an_agent_follows_its_standard_input(told: str | None, code: int | None) -> None:
+@pytest.mark.parametrize(("line", "code"), [("SIGUSR1\n", 40), (None, 41), ("NONSENSE\n", None)])
+def test_an_agent_follows_its_standard_input(line: str | None, code: int | None) -> None:
     program = """
         import signal, sys, time
         from distmp.launcher.hosts import follow_stdin
@@ -217,10 +219,10 @@ def test_an_agent_follows_its_standard_input(told: str | None, code: int | None)
     assert process.stdout is not None
     with process:
         assert process.stdout.readline() == "ready\n"
-        if told is None:
+        if line is None:
             process.stdin.close()
         else:
-            process.stdin.write(told)
+            process.stdin.write(line)
             process.stdin.flush()
         if code is None:
             with pytest.raises(subprocess.TimeoutExpired):
@@ -231,8 +233,8 @@ def test_an_agent_follows_its_standard_input(told: str | None, code: int | None)
 
 
 def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[str]) -> None:
-    gone = tmp_path / "gone"
-    script = f"echo ready; while read line; do :; done; touch {gone}"
+    ended = tmp_path / "ended"
+    script = f"echo ready; while read line; do :; done; touch {ended}"
     program = f"""
         from distmp.launcher.hosts import HostsPlan, run_on_hosts
         run_on_hosts(HostsPlan({{"a": {[*ssh, "a", script]!r}}}, (), 1))
@@ -245,6 +247,6 @@ def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[s
         process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 30
-    while not gone.exists():
+    while not ended.exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -1,4 +1,4 @@
-"""launch/hosts.sh, on two hosts with an ssh server each."""
+"""Test launch/hosts.sh on two hosts with an ssh server each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SSHD = shutil.which("sshd", path=f"{os.environ['PATH']}:/usr/sbin")
 
 @contextmanager
 def ssh_servers(hosts: TwoHosts, folder: Path) -> Iterator[str]:
-    """Start a server on each host with throw-away keys; give the ssh command that reaches them."""
+    """Start an ssh server with temporary keys on each host; yield the ssh command to reach them."""
     for name in ("host", "user"):
         subprocess.run(
             ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / name], check=True
@@ -51,7 +51,7 @@ def ssh_servers(hosts: TwoHosts, folder: Path) -> Iterator[str]:
 
 def test_two_hosts_train_two_steps(tmp_path: Path) -> None:
     if SSHD is None:
-        pytest.skip("there is no sshd (apt-get install openssh-server)")
+        pytest.skip("sshd is not installed (apt-get install openssh-server)")
     reason = two_hosts.why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -59,7 +59,7 @@ def test_two_hosts_train_two_steps(tmp_path: Path) -> None:
     options += ["--schedule.warmup-steps=1", "--validation.every=0", "--run-dir=run of two"]
     with two_hosts.two_hosts() as hosts, ssh_servers(hosts, tmp_path) as ssh:
         variables = {"HOSTS": ",".join(NAMES), "SSH": ssh, "PYTHON": sys.executable}
-        told = hosts.run(
+        output = hosts.run(
             0,
             str(SCRIPT),
             *options,
@@ -67,12 +67,12 @@ def test_two_hosts_train_two_steps(tmp_path: Path) -> None:
             env={**environment(), **variables, "PET_NPROC_PER_NODE": "1"},
             timeout=150,
         )
-    assert "[node1] ranks: 2 on cpu" in told
-    assert "[node2] distmp launch: " in told
+    assert "[node1] ranks: 2 on cpu" in output
+    assert "[node2] distmp launch: " in output
     assert (tmp_path / "run of two" / "steps.jsonl").read_text().count("\n") == 2
 
 
-def test_says_what_it_would_run(tmp_path: Path) -> None:
+def test_a_dry_run_prints_the_commands(tmp_path: Path) -> None:
     variables = {"DRY_RUN": "1", "HOSTS": "127.0.0.2,127.0.0.3", "PYTHON": sys.executable}
     done = subprocess.run(
         [SCRIPT, "--steps=60"],

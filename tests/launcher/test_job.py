@@ -9,7 +9,7 @@ from distmp.errors import ConfigError
 from distmp.launcher.job import Job, detect, slurm_resolver, srun_command
 from distmp.launcher.network import AddressError
 
-# As the environments set them, without what does not matter here.
+# As the environments set them, reduced to the relevant variables.
 SLURM = {
     "SLURM_JOB_ID": "4711",
     "SLURM_JOBID": "4711",
@@ -54,7 +54,6 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_NODE_RANK": "0",
     "PMIX_NAMESPACE": "prterun-n08-77@1",
     "PMIX_RANK": "1",
-    "MASTER_ADDR": "10.1.0.8",
 }
 HYDRA = {"PMI_RANK": "0", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
 SKYPILOT = {
@@ -68,8 +67,8 @@ POD_NAME = "train-1.workers.space.svc.cluster.local"
 
 
 def values(job: Job) -> tuple[object, ...]:
-    chosen = (job.nodes, job.node_rank, job.head, job.name)
-    return job.environment, *(choice and choice.value for choice in chosen)
+    explained = (job.nodes, job.node_rank, job.head, job.name)
+    return job.environment, *(entry and entry.value for entry in explained)
 
 
 @pytest.mark.parametrize(
@@ -86,67 +85,76 @@ def values(job: Job) -> tuple[object, ...]:
             id="a pod of an indexed Job",
         ),
         pytest.param(
-            OPEN_MPI, ("mpi", 2, 1, "10.1.0.8", "prterun-n08-77@1"), id="mpirun of Open MPI"
-        ),
-        pytest.param(HYDRA, ("mpi", 4, 0, None, None), id="mpiexec of MPICH and Intel"),
-        pytest.param(
-            SKYPILOT,
-            ("skypilot", 2, 1, "10.2.0.4", SKYPILOT["SKYPILOT_TASK_ID"]),
-            id="a task of SkyPilot",
+            {"SKYPILOT_NUM_NODES": "1", "OMPI_COMM_WORLD_SIZE": "1"},
+            ("local", None, None, None, None),
+            id="one process of mpirun",
         ),
     ],
 )
 def test_what_started_this_process(variables: dict[str, str], expected: tuple[object, ...]) -> None:
     job = detect(variables, POD_NAME)
     assert values(job) == expected
-    # A shell of salloc says where it is; nothing else needs a word.
+    # Only a shell of salloc needs a note.
     assert bool(job.notes) == (variables is SLURM)
 
 
 @pytest.mark.parametrize(
     ("variables", "spread"),
     [
-        pytest.param(SRUN, False, id="each machine has its own process"),
-        pytest.param(SBATCH, True, id="the script stands for all"),
-        pytest.param({**SBATCH, "SLURM_JOB_NUM_NODES": "1"}, False, id="one machine: this one"),
-        pytest.param({**SLURM, "SLURM_JOB_NUM_NODES": "1"}, True, id="one machine: another one"),
+        pytest.param(SRUN, False, id="one process per machine"),
+        pytest.param(SBATCH, True, id="one script for all machines"),
+        pytest.param({**SBATCH, "SLURM_JOB_NUM_NODES": "1"}, False, id="one machine, this one"),
+        pytest.param({**SLURM, "SLURM_JOB_NUM_NODES": "1"}, True, id="one machine, another one"),
         # A shell on the first machine (LaunchParameters=use_interactive_step) is a special step.
         pytest.param({**SBATCH, "SLURM_STEP_ID": "4294967290"}, True, id="an interactive step"),
     ],
 )
-def test_who_stands_for_the_whole_job(variables: dict[str, str], spread: bool) -> None:
+def test_which_processes_start_launchers_on_other_machines(
+    variables: dict[str, str], spread: bool
+) -> None:
     assert detect(variables, "n08").spread == spread
 
 
-@pytest.mark.parametrize(
-    ("variables", "taken", "other", "why"),
-    [
-        pytest.param({**SRUN, **POD}, "kubernetes", "slurm", "pod", id="Slurm's inside a pod"),
-        pytest.param({**SBATCH, **OPEN_MPI}, "mpi", "slurm", "mpirun", id="mpirun inside Slurm"),
-        pytest.param({**OPEN_MPI, **SRUN}, "mpi", "slurm", "mpirun", id="srun inside MPI"),
-        pytest.param({**POD, **SKYPILOT}, "skypilot", "kubernetes", "SkyPilot", id="SkyPilot"),
-    ],
-)
-def test_conflicts_are_explained(
-    variables: dict[str, str], taken: str, other: str, why: str
-) -> None:
+def test_conflicts_are_explained() -> None:
+    variables = {**SRUN, **POD}
     job = detect(variables, POD_NAME)
-    assert job.environment == taken
+    assert job.environment == "kubernetes"
     (note,) = job.notes
-    assert f"took {taken}, because" in note
-    assert why in note
-    assert f"`--environment {other}` takes that" in note
-    # And it can be chosen.
-    chosen = detect(variables, POD_NAME, other)
-    assert chosen.environment == other
-    assert "--environment asks for it" in chosen.notes[-1]
+    assert "selected kubernetes, because a pod inherits variables" in note
+    assert "`--environment slurm` selects that" in note
+    # The other one can be requested.
+    requested = detect(variables, POD_NAME, "slurm")
+    assert requested.environment == "slurm"
+    assert "--environment requests it" in requested.notes[-1]
     assert detect(variables, POD_NAME, "local").nodes is None
 
 
-def test_mpirun_inside_slurm_starts_at_the_first_machine_of_the_job() -> None:
-    variables = {**SBATCH, **OPEN_MPI}
-    del variables["MASTER_ADDR"]
-    assert values(detect(variables, "n08")) == ("mpi", 2, 1, "n08", "prterun-n08-77@1")
+@pytest.mark.parametrize(
+    ("variables", "size", "launcher", "options"),
+    [
+        (
+            OPEN_MPI,
+            "OMPI_COMM_WORLD_SIZE",
+            "mpirun",
+            "--nnodes 2 --node-rank $OMPI_COMM_WORLD_RANK",
+        ),
+        (HYDRA, "PMI_SIZE", "mpiexec", "--nnodes 4 --node-rank $PMI_RANK"),
+        (SKYPILOT, "SKYPILOT_NUM_NODES", "SkyPilot", "--nnodes 2 --node-rank $SKYPILOT_NODE_RANK"),
+        # Variables of an allocation are inherited by the processes of mpirun.
+        ({**SBATCH, **OPEN_MPI}, "OMPI_COMM_WORLD_SIZE", "mpirun", "--nnodes 2"),
+        ({**POD, **SKYPILOT}, "SKYPILOT_NUM_NODES", "SkyPilot", "--nnodes 2"),
+    ],
+)
+def test_launchers_that_are_not_read_are_refused(
+    variables: dict[str, str], size: str, launcher: str, options: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"from {launcher}; run one") as error:
+        detect(variables, POD_NAME)
+    assert error.value.setting == size
+    assert options in str(error.value)
+    assert "--rdzv-endpoint HOST:PORT" in str(error.value)
+    # What the message suggests works.
+    assert detect(variables, POD_NAME, "local").environment == "local"
 
 
 @pytest.mark.parametrize(
@@ -159,11 +167,7 @@ def test_mpirun_inside_slurm_starts_at_the_first_machine_of_the_job() -> None:
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}, "SLURM_STEP_NODELIST", "not set"),
         ({**POD, "HOSTNAME": "my-pod"}, "JOB_COMPLETION_INDEX", "does not end in -1"),
         ({**POD, "JOB_COMPLETION_INDEX": ""}, "JOB_COMPLETION_INDEX", "not set"),
-        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, "OMPI_COMM_WORLD_LOCAL_SIZE", "one pro"),
-        ({**HYDRA, "PMI_SIZE": "0"}, "PMI_SIZE", "1 or more"),
-        ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}, "PMIX_RANK", "--nnodes"),
-        ({**SKYPILOT, "SKYPILOT_NUM_NODES": "3"}, "SKYPILOT_NUM_NODES", "2 addresses"),
-        ({"SKYPILOT_NODE_RANK": "0"}, "SKYPILOT_NODE_IPS", "not set"),
+        ({**HYDRA, "PMI_SIZE": "x"}, "PMI_SIZE", "whole number"),
     ],
 )
 def test_contradictions_are_one_message(
@@ -174,10 +178,10 @@ def test_contradictions_are_one_message(
     assert error.value.setting == setting
 
 
-@pytest.mark.parametrize("wanted", ["slurm", "pbs"])
-def test_an_environment_that_is_not_there_cannot_be_chosen(wanted: str) -> None:
+@pytest.mark.parametrize("requested", ["slurm", "pbs"])
+def test_an_environment_that_is_not_found_cannot_be_requested(requested: str) -> None:
     with pytest.raises(ConfigError, match="--environment"):
-        detect(POD, POD_NAME, wanted)
+        detect(POD, POD_NAME, requested)
 
 
 def test_srun_gets_one_task_with_all_cores_on_each_machine() -> None:
@@ -188,13 +192,13 @@ def test_srun_gets_one_task_with_all_cores_on_each_machine() -> None:
     assert srun_command({}, 1, [])[-1] == "--ntasks-per-node=1"
 
 
-def test_slurm_knows_addresses_of_names_that_nobody_else_knows(
+def test_slurm_is_asked_for_addresses_of_names_that_do_not_resolve(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    shown = "NodeName=n08 Arch=x86_64 NodeAddr=10.1.0.8 NodeHostName=n08 State=ALLOCATED\n"
+    node = "NodeName=n08 Arch=x86_64 NodeAddr=10.1.0.8 NodeHostName=n08 State=ALLOCATED\n"
 
     def scontrol(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        output = shown if command[-1] == "n08" else ""
+        output = node if command[-1] == "n08" else ""
         return subprocess.CompletedProcess(command, 0, stdout=output)
 
     def resolve(name: str) -> str:

@@ -22,7 +22,7 @@ from tests.torchrun import environment
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = {"slurm": "launch/slurm.sbatch", "kubernetes": "launch/kubernetes.yaml"}
-# Those with podFailurePolicy as it is now, and those of the last year.
+# The oldest version with the current podFailurePolicy, and recent ones.
 KUBERNETES_VERSIONS = ("1.31", "1.34", "1.37")
 
 ODD_WORDS = ["", " ", "a b", "'", '"', "\\", "\n", "#", "- x", "yes", "1e5", "0o7", "{a: 1}", "a,b"]
@@ -33,7 +33,7 @@ words = st.sampled_from(ODD_WORDS) | st.text(
 
 
 def default(kind: str) -> list[str]:
-    """What the committed files are written for."""
+    """Return the arguments that generate the committed files."""
     numbers = ["--nnodes", "2", "--nproc-per-node", "8"]
     return ["--render", kind, *numbers, "--", "--config", "configs/quickstart.yaml"]
 
@@ -43,7 +43,7 @@ def written(kind: str, options: list[str], run: list[str]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_files_in_launch_are_those_of_the_documented_command(
+def test_the_files_in_launch_are_generated_by_the_documented_command(
     kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -62,12 +62,15 @@ def test_the_files_in_launch_are_those_of_the_documented_command(
         (["--nnodes=2", "--nproc-per-node=gpu"], "--nproc-per-node = 'gpu'"),
         (["--nnodes=2:4", "--nproc-per-node=8"], "--nnodes = '2:4'"),
         (["--nnodes=0", "--nproc-per-node=8"], "--nnodes = '0'"),
-        (["--nnodes=2", "--nproc-per-node=8", "--no-such-option=3"], "torchrun does not take this"),
+        (
+            ["--nnodes=2", "--nproc-per-node=8", "--no-such-option=3"],
+            "torchrun does not accept this",
+        ),
         (["--nnodes=2", "--nproc-per-node=8", "--", "--optim.lr=x"], "optim.lr = 'x'"),
         (["--nnodes=2", "--nproc-per-node=8", "--", "--run-dir=\udcff"], "is not UTF-8"),
     ],
 )
-def test_what_cannot_be_a_job_is_refused(kind: str, arguments: list[str], message: str) -> None:
+def test_invalid_jobs_are_refused(kind: str, arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         command.main(["--render", kind, *arguments])
 
@@ -78,7 +81,7 @@ def test_another_kind_is_refused() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_page_names_what_is_in_the_files(kind: str) -> None:
+def test_the_page_agrees_with_the_files(kind: str) -> None:
     page = (ROOT / "docs" / "launching.md").read_text()
     section = page.partition(f"\n## {kind.capitalize()}\n")[2].partition("\n## ")[0]
     text = (ROOT / FILES[kind]).read_text()
@@ -94,7 +97,7 @@ def test_the_page_names_what_is_in_the_files(kind: str) -> None:
 # Slurm
 
 
-# Bash runs a batch script; `.` gives it the arguments that sbatch would.
+# Bash runs a batch script; `.` passes it the arguments, as sbatch does.
 RUN_SCRIPT = """\
 srun() { printf '%s\\0' "$PET_NPROC_PER_NODE" "$@"; return $CODE; }
 scontrol() { printf '%s\\0' scontrol "$@"; }
@@ -105,7 +108,7 @@ shift
 
 
 def run_script(path: Path, *arguments: str, code: int = 0) -> tuple[int, list[str]]:
-    """Run a batch script with functions in place of Slurm's commands; return what they got."""
+    """Run a batch script with functions that replace Slurm's commands; return their arguments."""
     variables = {"PATH": os.environ["PATH"], "CODE": str(code), "SLURM_JOB_ID": "7"}
     done = subprocess.run(
         ["bash", "-c", RUN_SCRIPT, "job", str(path), *arguments],
@@ -119,7 +122,7 @@ def run_script(path: Path, *arguments: str, code: int = 0) -> tuple[int, list[st
 
 @settings(max_examples=60, deadline=None)
 @given(value=words, run=st.lists(words, max_size=4), more=st.lists(words, max_size=2))
-def test_a_batch_script_passes_every_word_on(
+def test_a_batch_script_passes_on_every_word(
     value: str, run: list[str], more: list[str], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     script = tmp_path_factory.getbasetemp() / "odd.sbatch"
@@ -131,16 +134,16 @@ def test_a_batch_script_passes_every_word_on(
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, STOPPED_EXIT_CODE])
-def test_a_batch_script_goes_back_in_the_queue_after_an_orderly_stop(code: int) -> None:
+def test_a_batch_script_requeues_itself_after_an_orderly_stop(code: int) -> None:
     ended, got = run_script(ROOT / FILES["slurm"], code=code)
     assert ended == code
     requeued = got[-3:] == ["scontrol", "requeue", "7"]
     assert requeued == (code == STOPPED_EXIT_CODE)
 
 
-def test_a_batch_script_asks_for_the_nodes_and_gpus() -> None:
-    asked = re.findall(r"^#SBATCH (\S+)$", written("slurm", [], []), flags=re.MULTILINE)
-    assert {"--nodes=4", "--gpus-per-node=8", "--requeue", "--signal=USR1@180"} <= {*asked}
+def test_a_batch_script_requests_the_nodes_and_gpus() -> None:
+    options = re.findall(r"^#SBATCH (\S+)$", written("slurm", [], []), flags=re.MULTILINE)
+    assert {"--nodes=4", "--gpus-per-node=8", "--requeue", "--signal=USR1@180"} <= {*options}
 
 
 # Kubernetes
@@ -157,20 +160,20 @@ def container_of(text: str) -> dict[str, Any]:
 
 
 def as_kubelet_expands(word: str, variables: dict[str, str]) -> str:
-    """Kubernetes' rule for `command` and `args`: $(NAME) is replaced, $$ stands for one $."""
+    """Expand as Kubernetes does in `command` and `args`: $(NAME) is replaced, $$ becomes $."""
     return re.sub(
         r"\$\$|\$\(([^)]*)\)",
-        lambda found: "$" if found[1] is None else variables.get(found[1], found[0]),
+        lambda match: "$" if match[1] is None else variables.get(match[1], match[0]),
         word,
     )
 
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-def test_kubernetes_takes_the_file(version: str) -> None:
+def test_kubernetes_accepts_the_file(version: str) -> None:
     service, job = yaml.safe_load_all((ROOT / FILES["kubernetes"]).read_text())
     for entity in (service, job, job_of(written("kubernetes", [], ODD_WORDS))):
         assert kubernetes_validate.validate(entity, version, strict=True) == version
-    # The check sees a wrong name and a missing value.
+    # The validation detects a wrong name and a missing value.
     job["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="onExitCode"):
         kubernetes_validate.validate(job, version, strict=True)
@@ -195,7 +198,7 @@ def test_the_parts_of_the_kubernetes_file_fit_together() -> None:
     (container,) = pod["containers"]
     assert spec["completions"] == spec["parallelism"] == 4
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-    # Names of pods are resolved by the Service of that name, also before the pods are ready.
+    # The Service of this name resolves pods' names, also before the pods are ready.
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert service["spec"]["clusterIP"] == "None"
@@ -215,7 +218,7 @@ def test_the_parts_of_the_kubernetes_file_fit_together() -> None:
 
 
 def test_pods_find_each_other() -> None:
-    """The command in the file does what it should in the environment that kubelet makes."""
+    """The command in the file works in the environment that kubelet creates."""
     reason = two_hosts.why_not()
     if reason is not None:
         pytest.skip(reason)
@@ -229,12 +232,12 @@ def test_pods_find_each_other() -> None:
     with two_hosts.two_hosts((first, second)) as hosts:
         for index, name in enumerate(names):
             variables = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name}
-            said = hosts.run(
+            output = hosts.run(
                 index, *launch, *container["args"], cwd=ROOT, env={**environment(), **variables}
             )
-            assert f"kubernetes (JOB_COMPLETION_INDEX={index})" in said
-            assert f"--rdzv-endpoint={two_hosts.ADDRESSES[0]}:" in said
-            assert f"--local-addr={two_hosts.ADDRESSES[index]}" in said
-            assert f"is_host={'true' if index == 0 else 'false'}" in said
-            assert "--nnodes=2 --nproc-per-node=8" in said
-            assert "index 0 of the Job" in said
+            assert f"kubernetes (JOB_COMPLETION_INDEX={index})" in output
+            assert f"--rdzv-endpoint={two_hosts.ADDRESSES[0]}:" in output
+            assert f"--local-addr={two_hosts.ADDRESSES[index]}" in output
+            assert f"is_host={'true' if index == 0 else 'false'}" in output
+            assert "--nnodes=2 --nproc-per-node=8" in output
+            assert "index 0 of the Job" in output

@@ -31,8 +31,8 @@ except DistmpError as error:
     sys.exit(f"distmp launch: {error}")
 sys.exit(code)
 """
-# A launch takes seconds (torch is imported), a stop one second of the worker's own; the machine may
-# be busy. torchrun by itself kills ranks after 30 seconds.
+# A launch takes seconds (it imports torch), a stop one second of the worker; the machine may be
+# busy. torchrun itself kills ranks after 30 seconds.
 START_SECONDS = 60
 STOP_SECONDS = 25
 
@@ -52,23 +52,23 @@ class Launched:
         return [int(file.read_text().split()[0]) for file in self.folder.glob("*.rank")]
 
     def wait_for_signals(self, count: int) -> None:
-        """Wait until both ranks of a worker that only notes signals have noted so many."""
+        """Wait until both ranks of a worker that ignores signals have recorded `count` of them."""
         deadline = time.monotonic() + START_SECONDS
         for rank in range(2):
-            noted = self.folder / f"{rank}.received"
-            while count > (len(noted.read_text()) if noted.exists() else 0):
-                assert time.monotonic() < deadline, f"rank {rank} has not got {count} signals"
+            received = self.folder / f"{rank}.received"
+            while count > (len(received.read_text()) if received.exists() else 0):
+                assert time.monotonic() < deadline, f"rank {rank} did not receive {count} signals"
                 time.sleep(0.02)
 
     def finish(self, seconds: float = START_SECONDS) -> tuple[int, str]:
-        """Return the launcher's exit code and all that it and its ranks have written."""
+        """Return the launcher's exit code and the output of it and its ranks."""
         output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
 
 
 @contextlib.contextmanager
 def launched(ending: str, folder: Path, *torchrun_arguments: str) -> Iterator[Launched]:
-    """Run the launcher as a process, in a group of its own as a terminal would."""
+    """Run the launcher as a process in a new session, as a terminal would."""
     variables = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER, *torchrun_arguments, ending, str(folder)],
@@ -102,7 +102,7 @@ def test_success(tmp_path: Path) -> None:
     assert code == 0
     threads = {file.read_text().split()[1] for file in tmp_path.glob("*.rank")}
     assert threads == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
-    # What was run, and nothing else: no banner of torchrun's.
+    # Only the command is logged: no banner of torchrun.
     command = "torchrun --standalone --nproc-per-node 2 -m tests.launcher.worker succeed"
     assert output.splitlines() == [
         f"distmp launch: OMP_NUM_THREADS={threads.pop()} {command} {tmp_path}"
@@ -162,8 +162,7 @@ def test_a_busy_port_is_one_message(
         code, output = run.finish()
     assert code == 1
     assert "Traceback" not in output
-    assert f"port {port} of this machine, where the hosts of the run should meet" in output
-    assert f"is taken by process {os.getpid()} " in output
+    assert f"rendezvous port {port} of this machine is in use by process {os.getpid()} " in output
     assert "choose another" in output
     assert not list(tmp_path.glob("*.rank"))
 
@@ -180,12 +179,12 @@ def test_a_busy_port_is_one_message(
 def test_signal_stops_in_order(
     number: signal.Signals, everywhere: bool, expected: int, tmp_path: Path
 ) -> None:
-    # Neither the time torchrun would grant nor its restarts come into play.
+    # Neither torchrun's timeout nor its restarts apply.
     arguments = ["--nproc-per-node", "2", "--max-restarts", "2"]
     with launched("obey", tmp_path, *arguments) as run:
         ranks = run.ranks()
         for process in (run.process.pid, *ranks):
-            os.kill(process, signal.SIGHUP)  # the terminal is gone
+            os.kill(process, signal.SIGHUP)  # the terminal closes
         if everywhere:
             for rank in ranks:
                 os.kill(rank, number)
@@ -197,35 +196,35 @@ def test_signal_stops_in_order(
     assert len(output.splitlines()) == 2, output
     assert not any(map(psutil.pid_exists, ranks))
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
-    # Each rank came to its own end.
+    # Each rank exited by itself.
     for file in ("0.stopped", "1.stopped"):
         assert str(int(number)) in (tmp_path / file).read_text().split()
 
 
 def test_a_rank_that_stops_by_itself_ends_all_without_a_restart(tmp_path: Path) -> None:
-    """As ranks do on another machine than the one that received the signal."""
+    """This happens on machines other than the one that received the signal."""
     arguments = ["--nproc-per-node", "2", "--max-restarts", "2"]
     with launched("obey", tmp_path, *arguments) as run:
         for rank in run.ranks():
             os.kill(rank, signal.SIGUSR2)
         code, output = run.finish(STOP_SECONDS)
     assert code == 75, output
-    assert "stopped in order" in last_line(output)
+    assert "stopped after a checkpoint" in last_line(output)
     assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]
 
 
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        # torchrun sends SIGTERM too: whether that was somebody else is known at the end.
-        (signal.SIGTERM, "was stopped by SIGTERM before it had begun"),
-        (signal.SIGUSR1, "stopped by SIGUSR1; the run goes on"),
+        # torchrun sends SIGTERM too: only at the end is it known who sent it.
+        (signal.SIGTERM, "was stopped by SIGTERM before it had started"),
+        (signal.SIGUSR1, "stopped by SIGUSR1; continue the run"),
     ],
 )
-def test_a_rank_that_dies_of_a_request_has_stopped_in_order(
+def test_a_rank_that_a_stop_signal_kills_has_stopped_in_order(
     number: signal.Signals, message: str, tmp_path: Path
 ) -> None:
-    """As one does that is still importing torch."""
+    """This happens to a rank that is still importing torch."""
     restarts = "0" if number == signal.SIGTERM else "2"
     arguments = ["--nproc-per-node", "2", "--max-restarts", restarts]
     with launched("sleep", tmp_path, *arguments) as run:
@@ -239,7 +238,7 @@ def test_a_rank_that_dies_of_a_request_has_stopped_in_order(
 def test_a_rank_that_fails_after_another_has_stopped_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The ranks are waited for by us: torchrun would kill the second one at once.
+    # The launcher waits for the ranks: torchrun would kill the second one immediately.
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
     with launched("fail late", tmp_path, "--nproc-per-node", "2") as run:
         run.ranks()
@@ -254,7 +253,7 @@ def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
         ranks = run.ranks()
         for count in (1, 2):
             run.process.send_signal(signal.SIGINT)
-            run.wait_for_signals(count)  # two that come at the same time would be one
+            run.wait_for_signals(count)  # two pending signals would merge into one
         run.process.send_signal(signal.SIGINT)
         code, output = run.finish(STOP_SECONDS)
     assert code == 130
@@ -272,12 +271,12 @@ def test_forced_stop_is_reported(tmp_path: Path) -> None:
         run.process.send_signal(signal.SIGTERM)
         code, output = run.finish(STOP_SECONDS)
     assert code == 143
-    assert "ranks that did not end in time were killed" in last_line(output)
+    assert "ranks that did not exit in time were killed" in last_line(output)
 
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove from the environment what a launcher reads, and OMP_NUM_THREADS again at the end."""
+    """Remove the variables that a launcher reads; OMP_NUM_THREADS is restored at the end."""
     for name in [*os.environ]:
         if name.startswith(("PET_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "JOB_")):
             monkeypatch.delenv(name)
@@ -400,12 +399,14 @@ class Failure:
         pytest.param([(5, 7), (5, 7)], "rank 0 failed with exit code 5", id="the first seen"),
         pytest.param([(-9, 7), (4, 6)], "rank 1 failed with exit code 4", id="a hang, then killed"),
         pytest.param([(-11, 7)], "rank 0 was killed by SIGSEGV; native code crashed", id="a crash"),
-        pytest.param([(-7, 7)], "rank 0 was killed by SIGBUS; mostly shared memory", id="/dev/shm"),
+        pytest.param(
+            [(-7, 7)], "rank 0 was killed by SIGBUS; usually shared memory", id="/dev/shm"
+        ),
         pytest.param([(-9, 7)], "rank 0 was killed by SIGKILL; the kernel", id="a kill"),
         pytest.param([(-3, 7)], "rank 0 was killed by SIGQUIT\n", id="no likely reason"),
         pytest.param(
             [(-15, 7), (-15, 7)],
-            "rank 0 was stopped by SIGTERM before it had begun",
+            "rank 0 was stopped by SIGTERM before it had started",
             id="an early stop",
         ),
     ],
@@ -423,7 +424,7 @@ def stub_config(monkeypatch: pytest.MonkeyPatch, load: object) -> None:
     monkeypatch.setitem(sys.modules, "distmp.config", module)
 
 
-def test_wrong_configuration_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_configuration_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(argv: list[str]) -> None:
         raise ConfigError("optim.lr", argv[1], "must be positive")
 
@@ -433,7 +434,7 @@ def test_wrong_configuration_starts_no_rank(monkeypatch: pytest.MonkeyPatch) -> 
         launch([], ["--optim.lr", "-1"])
 
 
-def test_right_configuration_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_configuration_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     stub_config(monkeypatch, lambda argv: None)
     monkeypatch.setattr(local, "run_ranks", lambda *arguments: arguments)
     result = launch(["--nproc-per-node=2"], ["--seed", "1"])

@@ -9,9 +9,9 @@ from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job, detect
 from distmp.launcher.network import AddressError, Network
-from distmp.launcher.plan import Given, Machine, Plan, make_plan, port_of, split_endpoint
+from distmp.launcher.plan import Machine, Plan, UserOptions, make_plan, port_of, split_endpoint
 from tests.launcher.networks import NAMES, network
-from tests.launcher.test_job import OPEN_MPI, POD, SKYPILOT, SRUN
+from tests.launcher.test_job import POD, SRUN
 
 LOCAL = Job("local", "nothing")
 # Machine 1 of two; the first is n1, and this machine is 10.0.0.2 on eth1.
@@ -31,7 +31,7 @@ FIRST = replace(
 
 def plan(
     job: Job = LOCAL,
-    given: Given = Given(),  # noqa: B008  # frozen
+    given: UserOptions = UserOptions(),  # noqa: B008  # frozen
     machines: Network | None = None,
     variables: dict[str, str] | None = None,
 ) -> Plan:
@@ -40,20 +40,20 @@ def plan(
 
 
 def variables_of(planned: Plan) -> dict[str, str]:
-    return {name: choice.value for name, choice in planned.variables.items()}
+    return {name: variable.value for name, variable in planned.variables.items()}
 
 
 PORT = port_of("7.0").value
 
 
-def test_one_machine_meets_nobody() -> None:
+def test_one_machine_needs_no_rendezvous() -> None:
     planned = plan()
     assert planned.torchrun() == ["--nproc-per-node=4", "--standalone"]
     assert planned.endpoint is None
     assert variables_of(planned) == {"OMP_NUM_THREADS": "4"}
 
 
-def test_the_second_machine_goes_to_the_first() -> None:
+def test_the_second_machine_connects_to_the_first() -> None:
     planned = plan(SECOND)
     assert planned.torchrun() == [
         *("--nproc-per-node=4", "--nnodes=2", "--rdzv-backend=c10d"),
@@ -69,7 +69,7 @@ def test_the_second_machine_goes_to_the_first() -> None:
     assert not planned.endpoint.is_host
 
 
-def test_the_first_machine_is_known_by_its_address_not_its_name() -> None:
+def test_the_first_machine_is_identified_by_its_address_not_its_name() -> None:
     machines = network(names={**NAMES, "n2": "10.0.0.2"}, hostname="another-name")
     planned = plan(FIRST, machines=machines)
     assert f"--rdzv-endpoint=10.0.0.2:{PORT}" in planned.torchrun()
@@ -77,7 +77,7 @@ def test_the_first_machine_is_known_by_its_address_not_its_name() -> None:
 
 
 def test_both_machines_agree() -> None:
-    """All but `is_host`, the address and the interface must be the same on every machine."""
+    """Only `is_host`, the address and the interface may differ between machines."""
     first = plan(
         replace(SECOND, node_rank=ExplainedValue(0, "SLURM_NODEID")),
         machines=network(interfaces={"lo": ("127.0.0.1",), "ib0": ("10.0.0.1",)}),
@@ -91,64 +91,66 @@ def test_both_machines_agree() -> None:
 @pytest.mark.parametrize(
     ("options", "absent", "present"),
     [
-        ({"nnodes": (1, 4), "words": ("--nnodes=1:4",)}, "--nnodes=2", "--nnodes=1:4"),
+        ({"nnodes": (1, 4), "arguments": ("--nnodes=1:4",)}, "--nnodes=2", "--nnodes=1:4"),
         (
-            {"ranks": 2, "words": ("--nproc-per-node=2",)},
+            {"ranks": 2, "arguments": ("--nproc-per-node=2",)},
             "--nproc-per-node=4",
             "--nproc-per-node=2",
         ),
-        ({"rdzv_id": "x", "words": ("--rdzv-id=x",)}, "--rdzv-id=7.0", "--rdzv-id=x"),
+        ({"rdzv_id": "x", "arguments": ("--rdzv-id=x",)}, "--rdzv-id=7.0", "--rdzv-id=x"),
         (
-            {"rdzv_endpoint": "n3:99", "words": ("--rdzv-endpoint=n3:99",)},
+            {"rdzv_endpoint": "n3:99", "arguments": ("--rdzv-endpoint=n3:99",)},
             f"--rdzv-endpoint=10.0.0.1:{PORT}",
             "--rdzv-endpoint=n3:99",
         ),
         (
-            {"local_addr": "192.168.7.9", "words": ("--local-addr=192.168.7.9",)},
+            {"local_addr": "192.168.7.9", "arguments": ("--local-addr=192.168.7.9",)},
             "--local-addr=10.0.0.2",
             "--local-addr=192.168.7.9",
         ),
         (
-            {"rdzv_conf": {"join_timeout": "9"}, "words": ("--rdzv-conf=join_timeout=9",)},
+            {"rdzv_conf": {"join_timeout": "9"}, "arguments": ("--rdzv-conf=join_timeout=9",)},
             "--rdzv-conf=is_host=false",
             "--rdzv-conf=is_host=false,join_timeout=9",
         ),
         (
-            {"rdzv_conf": {"is_host": "1"}, "words": ("--rdzv-conf=is_host=1",)},
+            {"rdzv_conf": {"is_host": "1"}, "arguments": ("--rdzv-conf=is_host=1",)},
             "--rdzv-conf=is_host=false",
             "--rdzv-conf=is_host=1",
         ),
         ({"port": 4321}, f"--rdzv-endpoint=10.0.0.1:{PORT}", "--rdzv-endpoint=10.0.0.1:4321"),
     ],
 )
-def test_what_the_user_gives_wins(options: dict[str, object], absent: str, present: str) -> None:
-    words = plan(SECOND, Given(**options)).torchrun()  # type: ignore[arg-type]
+def test_user_options_take_precedence(
+    options: dict[str, object], absent: str, present: str
+) -> None:
+    words = plan(SECOND, UserOptions(**options)).torchrun()  # type: ignore[arg-type]
     assert absent not in words
     assert present in words
-    # torchrun takes the last of several.
+    # torchrun uses the last of several.
     assert [word for word in words if word.startswith(present.partition("=")[0])][-1] == present
 
 
-def test_what_the_user_gives_reaches_the_endpoint() -> None:
+def test_user_options_reach_the_endpoint() -> None:
     conf = {"join_timeout": "9", "is_host": "yes"}
-    given = Given(rdzv_endpoint="n3:99", rdzv_id="x", nnodes=(1, 4), rdzv_conf=conf)
+    given = UserOptions(rdzv_endpoint="n3:99", rdzv_id="x", nnodes=(1, 4), rdzv_conf=conf)
     endpoint = plan(SECOND, given).endpoint
     assert endpoint is not None
     assert (str(endpoint), endpoint.run_id, endpoint.is_host) == ("10.0.0.3:99", "x", True)
-    assert (endpoint.fewest_nodes, endpoint.seconds) == (1, 9)
+    assert (endpoint.min_nodes, endpoint.join_timeout_seconds) == (1, 9)
 
 
-def test_another_rendezvous_is_the_users_own() -> None:
-    given = Given(words=("--master-addr=a",), own_rendezvous="master_addr", nnodes=(2, 2))
+def test_another_kind_of_rendezvous_is_left_alone() -> None:
+    given = UserOptions(arguments=("--master-addr=a",), own_rendezvous="master_addr", nnodes=(2, 2))
     assert plan(LOCAL, given).torchrun() == ["--nproc-per-node=4", "--master-addr=a"]
 
 
-def test_set_variables_stay() -> None:
+def test_set_variables_are_kept() -> None:
     planned = plan(SECOND, variables={"GLOO_SOCKET_IFNAME": "eth0,eth1", "OMP_NUM_THREADS": "1"})
     assert variables_of(planned) == {"NCCL_SOCKET_IFNAME": "=eth1"}
     assert not planned.notes
     (note,) = plan(SECOND, variables={"GLOO_SOCKET_IFNAME": "eth0"}).notes
-    assert "eth0 is set and stays; the first host is reached through eth1" in note
+    assert "eth0 is set and kept, but the first host is reached through eth1" in note
 
 
 @pytest.mark.parametrize(
@@ -167,7 +169,7 @@ def test_a_head_without_an_address_is_an_error() -> None:
 
 
 def test_a_head_that_is_this_machine_by_mistake_is_an_error() -> None:
-    """Debian writes 127.0.1.1 behind a machine's own name; copied to others it misleads them."""
+    """Debian maps a machine's own name to 127.0.1.1; a copied /etc/hosts misleads the others."""
     with pytest.raises(AddressError, match=r"'n1' \(list\) is 127\.0\.1\.1 here"):
         plan(SECOND, machines=network(names={"n1": "127.0.1.1", "n2": "10.0.0.2"}))
 
@@ -180,7 +182,7 @@ def test_the_head_itself_may_have_such_a_name() -> None:
 
 
 def test_machines_that_are_all_this_one() -> None:
-    """As with two slurmd on one machine: the number, not the address, tells who hosts."""
+    """With two slurmd on one machine, the node rank, not the address, selects the host."""
     names = {"n1": "127.0.0.1", "n2": "127.0.0.1"}
     endpoints = [plan(job, machines=network(names=names)).endpoint for job in (FIRST, SECOND)]
     assert [endpoint and endpoint.is_host for endpoint in endpoints] == [True, False]
@@ -193,7 +195,7 @@ def test_a_first_machine_with_another_address_is_an_error() -> None:
     assert "eth1 (10.0.0.2)" in str(error.value)
 
 
-def test_no_way_to_the_head_is_an_error() -> None:
+def test_no_route_to_the_head_is_an_error() -> None:
     alone = network(interfaces={"lo": ("127.0.0.1",)})
     with pytest.raises(AddressError, match=r"no route leads to 10\.0\.0\.1"):
         plan(SECOND, machines=alone)
@@ -201,16 +203,16 @@ def test_no_way_to_the_head_is_an_error() -> None:
 
 def test_a_foreign_local_address_is_an_error() -> None:
     with pytest.raises(ConfigError, match="no such address"):
-        plan(SECOND, Given(local_addr="10.0.0.77"))
+        plan(SECOND, UserOptions(local_addr="10.0.0.77"))
 
 
-def test_by_hand_on_each_machine() -> None:
-    given = Given(nnodes=(2, 2), rdzv_endpoint="10.0.0.2")
+def test_manual_launch_on_each_machine() -> None:
+    given = UserOptions(nnodes=(2, 2), rdzv_endpoint="10.0.0.2")
     endpoint = plan(LOCAL, given).endpoint
     assert endpoint is not None
     assert (str(endpoint), endpoint.is_host) == ("10.0.0.2:29400", True)
     with pytest.raises(ConfigError, match="--rdzv-endpoint"):
-        plan(LOCAL, Given(nnodes=(2, 2)))
+        plan(LOCAL, UserOptions(nnodes=(2, 2)))
     with pytest.raises(ConfigError, match="--port"):
         plan(LOCAL, replace(given, port=3))
 
@@ -221,22 +223,22 @@ def test_by_hand_on_each_machine() -> None:
 def test_an_endpoint_of_one_machine_is_opened_as_that_of_several(
     nnodes: tuple[int, int] | None, backend: str | None, head: str
 ) -> None:
-    given = Given(nnodes=nnodes, rdzv_endpoint=f"{head}:4321", rdzv_backend=backend)
+    given = UserOptions(nnodes=nnodes, rdzv_endpoint=f"{head}:4321", rdzv_backend=backend)
     endpoint = plan(LOCAL, given).endpoint
     assert endpoint is not None
-    assert (endpoint.port, endpoint.is_host, endpoint.fewest_nodes) == (4321, True, 1)
+    assert (endpoint.port, endpoint.is_host, endpoint.min_nodes) == (4321, True, 1)
 
 
 def test_port_0_of_one_machine_is_any_free_port() -> None:
-    given = Given(words=("--rdzv-endpoint=localhost:0",), rdzv_endpoint="localhost:0")
+    given = UserOptions(arguments=("--rdzv-endpoint=localhost:0",), rdzv_endpoint="localhost:0")
     planned = plan(LOCAL, given)
     assert planned.endpoint is None
     assert planned.torchrun() == ["--nproc-per-node=4", "--rdzv-endpoint=localhost:0"]
 
 
 @pytest.mark.parametrize("nnodes", [None, (1, 1)])
-def test_one_machine_that_is_told_to_meet_another(nnodes: tuple[int, int] | None) -> None:
-    given = Given(nnodes=nnodes, rdzv_endpoint="n1:4321")
+def test_one_machine_with_the_endpoint_of_another(nnodes: tuple[int, int] | None) -> None:
+    given = UserOptions(nnodes=nnodes, rdzv_endpoint="n1:4321")
     with pytest.raises(ConfigError, match="one machine, and this is not n1") as error:
         plan(LOCAL, given)
     assert "--nnodes" in str(error.value)
@@ -245,7 +247,7 @@ def test_one_machine_that_is_told_to_meet_another(nnodes: tuple[int, int] | None
 
 def test_ipv6() -> None:
     interfaces = {"lo": ("::1",), "eth0": ("fd00::1:2",)}
-    given = Given(nnodes=(2, 2), rdzv_endpoint="[fd00:0::1:2]:5000")
+    given = UserOptions(nnodes=(2, 2), rdzv_endpoint="[fd00:0::1:2]:5000")
     planned = plan(LOCAL, given, network(interfaces=interfaces))
     assert planned.endpoint is not None
     assert planned.endpoint.is_host
@@ -257,15 +259,13 @@ def test_ipv6() -> None:
     [
         pytest.param(SRUN, "n09", "10.1.0.8", id="slurm"),
         pytest.param(POD, "train-1.workers", "10.1.0.8", id="kubernetes"),
-        pytest.param(OPEN_MPI, "n09", "10.1.0.8", id="mpi"),
-        pytest.param(SKYPILOT, "n09", "10.2.0.4", id="skypilot"),
     ],
 )
 def test_from_recorded_variables_to_an_endpoint(
     variables: dict[str, str], hostname: str, endpoint: str
 ) -> None:
     names = {"n08": "10.1.0.8", "n09": "10.0.0.2", "train-0.workers": "10.1.0.8"}
-    given = Given(nnodes=(2, 2)) if variables is POD else Given()
+    given = UserOptions(nnodes=(2, 2)) if variables is POD else UserOptions()
     planned = plan(detect(variables, hostname), given, network(names=names))
     assert planned.endpoint is not None
     assert planned.endpoint.address == endpoint
@@ -299,18 +299,18 @@ def test_no_endpoints(text: str) -> None:
         split_endpoint(text)
 
 
-def test_shown_with_reasons_and_ready_to_paste() -> None:
-    planned = plan(replace(SECOND, notes=("took slurm",)))
-    *comments, command = planned.shown(["-m", "distmp.train", "a b"]).splitlines()
+def test_the_description_has_reasons_and_a_command_to_paste() -> None:
+    planned = plan(replace(SECOND, notes=("selected slurm",)))
+    *comments, command = planned.describe(["-m", "distmp.train", "a b"]).splitlines()
     assert all(line.startswith("#") for line in comments)
-    assert "# note: took slurm" in comments
+    assert "# note: selected slurm" in comments
     assert comments[-1].startswith("# the same on n1, each with its own")
-    for value, choice in [
+    for value, entry in [
         *((option.value, option) for option in planned.options),
-        *((f"{name}={choice.value}", choice) for name, choice in planned.variables.items()),
+        *((f"{name}={entry.value}", entry) for name, entry in planned.variables.items()),
     ]:
         (line,) = (line for line in comments if line.startswith(f"#   {value} "))
-        assert line.endswith(choice.reason)
+        assert line.endswith(entry.reason)
     words = shlex.split(command)
     assert words[:3] == [f"{name}={c.value}" for name, c in planned.variables.items()]
     assert words[3:] == ["torchrun", *planned.torchrun(), "-m", "distmp.train", "a b"]

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import api
 
 from distmp.launcher import rendezvous
 from distmp.launcher.plan import Endpoint
-from distmp.launcher.rendezvous import LaunchError, Rendezvous, failures_named
+from distmp.launcher.rendezvous import LaunchError, Rendezvous, failures_explained
 
 
 def endpoint(port: int, is_host: bool = True, **changes: object) -> Endpoint:
@@ -20,10 +20,10 @@ def endpoint(port: int, is_host: bool = True, **changes: object) -> Endpoint:
         "run_id": "7.0",
         "local_address": "127.0.0.1",
         "node_rank": 0 if is_host else 1,
-        "fewest_nodes": 2,
+        "min_nodes": 2,
         "hosts": ("n1", "n2"),
-        "seconds": 1,
-        "silence_seconds": 1,
+        "join_timeout_seconds": 1,
+        "read_timeout_seconds": 1,
     }
     return Endpoint(port=port, is_host=is_host, **{**options, **changes})  # type: ignore[arg-type]
 
@@ -48,19 +48,19 @@ def listener() -> Iterator[socket.socket]:
 
 
 def quiet(message: str) -> None:
-    pytest.fail(f"nothing to say: {message}")
+    pytest.fail(f"unexpected log line: {message}")
 
 
-def test_hosts_meet_and_know_each_other(port: int, first: Rendezvous) -> None:
+def test_hosts_join_and_know_each_other(port: int, first: Rendezvous) -> None:
     second = Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
     assert [member.address for member in first.members()] == ["127.0.0.1", "127.0.0.2"]
     assert second.members() == first.members()
-    assert first.silent() == second.silent() == []
-    assert "although they answer" in first.absent()
+    assert first.unresponsive() == second.unresponsive() == []
+    assert "although they respond" in first.timeout_message()
 
 
-def test_a_host_that_does_not_come_is_named(first: Rendezvous) -> None:
-    with pytest.raises(LaunchError, match=r"only 1 of 2 hosts came .*; missing: n2\."):
+def test_a_host_that_does_not_join_is_named(first: Rendezvous) -> None:
+    with pytest.raises(LaunchError, match=r"only 1 of 2 hosts joined .*; missing: n2\."):
         raise_in(first, api.RendezvousTimeoutError())
 
 
@@ -68,7 +68,7 @@ def test_a_host_that_falls_silent_is_named(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
-    monkeypatch.setattr(rendezvous, "_answers", lambda address, port: address != "127.0.0.2")
+    monkeypatch.setattr(rendezvous, "_responds", lambda address, port: address != "127.0.0.2")
     for error in (api.RendezvousTimeoutError(), api.RendezvousConnectionError()):
         with pytest.raises(LaunchError, match=r"lost .* \(127\.0\.0\.2\), which d(oes|id) not"):
             raise_in(first, error)
@@ -89,17 +89,17 @@ def test_errors_of_torchrun_are_one_message(
     assert caught.value.__suppress_context__
 
 
-def raise_in(meeting: Rendezvous, error: Exception) -> None:
-    with failures_named(meeting):
+def raise_in(joined: Rendezvous, error: Exception) -> None:
+    with failures_explained(joined):
         raise error
 
 
-def test_a_port_that_is_taken(listener: socket.socket) -> None:
-    with pytest.raises(LaunchError, match=r"is taken by process \d+ .*--port"):
+def test_a_port_in_use(listener: socket.socket) -> None:
+    with pytest.raises(LaunchError, match=r"is in use by process \d+ .*--port"):
         Rendezvous.open(endpoint(listener.getsockname()[1]), quiet)
 
 
-def test_something_else_that_answers(
+def test_another_program_that_listens(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rendezvous, "_HANDSHAKE_SECONDS", 0.5)
@@ -108,40 +108,40 @@ def test_something_else_that_answers(
 
 
 @pytest.mark.usefixtures("first")
-def test_another_run_that_waits_there(port: int) -> None:
+def test_another_run_that_waits_at_the_endpoint(port: int) -> None:
     with pytest.raises(LaunchError, match=r"another run .*: 7\.0, and this is 8\.0"):
         Rendezvous.open(endpoint(port, is_host=False, run_id="8.0"), quiet)
 
 
 def test_nobody_listens(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_SAY_AFTER_SECONDS", 0.0)
-    said: list[str] = []
-    with pytest.raises(LaunchError, match=r"within 1 s \(Connection refused\): the host answers"):
-        Rendezvous.open(endpoint(port, is_host=False), said.append)
-    (message,) = said
+    monkeypatch.setattr(rendezvous, "_LOG_AFTER_SECONDS", 0.0)
+    lines: list[str] = []
+    with pytest.raises(LaunchError, match=r"within 1 s \(Connection refused\): the host responds"):
+        Rendezvous.open(endpoint(port, is_host=False), lines.append)
+    (message,) = lines
     assert "waiting for the first host (n1, 127.0.0.1)" in message
 
 
-def test_a_silent_first_host_is_noticed(
+def test_a_silent_first_host_is_detected(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_BEAT_SECONDS", 0.1)
-    second = Rendezvous.open(endpoint(port, is_host=False, silence_seconds=2), quiet)
+    monkeypatch.setattr(rendezvous, "_HEARTBEAT_SECONDS", 0.1)
+    second = Rendezvous.open(endpoint(port, is_host=False, read_timeout_seconds=2), quiet)
     lost: list[str] = []
-    # Heard, although it takes no new connections.
-    monkeypatch.setattr(rendezvous, "_answers", lambda address, port: False)
+    # It responds on the connection, although it accepts no new ones.
+    monkeypatch.setattr(rendezvous, "_responds", lambda address, port: False)
     with second.watched(lost.append):
         time.sleep(3)
     assert lost == []
-    # Not heard, although it takes new connections: busy.
-    asked = threading.Semaphore(0)
-    monkeypatch.setattr(rendezvous, "_answers", lambda *_: asked.release() or True)
+    # It accepts new connections, but does not respond: it is busy.
+    probed = threading.Semaphore(0)
+    monkeypatch.setattr(rendezvous, "_responds", lambda *_: probed.release() or True)
     monkeypatch.setattr(second, "store", Silent())
     with second.watched(lost.append):
-        assert asked.acquire(timeout=30)
-        assert asked.acquire(timeout=30)
+        assert probed.acquire(timeout=30)
+        assert probed.acquire(timeout=30)
     assert lost == []
-    monkeypatch.setattr(rendezvous, "_answers", lambda address, port: False)
+    monkeypatch.setattr(rendezvous, "_responds", lambda address, port: False)
     with second.watched(lost.append):
         deadline = time.monotonic() + 30
         while not lost:
@@ -155,4 +155,4 @@ def test_a_silent_first_host_is_noticed(
 
 class Silent:
     def add(self, key: str, amount: int) -> int:
-        raise RuntimeError("no answer")
+        raise RuntimeError("no response")

@@ -1,4 +1,4 @@
-"""launch/slurm.sbatch on a real Slurm with two nodes."""
+"""Test launch/slurm.sbatch on a real Slurm cluster with two nodes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def settings(folder: Path) -> list[str]:
-    """A run of seconds, which has the same bits on any number of ranks."""
+    """Return settings of a run that takes seconds and is bit-identical on any number of ranks."""
     return [
         *TINY,
         f"--data.path={corpus(folder / 'corpus')}",
@@ -46,7 +46,7 @@ def settings(folder: Path) -> list[str]:
 def submit(
     cluster: Cluster, log: Path, run: list[str], options: tuple[str, ...] = (), **variables: str
 ) -> str:
-    """Submit the job file as it is and return the job's number."""
+    """Submit the unchanged job file and return the job's id."""
     command = ["sbatch", "--parsable", f"--output={log}", *options, "launch/slurm.sbatch", *run]
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
@@ -54,7 +54,7 @@ def submit(
 
 
 def stub(path: Path, script: str) -> str:
-    """Write a launcher that is quicker than ours; return its path."""
+    """Write a script that replaces the launcher; return its path."""
     path.write_text(f"#!/bin/bash\n{script}\n")
     path.chmod(0o755)
     return str(path)
@@ -70,13 +70,13 @@ def losses(records: Path) -> list[tuple[int, float]]:
 
 
 def train_alone(arguments: list[str]) -> None:
-    """Train without a process group, in a process of its own."""
+    """Train without a process group."""
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     assert main(arguments) == 0
 
 
-def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
+def test_a_signalled_job_requeues_itself_and_ends_as_if_never_stopped(
     cluster: Cluster, tmp_path: Path
 ) -> None:
     options = settings(tmp_path)
@@ -91,7 +91,7 @@ def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
 
     wait_until(lambda: steps_made(run / "steps.jsonl") >= 3, 150, log.read_text)
     assert "node[1-2]" in cluster.run("squeue", "-hs", "-o", "%N", "-j", job).split()
-    # As Slurm itself does it when the time is nearly up: to all processes of the job's steps.
+    # Slurm sends it shortly before the time limit to all processes of the job's steps.
     cluster.run("scancel", "--signal=USR1", job)
     assert cluster.wait(job, "PENDING")["Restarts"] == "1"
     stopped_after = steps_made(run / "steps.jsonl")
@@ -108,7 +108,9 @@ def test_a_warned_job_goes_back_in_the_queue_and_ends_as_if_never_stopped(
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "COMPLETED"), (1, "FAILED"), (2, "FAILED")])
-def test_any_other_end_is_the_end(code: int, state: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_other_exit_codes_are_not_requeued(
+    code: int, state: str, cluster: Cluster, tmp_path: Path
+) -> None:
     launcher = stub(tmp_path / "launcher", f"exit {code}")
     job = submit(cluster, tmp_path / "log", [], PYTHON=launcher)
     ended = cluster.wait(job, state)
@@ -120,32 +122,30 @@ def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
     launcher, log = stub(tmp_path / "launcher", show), tmp_path / "log"
     words = "-m|distmp|launch|--|--resume=auto|--config|configs/quickstart.yaml"
 
-    def told(*options: str, **variables: str) -> str:
+    def output(*options: str, **variables: str) -> str:
         run = ["--data.path=a folder"]
         job = submit(cluster, log, run, options, PYTHON=launcher, **variables)
         cluster.wait(job, "COMPLETED")
         return log.read_text()
 
-    as_it_is = told()
+    unchanged = output()
     for name in NAMES:
-        assert as_it_is.count(f"{name}|8|8|{words}|--data.path=a folder|") == 1
-    # Options of sbatch win over those in the file.
-    smaller = told("--nodes=1", "--gpus-per-node=4", PET_NPROC_PER_NODE="4")
-    assert smaller.removeprefix(as_it_is).count(f"|4|4|{words}|") == 1
+        assert unchanged.count(f"{name}|8|8|{words}|--data.path=a folder|") == 1
+    # Options of sbatch override those in the file.
+    smaller = output("--nodes=1", "--gpus-per-node=4", PET_NPROC_PER_NODE="4")
+    assert smaller.removeprefix(unchanged).count(f"|4|4|{words}|") == 1
 
 
-@pytest.mark.parametrize("cause", ["the time is nearly up", "a node fails"])
-def test_what_slurm_does_sends_a_job_back_in_the_queue(
-    cause: str, cluster: Cluster, tmp_path: Path
-) -> None:
-    """Slurm looks at the time every 30 seconds, and sends the warning that the file asks for."""
+@pytest.mark.parametrize("cause", ["time limit", "a node fails"])
+def test_a_job_is_requeued(cause: str, cluster: Cluster, tmp_path: Path) -> None:
+    """Slurm checks time limits every 30 seconds, and sends the signal that the file requests."""
     launcher = stub(
         tmp_path / "launcher",
         "trap 'exit 75' USR1\n"
         'if [ "$SLURM_RESTART_COUNT" = 1 ]; then exit; fi\n'
         "for _ in $(seq 600); do sleep 0.1; done",
     )
-    options = ("--time=2",) if cause == "the time is nearly up" else ()
+    options = ("--time=2",) if cause == "time limit" else ()
     log = tmp_path / "log"
     job = submit(cluster, log, [], options, PYTHON=launcher)
     if cause == "a node fails":

@@ -17,15 +17,15 @@ def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-def test_reads_what_is_given_and_nothing_else() -> None:
+def test_reads_only_the_given_options() -> None:
     words = ["--nnodes", "1:3", "--rdzv_endpoint=h:1", "--rdzv-conf", "a=1, is_host=true"]
     given = read([*words, "--node-rank=0", "--max-restarts=2"])
-    assert given.words == (*words, "--node-rank=0", "--max-restarts=2")
+    assert given.arguments == (*words, "--node-rank=0", "--max-restarts=2")
     assert (given.nnodes, given.node_rank, given.rdzv_endpoint) == ((1, 3), 0, "h:1")
     assert given.rdzv_conf == {"a": "1", "is_host": "true"}
     assert given.ranks is given.local_addr is given.rdzv_id is given.own_rendezvous is None
-    # What stands in `words` is what torchrun itself would read.
-    assert parse([*given.words, "-m", "x"], []).max_restarts == 2
+    # torchrun reads the same arguments.
+    assert parse([*given.arguments, "-m", "x"], []).max_restarts == 2
 
 
 def test_reads_torchruns_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +56,7 @@ def test_wrong_values_are_one_message(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "devices", "numactl", "expected"),
+    ("nodes", "devices", "numactl", "expected"),
     [
         (2, 4, True, "--numa-binding=node"),
         (1, 4, True, None),
@@ -64,20 +64,20 @@ def test_wrong_values_are_one_message(words: list[str]) -> None:
         (2, 4, False, None),
     ],
 )
-def test_ranks_are_bound_where_it_helps_and_works(
-    parts: int,
+def test_ranks_are_bound_where_it_helps_and_is_supported(
+    nodes: int,
     devices: int,
     numactl: bool,
     expected: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for part in range(parts):
-        (tmp_path / f"node{part}").mkdir()
+    for node in range(nodes):
+        (tmp_path / f"node{node}").mkdir()
     monkeypatch.setattr(torchrun, "_NUMA_NODES", tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
     monkeypatch.setattr(torchrun.shutil, "which", lambda name: "/bin/" + name if numactl else None)
-    choice = binding(ranks=4)
-    assert (choice and choice.value) == expected
-    if choice is not None:
-        parse([choice.value, "-m", "x"], [])
+    option = binding(ranks=4)
+    assert (option and option.value) == expected
+    if option is not None:
+        parse([option.value, "-m", "x"], [])

@@ -1,4 +1,4 @@
-"""Runs over two hosts of their own: see `two_hosts`."""
+"""Runs on two simulated hosts; see `two_hosts`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.two_hosts import PATIENCE_SECONDS, Agent, TwoHosts, two_hosts
+from tests.launcher.two_hosts import TIMEOUT_SECONDS, Agent, TwoHosts, two_hosts
 from tests.torchrun import TINY, corpus
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LATE_SECONDS = 20
-# The machine is shared; nothing here takes a quarter of this alone.
 
 
 @pytest.fixture
@@ -25,7 +24,7 @@ def hosts(tmp_path: Path) -> Iterator[TwoHosts]:
         yield hosts
 
 
-def meeting_at(endpoint: str, *more: str) -> list[str]:
+def rendezvous_at(endpoint: str, *more: str) -> list[str]:
     return ["--nnodes=2", "--nproc-per-node=1", f"--rdzv-endpoint={endpoint}", *more]
 
 
@@ -40,7 +39,7 @@ def steps(folder: Path) -> list[int]:
 
 
 def wait_for_steps(folder: Path, number: int, agent: Agent) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + TIMEOUT_SECONDS
     while max(steps(folder), default=0) < number:
         assert agent.process.poll() is None, agent.text()
         assert time.monotonic() < deadline, agent.text()
@@ -49,7 +48,7 @@ def wait_for_steps(folder: Path, number: int, agent: Agent) -> None:
 
 def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path) -> None:
     words = [
-        *meeting_at("one:29400"),
+        *rendezvous_at("one:29400"),
         *("--", "--config", str(QUICKSTART), "--data.path", str(corpus(tmp_path / "data"))),
         *("--run-dir", str(tmp_path / "run"), "--steps=2", "--schedule.warmup-steps=1"),
         *("--validation.final-samples=2", "--sample.length=4"),
@@ -63,16 +62,16 @@ def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path
     assert second_code == 0, second_output
     assert "ranks: 2 on cpu" in first_output + second_output
     assert steps(tmp_path) == [1, 2]
-    # Each host was given its own interface, and torchrun had nothing to complain of.
+    # Each host uses its own interface, and torchrun logs no warning or error.
     for output, link in zip((first_output, second_output), hosts.links, strict=True):
         assert f"GLOO_SOCKET_IFNAME={link} " in output
         assert not re.search(r"Traceback|^\[?[WE]\d{4}", output, flags=re.MULTILINE), output
 
 
 def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
-    """Each host ends within its time-out and names the other one."""
+    """Each host ends within its timeout and names the other one."""
     words = [
-        *meeting_at("one:29400", "--rdzv-conf", "read_timeout=20"),
+        *rendezvous_at("one:29400", "--rdzv-conf", "read_timeout=20"),
         *("--", *TINY, "--data.path", str(corpus(tmp_path / "data"))),
         *("--run-dir", str(tmp_path / "run"), "--steps=100000", "--timeout-minutes=0.25"),
     ]
@@ -86,42 +85,42 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     assert "first host (one, 10.99.7.1)" in last_line(second_output)
 
 
-def test_what_cannot_begin_is_one_message(hosts: TwoHosts) -> None:
-    """Started together: each costs an import of torch, and waits for others or for time-outs."""
+def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
+    """All are started at once: each costs an import of torch, and waits for others or timeouts."""
     held = "import socket, time; s = socket.create_server(('', 29500)); time.sleep(600)"
     hosts.hold(0, sys.executable, "-c", held)
     patience = ("--rdzv-conf", "join_timeout=12")
     started = {
-        # name: host, options, variables, exit code, what the message says
+        # name: (host, options, variables), (exit code, pattern of the message)
         "never coming": (
-            (0, meeting_at("one:29401", *patience), {}),
-            (1, r"only 1 of 2 hosts came to 10\.99\.7\.1:29401 within 12 s: one \(10\.99\.7\.1\)"),
+            (0, rendezvous_at("one:29401", *patience), {}),
+            (1, r"only 1 of 2 hosts joined 10\.99\.7\.1:29401 within 12 s: one \(10\.99\.7\.1\)"),
         ),
-        "taken port": (
-            (0, meeting_at("one:29500", *patience), {}),
-            (1, r"port 29500 of this machine.* is taken by process \d+ \(.*create_server"),
+        "port in use": (
+            (0, rendezvous_at("one:29500", *patience), {}),
+            (1, r"port 29500 of this machine is in use by process \d+ \(.*create_server"),
         ),
         "wrong port": (
-            (1, meeting_at("one:29402", *patience), {}),
+            (1, rendezvous_at("one:29402", *patience), {}),
             (
                 1,
                 r"first host \(one, 10\.99\.7\.1\) was not reached at .*:29402 .*nothing listens",
             ),
         ),
         "wrong address": (
-            (1, meeting_at("10.99.7.77:29400", *patience), {}),
+            (1, rendezvous_at("10.99.7.77:29400", *patience), {}),
             (
                 1,
-                r"first host \(10\.99\.7\.77\) was not .*does not answer from 10\.99\.7\.2",
+                r"first host \(10\.99\.7\.77\) was not .*does not respond to 10\.99\.7\.2",
             ),
         ),
         "wrong name": (
-            (1, meeting_at("three:29400"), {}),
+            (1, rendezvous_at("three:29400"), {}),
             (2, r"the first host of the run cannot be found: the name 'three' has no address here"),
         ),
         "wrong interface": (
-            (1, meeting_at("one:29400"), {"GLOO_SOCKET_IFNAME": "lo"}),
-            (2, rf"GLOO_SOCKET_IFNAME = 'lo': .*choose one of: .*{hosts.links[1]} \(10\.99\.7\.2"),
+            (1, rendezvous_at("one:29400"), {"GLOO_SOCKET_IFNAME": "lo"}),
+            (2, rf"GLOO_SOCKET_IFNAME = 'lo': .*use one of: .*{hosts.links[1]} \(10\.99\.7\.2"),
         ),
     }
     agents = {
@@ -136,13 +135,19 @@ def test_what_cannot_begin_is_one_message(hosts: TwoHosts) -> None:
 
 
 def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
-    words = [*meeting_at("one:29400"), "--", *TINY, "--data.path", str(corpus(tmp_path / "data"))]
+    words = [
+        *rendezvous_at("one:29400"),
+        "--",
+        *TINY,
+        "--data.path",
+        str(corpus(tmp_path / "data")),
+    ]
     agents = [
         hosts.launch(host, *words, f"--optim.lr=1e-{3 + host}", "--steps=2") for host in range(2)
     ]
     (first_code, first_output), (second_code, second_output) = (a.finish() for a in agents)
     together = first_output + second_output
-    # The rank that speaks ends first, and its host with it.
+    # The rank that reports the error exits first, and its host with it.
     assert first_code == 2, together
     assert second_code != 0, together
     assert re.search("ended|failed with exit code 2", last_line(second_output)), together

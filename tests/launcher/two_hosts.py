@@ -1,4 +1,4 @@
-"""`distmp launch` on two hosts, and the cable between them."""
+"""`distmp launch` on two simulated hosts whose connection can be cut."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import pytest
 from tests import two_hosts as machine
 from tests.torchrun import environment
 
-# Of the machine, which all other work shares.
-PATIENCE_SECONDS = 240
+# Generous, because the machine may be busy.
+TIMEOUT_SECONDS = 240
 _numbers = itertools.count()
 
 
@@ -32,15 +32,15 @@ class Agent:
         return self.output.read_text(errors="replace")
 
     def wait_for(self, text: str) -> None:
-        """Wait until the agent or its ranks have written something."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
+        """Wait until a text appears in the output of the agent or its ranks."""
+        deadline = time.monotonic() + TIMEOUT_SECONDS
         while text not in self.text():
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
             time.sleep(0.1)
 
-    def finish(self, seconds: float = PATIENCE_SECONDS) -> tuple[int, str]:
-        """Return the exit code and all that the agent and its ranks have written."""
+    def finish(self, seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:
+        """Return the exit code and the output of the agent and its ranks."""
         try:
             code = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -49,7 +49,7 @@ class Agent:
 
 
 class TwoHosts:
-    """Hosts 0 and 1, called one and two; each knows the other's name."""
+    """Hosts 0 and 1, named one and two; each resolves the other's name."""
 
     links = (machine.INTERFACE, machine.INTERFACE)
 
@@ -77,10 +77,11 @@ class TwoHosts:
         self._start(host, *words)
 
     def cut(self) -> None:
-        """Pull the cable out of host 1."""
+        """Take the interface of host 1 down."""
         self._hosts.run(1, "ip", "link", "set", self.links[1], "down")
 
-    def mend(self) -> None:
+    def reconnect(self) -> None:
+        """Take the interface of host 1 up again."""
         self._hosts.run(1, "ip", "link", "set", self.links[1], "up")
 
     def close(self) -> None:
@@ -97,7 +98,7 @@ class TwoHosts:
 
 @contextlib.contextmanager
 def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Start two hosts; skips the test where that is not permitted."""
+    """Start two hosts, or skip the test where that is not permitted."""
     reason = machine.why_not()
     if reason is not None:
         pytest.skip(reason)

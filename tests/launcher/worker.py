@@ -1,4 +1,4 @@
-"""A rank that ends in a way its test chooses: `python -m tests.launcher.worker ENDING FOLDER`."""
+"""A rank that ends as its test specifies: `python -m tests.launcher.worker ENDING FOLDER`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-# Not imported from distmp, which imports torch: a worker starts in no time.
+# Not imported from distmp, which imports torch: a worker has to start quickly.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 STOPPED_EXIT_CODE = 75
 GRACE_SECONDS = 1.0
@@ -22,8 +22,8 @@ def main(ending: str, folder: Path) -> None:
             signal.signal(number, lambda received, _: signals.append(received))
     if ending == "ignore":
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: note(folder / f"{rank}.received"))
-    # Complete once it exists under this name: whoever waits for it may read it.
+            signal.signal(number, lambda *_: record_signal(folder / f"{rank}.received"))
+    # Renamed when complete, because tests read it as soon as it exists.
     with (folder / "starts").open("a") as starts:
         starts.write(f"{rank}\n")
     unfinished = folder / f"{rank}.part"
@@ -36,7 +36,7 @@ def main(ending: str, folder: Path) -> None:
     time.sleep(60)
 
 
-def note(path: Path) -> None:
+def record_signal(path: Path) -> None:
     with path.open("a") as received:
         received.write(".")
 

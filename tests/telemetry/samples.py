@@ -23,5 +23,5 @@ _TYPICAL = StepRecord(
 
 
 def record(step: int = 1, **changes: Any) -> StepRecord:
-    """A plausible record of a step, with some fields changed."""
+    """Return a plausible record of a step, with some fields changed."""
     return replace(_TYPICAL, step=step, samples=64 * step, **changes)

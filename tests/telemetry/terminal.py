@@ -1,4 +1,4 @@
-"""A pseudo-terminal to run a function on, and just enough of a screen to see what it shows."""
+"""Run a function on a pseudo-terminal, and emulate enough of a screen to check its content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run_on_terminal(
     """Run `program` in a child whose three standard streams are a terminal `columns` wide.
 
     Returns:
-        What it sent to the terminal.
+        The output to the terminal.
     """
     child, terminal = pty.fork()
     if child == 0:
@@ -48,12 +48,12 @@ def _run(program: Callable[[], None], columns: int, environment: dict[str, str])
         os.write(2, traceback.format_exc().encode())
         raise
     finally:
-        # Without this the child would go on to run the rest of the tests.
+        # Otherwise the child would continue with the rest of the tests.
         os._exit(status)
 
 
 def screen(output: str, columns: int) -> list[str]:
-    """Lines on the screen after `output`; a line break comes as carriage return and line feed."""
+    """Return the lines on the screen after `output`; a line break is sent as CR and LF."""
     lines, row, column = [""], 0, 0
     for match in _TOKEN.finditer(output):
         parameter, command, carriage_return, line_feed, text = match.groups()
@@ -62,7 +62,7 @@ def screen(output: str, columns: int) -> list[str]:
         elif line_feed:
             row += 1
         elif text:
-            # No line of these tests may wrap, so that lines and rows are the same.
+            # Lines must not wrap, so that lines and rows are the same.
             assert column + len(text) <= columns, text
             line = lines[row].ljust(column)
             lines[row] = line[:column] + text + line[column + len(text) :]

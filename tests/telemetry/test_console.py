@@ -40,7 +40,7 @@ def test_plain_lines_come_at_their_steps() -> None:
     assert stream.getvalue().count("\n") == 9
 
 
-def test_plain_messages_stand_in_order_and_as_they_are() -> None:
+def test_plain_messages_are_in_order_and_unchanged() -> None:
     console, stream = _plain()
     console.message("[bold]model[/bold] :smile: 12")
     console.step(record(1), 45)
@@ -86,7 +86,7 @@ def _live_run() -> None:
             if step == 50:
                 console.message("[b]a message[/b]")
             if step == 100:
-                sys.stdout.write("printed by somebody\n")
+                sys.stdout.write("printed by user code\n")
             if step == 150:
                 sys.stderr.write("a warning\n")
             time.sleep(0.002)
@@ -96,7 +96,7 @@ def _live_run() -> None:
 @pytest.mark.parametrize("columns", [30, 40, 80, 100, 125, 200])
 def test_live_line_stays_at_the_bottom(columns: int) -> None:
     *above, live, after, rest = screen(run_on_terminal(_live_run, columns), columns)
-    assert above == ["before", "[b]a message[/b]", "printed by somebody", "a warning"]
+    assert above == ["before", "[b]a message[/b]", "printed by user code", "a warning"]
     assert live.startswith("step 200/200  loss   2.3456"[:columns])
     assert (after, rest) == ("after", "")
     assert ("left" in live, "GiB" in live) == (columns >= 80, columns >= 125)
@@ -111,7 +111,7 @@ def test_live_line_is_drawn_ten_times_a_second() -> None:
                 console.step(record(step), 10**6)
 
     shown = _shown_steps(run_on_terminal(run_for_a_second, 80))
-    # The last one is drawn a second time, when the line is left on the screen.
+    # The last one is drawn twice, because the line stays on the screen.
     assert 3 <= len(set(shown)) <= 12
 
 
@@ -150,7 +150,7 @@ def test_errors_that_go_to_a_file_stay_there(tmp_path: Path) -> None:
     assert (tmp_path / "errors").read_text() == "a warning\n"
 
 
-def test_a_pipe_gets_plain_lines_at_once() -> None:
+def test_a_pipe_gets_plain_lines_immediately() -> None:
     script = """
 import sys
 from distmp.telemetry.console import Console
@@ -163,11 +163,11 @@ sys.stdin.read()
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        # Where it is set, rich takes a pipe for a terminal.
+        # If it is set, rich treats a pipe as a terminal.
         env={**os.environ, "FORCE_COLOR": "1"},
     )
     assert process.stdout is not None
-    # The process waits for us, so this returns only if the line was flushed.
+    # The process waits for its input, so this returns only if the line was flushed.
     line = process.stdout.readline()
     rest, _ = process.communicate()
     assert line.startswith("step  1/30  loss   2.3456")
@@ -201,8 +201,8 @@ from distmp.telemetry.streams import flush_standard_streams
 from tests.telemetry.samples import record
 console = Console()
 for step in range(1, 2001):
-    console.step(record(step), 20)  # past the last step every one is printed
-print("printed by somebody")
+    console.step(record(step), 20)  # every step after the last one is printed
+print("printed by user code")
 console.close()
 flush_standard_streams()
 sys.stderr.write("the end\\n")
@@ -211,7 +211,7 @@ sys.exit(75)
 
 
 @pytest.mark.parametrize("command", ["{} | head -1", "{} > /dev/full"])
-def test_nobody_reads_any_more(command: str) -> None:
+def test_a_closed_reader_does_not_end_the_run(command: str) -> None:
     program = shlex.join([sys.executable, "-c", SCRIPT_WITHOUT_READER])
     errors = "(" + program + " 2>&3; echo code $? >&3)"
     done = subprocess.run(
@@ -220,9 +220,9 @@ def test_nobody_reads_any_more(command: str) -> None:
         text=True,
         check=False,
     )
-    told = done.stderr.splitlines()
-    assert told[1:] == ["the end", "code 75"], done.stderr
-    assert "reaches nobody any more" in told[0]
+    lines = done.stderr.splitlines()
+    assert lines[1:] == ["the end", "code 75"], done.stderr
+    assert "the output of this run cannot be written any more" in lines[0]
 
 
 def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_a_terminal_that_is_closed(tmp_path: Path) -> None:
                     time.sleep(0.01)
                 for step in range(2, 10):
                     console.step(record(step), 9)
-                    sys.stdout.write("printed by somebody\n")
+                    sys.stdout.write("printed by user code\n")
                     time.sleep(0.15)
                 console.message("a message")
             status = 75

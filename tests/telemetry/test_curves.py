@@ -76,7 +76,7 @@ def test_skipped_steps_are_marked_where_they_happened(tmp_path: Path) -> None:
     path = tmp_path / "curves.png"
     records = [record(s, skipped=s in (300, 700)) for s in range(1, 1001)]
     draw_curves(records, path)
-    # The strip above the lowest axis, where the marks stand.
+    # The strip above the lowest axis that contains the marks.
     strip = _picture(path)[1110:1150]
     near = np.abs(strip - _SKIP_COLOR).sum(axis=-1) < 0.3
     columns = np.flatnonzero(near.any(axis=0))
@@ -86,7 +86,7 @@ def test_skipped_steps_are_marked_where_they_happened(tmp_path: Path) -> None:
     assert right - left == pytest.approx(0.4 * 0.92, abs=0.03)
 
 
-def test_leaves_global_state_alone() -> None:
+def test_does_not_change_global_state() -> None:
     script = """
 import sys, tempfile, matplotlib
 from distmp.telemetry.curves import draw_curves

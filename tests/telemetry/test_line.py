@@ -44,7 +44,7 @@ def test_fits_the_width(width: int) -> None:
     assert len(line) <= width
 
 
-def test_least_important_fields_go_first() -> None:
+def test_least_important_fields_are_dropped_first() -> None:
     names = {
         name: next(w for w in range(15, 200) if name in progress_line(record(1), 99, 9.0, w))
         for name in ("loss", "left", "tok/s", "norm", "skipped", "scale", "lr", "GiB")
@@ -53,9 +53,9 @@ def test_least_important_fields_go_first() -> None:
     assert len(set(names.values())) == len(names)
 
 
-def test_forty_columns_show_whole_fields() -> None:
+def test_forty_columns_show_complete_fields() -> None:
     assert progress_line(record(120), 5000, 221.0, 40) == "step  120/5000  loss   2.3456"
 
 
-def test_a_hopeless_width_cuts() -> None:
+def test_a_very_small_width_cuts_the_line() -> None:
     assert progress_line(record(120), 5000, 221.0, 8) == "step  12"

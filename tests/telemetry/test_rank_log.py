@@ -28,7 +28,7 @@ class Ended(NamedTuple):
 
 
 def in_a_process(program: Callable[[], None]) -> Ended:
-    """Run `program` in a child; return how it ended and what came out of it, to the last byte."""
+    """Run `program` in a child; return its exit status and its complete output."""
     pipes = [os.pipe(), os.pipe()]
     child = os.fork()
     if child == 0:
@@ -38,7 +38,7 @@ def in_a_process(program: Callable[[], None]) -> Ended:
             for end in ends:
                 os.close(end)
         try:
-            # Buffered, as Python does it for a pipe.
+            # Buffered, as Python buffers output to a pipe.
             sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
             sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
             program()
@@ -54,8 +54,8 @@ def in_a_process(program: Callable[[], None]) -> Ended:
     return Ended(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), *texts)
 
 
-def speak(word: str) -> None:
-    """Write in every way there is."""
+def write_lines(word: str) -> None:
+    """Write a line in each of the possible ways."""
     sys.stdout.write(f"{word} of Python\n")
     os.write(1, f"{word} of a descriptor\n".encode())
     sys.stderr.write(f"{word} error of Python\n")
@@ -63,38 +63,38 @@ def speak(word: str) -> None:
     subprocess.run(["echo", f"{word} of a child"], check=True)
 
 
-SPOKEN = ("of Python", "of a descriptor", "error of Python", "warning of C", "of a child")
+ENDINGS = ("of Python", "of a descriptor", "error of Python", "warning of C", "of a child")
 
 
-def test_everything_is_copied_and_nothing_is_taken_away(tmp_path: Path) -> None:
+def test_all_output_is_copied_and_still_printed(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "rank-0.log"
 
     def program() -> None:
         with RankLog() as log:
             log.start("--- a start")
-            speak("early")
+            write_lines("early")
             time.sleep(0.3)  # until it has been copied
-            log.write("for the file alone\n")
+            log.write("only for the file\n")
             log.place(path)
-            speak("late")
-        speak("afterwards")
+            write_lines("late")
+        write_lines("afterwards")
 
     for _ in range(2):
         ended = in_a_process(program)
         assert ended.status == 0
         for word in ("early", "late", "afterwards"):
-            for what in SPOKEN:
-                there = (
+            for what in ENDINGS:
+                output = (
                     ended.errors if what in ("error of Python", "warning of C") else ended.output
                 )
-                assert there.count(f"{word} {what}\n") == 1
+                assert output.count(f"{word} {what}\n") == 1
     lines = path.read_text().splitlines()
-    # A second start goes on at the end.
+    # A second start appends.
     for start in (lines[:12], lines[12:]):
         assert start[0] == "--- a start"
-        start.remove("for the file alone")
-        assert sorted(start[1:6]) == sorted(f"early {what}" for what in SPOKEN)
-        assert sorted(start[6:]) == sorted(f"late {what}" for what in SPOKEN)
+        start.remove("only for the file")
+        assert sorted(start[1:6]) == sorted(f"early {what}" for what in ENDINGS)
+        assert sorted(start[6:]) == sorted(f"late {what}" for what in ENDINGS)
 
 
 def test_nothing_is_lost_when_the_rank_is_killed(tmp_path: Path) -> None:
@@ -109,22 +109,22 @@ def test_nothing_is_lost_when_the_rank_is_killed(tmp_path: Path) -> None:
 
     ended = in_a_process(program)
     assert ended.status == -signal.SIGKILL
-    told = (tmp_path / "log").read_text().splitlines()
-    assert [line for line in told if line.startswith("line")] == [f"line {n}" for n in range(500)]
-    assert "terminate called" in told
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [line for line in lines if line.startswith("line")] == [f"line {n}" for n in range(500)]
+    assert "terminate called" in lines
     assert ended.output.splitlines()[-1] == "line 499"
     assert ended.errors == "terminate called\n"
 
 
-def test_signals_to_all_processes_of_a_job_leave_the_copies_alone(tmp_path: Path) -> None:
-    """As Slurm sends them to everybody before it ends a job."""
+def test_signals_to_all_processes_of_a_job_do_not_stop_the_copies(tmp_path: Path) -> None:
+    """Slurm sends them to all processes before it ends a job."""
 
     def program() -> None:
         with RankLog() as log:
             log.start("--- a start")
             log.place(tmp_path / "log")
             while {child.name() for child in psutil.Process().children()} != {"tee"}:
-                time.sleep(0.01)  # they are shells first
+                time.sleep(0.01)  # they start as shells
             for child in psutil.Process().children(recursive=True):
                 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                     child.send_signal(number)
@@ -136,7 +136,7 @@ def test_signals_to_all_processes_of_a_job_leave_the_copies_alone(tmp_path: Path
     assert "saved a checkpoint" in (tmp_path / "log").read_text()
 
 
-def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
 
     def program() -> None:
@@ -144,14 +144,14 @@ def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path: Path) -> None:
         with RankLog() as log:
             log.start("--- a start")
             log.place(tmp_path / "file" / "logs" / "rank-0.log")
-            sys.stdout.write("it goes on\n")
+            sys.stdout.write("it continues\n")
 
     ended = in_a_process(program)
-    assert (ended.status, ended.output) == (0, "it goes on\n")
+    assert (ended.status, ended.output) == (0, "it continues\n")
     assert "no log of this rank" in ended.errors
 
 
-def test_the_live_line_stays_out_of_the_file(tmp_path: Path) -> None:
+def test_the_live_line_is_not_copied_to_the_file(tmp_path: Path) -> None:
     path = tmp_path / "log"
 
     def program() -> None:
@@ -163,7 +163,7 @@ def test_the_live_line_stays_out_of_the_file(tmp_path: Path) -> None:
                 for step in range(1, 201):
                     console.step(record(step), 200)
                     if step == 100:
-                        sys.stdout.write("printed by somebody\n")
+                        sys.stdout.write("printed by user code\n")
                     if step == 150:
                         sys.stderr.write("a warning\n")
                     time.sleep(0.002)
@@ -171,12 +171,12 @@ def test_the_live_line_stays_out_of_the_file(tmp_path: Path) -> None:
 
     output = run_on_terminal(program, 80)
     *above, live, after, rest = screen(output, 80)
-    assert above == ["before", "printed by somebody", "a warning"]
+    assert above == ["before", "printed by user code", "a warning"]
     assert live.startswith("step 200/200")
     assert (after, rest) == ("after", "")
-    told = path.read_text()
-    assert "\x1b" not in told
-    lines = told.splitlines()
+    text = path.read_text()
+    assert "\x1b" not in text
+    lines = text.splitlines()
     words = [line if "loss" not in line else " ".join(line.split()[:2]) for line in lines]
     assert words == [
         "--- a start",
@@ -184,7 +184,7 @@ def test_the_live_line_stays_out_of_the_file(tmp_path: Path) -> None:
         "step 1/200",
         "step 50/200",
         "step 100/200",
-        "printed by somebody",
+        "printed by user code",
         "step 150/200",
         "a warning",
         "step 200/200",

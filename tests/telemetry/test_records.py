@@ -41,7 +41,7 @@ def _refuse(constant: str) -> None:
 
 
 def _named(value: Any) -> Any:
-    """NaN and infinities as what they are documented to be inside mappings."""
+    """Replace NaN and infinities in mappings as documented."""
     if isinstance(value, dict):
         return {key: _named(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -73,11 +73,11 @@ def test_round_trip(records: list[StepRecord]) -> None:
         )
         for item in records
     ]
-    # repr tells NaN from inf, -0.0 from 0.0 and 1 from 1.0, and NaN equals NaN.
+    # repr distinguishes NaN and inf, -0.0 and 0.0, and 1 and 1.0; and NaN equals NaN.
     assert repr(found) == repr(expected)
 
 
-def test_nan_and_infinities_stay_apart(tmp_path: Path) -> None:
+def test_nan_and_infinities_are_distinguished(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     with RecordWriter(path, None) as writer:
         writer.write(record(loss=math.nan, grad_norm=math.inf, validation_loss=-math.inf))
@@ -87,7 +87,7 @@ def test_nan_and_infinities_stay_apart(tmp_path: Path) -> None:
     assert found.validation_loss == -math.inf
 
 
-def test_each_line_can_be_read_at_once(tmp_path: Path) -> None:
+def test_each_line_can_be_read_immediately(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     writer = RecordWriter(path, None)
     for step in (1, 2, 3):
@@ -114,7 +114,7 @@ def test_a_file_cut_at_any_byte_keeps_its_complete_records(tmp_path: Path) -> No
         path.write_bytes(content[:length])
         complete = content[:length].count(b"\n")
         assert _steps(path) == list(range(1, complete + 1)), length
-        # Writing on after the cut: no line may be glued to the torn one.
+        # Append after the cut: no line may be joined with the incomplete one.
         _written(path, range(complete + 1, 4), resume_after_step=complete)
         assert _steps(path) == [1, 2, 3], length
 
@@ -128,7 +128,7 @@ def test_a_resumed_run_has_every_step_once(tmp_path: Path, resume_after_step: in
     assert _steps(path) == expected
 
 
-def test_without_a_step_to_resume_from_all_complete_records_stay(tmp_path: Path) -> None:
+def test_without_a_step_to_resume_from_all_complete_records_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     _written(path, range(1, 4))
     with path.open("ab") as file:
@@ -146,30 +146,30 @@ def test_dropping_records_is_atomic(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert path.read_bytes() == content
         raise OSError("no space left on device")
 
-    said: list[str] = []
+    messages: list[str] = []
     with monkeypatch.context() as context:
         context.setattr(os, "fsync", fail)
-        writer = RecordWriter(path, 1, said.append)
+        writer = RecordWriter(path, 1, messages.append)
         writer.write(record(2))
         assert path.read_bytes() == content
         assert list(tmp_path.iterdir()) == [path]
     writer.write(record(3))
     writer.close()
     assert _steps(path) == [1, 2, 3]
-    assert [text.partition(":")[0] for text in said] == [
+    assert [text.partition(":")[0] for text in messages] == [
         f"cannot write {path}",
         f"step records are written to {path} again",
     ]
 
 
-def test_records_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_records_are_buffered_on_a_full_disk(tmp_path: Path) -> None:
+    messages: list[str] = []
     with disk(tmp_path / "disk", "size=64k") as folder:
         path = folder / "records.jsonl"
-        with RecordWriter(path, None, said.append) as writer:
+        with RecordWriter(path, None, messages.append) as writer:
             writer.write(record(1))
             ballast = fill(folder)
-            for step in range(2, 40):  # more than what is left of the page
+            for step in range(2, 40):  # more than fits into the rest of the page
                 writer.write(record(step))
             found = _steps(path)
             assert found == list(range(1, len(found) + 1))
@@ -182,26 +182,26 @@ def test_records_wait_for_room_on_a_full_disk(tmp_path: Path) -> None:
             for step in range(41, 80):
                 writer.write(record(step))
             lost = 79 - len(_steps(path))
-    assert said[0] == (
-        f"cannot write {path}: [Errno 28] No space left on device; the run goes on, and step "
-        "records wait in memory"
+    assert messages[0] == (
+        f"cannot write {path}: [Errno 28] No space left on device; training continues, and step "
+        "records are buffered in memory"
     )
-    assert said[1] == f"step records are written to {path} again"
-    assert said[2] == said[0]
-    assert said[3] == f"{lost} records are lost: {path} has no room"
-    assert len(said) == 4
+    assert messages[1] == f"step records are written to {path} again"
+    assert messages[2] == messages[0]
+    assert messages[3] == f"{lost} records are lost: {path} has no space"
+    assert len(messages) == 4
 
 
-def test_a_file_that_vanishes_is_made_again(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_a_file_that_vanishes_is_created_again(tmp_path: Path) -> None:
+    messages: list[str] = []
     path = tmp_path / "run" / "records.jsonl"
-    with RecordWriter(path, None, said.append) as writer:
+    with RecordWriter(path, None, messages.append) as writer:
         writer.write(record(1))
         shutil.rmtree(path.parent)
         writer.write(record(2))
         writer.write(record(3))
     assert _steps(path) == [2, 3]
-    assert said == [f"{path} has vanished; later records go to a new file"]
+    assert messages == [f"{path} has vanished; later records go to a new file"]
 
 
 def test_creates_missing_folders(tmp_path: Path) -> None:

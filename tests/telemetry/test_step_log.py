@@ -9,7 +9,7 @@ from distmp.telemetry.trackers import Trackers
 RECORD = StepRecord(1, 8, 2.0, 64.0, 1.0, 1e-3, 1.0, False, 0, 1, 100.0, 0.1, 1 << 20)
 
 
-def a_log(path: Path | None, after_step: int = 0) -> StepLog:
+def make_log(path: Path | None, after_step: int = 0) -> StepLog:
     console = Console(LogConfig(), quiet=True)
     return StepLog(path, after_step, Trackers({}, console.message), console, steps=9)
 
@@ -23,12 +23,12 @@ def fill(log: StepLog, *steps: int) -> None:
         log.write(dataclasses.replace(RECORD, step=step))
 
 
-def test_a_run_that_continues_drops_what_comes_later(tmp_path: Path) -> None:
+def test_a_run_that_continues_drops_later_records(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    log = a_log(path)
+    log = make_log(path)
     fill(log, 1, 2, 3)
     log.close()
-    log = a_log(path, after_step=2)
+    log = make_log(path, after_step=2)
     fill(log, 3, 4, 5)
     log.rewind(3)
     fill(log, 4)
@@ -38,18 +38,18 @@ def test_a_run_that_continues_drops_what_comes_later(tmp_path: Path) -> None:
 
 def test_a_validation_that_comes_later_belongs_to_the_last_step(tmp_path: Path) -> None:
     path = tmp_path / "steps.jsonl"
-    log = a_log(path)
+    log = make_log(path)
     fill(log, 1, 2)
     log.add_validation(2, 1.5)
     assert written(path) == [(1, None), (2, 1.5)]
-    # A run whose last record is missing keeps what it has.
+    # A run whose last record is missing keeps its records.
     log.add_validation(3, 1.25)
     log.close()
     assert written(path) == [(1, None), (2, 1.5)]
 
 
 def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    log = a_log(None)
+    log = make_log(None)
     fill(log, 1)
     log.add_validation(1, 1.0)
     log.rewind(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from distmp.distributed.own_time import OwnTime, StepClock
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.telemetry.stragglers import Stragglers, Watch, own_seconds
+from distmp.telemetry.stragglers import SlowRankDetector, Stragglers, own_seconds
 from tests.ranks import run_ranks
 from tests.reference import TWO_RANKS, Batch, fused_adamw, loss, make_model, microbatches
 
@@ -31,7 +31,7 @@ class SleepsInBackward(torch.autograd.Function):
 
 
 class Sleepy(nn.Module):
-    """A model that keeps its rank from going on, where it is told to."""
+    """A model that delays its rank in a given phase."""
 
     def __init__(self, model: nn.Module, where: str) -> None:
         super().__init__()
@@ -45,17 +45,17 @@ class Sleepy(nn.Module):
         return SleepsInBackward.apply(y) if self.where == "backward" else y
 
 
-Found = dict[int, list[float]]
+Times = dict[int, list[float]]
 
 
-def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], Found]:
-    """Take steps for which rank 1 is late; return what was told, and the times."""
+def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], Times]:
+    """Run steps in which rank 1 is slow; return the logged lines, and the times."""
     world = World.current("cpu")
     model = Sleepy(make_model(), where if world.rank == 1 else "")
     options = {"policy": "fp32", **options}
     engine = Engine(model, loss, fused_adamw, strategy=strategy, device="cpu", **options)
-    told: list[str] = []
-    stragglers = Stragglers(world, engine.clock, strategy, every=EVERY, say=told.append)
+    lines: list[str] = []
+    stragglers = Stragglers(world, engine.clock, strategy, every=EVERY, log=lines.append)
     found = {}
     for step in range(1, 2 * EVERY + 1):
         stragglers.before(step)
@@ -65,7 +65,7 @@ def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], 
         stragglers.after(step, 0.0)
         if (seconds := stragglers.seconds(step)) is not None:
             found[step] = seconds
-    return told, found
+    return lines, found
 
 
 @pytest.mark.parametrize(
@@ -79,22 +79,22 @@ def run(strategy: str, where: str, options: dict[str, Any]) -> tuple[list[str], 
     ],
 )
 def test_a_slow_rank_is_named(strategy: str, where: str, options: dict[str, Any]) -> None:
-    (told, found), (other_told, other_found) = run_ranks(run, 2, strategy, where, options)
-    assert found == other_found, "ranks have to know the same"
-    assert told == other_told
+    (lines, found), (other_lines, other_found) = run_ranks(run, 2, strategy, where, options)
+    assert found == other_found, "ranks must get the same times"
+    assert lines == other_lines
     assert [*found] == [EVERY, 2 * EVERY]
     for fast, slow in found.values():
-        # Both ranks ended these steps together; only one of them worked so long.
+        # Both ranks ended these steps together; only one of them worked for so long.
         assert slow > SLEEP_SECONDS
         assert fast < slow - SLEEP_SECONDS / 2
-    (line,) = told
+    (line,) = lines
     assert line.startswith("rank 1 on ")
     assert "x the median of the others" in line
     assert line.endswith(f"since step {EVERY}")
 
 
 def test_hidden_transfers_are_not_waiting() -> None:
-    """Where transfers run beside computation, only the longer waiting of the fast ranks counts."""
+    """If transfers overlap with computation, only the excess waiting time of fast ranks counts."""
     times = [OwnTime(1.0, 0.7), OwnTime(1.0, 0.3), OwnTime(1.0, 0.7)]
     assert own_seconds(times, hidden=True) == pytest.approx([0.6, 1.0, 0.6])
     assert own_seconds(times, hidden=False) == pytest.approx([0.3, 0.7, 0.3])
@@ -104,27 +104,27 @@ def test_hidden_transfers_are_not_waiting() -> None:
 
 
 def test_once_may_be_chance() -> None:
-    told: list[str] = []
-    watch = Watch([f"rank {rank} on host" for rank in range(4)], told.append)
-    alike, slow = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 2.0, 1.0]
-    for step, seconds in enumerate([alike, slow, alike, slow, slow, slow, alike, alike], 1):
-        watch.look(10 * step, seconds)
-    assert told == [
+    lines: list[str] = []
+    detector = SlowRankDetector([f"rank {rank} on host" for rank in range(4)], lines.append)
+    even, slow = [1.0, 1.1, 0.9, 1.0], [1.0, 1.1, 2.0, 1.0]
+    for step, seconds in enumerate([even, slow, even, slow, slow, slow, even, even], 1):
+        detector.update(10 * step, seconds)
+    assert lines == [
         "rank 2 on host takes 2.0 x the median of the others (2e+03 ms a step, theirs 1e+03 ms), "
         "since step 40",
         "rank 2 on host is as fast as the others again, step 70",
     ]
-    # Who was not measured neither is slow nor makes others so.
-    watch.look(90, [math.nan, 1.0, math.nan, math.nan])
-    watch.look(100, [math.nan, 1.0, math.nan, math.nan])
-    assert len(told) == 2
+    # A rank without a measurement is not slow, and makes no other rank slow.
+    detector.update(90, [math.nan, 1.0, math.nan, math.nan])
+    detector.update(100, [math.nan, 1.0, math.nan, math.nan])
+    assert len(lines) == 2
 
 
 def pauses() -> list[float]:
     """Three steps, two of them after a checkpoint that took rank 1 long."""
     world = World.current("cpu")
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", strategy="ddp", device="cpu")
-    stragglers = Stragglers(world, engine.clock, "ddp", every=3, say=pytest.fail)
+    stragglers = Stragglers(world, engine.clock, "ddp", every=3, log=pytest.fail)
     for step in range(1, 4):
         stragglers.before(step)
         pause = SLEEP_SECONDS if step > 1 and world.rank == 1 else 0.0
@@ -144,17 +144,17 @@ def test_pauses_do_not_count() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
-def test_what_cannot_be_told_apart_is_not_compared(strategy: str) -> None:
+def test_strategies_with_unmeasured_collectives_are_not_compared(strategy: str) -> None:
     clock = StepClock(torch.device("cpu"))
     world = World(0, 2, torch.device("cpu"), None)
-    stragglers = Stragglers(world, clock, strategy, every=1, say=pytest.fail)
+    stragglers = Stragglers(world, clock, strategy, every=1, log=pytest.fail)
     stragglers.before(1)
     assert not clock.active
 
 
-def test_nothing_is_measured_unless_asked() -> None:
+def test_a_single_rank_is_not_measured() -> None:
     engine = Engine(make_model(), loss, fused_adamw, policy="fp32", device="cpu")
-    stragglers = Stragglers(engine.world, engine.clock, "single", every=1, say=pytest.fail)
+    stragglers = Stragglers(engine.world, engine.clock, "single", every=1, log=pytest.fail)
     for step in (1, 2, 3):
         stragglers.before(step)
         engine.step(microbatches(step, [(4,)]))
@@ -185,7 +185,7 @@ def test_times_of_a_device_are_read_without_waiting() -> None:
     assert time_ is not None
     assert 0 < time_.between < 60
     assert time_.waited == 0
-    # While the device is at it, there is nothing to read, and nobody waits.
+    # While the device is busy, there is nothing to read, and the host does not wait.
     torch.cuda._sleep(2_000_000_000)
     engine.step(batches[4])
     assert engine.clock.take() is None

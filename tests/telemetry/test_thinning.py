@@ -24,18 +24,18 @@ def test_thinning_keeps_spikes_gaps_and_order() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 79, 80, 400, 1001])
-def test_smoothing_is_a_centred_mean_of_what_is_known(count: int) -> None:
+def test_smoothing_is_a_centered_mean_of_known_values(count: int) -> None:
     rng = np.random.default_rng(count)
     values = rng.normal(size=count)
     values[rng.random(count) < 0.3] = math.nan
-    centres, means = smoothed(np.arange(count, dtype=np.float64), values)
+    centers, means = smoothed(np.arange(count, dtype=np.float64), values)
     half = count // 80
-    assert centres[0] == 0
-    assert centres[-1] == count - 1
-    for centre, mean in zip(centres.astype(int), means, strict=True):
+    assert centers[0] == 0
+    assert centers[-1] == count - 1
+    for center, mean in zip(centers.astype(int), means, strict=True):
         window = [
             values[i]
-            for i in range(centre - half, centre + half + 1)
+            for i in range(center - half, center + half + 1)
             if 0 <= i < count and not math.isnan(values[i])
         ]
         expected = math.fsum(window) / len(window) if window else math.nan

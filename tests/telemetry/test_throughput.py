@@ -43,5 +43,5 @@ def test_a_pause_that_fails_does_not_count_either() -> None:
     assert timer.lap() == 2.0
 
 
-def test_a_clock_that_stands_still() -> None:
+def test_a_clock_that_does_not_advance() -> None:
     assert _timer(1.0, 1.0).lap() > 0

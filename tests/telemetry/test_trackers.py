@@ -20,7 +20,7 @@ HERE = "tests.telemetry.test_trackers"
 
 
 class Recorder(GeneralTracker):
-    """Writes down what it is told."""
+    """Writes its calls to a file."""
 
     name = "recorder"
     requires_logging_directory = True
@@ -29,28 +29,28 @@ class Recorder(GeneralTracker):
         super().__init__()
         self.fails_at = fails_at
         self.folder = Path(folder)
-        self.tell("project", project)
-        self.tell("rank", os.environ.get("RANK"))
+        self.write("project", project)
+        self.write("rank", os.environ.get("RANK"))
 
     @property
     def tracker(self) -> Path:
         return self.folder
 
-    def tell(self, *what: Any) -> None:
+    def write(self, *call: Any) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "told").open("a") as file:
-            file.write(json.dumps(what) + "\n")
+        with (self.folder / "calls").open("a") as file:
+            file.write(json.dumps(call) + "\n")
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.tell("configuration", values)
+        self.write("configuration", values)
 
     def log(self, values: dict[str, Any], step: int | None = None, **_: Any) -> None:
         if step == self.fails_at:
             raise OSError("the network is gone")
-        self.tell(step, values)
+        self.write(step, values)
 
     def finish(self) -> None:
-        self.tell("finished")
+        self.write("finished")
 
 
 class Broken(Recorder):
@@ -61,8 +61,8 @@ class Broken(Recorder):
 NAME = f"{HERE}:Recorder"
 
 
-def told(folder: Path) -> list[Any]:
-    return [json.loads(line) for line in (folder / NAME / "told").read_text().splitlines()]
+def calls(folder: Path) -> list[Any]:
+    return [json.loads(line) for line in (folder / NAME / "calls").read_text().splitlines()]
 
 
 @pytest.fixture(autouse=True)
@@ -71,7 +71,7 @@ def _fresh_state() -> Iterator[None]:
     PartialState._reset_state()
 
 
-def start(names: list[str], folder: Path, complaints: list[str], **options: Any) -> Any:
+def start(names: list[str], folder: Path, warnings: list[str], **options: Any) -> Any:
     return trackers.start(
         names,
         options,
@@ -79,17 +79,17 @@ def start(names: list[str], folder: Path, complaints: list[str], **options: Any)
         directory=folder,
         hyperparameters={"steps": 3, "optim": {"lr": 0.1, "options": {"betas": [0.9, 0.95]}}},
         after_step=0,
-        complain=complaints.append,
+        warn=warnings.append,
     )
 
 
 def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None:
-    complaints: list[str] = []
-    loggers = start([NAME], tmp_path, complaints)
+    warnings: list[str] = []
+    loggers = start([NAME], tmp_path, warnings)
     loggers.write(record(step=1, skipped=True, overflow={"decision": "x"}))
     loggers.write(record(step=2, validation_loss=1.5))
     loggers.close()
-    project, _, configuration, first, second, finished = told(tmp_path)
+    project, _, configuration, first, second, finished = calls(tmp_path)
     assert project == ["project", "test"]
     assert configuration[1] == {"steps": 3, "optim.lr": 0.1, "optim.options.betas": "[0.9, 0.95]"}
     assert first[0] == 1
@@ -98,35 +98,35 @@ def test_steps_become_scalars_and_the_configuration_flat(tmp_path: Path) -> None
     assert {"step", "overflow", "validation_loss"}.isdisjoint(first[1])
     assert (second[0], second[1]["validation_loss"]) == (2, 1.5)
     assert finished == ["finished"]
-    assert complaints == []
+    assert warnings == []
 
 
-def test_a_logger_that_fails_is_dropped(tmp_path: Path) -> None:
-    complaints: list[str] = []
-    loggers = start([NAME], tmp_path, complaints, **{NAME: {"fails_at": 2}})
+def test_a_tracker_that_fails_is_dropped(tmp_path: Path) -> None:
+    warnings: list[str] = []
+    loggers = start([NAME], tmp_path, warnings, **{NAME: {"fails_at": 2}})
     for step in (1, 2, 3):
         loggers.write(record(step=step))
     loggers.close()
-    assert [line[0] for line in told(tmp_path)] == ["project", "rank", "configuration", 1]
-    (complaint,) = complaints
-    assert "the network is gone" in complaint
-    assert "goes on without it" in complaint
+    assert [line[0] for line in calls(tmp_path)] == ["project", "rank", "configuration", 1]
+    (warning,) = warnings
+    assert "the network is gone" in warning
+    assert "continues without it" in warning
 
 
-def test_a_logger_that_does_not_start_is_one_message(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no account; mend it or leave it out"):
+def test_a_tracker_that_does_not_start_is_one_message(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no account; fix or remove it"):
         start([f"{HERE}:Broken"], tmp_path, [])
     with pytest.raises(ConfigError, match="unexpected keyword"):
         start([NAME], tmp_path, [], **{NAME: {"colour": 1}})
 
 
-def test_what_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.tracking._available_trackers", [])
     for changes, setting, message in (
         ({"trackers": ("tensorbord",)}, "log.trackers", "did you mean 'tensorboard'"),
         ({"trackers": ("wandb",)}, "log.trackers", "run pip install 'wandb'"),
         ({"trackers": ("tensorboard",)}, "log.trackers", "distmp.trackers"),
-        ({"trackers": (f"{HERE}:told",)}, "log.trackers", "subclass of accelerate's"),
+        ({"trackers": (f"{HERE}:calls",)}, "log.trackers", "subclass of accelerate's"),
         ({"trackers": ("nowhere:Tracker",)}, "log.trackers", "no module"),
         ({"tracker_options": {"wandb": {}}}, "log.tracker_options.wandb", "add it to"),
         (
@@ -146,7 +146,7 @@ def test_a_run_logs_on_its_first_rank(tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={data}", "--steps=2", "--run-dir=run"]
     done = run(torchrun(*arguments, "--log.trackers", "tensorboard", NAME), tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    written = told(tmp_path / "run")
+    written = calls(tmp_path / "run")
     assert [line[0] for line in written] == ["project", "rank", "configuration", 1, 2, "finished"]
     assert written[1] == ["rank", "0"]
     assert written[2][1]["model.layers"] == 2

@@ -58,7 +58,7 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     host = socket.gethostname()
     done = run(python("-m", "distmp", "launch", "--nproc-per-node=2", "--", *arguments), tmp_path)
     assert done.returncode == 128 + signal.SIGKILL
-    assert "preflight: 2 ranks on 1 host, alike" in done.stdout
+    assert "preflight: 2 ranks on 1 host, consistent" in done.stdout
     # The output of the ranks is on the console and in their files.
     assert done.stderr.count("last words of rank 1") == 1
     first, second = (

@@ -1,1 +1,1 @@
-"""`distmp bench`: measurements of the user's own run."""
+"""`distmp bench`: benchmarks of the user's run."""

@@ -1,4 +1,4 @@
-"""`distmp bench precision --config FILE`: what each precision policy would do to this run."""
+"""`distmp bench precision --config FILE`: compare the precision policies on a run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _BENCHMARKS = {"precision": precision.main}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark that the first word names; return the exit code.
+    """Run the benchmark named by the first argument; return the exit code.
 
     Raises:
-        ConfigError: If there is none of that name, or the run could not start.
+        ConfigError: If the benchmark does not exist, or the run cannot start.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] in ([], ["--help"], ["-h"]):

@@ -1,4 +1,4 @@
-"""What a comparison of policies found: as a table with a recommendation, as JSON, as a picture."""
+"""The result of a comparison of policies: a table with a recommendation, JSON, and a plot."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from distmp.utils.files import replacing
 from distmp.utils.units import bytes_text
 
-# A policy that is this much slower than the fastest is still as fast, on a machine with noise.
+# Policies within this factor of the fastest count as equally fast, because of noise.
 SAME_SPEED = 1.05
 
 
 @dataclass(frozen=True)
 class PolicyResult:
-    """A policy that the run can have.
+    """The measurements of a policy.
 
     Attributes:
-        reason: What the device makes of it (emulated, native).
-        losses: Of every step; the mean over the global batch.
-        seconds: Of every step after the first few.
-        memory_bytes: The most that a rank needed beyond what it had before.
-        skipped: Steps that were skipped.
+        reason: How the device runs the policy (emulated or native).
+        losses: Loss of every step, as the mean over the global batch.
+        seconds: Duration of every step after the warm-up.
+        memory_bytes: Maximum over the ranks of the additional peak memory.
+        skipped: Number of skipped steps.
     """
 
     reason: str
@@ -35,65 +35,76 @@ class PolicyResult:
 
     @property
     def last_loss(self) -> float:
-        """Mean of the last quarter of the steps."""
+        """Mean loss of the last quarter of the steps."""
         return statistics.fmean(self.losses[-max(1, len(self.losses) // 4) :])
 
     @property
     def step_seconds(self) -> float:
-        """Median."""
+        """Median duration of a step."""
         return statistics.median(self.seconds)
 
 
 @dataclass(frozen=True)
 class PolicyRefused:
-    """A policy that the run cannot have, and why."""
+    """A policy that cannot be used for the run.
+
+    Attributes:
+        reason: The error message.
+    """
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was measured, by policy; the first policy is the one that others are compared with."""
+    """The results of all policies; the first policy that ran is the reference.
+
+    Attributes:
+        steps: Number of steps under each policy.
+        world_size: Number of ranks.
+        tolerance: Largest accepted relative difference of the last loss from the reference.
+        results: The result of each policy, by its name.
+    """
 
     steps: int
     world_size: int
     tolerance: float
-    found: dict[str, PolicyResult | PolicyRefused]
+    results: dict[str, PolicyResult | PolicyRefused]
 
     @property
     def measured(self) -> dict[str, PolicyResult]:
-        """Policies that ran."""
-        return {name: one for name, one in self.found.items() if isinstance(one, PolicyResult)}
+        """The policies that ran."""
+        return {name: one for name, one in self.results.items() if isinstance(one, PolicyResult)}
 
-    def apart(self, name: str) -> float:
-        """Return the relative difference of a policy's last loss from that of the first."""
+    def difference(self, name: str) -> float:
+        """Return the relative difference of a policy's last loss from the reference."""
         first = next(iter(self.measured.values())).last_loss
         return abs(self.measured[name].last_loss - first) / abs(first) if first else math.nan
 
     def recommendation(self) -> tuple[str | None, str]:
-        """Return the policy to take, and why; None if none learns as the first one does.
+        """Return the recommended policy and the reason; None if no policy is accurate enough.
 
-        Of those that do, the fastest; of those that are as fast, the one that needs least memory.
+        It is the fastest of the accurate policies; of equally fast ones, the one with least memory.
         """
-        learning = {n: m for n, m in self.measured.items() if self.apart(n) <= self.tolerance}
-        if not learning:
+        accurate = {n: m for n, m in self.measured.items() if self.difference(n) <= self.tolerance}
+        if not accurate:
             return None, "no policy ran with a finite loss"
-        fastest = min(one.step_seconds for one in learning.values())
-        fast = {n: m for n, m in learning.items() if m.step_seconds <= SAME_SPEED * fastest}
-        chosen = min(fast, key=lambda name: (fast[name].memory_bytes, fast[name].step_seconds))
-        left_out = [name for name in self.measured if name not in learning]
-        worse = f"; {', '.join(left_out)} learns otherwise" if left_out else ""
-        return chosen, (
-            f"the least memory of the fastest whose loss is within {self.tolerance:.1%}{worse}"
+        fastest = min(one.step_seconds for one in accurate.values())
+        fast = {n: m for n, m in accurate.items() if m.step_seconds <= SAME_SPEED * fastest}
+        best = min(fast, key=lambda name: (fast[name].memory_bytes, fast[name].step_seconds))
+        excluded = [name for name in self.measured if name not in accurate]
+        note = f"; {', '.join(excluded)} has a different loss" if excluded else ""
+        return best, (
+            f"least memory of the fastest policies whose loss is within {self.tolerance:.1%}{note}"
         )
 
     def as_json(self) -> dict[str, Any]:
-        """Return everything as values that JSON can hold."""
-        chosen, reason = self.recommendation()
+        """Return the comparison as JSON values."""
+        recommended, reason = self.recommendation()
         return {
             "steps": self.steps,
             "world_size": self.world_size,
-            "recommended": chosen,
+            "recommended": recommended,
             "reason": reason,
             "policies": {
                 name: {"refused": one.reason}
@@ -105,16 +116,16 @@ class Comparison:
                     "memory_bytes": one.memory_bytes,
                     "skipped": one.skipped,
                 }
-                for name, one in self.found.items()
+                for name, one in self.results.items()
             },
         }
 
 
 def report(compared: Comparison) -> str:
-    """Return the table and the recommendation, for people."""
-    head = ("policy", "ms a step", "memory", "last loss", "apart", "skipped", "")
+    """Return the table and the recommendation as text."""
+    head = ("policy", "ms a step", "memory", "last loss", "difference", "skipped", "")
     rows = [head]
-    for name, one in compared.found.items():
+    for name, one in compared.results.items():
         if isinstance(one, PolicyRefused):
             rows.append((name, "", "", "", "", "", f"refused: {one.reason}"))
             continue
@@ -124,7 +135,7 @@ def report(compared: Comparison) -> str:
                 f"{1000 * one.step_seconds:.1f}",
                 bytes_text(one.memory_bytes),
                 f"{one.last_loss:.4f}",
-                f"{compared.apart(name):.2%}",
+                f"{compared.difference(name):.2%}",
                 str(one.skipped),
                 one.reason,
             )
@@ -137,13 +148,13 @@ def report(compared: Comparison) -> str:
         for row in rows
     ]
     ranks = "1 rank" if compared.world_size == 1 else f"{compared.world_size} ranks"
-    chosen, reason = compared.recommendation()
-    advice = f"take {chosen}: {reason}" if chosen else f"nothing to recommend: {reason}"
+    recommended, reason = compared.recommendation()
+    advice = f"use {recommended}: {reason}" if recommended else f"nothing to recommend: {reason}"
     return "\n".join([f"{compared.steps} steps on {ranks}", *lines, advice])
 
 
 def draw(compared: Comparison, path: str | os.PathLike[str]) -> None:
-    """Draw losses, time and memory of all policies into a PNG, replaced whole or not at all."""
+    """Draw losses, time and memory of all policies into a PNG, which is replaced atomically."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

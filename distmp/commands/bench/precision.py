@@ -1,6 +1,6 @@
-"""`distmp bench precision`: train a few steps of a run under every precision policy, one by one.
+"""`distmp bench precision`: train a few steps of a run under each precision policy in turn.
 
-Also under torchrun (`torchrun -m distmp.commands.bench.precision`), on all ranks of a run.
+Under torchrun (`torchrun -m distmp.commands.bench.precision`) it uses all ranks.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from distmp.training.setup import Progress, build_engine, prepare, training_batc
 from distmp.training.train import end_process, run_as_rank
 from distmp.utils.settings import command_line
 
-# Compiled, allocated and cached by then; these steps are not timed.
+# Steps that compile, allocate and fill caches, which are not timed.
 WARM_UP = 3
 
 
 @dataclass(frozen=True)
 class BenchPrecisionConfig(RunConfig):
-    """A training run that is begun under several policies."""
+    """A training run to start under several policies."""
 
     bench_steps: int = 50
-    """Steps under each policy, all on the same batches from the same weights."""
+    """Steps under each policy, with the same batches and initial weights."""
 
     policies: tuple[str, ...] = ("fp32", "tf32", "bf16", "bf16-autocast", "fp16", "fp16-autocast")
-    """Policies to compare; the first is what the others are compared with."""
+    """Policies to compare; the first one is the reference."""
 
     tolerance: float = 0.01
-    """Relative difference of the last losses up to which a policy learns as the first one does."""
+    """Largest accepted relative difference of a policy's last loss from the reference."""
 
     json: bool = False
     """Print JSON instead of a table."""
 
     picture: str | None = "precision.png"
-    """PNG file for loss, time and memory; null: none."""
+    """PNG file for loss, time and memory; null writes none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ load = functools.partial(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare, and return the exit code of this rank, as `distmp.training.train.main` does."""
+    """Compare the policies, and return the exit code of this rank."""
     return run_as_rank(sys.argv[1:] if argv is None else argv, load, _bench)
 
 
@@ -90,27 +90,27 @@ def _bench(config: BenchPrecisionConfig, environment: RankEnvironment) -> int:
 
 
 def compare(config: BenchPrecisionConfig, world: World) -> Comparison:
-    """Train under each policy in turn; every rank has to call it. Nothing is written.
+    """Train under each policy in turn; every rank must call it. Writes no files.
 
     Raises:
-        SetupError: On every rank, if the run cannot start whatever the policy is.
+        SetupError: On every rank, if the run cannot start under any policy.
     """
     for name in config.policies:
-        # Libraries load, and kernels are made, at the first use of each type; they stay in memory.
+        # The first use of each dtype loads libraries and kernels, which stay in memory.
         measure(config, world, name, steps=1)
-    found = {
+    results = {
         name: measure(config, world, name, steps=config.bench_steps) for name in config.policies
     }
-    return Comparison(config.bench_steps, world.world_size, config.tolerance, found)
+    return Comparison(config.bench_steps, world.world_size, config.tolerance, results)
 
 
 def measure(
     config: BenchPrecisionConfig, world: World, name: str, *, steps: int
 ) -> PolicyResult | PolicyRefused:
-    """Train under one policy; every rank has to call it.
+    """Train under one policy; every rank must call it.
 
     Returns:
-        Time, memory and losses, or why this run cannot have the policy.
+        Time, memory and losses, or why the run cannot use the policy.
     """
     parts = all_or_none(world, lambda: prepare(config, world))
     start = begin_peak(world.device)

@@ -1,4 +1,4 @@
-"""What follows from the machine: each check is a pure function of them."""
+"""The checks of `distmp doctor`: each is a pure function of the machine's properties."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ FEW_PROCESSES = 4096
 BUSY_GPU_SHARE = 0.1
 CLOCK_OFFSET_SECONDS = 1.0
 
-# Variables that cost speed while they are set, as somebody looking for a fault may have left them.
+# Variables that slow runs down, often left over from debugging.
 _SLOW = {
     "CUDA_LAUNCH_BLOCKING": "makes the host wait for every kernel",
-    "NCCL_IB_DISABLE": "takes InfiniBand away from NCCL",
-    "NCCL_P2P_DISABLE": "makes GPUs of one machine talk through its memory",
-    "NCCL_SHM_DISABLE": "makes ranks of one machine talk through the network",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "allocates every tensor anew",
+    "NCCL_IB_DISABLE": "disables InfiniBand in NCCL",
+    "NCCL_P2P_DISABLE": "makes GPUs of one machine communicate through host memory",
+    "NCCL_SHM_DISABLE": "makes ranks of one machine communicate through the network",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "disables the caching allocator",
     "TORCH_NCCL_BLOCKING_WAIT": "makes the host wait for every collective",
-    "TORCH_COMPILE_DEBUG": "writes down everything that is compiled",
+    "TORCH_COMPILE_DEBUG": "writes logs of everything that is compiled",
 }
-_CHATTY = {"NCCL_DEBUG": ("INFO", "TRACE"), "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",)}
-# With these off a rank whose peer is gone waits for ever.
+_VERBOSE = {"NCCL_DEBUG": ("INFO", "TRACE"), "TORCH_DISTRIBUTED_DEBUG": ("DETAIL",)}
+# Without error handling, a rank whose peer is gone waits without a limit.
 _NO_ERROR_HANDLING = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "NCCL_ASYNC_ERROR_HANDLING")
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OFF = ("", "0", "false", "no", "off")
 
 
 class CheckResult(NamedTuple):
-    """What a check says.
+    """The result of a check.
 
     Attributes:
-        status: PASS; WARN for what makes runs slow or fragile; FAIL for what keeps them from
-            working.
-        message: What was found.
-        remedy: What to do about it; empty after PASS.
+        status: PASS; WARN if runs may be slow or unstable; FAIL if runs cannot work.
+        message: The observation.
+        remedy: What to do; empty for PASS.
     """
 
     status: Status
@@ -60,13 +59,13 @@ Check = Callable[[MachineInfo], "Iterator[CheckResult]"]
 
 
 def _versions(machine: MachineInfo) -> Iterator[CheckResult]:
-    told = ", ".join(f"{name} {version or 'none'}" for name, version in machine.versions.items())
+    message = ", ".join(f"{name} {version or 'none'}" for name, version in machine.versions.items())
     for name, oldest in (("python", OLDEST_PYTHON), ("torch", OLDEST_TORCH)):
         if _release(machine.versions[name] or "0") < oldest:
-            wanted = ".".join(map(str, oldest))
-            yield CheckResult("FAIL", told, f"distmp needs {name} {wanted} or later")
+            required = ".".join(map(str, oldest))
+            yield CheckResult("FAIL", message, f"distmp needs {name} {required} or later")
             return
-    yield CheckResult("PASS", told)
+    yield CheckResult("PASS", message)
 
 
 def _cuda(machine: MachineInfo) -> Iterator[CheckResult]:
@@ -88,8 +87,8 @@ def _cuda(machine: MachineInfo) -> Iterator[CheckResult]:
     elif machine.cuda_devices == 0:
         yield CheckResult(
             "FAIL",
-            "there is a driver, but torch sees no GPU",
-            "look at CUDA_VISIBLE_DEVICES, at nvidia-smi, and whether this container was given any",
+            "the driver is installed, but torch sees no GPU",
+            "check CUDA_VISIBLE_DEVICES, nvidia-smi, and whether this container has access to GPUs",
         )
     else:
         driver = machine.cuda_driver or "of an unknown version"
@@ -105,27 +104,27 @@ def _gpus(machine: MachineInfo) -> Iterator[CheckResult]:
         yield CheckResult(
             "WARN",
             f"different GPUs: {', '.join(kinds)}",
-            "a run goes at the speed of the slowest; choose with CUDA_VISIBLE_DEVICES",
+            "the slowest GPU limits the speed; select GPUs with CUDA_VISIBLE_DEVICES",
         )
     for index, gpu in enumerate(machine.gpus):
         name = f"GPU {index}, {gpu.name}"
         if gpu.ecc_errors:
             yield CheckResult(
                 "FAIL",
-                f"{name}: {gpu.ecc_errors} memory errors that could not be corrected",
+                f"{name}: {gpu.ecc_errors} memory errors that were not corrected",
                 "drain the machine and reset the GPU; replace it if they come back",
             )
         if gpu.throttled:
             yield CheckResult(
                 "WARN",
-                f"{name}: slowed down by heat or power",
-                "look at `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and at the cooling",
+                f"{name}: throttled because of temperature or power",
+                "check `nvidia-smi -q -d PERFORMANCE,TEMPERATURE` and the cooling",
             )
         if gpu.memory_bytes and (gpu.used_bytes or 0) > BUSY_GPU_SHARE * gpu.memory_bytes:
             yield CheckResult(
                 "WARN",
-                f"{name}: {bytes_text(gpu.used_bytes or 0)} of its memory taken",
-                "see `nvidia-smi` for the processes that hold it",
+                f"{name}: {bytes_text(gpu.used_bytes or 0)} of its memory is in use",
+                "see `nvidia-smi` for the processes that use it",
             )
     if machine.gpus:
         memory = ", ".join(f"{g.name} {bytes_text(g.memory_bytes or 0)}" for g in machine.gpus)
@@ -145,13 +144,13 @@ def _cores(machine: MachineInfo) -> Iterator[CheckResult]:
     granted = min(machine.usable_cores, machine.core_quota or machine.cores)
     if granted < machine.cores:
         threads = machine.environment.get("OMP_NUM_THREADS")
-        message = f"{granted:g} of {machine.cores} cores may be used"
+        message = f"{granted:g} of {machine.cores} cores are available"
         if threads is None:
             yield CheckResult(
                 "WARN",
                 f"{message}; libraries that count cores start too many threads",
-                "set OMP_NUM_THREADS to cores per rank; `distmp launch` does it by the cores that "
-                "a process may run on",
+                "set OMP_NUM_THREADS to cores per rank; `distmp launch` sets it from the CPU "
+                "affinity",
             )
             return
         yield CheckResult("PASS", f"{message}; OMP_NUM_THREADS={threads}")
@@ -168,7 +167,7 @@ def _threads(machine: MachineInfo) -> Iterator[CheckResult]:
     elif int(text) > machine.usable_cores:
         yield CheckResult(
             "WARN",
-            f"OMP_NUM_THREADS={text}, with {machine.usable_cores} cores to use",
+            f"OMP_NUM_THREADS={text}, with {machine.usable_cores} cores available",
             "set it to cores per rank, or unset it and use `distmp launch`",
         )
     else:
@@ -178,9 +177,9 @@ def _threads(machine: MachineInfo) -> Iterator[CheckResult]:
 def _memory(machine: MachineInfo) -> Iterator[CheckResult]:
     free = min(machine.available_bytes, machine.memory_limit or machine.available_bytes)
     limit = f", limit {bytes_text(machine.memory_limit)}" if machine.memory_limit else ""
-    message = f"{bytes_text(free)} to use{limit}"
+    message = f"{bytes_text(free)} available{limit}"
     if free < LITTLE_MEMORY_BYTES:
-        yield CheckResult("WARN", message, "end what else runs here, or raise the limit of the job")
+        yield CheckResult("WARN", message, "end other processes, or raise the limit of the job")
     else:
         yield CheckResult("PASS", message)
 
@@ -189,7 +188,7 @@ def _shared_memory(machine: MachineInfo) -> Iterator[CheckResult]:
     if machine.shm_bytes is None:
         yield CheckResult(
             "FAIL",
-            "there is no /dev/shm, through which data workers and NCCL pass data",
+            "/dev/shm is missing, which data workers and NCCL need to exchange data",
             "mount a tmpfs there (`docker run --shm-size=16g`; in Kubernetes an emptyDir with "
             "medium: Memory)",
         )
@@ -208,19 +207,19 @@ def _limits(machine: MachineInfo) -> Iterator[CheckResult]:
     locked = machine.limits["locked_bytes"]
     if files is not None and files < FEW_FILES:
         yield CheckResult(
-            "WARN", f"{files} open files at most", "`ulimit -n 65536` before the launch"
+            "WARN", f"at most {files} open files", "`ulimit -n 65536` before the launch"
         )
     if processes is not None and processes < FEW_PROCESSES:
-        yield CheckResult("WARN", f"{processes} processes at most", "`ulimit -u 65536`")
+        yield CheckResult("WARN", f"at most {processes} processes", "`ulimit -u 65536`")
     if locked is not None and machine.rdma_devices:
         yield CheckResult(
             "FAIL",
-            f"{bytes_text(locked)} of locked memory at most, and {', '.join(machine.rdma_devices)} "
+            f"at most {bytes_text(locked)} of locked memory, but {', '.join(machine.rdma_devices)} "
             "has to lock its buffers",
             "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1`",
         )
-    told = ", ".join(f"{name} {_limit(limit)}" for name, limit in machine.limits.items())
-    yield CheckResult("PASS", told)
+    limits = ", ".join(f"{name} {_limit(limit)}" for name, limit in machine.limits.items())
+    yield CheckResult("PASS", limits)
 
 
 def _disk(machine: MachineInfo) -> Iterator[CheckResult]:
@@ -228,31 +227,31 @@ def _disk(machine: MachineInfo) -> Iterator[CheckResult]:
     message = f"{folder.path}: {bytes_text(folder.free_bytes)} free"
     if folder.problem is not None:
         yield CheckResult(
-            "FAIL", f"{folder.path}: cannot be written ({folder.problem})", "choose another run_dir"
+            "FAIL", f"{folder.path}: cannot be written ({folder.problem})", "use another run_dir"
         )
     elif folder.free_bytes < NO_DISK_BYTES:
-        yield CheckResult("FAIL", message, "make room for checkpoints, or choose another run_dir")
+        yield CheckResult("FAIL", message, "free space for checkpoints, or use another run_dir")
     elif folder.free_bytes < LITTLE_DISK_BYTES:
-        yield CheckResult("WARN", message, "make room for checkpoints, or choose another run_dir")
+        yield CheckResult("WARN", message, "free space for checkpoints, or use another run_dir")
     else:
-        yield CheckResult("PASS", f"{message}, a file could be written")
+        yield CheckResult("PASS", f"{message}, writing a file succeeded")
 
 
 def _clock(machine: MachineInfo) -> Iterator[CheckResult]:
     clock = machine.clock
-    service = "switch on a time service (chrony, systemd-timesyncd); logs of machines do not match"
+    service = "enable a time service (chrony, systemd-timesyncd); logs of machines do not match"
     if not clock.steady:
         yield CheckResult(
-            "FAIL", "the monotonic clock goes back", "time-outs cannot work; use another machine"
+            "FAIL", "the monotonic clock goes back", "timeouts cannot work; use another machine"
         )
     elif abs(clock.offset_seconds or 0.0) > CLOCK_OFFSET_SECONDS:
         yield CheckResult("WARN", f"the clock is off by {clock.offset_seconds:.3g} s", service)
     elif clock.synchronized is False:
-        yield CheckResult("WARN", "no time service keeps the clock", service)
+        yield CheckResult("WARN", "the clock is not synchronized by a time service", service)
     elif clock.synchronized is None:
-        yield CheckResult("PASS", "steady; no time service tells whether it is right")
+        yield CheckResult("PASS", "steady; unknown whether it is synchronized")
     else:
-        yield CheckResult("PASS", "steady and kept by a time service")
+        yield CheckResult("PASS", "steady and synchronized by a time service")
 
 
 def _hostname(machine: MachineInfo) -> Iterator[CheckResult]:
@@ -261,16 +260,16 @@ def _hostname(machine: MachineInfo) -> Iterator[CheckResult]:
         yield CheckResult(
             "WARN",
             f"{machine.hostname} does not resolve",
-            "add it to /etc/hosts; gloo and torchrun look for their own name",
+            "add it to /etc/hosts; gloo and torchrun resolve their own name",
         )
-    elif not _leading_out(machine):
+    elif not _external_interfaces(machine):
         yield CheckResult("PASS", f"{machine.hostname} resolves to {', '.join(machine.addresses)}")
     elif all(address.startswith(("127.", "::1")) for address in machine.addresses):
         yield CheckResult(
             "WARN",
             f"{machine.hostname} resolves to {', '.join(machine.addresses)}, which other machines "
             "cannot reach",
-            "with several machines set GLOO_SOCKET_IFNAME, or mend /etc/hosts",
+            "with several machines set GLOO_SOCKET_IFNAME, or fix /etc/hosts",
         )
     elif not own & set(machine.addresses):
         yield CheckResult(
@@ -284,32 +283,33 @@ def _hostname(machine: MachineInfo) -> Iterator[CheckResult]:
 
 def _network(machine: MachineInfo) -> Iterator[CheckResult]:
     names = machine.interfaces.keys()
-    told = ", ".join(f"{name} {machine.interfaces[name][0]}" for name in names) or "none"
+    listed = ", ".join(f"{name} {machine.interfaces[name][0]}" for name in names) or "none"
     gloo = machine.environment.get("GLOO_SOCKET_IFNAME")
     missing = [name for name in (gloo or "").split(",") if name and name not in names]
     if missing:
         yield CheckResult(
             "FAIL",
-            f"GLOO_SOCKET_IFNAME={gloo}, and {', '.join(missing)} is not there; interfaces: {told}",
-            "name one that is up, or unset it",
+            f"GLOO_SOCKET_IFNAME={gloo}, but {', '.join(missing)} does not exist; interfaces: "
+            f"{listed}",
+            "set it to an interface that is up, or unset it",
         )
     nccl = machine.environment.get("NCCL_SOCKET_IFNAME")
-    if nccl and not any(_nccl_takes(nccl, name) for name in names):
+    if nccl and not any(_nccl_matches(nccl, name) for name in names):
         yield CheckResult(
             "FAIL",
-            f"NCCL_SOCKET_IFNAME={nccl} fits none of the interfaces: {told}",
-            "name one that is up, or unset it",
+            f"NCCL_SOCKET_IFNAME={nccl} matches none of the interfaces: {listed}",
+            "set it to an interface that is up, or unset it",
         )
-    if not _leading_out(machine):
+    if not _external_interfaces(machine):
         yield CheckResult(
             "WARN",
-            f"no interface that another machine could reach; interfaces: {told}",
-            "runs on this machine alone will work; for several give it a network",
+            f"no interface that another machine could reach; interfaces: {listed}",
+            "runs on only this machine work; several machines need a network",
         )
     else:
         yield CheckResult(
             "PASS",
-            f"interfaces: {told}; gloo takes {gloo or _gloo_default(machine)}, NCCL "
+            f"interfaces: {listed}; gloo uses {gloo or _gloo_default(machine)}, NCCL "
             f"{nccl or _nccl_default(machine)}",
         )
 
@@ -319,27 +319,27 @@ def _environment(machine: MachineInfo) -> Iterator[CheckResult]:
     for name, effect in _SLOW.items():
         if variables.get(name, "").lower() not in _OFF:
             yield CheckResult("WARN", f"{name}={variables[name]} {effect}", f"unset {name}")
-    for name, values in _CHATTY.items():
+    for name, values in _VERBOSE.items():
         if variables.get(name, "").upper() in values:
             message = f"{name}={variables[name]} writes a lot and slows runs down"
             yield CheckResult("WARN", message, f"unset {name}")
     for name in _NO_ERROR_HANDLING:
         if variables.get(name) == "0":
             yield CheckResult(
-                "FAIL", f"{name}=0: ranks wait for ever when one of them dies", f"unset {name}"
+                "FAIL", f"{name}=0: ranks wait without a limit when one dies", f"unset {name}"
             )
     ranks = [name for name in _RANK_VARIABLES if name in variables]
     if ranks:
         yield CheckResult(
             "WARN",
-            f"{', '.join(ranks)} is set: a process started here takes itself for a rank of a run",
-            "unset it, unless this is one",
+            f"{', '.join(ranks)} is set: a process started here becomes a rank of a run",
+            "unset it, unless this process is a rank",
         )
-    steering = [name for name in variables if name.startswith(("NCCL_", "GLOO_"))]
-    yield CheckResult("PASS", f"set for the network: {', '.join(steering) or 'nothing'}")
+    network = [name for name in variables if name.startswith(("NCCL_", "GLOO_"))]
+    yield CheckResult("PASS", f"network variables: {', '.join(network) or 'none'}")
 
 
-# Name of each check, in the order in which they are shown.
+# The checks by name, in the order of the output.
 CHECKS: dict[str, Check] = {
     "versions": _versions,
     "CUDA": _cuda,
@@ -360,12 +360,12 @@ CHECKS: dict[str, Check] = {
 
 
 def run_checks(machine: MachineInfo) -> list[tuple[str, CheckResult]]:
-    """Return the results of every check, under its name; PASS only where nothing else is said."""
+    """Return the problems of every check by name, or its PASS if there are none."""
     results = []
     for name, check in CHECKS.items():
-        found = list(check(machine))
-        problems = [result for result in found if result.status != "PASS"]
-        results += [(name, result) for result in problems or found]
+        outcomes = list(check(machine))
+        problems = [result for result in outcomes if result.status != "PASS"]
+        results += [(name, result) for result in problems or outcomes]
     return results
 
 
@@ -379,8 +379,8 @@ def _limit(limit: int | None) -> str:
     return "unlimited" if limit is None else str(limit)
 
 
-def _leading_out(machine: MachineInfo) -> list[str]:
-    """Return the interfaces by which another machine may be reached."""
+def _external_interfaces(machine: MachineInfo) -> list[str]:
+    """Return the interfaces through which other machines may be reachable."""
     return [
         name
         for name, addresses in machine.interfaces.items()
@@ -388,18 +388,18 @@ def _leading_out(machine: MachineInfo) -> list[str]:
     ]
 
 
-def _nccl_takes(wanted: str, name: str) -> bool:
-    """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` none of them."""
-    names = wanted.lstrip("^=").split(",")
-    if wanted.startswith("^"):
+def _nccl_matches(setting: str, name: str) -> bool:
+    """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` excludes."""
+    names = setting.lstrip("^=").split(",")
+    if setting.startswith("^"):
         return not any(name.startswith(prefix) for prefix in names)
-    if wanted.startswith("="):
+    if setting.startswith("="):
         return name in names
     return any(name.startswith(prefix) for prefix in names)
 
 
 def _gloo_default(machine: MachineInfo) -> str:
-    """Return the interface that carries the address of the hostname: gloo looks there first."""
+    """Return the interface with the address of the hostname, which gloo tries first."""
     for name, addresses in machine.interfaces.items():
         if not {*addresses}.isdisjoint(machine.addresses):
             return name
@@ -407,8 +407,8 @@ def _gloo_default(machine: MachineInfo) -> str:
 
 
 def _nccl_default(machine: MachineInfo) -> str:
-    """Return what NCCL takes by itself: InfiniBand first, then anything, then Docker's bridge."""
-    names = _leading_out(machine)
+    """Return NCCL's default interfaces: InfiniBand, then others, then Docker's bridge."""
+    names = _external_interfaces(machine)
     infiniband = [name for name in names if name.startswith("ib")]
     others = [name for name in names if not name.startswith("docker")]
     return ", ".join(infiniband or others or names)

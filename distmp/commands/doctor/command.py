@@ -1,4 +1,4 @@
-"""`distmp doctor`: is this machine fit to train, and what would `auto` choose on it."""
+"""`distmp doctor`: check whether this machine is ready to train, and what `auto` selects."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distmp.utils.settings import command_line
 
 @dataclass(frozen=True)
 class DoctorConfig(RunConfig):
-    """A training run for which a machine is looked at."""
+    """The training run for which to check this machine."""
 
     json: bool = False
     """Print results and machine as JSON."""
@@ -27,18 +27,18 @@ load = functools.partial(
     command_line,
     DoctorConfig,
     prog="distmp doctor",
-    description="Say whether this machine is fit to train, and what auto would choose on it.",
+    description="Check whether this machine is ready to train, and what auto selects on it.",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Look at this machine and print what there is to say.
+    """Check this machine and print the results.
 
     Returns:
-        1 if some check has failed, else 0.
+        1 if a check failed, else 0.
 
     Raises:
-        ConfigError: If a setting is wrong.
+        ConfigError: If a setting is invalid.
     """
     config = load(sys.argv[1:] if argv is None else argv)
     machine = gather(config.run_dir, config.precision.policy, config.strategy)
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(results: Sequence[tuple[str, CheckResult]]) -> str:
-    """Return a line for each result, and one for its remedy."""
+    """Return a line for each result, and one for its remedy if any."""
     width = max(len(name) for name, _ in results)
     lines = []
     for name, result in results:

@@ -1,4 +1,4 @@
-"""What there is to know about this machine; nothing here is judged."""
+"""Collect the properties of this machine, without judging them."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ _GPU_QUERY = {
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU as the driver describes it; None is what it does not tell.
+    """The properties of a GPU that the driver reports; None if it does not.
 
     Attributes:
-        name: Its kind.
-        memory_bytes: All of its memory.
-        used_bytes: What is taken, by whomever.
-        ecc_errors: Memory errors since the last reboot that could not be corrected.
-        throttled: Whether heat or power makes it run slower at this moment.
+        name: Name of the model.
+        memory_bytes: Size of its memory.
+        used_bytes: Memory in use by all processes.
+        ecc_errors: Number of uncorrected memory errors since the last reboot.
+        throttled: Whether it is currently throttled because of temperature or power.
         driver: Version of the driver.
     """
 
@@ -58,11 +58,11 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Folder:
-    """Where a run would be written.
+    """The folder of a run.
 
     Attributes:
-        path: The nearest folder that exists.
-        free_bytes: What can still be written there.
+        path: The nearest existing folder.
+        free_bytes: Free space.
         problem: Why a file could not be written there, or None.
     """
 
@@ -76,9 +76,9 @@ class Clock:
     """The clocks of the machine.
 
     Attributes:
-        steady: Whether the monotonic clock never went back in a thousand readings.
-        synchronized: Whether the time of day is kept by a time service; None if nobody tells.
-        offset_seconds: Its distance from the service's time; None if nobody tells.
+        steady: Whether the monotonic clock never went back in 1000 readings.
+        synchronized: Whether a time service synchronizes the time of day; None if unknown.
+        offset_seconds: Offset from the time of the service; None if unknown.
     """
 
     steady: bool
@@ -88,32 +88,31 @@ class Clock:
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """What was found on this machine.
+    """The properties of this machine.
 
     Attributes:
-        hostname: Its name.
-        addresses: What the name resolves to; empty if it does not.
-        interfaces: The addresses of those that are up, by name.
-        versions: Of Python, torch and so on; None for what is not installed.
-        cuda_build: The CUDA version that torch was built for, or None.
-        cuda_driver: The newest CUDA version that the driver runs, or None.
-        cuda_devices: How many devices torch sees.
-        gpus: What the driver says, whether or not torch can use them.
-        native_dtypes: 16-bit types that the device of a run computes natively.
-        cores: Of the machine.
-        usable_cores: Those this process may run on.
-        core_quota: Cores' worth of time that its control groups grant, or None.
-        available_bytes: Memory that could still be taken.
-        memory_limit: What its control groups grant, in bytes, or None.
-        shm_bytes: Size of /dev/shm, or None if there is none.
-        limits: Soft limits of open_files, processes and locked_bytes; None: no limit.
+        hostname: Name of the machine.
+        addresses: The addresses of the name; empty if it does not resolve.
+        interfaces: The addresses of each interface that is up, by name.
+        versions: Versions of Python, torch and so on; None if not installed.
+        cuda_build: The CUDA version for which torch was built, or None.
+        cuda_driver: The newest CUDA version that the driver supports, or None.
+        cuda_devices: Number of devices that torch sees.
+        gpus: The GPUs that the driver reports, whether or not torch can use them.
+        native_dtypes: 16-bit dtypes that the device of a run computes natively.
+        cores: Number of cores of the machine.
+        usable_cores: Number of cores on which this process may run.
+        core_quota: CPU quota of its control groups in cores, or None.
+        available_bytes: Available memory.
+        memory_limit: Memory limit of its control groups in bytes, or None.
+        shm_bytes: Size of /dev/shm, or None if it is missing.
+        limits: Soft limits of open_files, processes and locked_bytes; None if unlimited.
         rdma_devices: Names of InfiniBand and RoCE devices.
-        folder: Where the run would be written.
+        folder: The folder of the run.
         clock: The clocks.
         environment: The environment variables that change how a run behaves.
-        policy: What the configured precision policy resolves to, and why.
-        strategy: What the configured strategy resolves to with the ranks that `distmp launch`
-            would start, and why so many.
+        policy: The resolved precision policy, and why.
+        strategy: The resolved strategy for the ranks that `distmp launch` would start, and why.
     """
 
     hostname: str
@@ -141,10 +140,10 @@ class MachineInfo:
 
 
 def gather(run_dir: str, policy: object, strategy: str) -> MachineInfo:
-    """Look at this machine. Changes nothing, and takes a second or two.
+    """Collect the properties of this machine in one or two seconds, without changing it.
 
     Args:
-        run_dir: Where the run would be written.
+        run_dir: The folder of the run.
         policy: The configured `precision.policy`.
         strategy: The configured `strategy`.
     """
@@ -186,7 +185,7 @@ def _resolved(hostname: str) -> tuple[str, ...]:
 
 
 def _output(*command: str) -> str:
-    """Return what a program prints; nothing if it is not there, fails or takes too long."""
+    """Return the output of a program; empty if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -195,7 +194,7 @@ def _output(*command: str) -> str:
 
 
 def gpus() -> tuple[Gpu, ...]:
-    """Return what nvidia-smi says of the GPUs of this machine; empty where there is none."""
+    """Return the GPUs that nvidia-smi reports; empty without any."""
     query = ",".join(_GPU_QUERY.values())
     return parse_gpus(
         _output("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits")
@@ -203,19 +202,19 @@ def gpus() -> tuple[Gpu, ...]:
 
 
 def parse_gpus(table: str) -> tuple[Gpu, ...]:
-    """Read what nvidia-smi answers to the query of this file, a line for each GPU."""
+    """Parse nvidia-smi's output for the query of this file, with one line per GPU."""
     gpus = []
-    for words in csv.reader(table.splitlines(), skipinitialspace=True):
-        told = dict(zip(_GPU_QUERY, words, strict=False))
-        slowdowns = {told.get("hardware_slowdown"), told.get("thermal_slowdown")}
+    for cells in csv.reader(table.splitlines(), skipinitialspace=True):
+        values = dict(zip(_GPU_QUERY, cells, strict=False))
+        slowdowns = {values.get("hardware_slowdown"), values.get("thermal_slowdown")}
         gpus.append(
             Gpu(
-                name=told.get("name", "?"),
-                memory_bytes=_mebibytes(told.get("memory_bytes")),
-                used_bytes=_mebibytes(told.get("used_bytes")),
-                ecc_errors=_number(told.get("ecc_errors")),
+                name=values.get("name", "?"),
+                memory_bytes=_mebibytes(values.get("memory_bytes")),
+                used_bytes=_mebibytes(values.get("used_bytes")),
+                ecc_errors=_number(values.get("ecc_errors")),
                 throttled="Active" in slowdowns if slowdowns & {"Active", "Not Active"} else None,
-                driver=told.get("driver"),
+                driver=values.get("driver"),
             )
         )
     return tuple(gpus)
@@ -231,7 +230,6 @@ def _mebibytes(text: str | None) -> int | None:
 
 
 def _native_dtypes() -> tuple[str, ...]:
-
     from distmp.distributed.world import local_device
     from distmp.precision.hardware import native_dtypes
 
@@ -260,9 +258,9 @@ def _rdma_devices() -> tuple[str, ...]:
     return tuple(sorted(os.listdir(folder))) if folder.is_dir() else ()
 
 
-def _try_folder(wanted: Path) -> Folder:
-    """Write a file, force it to disk, and remove it."""
-    folder = wanted.absolute()
+def _try_folder(path: Path) -> Folder:
+    """Write a file, fsync it, and remove it."""
+    folder = path.absolute()
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     problem = None
@@ -290,9 +288,9 @@ def _clock() -> Clock:
 
 
 def parse_offset(tracking: str) -> float | None:
-    """Return by how many seconds chrony says that the time of day is off, or None."""
-    found = re.search(r"System time\s*:\s*([\d.]+) seconds (fast|slow)", tracking)
-    return None if found is None else float(found[1]) * (1 if found[2] == "fast" else -1)
+    """Return the offset of the time of day that chrony reports, in seconds, or None."""
+    match = re.search(r"System time\s*:\s*([\d.]+) seconds (fast|slow)", tracking)
+    return None if match is None else float(match[1]) * (1 if match[2] == "fast" else -1)
 
 
 def _resolved_policy(policy: object) -> str:

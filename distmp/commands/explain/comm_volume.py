@@ -1,4 +1,4 @@
-"""What a rank sends in one step, counted from the collectives that the engine starts."""
+"""Communication volume of one step, counted from the collectives that the engine starts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# By the name of c10d's operation: what people call it, and the bytes that a rank of n sends for
-# each byte of the whole (ring algorithms; of an all-to-all every rank keeps its own part).
+# Name of the c10d operation: name of the collective, and its cost factor. With a ring algorithm on
+# n ranks, a rank sends factor * (n - 1) / n bytes for each byte of the full tensor.
 KINDS = {
     "allreduce_": ("all-reduce", 2),
     "_reduce_scatter_base_": ("reduce-scatter", 1),
@@ -23,16 +23,16 @@ KINDS = {
 }
 
 
-class Sent(NamedTuple):
+class Collective(NamedTuple):
     """One collective.
 
     Attributes:
-        kind: What it is called.
-        dtype: What travels.
-        elements: Of the whole: what is reduced, gathered, exchanged.
-        ranks: Ranks that take part.
-        microbatch: In which microbatch of the step it was started, from 0.
-        updated: Whether it comes after the optimizer's step.
+        kind: Name of the collective, such as "all-reduce".
+        dtype: Communication dtype.
+        elements: Number of elements of the full tensor.
+        ranks: Number of ranks in the group.
+        microbatch: Microbatch of the step in which it was started, from 0.
+        updated: Whether it was started after the optimizer's step.
     """
 
     kind: str
@@ -44,23 +44,23 @@ class Sent(NamedTuple):
 
     @property
     def nbytes(self) -> float:
-        """Bytes that a rank sends."""
+        """Number of bytes that a rank sends."""
         factor = next(factor for kind, factor in KINDS.values() if kind == self.kind)
         return factor * (self.ranks - 1) / self.ranks * self.elements * self.dtype.itemsize
 
 
-class Wire(TorchDispatchMode):
-    """Notes the collectives that are started inside of it.
+class CollectiveRecorder(TorchDispatchMode):
+    """Records the collectives that are started inside of it.
 
     Attributes:
-        sent: They, in order.
-        microbatch: The microbatch that is under way.
-        updated: Whether the optimizer has stepped.
+        collectives: The recorded collectives, in order.
+        microbatch: The current microbatch of the step, set by the caller.
+        updated: Whether the optimizer has stepped, set by the caller.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent: list[Sent] = []
+        self.collectives: list[Collective] = []
         self.microbatch = 0
         self.updated = False
 
@@ -69,16 +69,16 @@ class Wire(TorchDispatchMode):
         if func.namespace == "c10d" and name in KINDS:
             tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
             ranks = _group_size(args)
-            # A base operation has (output, input), a list operation (outputs, inputs): the larger
-            # side is the whole.
+            # Base operations take (output, input), list operations (outputs, inputs): the larger
+            # side is the full tensor.
             if name == "allgather_":
                 elements = sum(tensor.numel() for tensor in pytree.tree_leaves(args[0]))
             elif name in ("allreduce_", "broadcast_"):
                 elements = sum(tensor.numel() for tensor in tensors)
             else:
                 elements = max(tensor.numel() for tensor in tensors)
-            self.sent.append(
-                Sent(
+            self.collectives.append(
+                Collective(
                     KINDS[name][0],
                     tensors[0].dtype,
                     elements,
@@ -90,19 +90,19 @@ class Wire(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def start(self) -> None:
-        """Begin a step."""
-        self.sent, self.microbatch, self.updated = [], 0, False
+        """Start recording a new step."""
+        self.collectives, self.microbatch, self.updated = [], 0, False
 
 
-class Traffic(NamedTuple):
-    """Collectives of one kind in a step.
+class CommVolume(NamedTuple):
+    """The collectives of one kind in a step.
 
     Attributes:
-        purpose: What travels.
-        kind: The collective.
-        dtype: In which type.
-        calls: How many in a step.
-        nbytes: What a rank sends in a step.
+        purpose: What is communicated, such as "gradients".
+        kind: Name of the collective.
+        dtype: Communication dtype.
+        calls: Number of calls in a step.
+        nbytes: Number of bytes that a rank sends in a step.
     """
 
     purpose: str
@@ -112,32 +112,34 @@ class Traffic(NamedTuple):
     nbytes: int
 
 
-def traffic(sent: Iterable[Sent], microbatches: int, *, shards: bool) -> list[Traffic]:
-    """Sum up a step of `microbatches` from one in which only as many as three were run.
+def comm_volumes(
+    collectives: Iterable[Collective], microbatches: int, *, shards: bool
+) -> list[CommVolume]:
+    """Extrapolate the volume of a step with `microbatches` from a step with at most three.
 
     Args:
-        sent: The collectives of a step with `min(microbatches, 3)` microbatches; the second of
-            three stands for all between the first and the last.
-        microbatches: Of a step.
-        shards: Whether the strategy shards parameters, and so gathers them.
+        collectives: The collectives of a step with `min(microbatches, 3)` microbatches; the second
+            of three represents all microbatches between the first and the last.
+        microbatches: Number of microbatches per step.
+        shards: Whether the strategy shards parameters, and therefore gathers them.
     """
-    found: dict[tuple[str, str, torch.dtype], tuple[int, float]] = {}
-    for one in sent:
-        if one.ranks == 1:
+    totals: dict[tuple[str, str, torch.dtype], tuple[int, float]] = {}
+    for collective in collectives:
+        if collective.ranks == 1:
             continue
-        times = microbatches - 2 if microbatches > 3 and one.microbatch == 1 else 1
-        key = (_purpose(one, shards=shards), one.kind, one.dtype)
-        calls, total = found.get(key, (0, 0.0))
-        found[key] = calls + times, total + times * one.nbytes
-    return [Traffic(*key, calls, round(total)) for key, (calls, total) in found.items()]
+        times = microbatches - 2 if microbatches > 3 and collective.microbatch == 1 else 1
+        key = (_purpose(collective, shards=shards), collective.kind, collective.dtype)
+        calls, nbytes = totals.get(key, (0, 0.0))
+        totals[key] = calls + times, nbytes + times * collective.nbytes
+    return [CommVolume(*key, calls, round(nbytes)) for key, (calls, nbytes) in totals.items()]
 
 
-def _purpose(sent: Sent, *, shards: bool) -> str:
-    if sent.kind == "broadcast":
+def _purpose(collective: Collective, *, shards: bool) -> str:
+    if collective.kind == "broadcast":
         return "module buffers"
-    if sent.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return "decision" if sent.dtype == torch.float64 else "agreement"
-    if sent.kind == "all-gather" and (shards or sent.updated):
+    if collective.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return "decision" if collective.dtype == torch.float64 else "agreement"
+    if collective.kind == "all-gather" and (shards or collective.updated):
         return "parameters"
     return "gradients"
 

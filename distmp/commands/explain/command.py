@@ -1,4 +1,4 @@
-"""`distmp explain --config FILE`: what a run will store, compute, send and need, before it runs."""
+"""`distmp explain --config FILE`: print types, communication and memory of a run before it runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from distmp.utils.settings import command_line
 
 @dataclass(frozen=True)
 class ExplainConfig(RunConfig):
-    """A training run that is only explained."""
+    """A training run to explain without running it."""
 
     world_size: int | None = None
-    """Ranks of the run; this machine need not have them. null: as many as `distmp launch` would
-    start."""
+    """Number of ranks of the run, which this machine need not have. null uses the number that
+    `distmp launch` would start."""
 
     json: bool = False
     """Print JSON instead of tables."""
@@ -35,7 +35,7 @@ load = functools.partial(
     command_line,
     ExplainConfig,
     prog="distmp explain",
-    description="Say what a run will store, compute, send and need.",
+    description="Print types, communication and memory of a run before it starts.",
 )
 
 
@@ -43,10 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Explain a run, and return the exit code.
 
     Raises:
-        ConfigError: If the run could not start.
+        ConfigError: If the configuration is invalid.
     """
     config = load(sys.argv[1:] if argv is None else argv)
-    # Imported here: fake tensors bring a second of imports, and a mistake is told without them.
+    # Imported late: fake tensors take a second to import, and errors are reported without them.
     from distmp.commands.explain.explanation import explain
     from distmp.commands.explain.report import report
 

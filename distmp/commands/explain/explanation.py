@@ -1,4 +1,4 @@
-"""Everything that can be said about a run before it starts."""
+"""Predict types, memory and communication of a run before it starts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distmp.commands.explain import memory as parts_of_memory
-from distmp.commands.explain.comm_volume import Traffic, traffic
-from distmp.commands.explain.fake_ranks import pretend
-from distmp.commands.explain.observe import Observed, differences, observe, smaller, types_of
-from distmp.commands.explain.trace_steps import follow
-from distmp.commands.explain.types import Group, promised
+from distmp.commands.explain import memory as memory_parts
+from distmp.commands.explain.comm_volume import CommVolume, comm_volumes
+from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.commands.explain.observe import ObservedDtypes, differences, observe, smaller, types_of
+from distmp.commands.explain.trace_steps import trace_steps
+from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
 from distmp.distributed.world import World, local_device
 from distmp.parallel import resolve_strategy
@@ -28,57 +28,57 @@ from distmp.utils.dtypes import dtype_name
 
 # The first microbatch of a step, one in between, and the last.
 MICROBATCHES_RUN = 3
-# With `reproducible` it has to be a power of two; beyond that each doubling takes one more set.
+# `reproducible` needs a power of two; beyond it, each doubling takes one more set of partial sums.
 REPRODUCIBLE_RUN = 4
 
 
 class Prediction(NamedTuple):
-    """What a rank will hold and send.
+    """Predicted memory and communication of a rank.
 
     Attributes:
-        strategy: In force.
-        strategy_reason: What it chose and why; empty if there was nothing to choose.
-        microbatches: Of a step, on each rank.
-        groups: What is promised, by group of modules.
-        memory: Bytes of a rank by part, when they are most in a step.
-        wire: What a rank sends in a step.
+        strategy: The resolved strategy.
+        strategy_reason: What the strategy selected and why; empty if nothing was left to select.
+        microbatches: Number of microbatches per step on each rank.
+        groups: The dtypes that the policy specifies for each group of modules.
+        memory: Memory of a rank at the peak of a step, in bytes by part.
+        communication: What a rank sends in a step.
     """
 
     strategy: str
     strategy_reason: str
     microbatches: int
-    groups: list[Group]
+    groups: list[ModuleGroup]
     memory: dict[str, int]
-    wire: list[Traffic]
+    communication: list[CommVolume]
 
     @property
     def parameters(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(group.parameters for group in self.groups)
 
     @property
     def memory_bytes(self) -> int:
-        """All parts of memory together."""
+        """Peak memory of a rank, in bytes."""
         return sum(self.memory.values())
 
     @property
-    def wire_bytes(self) -> int:
-        """All that a rank sends in a step."""
-        return sum(entry.nbytes for entry in self.wire)
+    def communication_bytes(self) -> int:
+        """Number of bytes that a rank sends in a step."""
+        return sum(entry.nbytes for entry in self.communication)
 
 
 class Explanation(NamedTuple):
-    """What a run will do.
+    """The explanation of a run.
 
     Attributes:
-        world_size: Ranks.
-        device: What each of them computes on.
-        policy: In force.
-        policy_reason: Why.
-        predicted: What a rank will hold and send.
-        observed: What a real step did; None if the model is too large to run one.
-        differences: Where it did not do what is promised.
-        warnings: What loses precision, with the figure.
+        world_size: Number of ranks.
+        device: Device type of the ranks.
+        policy: The resolved policy.
+        policy_reason: Why this policy was selected.
+        predicted: Predicted memory and communication of a rank.
+        observed: The dtypes observed in a real step; None if the model is too large to run one.
+        differences: One line for each observation that differs from the policy.
+        warnings: Settings that lose precision, with the relative error.
     """
 
     world_size: int
@@ -86,12 +86,12 @@ class Explanation(NamedTuple):
     policy: PrecisionPolicy
     policy_reason: str
     predicted: Prediction
-    observed: Observed | None
+    observed: ObservedDtypes | None
     differences: list[str]
     warnings: list[str]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the same numbers as dictionaries, lists, text and numbers."""
+        """Return the explanation as JSON values."""
         predicted = self.predicted
         return {
             "world_size": self.world_size,
@@ -106,21 +106,22 @@ class Explanation(NamedTuple):
             "memory": predicted.memory,
             "memory_bytes": predicted.memory_bytes,
             "wire": [
-                {**entry._asdict(), "dtype": dtype_name(entry.dtype)} for entry in predicted.wire
+                {**entry._asdict(), "dtype": dtype_name(entry.dtype)}
+                for entry in predicted.communication
             ],
-            "wire_bytes": predicted.wire_bytes,
+            "wire_bytes": predicted.communication_bytes,
             "observed": None if self.observed is None else _observed_as_json(self.observed),
             "differences": self.differences,
             "warnings": self.warnings,
         }
 
-    def seen(self, group: Group) -> str:
-        """Return the types in which a group was seen to compute, or nothing."""
+    def seen(self, group: ModuleGroup) -> str:
+        """Return the dtypes in which a group was observed to compute, or an empty string."""
         if self.observed is None:
             return ""
         return " ".join(sorted(map(dtype_word, types_of(self.observed, group.name))))
 
-    def _group_as_json(self, group: Group) -> dict[str, Any]:
+    def _group_as_json(self, group: ModuleGroup) -> dict[str, Any]:
         entry = {
             name: dtype_name(value) if isinstance(value, torch.dtype) else value
             for name, value in group._asdict().items()
@@ -128,15 +129,15 @@ class Explanation(NamedTuple):
         return {**entry, "observed": self.seen(group).split()}
 
 
-def _observed_as_json(observed: Observed) -> dict[str, Any]:
+def _observed_as_json(observed: ObservedDtypes) -> dict[str, Any]:
     def names(dtypes: set[torch.dtype]) -> list[str]:
         return sorted(map(dtype_name, dtypes))
 
     return {
         "of": observed.of,
-        "stored": {name: names(found) for name, found in observed.stored.items()},
+        "stored": {name: names(dtypes) for name, dtypes in observed.stored.items()},
         "computed": {
-            name: {kind: names(found) for kind, found in kinds.items()}
+            name: {kind: names(dtypes) for kind, dtypes in kinds.items()}
             for name, kinds in observed.computed.items()
         },
         "backward": names(observed.backward),
@@ -145,14 +146,14 @@ def _observed_as_json(observed: Observed) -> dict[str, Any]:
 
 
 def explain(config: RunConfig, world_size: int) -> Explanation:
-    """Say what a run will do, without the ranks, the memory and the time for it.
+    """Explain a run without its ranks, memory and time.
 
     Args:
-        config: The run.
-        world_size: Its ranks; this machine need not have them.
+        config: The configuration of the run.
+        world_size: Number of ranks, which this machine need not have.
 
     Raises:
-        ConfigError: As the run itself would raise it.
+        ConfigError: If the run itself would raise it.
     """
     config = replace(
         config, compile="none", rank_consistency=replace(config.rank_consistency, every=0)
@@ -161,9 +162,9 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
     policy, policy_reason = resolve(config.precision.policy, device)
     predicted = predict(config, policy, world_size, device)
     small = smaller(config, predicted.parameters)
-    with _as_before():
+    with _restored_settings():
         observed = None if small is None else observe(small, policy, predicted.strategy)
-    found = [] if observed is None else [*differences(predicted.groups, observed, policy)]
+    mismatches = [] if observed is None else [*differences(predicted.groups, observed, policy)]
     return Explanation(
         world_size,
         device.type,
@@ -171,7 +172,7 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
         policy_reason,
         predicted,
         observed,
-        [*found, *_wire_differences(predicted)],
+        [*mismatches, *_communication_differences(predicted)],
         costs(policy),
     )
 
@@ -179,56 +180,61 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
 def predict(
     config: RunConfig, policy: PrecisionPolicy, world_size: int, device: torch.device
 ) -> Prediction:
-    """Say what a rank of a run will hold and send, by taking steps without values or other ranks.
+    """Predict memory and communication of a rank with steps on fake tensors and fake ranks.
 
     Args:
-        config: The run.
-        policy: Its policy, resolved.
-        world_size: Its ranks.
-        device: What a rank computes on.
+        config: The configuration of the run.
+        policy: The resolved policy.
+        world_size: Number of ranks.
+        device: Device of a rank.
 
     Raises:
-        ConfigError: As the run itself would raise it.
+        ConfigError: If the run itself would raise it.
     """
-    with _as_before(), pretend(world_size, group=config.strategy in SHARDED_STRATEGIES):
+    with (
+        _restored_settings(),
+        simulate_ranks(world_size, group=config.strategy in SHARDED_STRATEGIES),
+    ):
         world = World.current(device)
         strategy = resolve_strategy(config.strategy, world)
         parts = prepare(config, world)
-        groups = promised(parts.model, policy, strategy)
+        groups = expected_groups(parts.model, policy, strategy)
         run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
-        followed = follow(config, parts, world, policy, microbatches=min(run, parts.microbatches))
+        trace = trace_steps(config, parts, world, policy, microbatches=min(run, parts.microbatches))
     return Prediction(
         strategy,
-        followed.strategy_reason,
+        trace.strategy_reason,
         parts.microbatches,
         groups,
-        _whole_tree(followed.peak, parts.microbatches, reproducible=config.reproducible),
-        traffic(followed.sent, parts.microbatches, shards=strategy in SHARDED_STRATEGIES),
+        _add_partial_sums(trace.peak, parts.microbatches, reproducible=config.reproducible),
+        comm_volumes(trace.collectives, parts.microbatches, shards=strategy in SHARDED_STRATEGIES),
     )
 
 
-def _whole_tree(peak: dict[str, int], microbatches: int, *, reproducible: bool) -> dict[str, int]:
-    """Add the partial sums of microbatches that were not run: a set for each doubling."""
-    memory = {part: peak[part] for part in parts_of_memory.PARTS if peak.get(part)}
+def _add_partial_sums(
+    peak: dict[str, int], microbatches: int, *, reproducible: bool
+) -> dict[str, int]:
+    """Add the partial sums of microbatches that were not run: one set per doubling."""
+    memory = {part: peak[part] for part in memory_parts.PARTS if peak.get(part)}
     if reproducible and microbatches > REPRODUCIBLE_RUN:
         doublings = (microbatches // REPRODUCIBLE_RUN).bit_length() - 1
-        memory[parts_of_memory.PARTIAL_SUMS] += doublings * memory[parts_of_memory.GRADIENTS]
+        memory[memory_parts.PARTIAL_SUMS] += doublings * memory[memory_parts.GRADIENTS]
     return memory
 
 
-def _wire_differences(predicted: Prediction) -> Iterator[str]:
-    promised_types = {group.reduced for group in predicted.groups}
-    for entry in predicted.wire:
-        if entry.purpose == "gradients" and entry.dtype not in promised_types:
+def _communication_differences(predicted: Prediction) -> Iterator[str]:
+    expected = {group.reduced for group in predicted.groups}
+    for entry in predicted.communication:
+        if entry.purpose == "gradients" and entry.dtype not in expected:
             yield (
-                f"gradients travel in {dtype_name(entry.dtype)} ({entry.kind}), and the policy "
-                f"says {' or '.join(sorted(map(dtype_name, promised_types)))}"
+                f"gradients are communicated in {dtype_name(entry.dtype)} ({entry.kind}), but the "
+                f"policy specifies {' or '.join(sorted(map(dtype_name, expected)))}"
             )
 
 
 @contextmanager
-def _as_before() -> Iterator[None]:
-    """Put back what engines set for the whole process, and keep what they log to itself."""
+def _restored_settings() -> Iterator[None]:
+    """Restore the process-wide settings that engines change, and silence their logs."""
     logger = logging.getLogger("distmp")
     level, threads = logger.level, torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()

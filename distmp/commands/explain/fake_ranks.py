@@ -1,8 +1,8 @@
-"""One rank of any number, in one process and without the memory of a model.
+"""Simulate one of any number of ranks in one process, without the memory of the model.
 
-Tensors of the model have shapes, types and a device, and no values (torch's fake tensors);
-collectives end at once, as if every other rank held what this one holds. What runs is the real
-engine. This is the one file of `distmp.commands.explain` that touches private parts of torch.
+Tensors of the model are torch's fake tensors: they have shapes, dtypes and a device, but no values.
+Collectives return immediately, as if every other rank had the same data. The real engine runs on
+them. This is the only file of `distmp.commands.explain` that uses private parts of torch.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_internals, reduce_scatter
 
 BACKEND = "fake_ranks"
-# Tensors of integers up to this size (counts, token ids of a batch, orders of buckets) are real:
+# Integer tensors up to this size (counts, token ids of a batch, bucket orders) are real, because
 # the host may read them.
-LARGEST_REAL = 2**20
+MAX_REAL_ELEMENTS = 2**20
 
 aten = torch.ops.aten
 
 
 class FakeRanks(TorchDispatchMode):
-    """Answers for everything that is not there: values, memory, other ranks."""
+    """Replaces values, memory and other ranks by fake tensors and fake collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,56 +64,58 @@ class FakeRanks(TorchDispatchMode):
         if func is aten.index.Tensor:
             args = (args[0], _without_masks(args[1]))
         if not func._schema.returns and any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return None  # a fused optimizer, which writes values into what is there
+            return None  # a fused optimizer, which writes in place
         return func(*args, **kwargs)
 
     def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a factory makes something that belongs to the model, and not to the host."""
+        """Whether a factory creates a tensor of the model, and not a small one for the host."""
         with self._fake:
-            made = func(*args, **kwargs)
-        if not isinstance(made, Tensor):
+            result = func(*args, **kwargs)
+        if not isinstance(result, Tensor):
             return False
-        return (made.is_floating_point() and made.dim() > 0) or made.numel() > LARGEST_REAL
+        return (result.is_floating_point() and result.dim() > 0) or (
+            result.numel() > MAX_REAL_ELEMENTS
+        )
 
     def _communicate(self, func: Any, args: Any) -> Any:
         if func is torch.ops.c10d.allgather_.default:
-            # What ranks compare: the others have the same.
-            for outputs, given in zip(args[0], args[1], strict=True):
+            # Ranks compare these values: the others have the same.
+            for outputs, value in zip(args[0], args[1], strict=True):
                 for output in outputs:
-                    output.copy_(given)
+                    output.copy_(value)
         work = c10d.FakeWork().boxed()
         tensors = [argument for argument in args if isinstance(argument, (Tensor, list))]
-        answers = [
+        results = [
             work if "Work" in str(returned.type) else tensors[index]
             for index, returned in enumerate(func._schema.returns)
         ]
-        return tuple(answers) if len(answers) > 1 else answers[0]
+        return tuple(results) if len(results) > 1 else results[0]
 
 
 def _without_masks(indices: Any) -> list[Any]:
-    """Replace masks, which select a number of elements that is known only if they are real."""
-    found: list[Any] = []
+    """Replace real masks by indices, because fake tensors cannot be indexed with a mask."""
+    result: list[Any] = []
     for index in indices:
         is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
         if is_mask and not isinstance(index, FakeTensor):
-            found.extend(index.nonzero().unbind(1))
+            result.extend(index.nonzero().unbind(1))
         else:
-            found.append(index)
-    return found
+            result.append(index)
+    return result
 
 
 @contextlib.contextmanager
-def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
-    """Be rank 0 of `world_size` ranks inside the context.
+def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
+    """Simulate rank 0 of `world_size` ranks inside the context.
 
     Args:
-        world_size: How many.
-        group: Whether there is a process group; several ranks have one in any case.
+        world_size: Number of ranks.
+        group: Whether to create a process group for a single rank; several ranks always have one.
     """
     _check_torch()
     if dist.is_initialized():
         raise SetupError(
-            {0: "explain pretends all ranks in one process; do not start it with torchrun"},
+            {0: "explain simulates all ranks in one process; do not start it with torchrun"},
             exit_code=2,
         )
     mode = FakeRanks()
@@ -121,16 +123,16 @@ def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
     if group:
         _register_backend()
         dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
-    own_group = dist.new_group
+    original = dist.new_group
 
     def new_group(*args: Any, **kwargs: Any) -> Any:
-        return own_group(*args, **{**kwargs, "backend": None})
+        return original(*args, **{**kwargs, "backend": None})
 
     try:
         with (
-            _values_are_missing(),
+            _missing_values_refused(),
             mock.patch.object(dist, "new_group", new_group),
-            # No number is real; the other ranks are like this one.
+            # Values are not real, and ranks cannot differ.
             mock.patch.object(StepOutcome, "ranks_differ", False),
             mock.patch.object(rank_monitor, "current", return_value=None),
             mock.patch.object(reduction, "sum_in_order", _sum_of_two),
@@ -140,7 +142,7 @@ def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
             warnings.catch_warnings(),
             mode,
         ):
-            # FSDP1 touches the address of its parameters before a communication hook runs.
+            # FSDP1 reads the address of its parameters before a communication hook runs.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     finally:
@@ -149,7 +151,7 @@ def pretend(world_size: int, *, group: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _values_are_missing() -> Iterator[None]:
+def _missing_values_refused() -> Iterator[None]:
     try:
         yield
     except (
@@ -160,22 +162,22 @@ def _values_are_missing() -> Iterator[None]:
         raise ConfigError(
             "model.name",
             "the model or its loss",
-            f"cannot be followed without the values of its tensors, at the operation {error.func}",
+            f"cannot be traced without the values of its tensors, at the operation {error.func}",
         ) from error
 
 
 def _sum_of_two(pieces: Tensor, out: Tensor) -> None:
-    """Add what two ranks sent; thousands of others take as much memory and a minute more."""
+    """Add the pieces of two ranks only: more ranks take the same memory, but more time."""
     sum_in_order(pieces[:2], out)
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:
-    """Compare what FSDP1 compares, which are addresses of memory, where there is none."""
+    """Replace FSDP1's comparison of data pointers, which fake tensors do not have."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:
-    """Convert parameters and buffers as `nn.Module._apply` does, which swaps fake tensors whole."""
+    """Convert parameters and buffers in place; `nn.Module._apply` would swap fake tensors."""
     for child in module.children() if recurse else ():
         child._apply(convert)
     with torch.no_grad():
@@ -193,8 +195,8 @@ def _check_torch() -> None:
     if missing:
         raise SetupError(
             {
-                0: f"torch {torch.__version__} has no {' and '.join(missing)}, with which distmp "
-                "pretends other ranks; use a version of torch that distmp is tested with"
+                0: f"torch {torch.__version__} has no {' and '.join(missing)}, which distmp needs "
+                "to simulate ranks; use a version of torch that distmp is tested with"
             },
             exit_code=2,
         )

@@ -1,4 +1,4 @@
-"""Which tensors are alive at the moment when a step needs most memory, by what they are for."""
+"""Measure the tensors that are alive at the memory peak of a step, by purpose."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GATHERED = "gathered parameters"
 ACTIVATIONS = "activations, logits and loss"
 BACKWARD = "temporary in backward and reduction"
 OPTIMIZER = "temporary in the optimizer's step"
-WIRE = "sent and received"
+COMMUNICATION = "sent and received"
 BATCHES = "batches"
 REST = "everything else"
 
-# In the order of a table: what stays from step to step, then what comes and goes.
+# In the order of the table: persistent parts first, then temporary ones.
 PARTS = (
     PARAMETERS,
     BUFFERS,
@@ -38,24 +38,24 @@ PARTS = (
     ACTIVATIONS,
     BACKWARD,
     OPTIMIZER,
-    WIRE,
+    COMMUNICATION,
     BATCHES,
     REST,
 )
-# What is named after the phase in which it was made, until somebody knows better.
+# Parts that are assigned by the phase in which a tensor was allocated, until it gets a label.
 PHASES = (ACTIVATIONS, BACKWARD, OPTIMIZER, REST)
 
 
 class LiveBytes(TorchDispatchMode):
-    """Follows the memory of every tensor that is made inside of it.
+    """Tracks the memory of every tensor that is allocated inside of it.
 
-    What a kernel takes and gives back within one operation is not seen, nor what an allocator
-    rounds up.
+    It does not see memory that a kernel allocates and frees within one operation, nor the rounding
+    of an allocator.
 
     Attributes:
-        phase: The part that new tensors belong to.
-        live: Bytes by part, now.
-        peak: Bytes by part at the moment since `start` when they were most in all.
+        phase: The part that is assigned to new tensors.
+        live: Current memory, in bytes by part.
+        peak: Memory at the peak since `start`, in bytes by part.
     """
 
     def __init__(self) -> None:
@@ -63,19 +63,18 @@ class LiveBytes(TorchDispatchMode):
         self.phase = REST
         self.live: dict[str, int] = {}
         self.peak: dict[str, int] = {}
-        self._most = 0
-        # By the address of a storage: what it is for, its bytes, and the reference that tells when
-        # it is gone.
+        self._peak_total = 0
+        # Storage pointer: part, size in bytes, and a weak reference whose callback reports its end.
         self._known: dict[int, tuple[str, int, weakref.ref[Any]]] = {}
         self._resize: Any = None
 
     def __enter__(self) -> LiveBytes:
-        """Start to follow; FSDP empties and refills memory behind the back of operations."""
-        own, follow = torch.UntypedStorage.resize_, self._follow
+        """Start tracking, including `resize_`, with which FSDP frees and reallocates storages."""
+        original, track = torch.UntypedStorage.resize_, self._track
 
         def resize(storage: Any, size: int) -> Any:
-            result = own(storage, size)
-            follow(storage, GATHERED)
+            result = original(storage, size)
+            track(storage, GATHERED)
             return result
 
         self._resize = mock.patch.object(torch.UntypedStorage, "resize_", resize)
@@ -84,7 +83,7 @@ class LiveBytes(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop to follow."""
+        """Stop tracking."""
         super().__exit__(*exception)
         self._resize.stop()
 
@@ -94,42 +93,43 @@ class LiveBytes(TorchDispatchMode):
             for storage in _storages(pytree.tree_leaves(args)):
                 known = self._known.get(storage._cdata)
                 if known is not None and known[0] in PHASES:
-                    self._follow(storage, WIRE)
+                    self._track(storage, COMMUNICATION)
         else:
             for storage in _storages(pytree.tree_leaves(result)):
                 if storage._cdata not in self._known:
-                    self._follow(storage, self.phase)
+                    self._track(storage, self.phase)
         return result
 
     def start(self) -> None:
-        """Begin to look for the peak."""
-        self._most, self.peak = 0, {}
-        self._note()
+        """Reset the peak."""
+        self._peak_total, self.peak = 0, {}
+        self._update_peak()
 
     def label(self, tensors: Iterable[Tensor], part: str) -> None:
-        """Say what tensors are for."""
+        """Assign tensors to a part."""
         for storage in _storages(tensors):
-            self._follow(storage, part)
+            self._track(storage, part)
 
-    def _follow(self, storage: Any, part: str) -> None:
+    def _track(self, storage: Any, part: str) -> None:
         key = storage._cdata
         self._forget(key)
         size = storage.nbytes()
         reference = weakref.ref(storage, lambda _: self._forget(key))
         self._known[key] = part, size, reference
         self.live[part] = self.live.get(part, 0) + size
-        self._note()
+        self._update_peak()
 
     def _forget(self, key: int) -> None:
         known = self._known.pop(key, None)
         if known is not None:
             self.live[known[0]] -= known[1]
 
-    def _note(self) -> None:
+    def _update_peak(self) -> None:
         total = sum(self.live.values())
-        # Equal too: what has just been labelled is known better now.
-        if total >= self._most:
-            self._most, self.peak = total, {part: size for part, size in self.live.items() if size}
+        # Also update an equal peak: a label may have moved tensors between parts.
+        if total >= self._peak_total:
+            self._peak_total = total
+            self.peak = {part: size for part, size in self.live.items() if size}
 
 
 def _storages(leaves: Iterable[Any]) -> Iterable[Any]:

@@ -1,4 +1,4 @@
-"""In which types a real step computes, module by module, at a small size on this machine's CPU."""
+"""Observe the dtypes of a real step, module by module, with a small model on this machine's CPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.commands.explain.types import NO_MODULE, Group, group_name
+from distmp.commands.explain.types import NO_MODULE, ModuleGroup, group_name
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.parallel.strategy import parameter_name
@@ -22,7 +22,7 @@ from distmp.precision.policy import PrecisionPolicy
 from distmp.training.setup import Progress, build_engine, prepare, training_batches
 from distmp.utils.dtypes import dtype_name
 
-# By kind: names of operations that say in which type a module computes.
+# Operations whose inputs show in which dtype a module computes, by kind.
 OPERATIONS = {
     "products": {
         "mm",
@@ -49,7 +49,7 @@ OPERATIONS = {
         "_fused_rms_norm",
         "rms_norm",
         "batch_norm_with_update",
-        # What is left of a norm that torch has no kernel for.
+        # Part of a norm for which torch has no kernel.
         "rsqrt",
     },
     "softmax": {"_softmax", "_log_softmax", "softmax", "log_softmax"},
@@ -57,21 +57,21 @@ OPERATIONS = {
 }
 _KIND = {name: kind for kind, names in OPERATIONS.items() for name in names}
 
-# A model with more parameters is made smaller before it is run.
-MOST_PARAMETERS = 8_000_000
+# A model with more parameters is replaced by a smaller one.
+MAX_PARAMETERS = 8_000_000
 SMALL_TRANSFORMER: dict[str, Any] = {"layers": 2, "dimension": 64, "heads": 2, "hidden": 128}
 SMALL_LENGTH = 32
 
 
-class Observed(NamedTuple):
-    """What a step did.
+class ObservedDtypes(NamedTuple):
+    """The dtypes observed in a step.
 
     Attributes:
-        of: What was run, in words.
-        stored: Types of parameters by group of modules.
-        computed: Types of what operations took in forward, by group and kind of operation.
-        backward: Types of the products of backward.
-        accumulated: Types of the memory in which gradients were summed.
+        of: Description of the observed step.
+        stored: Dtypes of parameters, by group of modules.
+        computed: Dtypes of the inputs of operations in forward, by group and kind of operation.
+        backward: Dtypes of the matrix products in backward.
+        accumulated: Dtypes of the buffers in which gradients were summed.
     """
 
     of: str
@@ -81,8 +81,8 @@ class Observed(NamedTuple):
     accumulated: set[torch.dtype]
 
 
-class Operations(TorchDispatchMode):
-    """Notes the type of what operations take, with the module that runs them."""
+class DtypeRecorder(TorchDispatchMode):
+    """Records the dtypes of the inputs of operations, by the module that runs them."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ class Operations(TorchDispatchMode):
         self._running: list[str] = []
         self._hooks: list[Any] = []
 
-    def __enter__(self) -> Operations:
-        """Follow the modules too."""
+    def __enter__(self) -> DtypeRecorder:
+        """Start recording, and register hooks that track the current module."""
         self._hooks = [
             hooks.register_module_forward_pre_hook(self._begin),
             hooks.register_module_forward_hook(self._end, always_call=True),
@@ -105,7 +105,7 @@ class Operations(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Stop to follow."""
+        """Stop recording."""
         super().__exit__(*exception)
         for handle in self._hooks:
             handle.remove()
@@ -113,19 +113,20 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kind = _KIND.get(func.overloadpacket.__name__)
         if kind is not None:
-            taken = [
+            inputs = [
                 leaf.dtype
                 for leaf in pytree.tree_leaves(args)
                 if isinstance(leaf, Tensor) and leaf.is_floating_point()
             ]
             if torch._C._current_graph_task_id() != -1:
                 if kind == "products":
-                    self.backward.update(taken)
+                    self.backward.update(inputs)
             else:
                 name = self._running[-1] if self._running else NO_MODULE
-                # A norm may take FP32 statistics beside 16-bit activations: its input counts.
-                seen = taken if kind == "products" else taken[:1]
-                self.forward.setdefault(name, {}).setdefault(kind, set()).update(seen)
+                # A norm may take FP32 statistics besides 16-bit activations: only its first input
+                # counts.
+                relevant = inputs if kind == "products" else inputs[:1]
+                self.forward.setdefault(name, {}).setdefault(kind, set()).update(relevant)
         return func(*args, **(kwargs or {}))
 
     def _begin(self, module: nn.Module, args: Any) -> None:
@@ -136,17 +137,17 @@ class Operations(TorchDispatchMode):
         self._running.pop()
 
 
-def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observed:
-    """Take one real step of a small run and return the types that were seen.
+def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> ObservedDtypes:
+    """Run one real step of a small run and return the observed dtypes.
 
     Args:
-        config: The run, as `smaller` returns it; of its batch one sample is taken.
-        policy: Its policy, resolved.
-        strategy: The strategy, resolved; FSDP1 and copies under `hsdp` need several ranks, and are
-            observed as `single` and `fsdp`.
+        config: The configuration, as returned by `smaller`; the step uses one sample.
+        policy: The resolved policy.
+        strategy: The resolved strategy; `fsdp1` and `hsdp` need several ranks, and are observed as
+            `single` and `fsdp`.
 
     Raises:
-        ConfigError: As a run raises it.
+        ConfigError: If the run itself would raise it.
     """
     strategy = {"hsdp": "fsdp", "fsdp1": "single"}.get(strategy, strategy)
     small = replace(
@@ -167,65 +168,72 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
             stored.setdefault(owner, set()).add(value.dtype)
         with contextlib.closing(training_batches(small, parts, world, Progress())) as batches:
             batch = next(batches)
-        with Operations(model) as operations:
+        with DtypeRecorder(model) as recorder:
             engine.step(batch)
         accumulated = {tensor.dtype for tensor in engine._strategy.gradient_memory()}
     count = sum(value.numel() for value in model.parameters())
-    told = f"one step with {count:,} parameters as {strategy!r} on one CPU rank"
-    return Observed(told, stored, operations.forward, operations.backward, accumulated)
+    description = f"one step with {count:,} parameters as {strategy!r} on one CPU rank"
+    return ObservedDtypes(description, stored, recorder.forward, recorder.backward, accumulated)
 
 
 def smaller(config: RunConfig, parameters: int) -> RunConfig | None:
-    """Return a run of the same kind that this machine does in seconds, or None if there is none.
+    """Return a run of the same kind that takes seconds on this machine, or None.
 
     Args:
-        config: The run.
-        parameters: Of its model.
+        config: The configuration of the run.
+        parameters: Number of elements of all parameters of its model.
     """
     if config.model.name != "transformer":
-        return config if parameters <= MOST_PARAMETERS else None
+        return config if parameters <= MAX_PARAMETERS else None
     length = min(config.data.sequence_length, SMALL_LENGTH)
     data = config.data
     if not data.is_import_path:
         data = replace(data, sequence_length=length)
-    if parameters <= MOST_PARAMETERS:
+    if parameters <= MAX_PARAMETERS:
         return replace(config, data=data)
     return replace(config, data=data, model=replace(config.model, **SMALL_TRANSFORMER))
 
 
-def differences(groups: list[Group], observed: Observed, policy: PrecisionPolicy) -> Iterator[str]:
-    """Yield a line for each place where what was seen is not what was promised."""
+def differences(
+    groups: list[ModuleGroup], observed: ObservedDtypes, policy: PrecisionPolicy
+) -> Iterator[str]:
+    """Yield a line for each observation that differs from the policy."""
 
-    def line(what: str, found: set[torch.dtype], wanted: torch.dtype) -> str:
-        return f"{what} in {_names(found)}, and the policy {policy.name} says {dtype_name(wanted)}"
+    def line(what: str, actual: set[torch.dtype], expected: torch.dtype) -> str:
+        return (
+            f"{what} in {_names(actual)}, but the policy {policy.name} specifies "
+            f"{dtype_name(expected)}"
+        )
 
     for group in groups:
         stored = observed.stored.get(group.name, set())
         if stored - {group.stored}:
             yield line(f"{group.name} is stored", stored, group.stored)
-        for kind, found in observed.computed.get(group.name, {}).items():
-            wanted = group.computed
-            if wanted is not None and _less(found, wanted, exact=kind == "products"):
-                yield line(f"{group.name} computes {kind}", found, wanted)
+        for kind, actual in observed.computed.get(group.name, {}).items():
+            expected = group.computed
+            if expected is not None and _differs(actual, expected, exact=kind == "products"):
+                yield line(f"{group.name} computes {kind}", actual, expected)
     known = {group.name for group in groups}
     for name, kinds in observed.computed.items():
-        for kind, found in kinds.items() if name not in known else ():
-            wanted = policy.output_dtype if name == NO_MODULE else policy.compute_dtype
-            if _less(found, wanted, exact=False):
-                yield line(f"{name} computes {kind}", found, wanted)
-    if _less(observed.backward, policy.compute_dtype, exact=not policy.keep_fp32):
+        for kind, actual in kinds.items() if name not in known else ():
+            expected = policy.output_dtype if name == NO_MODULE else policy.compute_dtype
+            if _differs(actual, expected, exact=False):
+                yield line(f"{name} computes {kind}", actual, expected)
+    if _differs(observed.backward, policy.compute_dtype, exact=not policy.keep_fp32):
         yield line("backward computes products", observed.backward, policy.compute_dtype)
     if observed.accumulated - {policy.accumulate_dtype}:
         yield line("gradients are summed", observed.accumulated, policy.accumulate_dtype)
 
 
-def _less(found: set[torch.dtype], wanted: torch.dtype, *, exact: bool) -> bool:
-    """Whether something is computed in another type; a wider one is less only if `exact`."""
-    return any(dtype != wanted and (exact or dtype.itemsize <= wanted.itemsize) for dtype in found)
+def _differs(actual: set[torch.dtype], expected: torch.dtype, *, exact: bool) -> bool:
+    """Whether a dtype differs from the expected one; a wider one counts only if `exact`."""
+    return any(
+        dtype != expected and (exact or dtype.itemsize <= expected.itemsize) for dtype in actual
+    )
 
 
-def types_of(observed: Observed, name: str) -> set[torch.dtype]:
-    """Return the types in which a group of modules was seen to compute."""
+def types_of(observed: ObservedDtypes, name: str) -> set[torch.dtype]:
+    """Return the dtypes in which a group of modules was observed to compute."""
     return {dtype for dtypes in observed.computed.get(name, {}).values() for dtype in dtypes}
 
 

@@ -1,4 +1,4 @@
-"""An explanation as text of at most 100 columns."""
+"""Format an explanation as text with at most 100 columns."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 
 from distmp.commands.explain.explanation import Explanation, Prediction
-from distmp.commands.explain.observe import Observed
+from distmp.commands.explain.observe import ObservedDtypes
 from distmp.commands.explain.types import NO_MODULE
 from distmp.precision.policy import dtype_word
 from distmp.utils.dtypes import dtype_name
@@ -20,7 +20,7 @@ COLUMNS = ("stored", "stepped", "computed", "observed", "reduced", "summed", "ke
 
 
 def report(explanation: Explanation) -> Iterator[str]:
-    """Yield the lines."""
+    """Yield the lines of the report."""
     predicted = explanation.predicted
     yield from _heading(explanation)
     yield ""
@@ -28,11 +28,11 @@ def report(explanation: Explanation) -> Iterator[str]:
     yield ""
     yield from _memory(predicted)
     yield ""
-    yield from _wire(predicted)
+    yield from _communication(predicted)
     for warning in explanation.warnings:
         yield from ("", *_wrapped(f"warning: {warning}"))
     for difference in explanation.differences:
-        yield from ("", *_wrapped(f"!!! NOT AS PROMISED: {difference}"))
+        yield from ("", *_wrapped(f"!!! POLICY MISMATCH: {difference}"))
 
 
 def _heading(explanation: Explanation) -> Iterator[str]:
@@ -73,22 +73,22 @@ def _types(explanation: Explanation) -> Iterator[str]:
     ]
     yield from _table(rows, right=(1,))
     if explanation.observed is None:
-        yield "observed: nothing; the model is too large to be run here"
+        yield "observed: nothing; the model is too large to run on this machine"
     else:
-        yield from _wrapped(f"observed: {_seen(explanation.observed, predicted)}")
+        yield from _wrapped(f"observed: {_observed(explanation.observed, predicted)}")
 
 
-def _seen(observed: Observed, predicted: Prediction) -> str:
-    """Say what was observed, and what was computed outside of the modules of the table."""
+def _observed(observed: ObservedDtypes, predicted: Prediction) -> str:
+    """Describe the observed step, and the operations outside of the modules in the table."""
     known = {group.name for group in predicted.groups}
-    seen = [
-        f"{kind} {'' if name == NO_MODULE else f'in {name} '}in {_words(found)}"
+    parts = [
+        f"{kind} {'' if name == NO_MODULE else f'in {name} '}in {_words(dtypes)}"
         for name, kinds in observed.computed.items()
         if name not in known
-        for kind, found in kinds.items()
+        for kind, dtypes in kinds.items()
     ]
-    told = ", ".join([*seen, f"products of backward in {_words(observed.backward)}"])
-    return f"{observed.of}; {told}"
+    parts.append(f"products of backward in {_words(observed.backward)}")
+    return f"{observed.of}; {', '.join(parts)}"
 
 
 def _words(dtypes: Iterable[torch.dtype]) -> str:
@@ -96,15 +96,15 @@ def _words(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def _memory(predicted: Prediction) -> Iterator[str]:
-    rows = [("memory of a rank, when it is most", "", "bytes per parameter")]
+    rows = [("peak memory of a rank", "", "bytes per parameter")]
     parts = [*predicted.memory.items(), ("total", predicted.memory_bytes)]
     rows += [(part, bytes_text(size), f"{size / predicted.parameters:.2f}") for part, size in parts]
     yield from _table(rows, right=(1, 2))
 
 
-def _wire(predicted: Prediction) -> Iterator[str]:
-    if not predicted.wire:
-        yield "nothing is sent: there is one rank"
+def _communication(predicted: Prediction) -> Iterator[str]:
+    if not predicted.communication:
+        yield "no communication with one rank"
         return
     rows = [("sent by a rank in a step", "collective", "type", "calls", "")]
     rows += [
@@ -115,9 +115,9 @@ def _wire(predicted: Prediction) -> Iterator[str]:
             str(entry.calls),
             bytes_text(entry.nbytes),
         )
-        for entry in predicted.wire
+        for entry in predicted.communication
     ]
-    rows.append(("total", "", "", "", bytes_text(predicted.wire_bytes)))
+    rows.append(("total", "", "", "", bytes_text(predicted.communication_bytes)))
     yield from _table(rows, right=(3, 4))
 
 

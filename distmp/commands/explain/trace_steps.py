@@ -1,4 +1,4 @@
-"""A few steps of the engine of a configuration, with memory and collectives under observation."""
+"""Trace memory and collectives of a few steps of a configuration's engine."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.commands.explain import memory as parts_of_memory
-from distmp.commands.explain.comm_volume import Sent, Wire
+from distmp.commands.explain import memory as memory_parts
+from distmp.commands.explain.comm_volume import Collective, CollectiveRecorder
 from distmp.commands.explain.memory import LiveBytes
 from distmp.config import RunConfig
 from distmp.distributed.world import World
@@ -17,25 +17,25 @@ from distmp.engine import Engine
 from distmp.precision import PrecisionPolicy
 from distmp.training.setup import Progress, RunComponents, build_engine, training_batches
 
-# How many steps ago the oldest microbatches are that an engine keeps for attribution.
+# Number of steps for which an engine keeps microbatches for attribution.
 STEPS_KEPT = 2
 
 
-class Followed(NamedTuple):
-    """What was seen in the last of the steps.
+class StepTrace(NamedTuple):
+    """The trace of the last step.
 
     Attributes:
-        strategy_reason: What the strategy chose and why.
-        peak: Bytes by part when they were most, see `distmp.commands.explain.memory`.
-        sent: The collectives.
+        strategy_reason: What the strategy selected and why.
+        peak: Memory at the peak, in bytes by part, see `distmp.commands.explain.memory`.
+        collectives: The collectives of the step, in order.
     """
 
     strategy_reason: str
     peak: dict[str, int]
-    sent: list[Sent]
+    collectives: list[Collective]
 
 
-def follow(
+def trace_steps(
     config: RunConfig,
     parts: RunComponents,
     world: World,
@@ -43,101 +43,99 @@ def follow(
     *,
     steps: int = 2,
     microbatches: int | None = None,
-) -> Followed:
-    """Build the engine of a configuration as a run does, and take steps.
+) -> StepTrace:
+    """Build the engine of a configuration as a run does, and trace its steps.
 
     Args:
-        config: The run.
-        parts: What it is made of, see `distmp.training.setup.prepare`.
-        world: The ranks, which all have to call it, or which are fake_ranks.
-        policy: Its policy, resolved.
-        steps: How many; optimizer state and what ranks agree on once is there from the second on.
-        microbatches: Take only the first of each step; None takes all.
+        config: The configuration of the run.
+        parts: Data, model and loss of the run, see `distmp.training.setup.prepare`.
+        world: The process group; all its ranks must call this function, unless they are simulated.
+        policy: The resolved policy.
+        steps: Number of steps; optimizer state exists from the second step on.
+        microbatches: Number of microbatches to run per step; None runs all.
 
     Raises:
-        ConfigError: As a run raises it.
+        ConfigError: If the run itself would raise it.
     """
-    with LiveBytes() as memory, Wire() as wire:
-        watch = _Watch(memory, wire, parts.loss)
+    with LiveBytes() as memory, CollectiveRecorder() as recorder:
+        tracker = _PhaseTracker(memory, recorder, parts.loss)
         engine = build_engine(
             config,
-            parts._replace(loss=watch.loss),
+            parts._replace(loss=tracker.loss),
             world,
             policy=policy,
             attribution=config.precision.attribution,
             first_step_checks=False,
         )
-        watch.engine = engine
-        engine.optimizer.register_step_pre_hook(watch.before_update)
-        engine.optimizer.register_step_post_hook(watch.after_update)
+        tracker.engine = engine
+        engine.optimizer.register_step_pre_hook(tracker.before_update)
+        engine.optimizer.register_step_post_hook(tracker.after_update)
         with closing(training_batches(config, parts, world, Progress())) as batches:
             for _ in range(steps):
-                memory.phase = parts_of_memory.BATCHES
+                memory.phase = memory_parts.BATCHES
                 batch = next(batches)[:microbatches]
-                watch.label()
-                memory.phase = parts_of_memory.REST
+                tracker.label()
+                memory.phase = memory_parts.REST
                 memory.start()
-                wire.start()
-                watch.microbatch = 0
+                recorder.start()
+                tracker.microbatch = 0
                 engine.step(batch)
     peak = dict(memory.peak)
     if microbatches is not None:
-        # The microbatches that were not taken wait in memory, and so do those of earlier steps.
-        waiting = 1 + (STEPS_KEPT if config.precision.attribution else 0)
-        one = _size(batch) / len(batch)
-        peak[parts_of_memory.BATCHES] = round(one * waiting * parts.microbatches)
-    return Followed(engine.strategy_reason, peak, wire.sent)
+        # Memory also holds the microbatches that were not run, and those of earlier steps.
+        kept_steps = 1 + (STEPS_KEPT if config.precision.attribution else 0)
+        microbatch_bytes = _size(batch) / len(batch)
+        peak[memory_parts.BATCHES] = round(microbatch_bytes * kept_steps * parts.microbatches)
+    return StepTrace(engine.strategy_reason, peak, recorder.collectives)
 
 
-class _Watch:
-    """Tells memory and wire where in the step the engine is."""
+class _PhaseTracker:
+    """Updates the phase of the memory tracker and of the recorder during a step."""
 
-    def __init__(self, memory: LiveBytes, wire: Wire, loss: Any) -> None:
+    def __init__(self, memory: LiveBytes, recorder: CollectiveRecorder, loss: Any) -> None:
         self.engine: Engine | None = None
         self.microbatch = 0
         self._memory = memory
-        self._wire = wire
+        self._recorder = recorder
         self._loss = loss
 
     def loss(self, module: nn.Module, batch: Any) -> Any:
-        """Compute the loss: what is made on the way is activations, what follows is backward."""
-        self._wire.microbatch = self.microbatch
+        """Compute the loss: tensors of forward are activations, backward follows."""
+        self._recorder.microbatch = self.microbatch
         self.microbatch += 1
         self._label_gradients()
-        self._memory.phase = parts_of_memory.ACTIVATIONS
+        self._memory.phase = memory_parts.ACTIVATIONS
         try:
             return self._loss(module, batch)
         finally:
-            self._memory.phase = parts_of_memory.BACKWARD
+            self._memory.phase = memory_parts.BACKWARD
 
     def before_update(self, *_: Any) -> None:
-        """Note that the optimizer begins."""
+        """Enter the phase of the optimizer's step."""
         self._label_gradients()
-        self._memory.phase = parts_of_memory.OPTIMIZER
+        self._memory.phase = memory_parts.OPTIMIZER
 
     def after_update(self, *_: Any) -> None:
-        """Note that the optimizer is through."""
-        self._wire.updated = True
-        self._memory.phase = parts_of_memory.REST
+        """Leave the phase of the optimizer's step."""
+        self._recorder.updated = True
+        self._memory.phase = memory_parts.REST
 
     def label(self) -> None:
-        """Say what the tensors are for that stay from step to step."""
+        """Label the tensors that persist between steps."""
         assert self.engine is not None
         strategy, label = self.engine._strategy, self._memory.label
-        label((tensor for _, tensor in strategy.optimizer_parameters()), parts_of_memory.MASTERS)
-        label(strategy.module.parameters(), parts_of_memory.PARAMETERS)
-        label(strategy.module.buffers(), parts_of_memory.BUFFERS)
+        label((tensor for _, tensor in strategy.optimizer_parameters()), memory_parts.MASTERS)
+        label(strategy.module.parameters(), memory_parts.PARAMETERS)
+        label(strategy.module.buffers(), memory_parts.BUFFERS)
         states = pytree.tree_leaves([*self.engine.optimizer.state.values()])
-        label(
-            (leaf for leaf in states if isinstance(leaf, Tensor)), parts_of_memory.OPTIMIZER_STATE
-        )
+        label((leaf for leaf in states if isinstance(leaf, Tensor)), memory_parts.OPTIMIZER_STATE)
         self._label_gradients()
 
     def _label_gradients(self) -> None:
         assert self.engine is not None
         strategy = self.engine._strategy
-        self._memory.label(strategy.partial_sums(), parts_of_memory.PARTIAL_SUMS)
-        self._memory.label(strategy.gradient_memory(), parts_of_memory.GRADIENTS)
+        self._memory.label(strategy.partial_sums(), memory_parts.PARTIAL_SUMS)
+        self._memory.label(strategy.gradient_memory(), memory_parts.GRADIENTS)
 
 
 def _size(batch: Any) -> int:

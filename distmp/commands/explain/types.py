@@ -1,4 +1,4 @@
-"""What a policy promises for each group of modules: in which type what is done with it."""
+"""The dtypes that a policy specifies for each group of modules."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from distmp.precision.policy import PrecisionPolicy
 NO_MODULE = "(outside of modules)"
 
 
-class Group(NamedTuple):
-    """Modules that are alike but for the numbers in their names.
+class ModuleGroup(NamedTuple):
+    """Modules whose names differ only in numbers.
 
     Attributes:
         name: Their name, with `*` for numbers.
-        modules: How many.
-        parameters: Elements of all their own parameters, of those that are shared only once.
-        stored: The type in which the module holds parameters, or a rank its shards of them.
-        stepped: The type of what the optimizer steps.
-        computed: The type of the inputs of matrix products and of everything else; None where
-            autocast chooses by the operation.
-        reduced: The type in which gradients travel.
-        accumulated: The type in which gradients of microbatches are summed.
-        kept: Whether it runs in FP32 under a policy with 16 bits.
+        modules: Number of modules.
+        parameters: Number of elements of their own parameters; shared ones count once.
+        stored: Dtype of the module's parameters, or of a rank's shards.
+        stepped: Dtype of the parameters that the optimizer steps.
+        computed: Dtype of the inputs of operations; None if autocast selects it per operation.
+        reduced: Communication dtype of gradients.
+        accumulated: Dtype in which gradients of microbatches are summed.
+        kept: Whether the modules run in FP32 under a 16-bit policy.
     """
 
     name: str
@@ -43,20 +42,20 @@ class Group(NamedTuple):
 
 
 def group_name(name: str) -> str:
-    """Return the name of a module with `*` in place of numbers."""
+    """Return the name of a module with numbers replaced by `*`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def promised(model: nn.Module, policy: PrecisionPolicy, strategy: str) -> list[Group]:
-    """Return the groups of modules that have parameters of their own, in order of registration.
+def expected_groups(model: nn.Module, policy: PrecisionPolicy, strategy: str) -> list[ModuleGroup]:
+    """Return the groups of modules that own parameters, in order of registration.
 
     Args:
-        model: The model as it is built, before a strategy changes it; values do not matter.
-        policy: The policy, resolved.
-        strategy: The strategy, resolved.
+        model: The model before a strategy changes it; its values do not matter.
+        policy: The resolved policy.
+        strategy: The resolved strategy.
     """
     kept = {id(part) for top in modules_in_fp32(model, policy).values() for part in top.modules()}
-    groups: dict[tuple[str, bool], Group] = {}
+    groups: dict[tuple[str, bool], ModuleGroup] = {}
     counted: set[int] = set()
     for name, part in model.named_modules():
         own = [value for value in part.parameters(recurse=False) if id(value) not in counted]
@@ -70,22 +69,24 @@ def promised(model: nn.Module, policy: PrecisionPolicy, strategy: str) -> list[G
     return list(groups.values())
 
 
-def _group(name: str, kept: bool, part: nn.Module, policy: PrecisionPolicy, strategy: str) -> Group:
+def _group(
+    name: str, kept: bool, part: nn.Module, policy: PrecisionPolicy, strategy: str
+) -> ModuleGroup:
     fp32 = torch.float32
     sharded = strategy in SHARDED_STRATEGIES
     stepped = fp32 if kept else policy.param_dtype
-    # FSDP's shards are what the optimizer steps; they are cast when they are gathered.
+    # The optimizer steps FSDP's shards, which are cast when they are gathered.
     held = policy.param_dtype if sharded else policy.module_dtype
-    # One group of FSDP2 has one type on the wire; flat buckets and FSDP1's hook have one for all.
-    own_wire = kept and strategy in ("fsdp", "hsdp")
-    return Group(
+    # FSDP2 has a communication dtype per group; flat buckets and FSDP1's hook have one for all.
+    reduces_in_fp32 = kept and strategy in ("fsdp", "hsdp")
+    return ModuleGroup(
         name=name,
         modules=0,
         parameters=0,
         stored=fp32 if kept else held,
         stepped=stepped,
         computed=fp32 if kept else _computed(part, policy),
-        reduced=fp32 if own_wire else policy.reduce_dtype,
+        reduced=fp32 if reduces_in_fp32 else policy.reduce_dtype,
         accumulated=policy.accumulate_dtype,
         kept=kept,
     )

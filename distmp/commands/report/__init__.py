@@ -1,1 +1,1 @@
-"""`distmp report`: what a run did, as one HTML file that needs nothing else."""
+"""`distmp report`: write a self-contained HTML file about a run."""

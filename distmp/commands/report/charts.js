@@ -5,22 +5,22 @@ const HEIGHT = 220, LEFT = 64, RIGHT = 12, TOP = 10, BOTTOM = 26;
 const COLORS = ["var(--first)", "var(--second)", "var(--third)", "var(--fourth)"];
 
 function element(name, attributes, parent, text) {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  if (parent) parent.appendChild(made);
-  return made;
+  const node = document.createElementNS(SVG, name);
+  for (const [key, value] of Object.entries(attributes)) node.setAttribute(key, value);
+  if (text !== undefined) node.textContent = text;
+  if (parent) parent.appendChild(node);
+  return node;
 }
 
 function html(name, className, parent, text) {
-  const made = document.createElement(name);
-  if (className) made.className = className;
-  if (text !== undefined) made.textContent = text;
-  parent.appendChild(made);
-  return made;
+  const node = document.createElement(name);
+  if (className) node.className = className;
+  if (text !== undefined) node.textContent = text;
+  parent.appendChild(node);
+  return node;
 }
 
-/* The validation loss and the skipped steps of a run stand out from its line. */
+/* The validation loss and the skipped steps of a run have other colors than its line. */
 function color(series) {
   return COLORS[series.run + (series.kind === "dots" || series.kind === "marks" ? 2 : 0)];
 }
@@ -139,8 +139,8 @@ function follow(figure, svg, chart, xs, px, width) {
     cursor.setAttribute("x1", x);
     cursor.setAttribute("x2", x);
     cursor.setAttribute("visibility", "visible");
-    const beside = x + 10 + tip.offsetWidth <= width ? x + 10 : x - 10 - tip.offsetWidth;
-    tip.style.left = `${Math.max(0, beside)}px`;
+    const tipLeft = x + 10 + tip.offsetWidth <= width ? x + 10 : x - 10 - tip.offsetWidth;
+    tip.style.left = `${Math.max(0, tipLeft)}px`;
   });
 }
 

@@ -1,4 +1,4 @@
-"""The charts of the report as data; `charts.js` draws them at the width that the window has."""
+"""The data of the report's charts, which `charts.js` draws at the width of the window."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from distmp.telemetry.thinning import smoothed, thinned
 Chart = dict[str, Any]
 Value = Callable[[StepRecord], float]
 
-# With so few steps a smoothed line would lie on the line itself.
+# With at most this many steps, a smoothed line would coincide with the line itself.
 FEW_POINTS = 80
-# Lines of more ranks cannot be told apart.
-MOST_RANKS = 16
+# Lines of more ranks cannot be distinguished.
+MAX_RANKS = 16
 
 
 def charts(runs: Sequence[Run]) -> list[Chart]:
-    """Return what is to be drawn, top to bottom.
+    """Return the charts from top to bottom.
 
-    Each chart has `title`, `unit`, `logarithm` (the axis's base, or 0) and `series`; a series has
-    `label`, `run` (0 or 1), `kind` ("line", "smooth", "dots" or "marks") and the points `x`, `y`. A
-    value that is not finite is null and leaves a gap.
+    Each chart has `title`, `unit`, `logarithm` (the base of the axis, or 0) and `series`; a series
+    has `label`, `run` (0 or 1), `kind` ("line", "smooth", "dots" or "marks") and the points `x`,
+    `y`. Non-finite values are null and leave a gap.
     """
     return [
         _chart("Loss", "", runs, lambda r: r.loss, smooth=True, extra=_validation),
@@ -52,14 +52,14 @@ def _chart(
 ) -> Chart:
     series: list[Chart] = []
     for index, run in enumerate(runs):
-        found = [_line("each step", run.records, value), *(extra(run) if extra else [])]
+        lines = [_line("each step", run.records, value), *(extra(run) if extra else [])]
         if smooth and len(run.records) > FEW_POINTS:
-            found.append(_line("smoothed", run.records, value, smooth=True))
-        for one in found:
-            one["run"] = index
+            lines.append(_line("smoothed", run.records, value, smooth=True))
+        for line in lines:
+            line["run"] = index
             if len(runs) > 1:
-                one["label"] = f"{run.name}, {one['label']}"
-        series += found
+                line["label"] = f"{run.name}, {line['label']}"
+        series += lines
     return {"title": title, "unit": unit, "logarithm": logarithm, "series": series}
 
 
@@ -80,15 +80,15 @@ def _skipped(run: Run) -> list[Chart]:
 
 
 def _rank_times(runs: Sequence[Run]) -> list[Chart]:
-    """Return what every rank took by itself, where ranks were compared."""
+    """Return the own time of every rank, if ranks were compared."""
     series: list[Chart] = []
     for index, run in enumerate(runs):
         compared = [record for record in run.records if record.rank_seconds]
         ranks = max((len(record.rank_seconds or []) for record in compared), default=0)
-        for rank in range(min(ranks, MOST_RANKS)):
+        for rank in range(min(ranks, MAX_RANKS)):
             label = f"rank {rank}" if len(runs) == 1 else f"{run.name}, rank {rank}"
             series.append(_line(label, compared, _of_rank(rank)) | {"run": index})
-    chart = {"title": "Time of each rank by itself", "unit": "s", "logarithm": 0}
+    chart = {"title": "Own time of each rank", "unit": "s", "logarithm": 0}
     return [{**chart, "series": series}] if series else []
 
 
@@ -101,12 +101,12 @@ def _of_rank(rank: int) -> Value:
 
 
 def _steady(value: Value) -> Value:
-    """Leave out the first step, which compiles and allocates, and would flatten all others."""
+    """Exclude the first step, which compiles and allocates, and would flatten the chart."""
     return lambda record: math.nan if record.step == 1 else value(record)
 
 
 def _norm(record: StepRecord) -> float:
-    # A logarithmic axis has no place for 0.
+    # A logarithmic axis cannot show 0.
     return record.grad_norm or math.nan
 
 
@@ -125,6 +125,6 @@ def _line(
         "label": label,
         "kind": "smooth" if smooth else "line",
         "x": [int(step) for step in x],
-        # Six digits are more than a screen shows, and a third of the bytes.
+        # Six digits are enough for a screen, and take a third of the bytes.
         "y": [None if np.isnan(number) else float(f"{number:.6g}") for number in y],
     }

@@ -1,4 +1,4 @@
-"""`distmp report RUN_DIR`: one HTML file about a run, or about two side by side."""
+"""`distmp report RUN_DIR`: write an HTML file about a run, or about two side by side."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the report and return the exit code.
 
     Raises:
-        ConfigError: If a folder holds no run, or the file cannot be written.
+        ConfigError: If a folder contains no run, or the file cannot be written.
     """
     parser = argparse.ArgumentParser(
         prog="distmp report",
-        description="Write one HTML file, readable without a network, about a run.",
+        description="Write a self-contained HTML file about a run.",
     )
     parser.add_argument("run_dir", type=Path, help="folder of the run")
     parser.add_argument("other", type=Path, nargs="?", help="folder of a run to compare it with")
-    parser.add_argument("--to", type=Path, help="the file; RUN_DIR/report.html unless given")
+    parser.add_argument("--to", type=Path, help="output file (default: RUN_DIR/report.html)")
     arguments = parser.parse_args(argv)
     folders = [arguments.run_dir, *([arguments.other] if arguments.other else [])]
     runs = [Run.read(folder) for folder in folders]

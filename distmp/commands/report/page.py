@@ -1,4 +1,4 @@
-"""The page of the report: one HTML file with its data, style and script inside."""
+"""Render the report: one HTML file that contains its data, style and script."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from importlib import resources
 
 from distmp import __version__
 from distmp.commands.report.charts import charts
-from distmp.commands.report.run import Run, shown
+from distmp.commands.report.run import Run, as_text
 from distmp.telemetry.records import StepRecord
 from distmp.utils.units import scale_text
 
-# Skipped steps with their causes in full; the records have them all.
-MOST_SKIPPED = 200
+# Maximum number of listed skipped steps; the records have all of them.
+MAX_SKIPPED = 200
 
 
 def page(runs: Sequence[Run]) -> str:
     """Return the HTML of a report on one run, or on two side by side.
 
-    Everything that came from the runs is escaped: a report shows what they say and runs nothing.
+    All text from the runs is escaped, so that the report shows it and never executes it.
     """
     names = " and ".join(run.name for run in runs)
     body = "\n".join(
@@ -54,7 +54,7 @@ def _asset(name: str) -> str:
 
 
 def _embedded(data: object) -> str:
-    """Return JSON that cannot end the script element it stands in."""
+    """Return JSON that cannot end the script element that contains it."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -93,55 +93,55 @@ def _skipped(run: Run) -> str:
         return "<p>None.</p>"
     rows = (
         (f"{record.step:,}", scale_text(record.loss_scale), *_causes(record))
-        for record in skipped[:MOST_SKIPPED]
+        for record in skipped[:MAX_SKIPPED]
     )
-    more = len(skipped) - MOST_SKIPPED
+    more = len(skipped) - MAX_SKIPPED
     rest = f"<p>and {more:,} more, in steps.jsonl</p>" if more > 0 else ""
     table = _table(["step", "loss scale", "why", "what to do"], rows)
     return f'<div class="skipped">{table}</div>{rest}'
 
 
 def _divergence(run: Run) -> str:
-    found = [record for record in run.records if record.divergence]
-    rows = ((f"{record.step:,}", *_what_followed(record)) for record in found[:MOST_SKIPPED])
-    return _table(["step", "what", "then"], rows) if found else ""
+    events = [record for record in run.records if record.divergence]
+    rows = ((f"{record.step:,}", *_event(record)) for record in events[:MAX_SKIPPED])
+    return _table(["step", "problem", "action"], rows) if events else ""
 
 
-def _what_followed(record: StepRecord) -> Iterator[str]:
-    found = record.divergence or {}
-    back = found.get("rolled_back")
-    if back is None:
-        yield str(found.get("problem", ""))
-        yield str(found.get("action", ""))
+def _event(record: StepRecord) -> Iterator[str]:
+    divergence = record.divergence or {}
+    rollback = divergence.get("rolled_back")
+    if rollback is None:
+        yield str(divergence.get("problem", ""))
+        yield str(divergence.get("action", ""))
     else:
-        yield f"step {back.get('from_step')}: {back.get('problem')}"
-        yield f"back to step {back.get('to_step')}"
+        yield f"step {rollback.get('from_step')}: {rollback.get('problem')}"
+        yield f"back to step {rollback.get('to_step')}"
 
 
 def _causes(record: StepRecord) -> Iterator[str]:
     overflow = record.overflow or {}
-    yield str(overflow.get("diagnosis", "no overflow: nothing to learn from"))
+    yield str(overflow.get("diagnosis", "no overflow: no gradients to apply"))
     yield str(overflow.get("advice", ""))
 
 
 def _configuration(runs: Sequence[Run]) -> str:
     names = dict.fromkeys(name for run in runs for name in run.config)
-    rows = {name: [shown(run.config.get(name)) for run in runs] for name in names}
+    rows = {name: [as_text(run.config.get(name)) for run in runs] for name in names}
     head = ["", *(run.name for run in runs)]
     every = _table(head, ((name, *values) for name, values in rows.items()))
     if len(runs) == 1:
         return f"<details><summary>{len(rows)} settings</summary>{every}</details>" if rows else ""
     different = [(name, *values) for name, values in rows.items() if len(set(values)) > 1]
     return (
-        _table(head, different) if different else "<p>The same in both.</p>"
+        _table(head, different) if different else "<p>No differences.</p>"
     ) + f"<details><summary>all {len(rows)} settings</summary>{every}</details>"
 
 
 def _pairs(values: dict[str, object]) -> str:
     if not values:
         return ""
-    table = _table(["", ""], ((name, shown(value)) for name, value in values.items()))
-    return f"<details><summary>{len(values)} facts</summary>{table}</details>"
+    table = _table(["", ""], ((name, as_text(value)) for name, value in values.items()))
+    return f"<details><summary>{len(values)} values</summary>{table}</details>"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, read for the report."""
+"""Read the folder of a run for the report."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from distmp.utils.settings import read_yaml
 from distmp.utils.settings.flat import flat
 from distmp.utils.units import bytes_text, duration, quantity, scale_text
 
-# Over how many of the last steps the loss of the summary is the mean.
+# The summary shows the mean loss of this many last steps.
 LAST_STEPS = 50
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run as its folder tells it.
+    """The content of a run's folder.
 
     Attributes:
-        name: Of its folder.
-        records: Its steps; never empty.
-        config: The resolved configuration by dotted name; empty where it is not there.
-        environment: What is known about machine and versions, by dotted name; may be empty.
-        profile: Where the time of recorded steps went, if any were.
+        name: Name of the folder.
+        records: The step records; never empty.
+        config: The resolved configuration by dotted name; empty if missing.
+        environment: Machine and versions by dotted name; empty if missing.
+        profile: The profile of recorded steps, or None.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Run:
         """Read the folder of a run, finished or not.
 
         Raises:
-            ConfigError: If there is no record of a step in it, or a profile that cannot be read.
+            ConfigError: If it contains no step record, or a profile that cannot be read.
         """
         directory = RunDirectory(folder)
         records = read_records(directory.records) if directory.records.is_file() else []
@@ -51,7 +51,7 @@ class Run:
             raise ConfigError(
                 "run_dir",
                 str(folder),
-                f"holds no step; {directory.records.name} is missing or empty",
+                f"contains no step; {directory.records.name} is missing or empty",
             )
         config: dict[str, object] = {}
         if directory.config.is_file():
@@ -66,7 +66,7 @@ class Run:
         return cls(folder.resolve().name, records, config, environment, profile)
 
     def summary(self) -> dict[str, str]:
-        """Return the run in a few numbers, for people."""
+        """Return the most important numbers of the run as text, by name."""
         records, last = self.records, self.records[-1]
         losses = [record.loss for record in records[-LAST_STEPS:] if not record.skipped]
         validated = [r.validation_loss for r in records if r.validation_loss is not None]
@@ -90,6 +90,6 @@ class Run:
         }
 
 
-def shown(value: object) -> str:
-    """Return a setting's value as YAML would have it."""
+def as_text(value: object) -> str:
+    """Return a setting's value as in YAML."""
     return value if isinstance(value, str) else json.dumps(value, default=str)

@@ -1,8 +1,8 @@
-"""Preflight: whether all ranks are alike, reach each other and are equally fast, before they train.
+"""Preflight: check before training that ranks are consistent, connected and equally fast.
 
-Ranks first compare who they are through the store that the launcher keeps; then they meet as for
-training; then they multiply matrices and exchange data, so that slow ones can be named. A watchdog
-on every rank ends the job when time is up and names the ranks that did not get as far as the rest.
+Ranks first compare versions and configurations through the launcher's store. They then create the
+process group as for training, multiply matrices and exchange data, to report slow ranks. A watchdog
+on every rank ends the job after a time limit and reports which ranks are late.
 
-    torchrun ... -m distmp.commands.preflight --config FILE      # nothing but this
+    torchrun ... -m distmp.commands.preflight --config FILE      # only the preflight
 """

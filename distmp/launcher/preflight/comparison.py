@@ -1,4 +1,4 @@
-"""Whether all ranks run the same: versions, configuration, variables of the environment."""
+"""Compare versions, configurations and environment variables of all ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from distmp.utils import settings
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.settings.flat import digest, flat
 
-# Variables that are meant to differ from rank to rank.
-_OWN_VARIABLES = (
+# Variables that may differ between ranks.
+_PER_RANK_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "LOCAL_WORLD_SIZE",
@@ -33,15 +33,15 @@ _OWN_VARIABLES = (
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """Who a rank is, and what it ought to have in common with the others.
+    """Identifies a rank, with what should be the same on all ranks.
 
     Attributes:
         host: Name of its machine.
-        pid: Its process.
-        local_world_size: Ranks of its machine.
-        versions: Of what computes and talks.
-        digest: Of its configuration.
-        environment: The variables that change how a run behaves.
+        pid: Its process id.
+        local_world_size: Number of ranks on its machine.
+        versions: Versions of Python, distmp, torch, NCCL and so on.
+        digest: Hash of its configuration.
+        environment: The environment variables that change how a run behaves.
     """
 
     host: str
@@ -52,11 +52,11 @@ class RankIdentity:
     environment: Mapping[str, str]
 
 
-def compare(meeting: PreflightStore, config: RunConfig) -> tuple[list[str], list[RankIdentity]]:
-    """Compare ranks through the store; return oddities, and who the ranks are."""
-    environment = meeting.environment
+def compare(store: PreflightStore, config: RunConfig) -> tuple[list[str], list[RankIdentity]]:
+    """Compare ranks through the store; return warnings, and the identities of all ranks."""
+    environment = store.environment
     values = flat(settings.to_mapping(config))
-    mine = RankIdentity(
+    own = RankIdentity(
         host=socket.gethostname(),
         pid=os.getpid(),
         local_world_size=environment.local_world_size,
@@ -64,15 +64,15 @@ def compare(meeting: PreflightStore, config: RunConfig) -> tuple[list[str], list
         digest=digest(values),
         environment=relevant(os.environ),
     )
-    meeting.put(f"config/{meeting.rank}", values)
-    meeting.put(f"identity/{meeting.rank}", asdict(mine))
-    if meeting.rank == 0:
-        entries = [meeting.get(f"identity/{rank}") for rank in range(meeting.world_size)]
+    store.put(f"config/{store.rank}", values)
+    store.put(f"identity/{store.rank}", asdict(own))
+    if store.rank == 0:
+        entries = [store.get(f"identity/{rank}") for rank in range(store.world_size)]
         identities = [RankIdentity(**entry) for entry in entries]
-        problems = differences(identities, lambda rank: meeting.get(f"config/{rank}"))
-        warnings = odd_variables(identities)
-        meeting.put("result", [problems, warnings, entries])
-    problems, warnings, entries = meeting.get("result")
+        problems = differences(identities, lambda rank: store.get(f"config/{rank}"))
+        warnings = differing_variables(identities)
+        store.put("result", [problems, warnings, entries])
+    problems, warnings, entries = store.get("result")
     if problems:
         raise SetupError({0: "preflight: " + "; ".join(problems)}, exit_code=2)
     return warnings, [RankIdentity(**entry) for entry in entries]
@@ -81,49 +81,48 @@ def compare(meeting: PreflightStore, config: RunConfig) -> tuple[list[str], list
 def differences(
     identities: Sequence[RankIdentity], configuration: Callable[[int], Mapping[str, Any]]
 ) -> list[str]:
-    """Name what is not the same on all ranks: versions and settings, by rank and machine.
+    """Describe versions and settings that differ between ranks, with ranks and machines.
 
     Args:
-        identities: Of all ranks.
-        configuration: Returns the settings of a rank by dotted name; only asked if digests differ.
+        identities: The identities of all ranks.
+        configuration: Returns the settings of a rank by dotted name; called only if digests differ.
     """
     problems: list[str] = []
     for name in identities[0].versions:
-        problems += _disagreement(
-            f"version of {name}", [who.versions.get(name) for who in identities], identities
-        )
-    if len({who.digest for who in identities}) > 1:
-        # One rank of each kind is enough to name the settings.
-        first = {who.digest: rank for rank, who in reversed([*enumerate(identities)])}
+        versions = [identity.versions.get(name) for identity in identities]
+        problems += _difference(f"version of {name}", versions, identities)
+    if len({identity.digest for identity in identities}) > 1:
+        # One rank per digest is enough to name the settings.
+        first = {identity.digest: rank for rank, identity in reversed([*enumerate(identities)])}
         configurations = {digest: configuration(rank) for digest, rank in first.items()}
-        of_rank = [configurations[who.digest] for who in identities]
+        by_rank = [configurations[identity.digest] for identity in identities]
         for name in dict.fromkeys(name for values in configurations.values() for name in values):
-            problems += _disagreement(name, [values.get(name) for values in of_rank], identities)
+            problems += _difference(name, [values.get(name) for values in by_rank], identities)
     return problems
 
 
-def odd_variables(identities: Sequence[RankIdentity]) -> list[str]:
-    """Name environment variables that are not the same on all ranks, and should probably be."""
-    names = sorted({name for who in identities for name in who.environment})
+def differing_variables(identities: Sequence[RankIdentity]) -> list[str]:
+    """Describe environment variables that differ between ranks, but should probably not."""
+    names = sorted({name for identity in identities for name in identity.environment})
     return [
-        told
+        line
         for name in names
-        if not name.startswith(_OWN_VARIABLES)
-        for told in _disagreement(
-            name, [who.environment.get(name) for who in identities], identities
+        if not name.startswith(_PER_RANK_VARIABLES)
+        for line in _difference(
+            name, [identity.environment.get(name) for identity in identities], identities
         )
     ]
 
 
-def _disagreement(
+def _difference(
     name: str, values: Sequence[Any], identities: Sequence[RankIdentity]
 ) -> Iterator[str]:
-    ranks: dict[str, list[int]] = {}
+    by_value: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
-        ranks.setdefault("unset" if value is None else json.dumps(value), []).append(rank)
-    if len(ranks) > 1:
-        told = [
-            f"{value} on {rank_names(who)} ({', '.join(sorted({identities[r].host for r in who}))})"
-            for value, who in ranks.items()
-        ]
-        yield f"{name} differs: {', '.join(told)}"
+        by_value.setdefault("unset" if value is None else json.dumps(value), []).append(rank)
+    if len(by_value) > 1:
+        parts = []
+        for value, ranks in by_value.items():
+            hosts = sorted({identities[rank].host for rank in ranks})
+            parts.append(f"{value} on {rank_names(ranks)} ({', '.join(hosts)})")
+        yield f"{name} differs: {', '.join(parts)}"

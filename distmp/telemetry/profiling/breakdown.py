@@ -1,4 +1,4 @@
-"""The time of steps, divided into parts that add up to it."""
+"""Divide the time of steps into parts that add up to it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from distmp.telemetry.profiling.trace import Trace
 
 
 class Breakdown(NamedTuple):
-    """What a rank did with its time, in seconds. The parts add up to the whole.
+    """The time of a rank by part, in seconds. The parts add up to the total.
 
     Attributes:
-        computation: Something was computed, and no collective was under way.
-        hidden: A collective was under way, and something was computed at the same time.
-        exposed: A collective was under way, and nothing was computed.
-        optimizer: The norm of the gradients, the update, and no collective.
-        data: Nothing was done before data were there.
-        idle: Nothing of all that. On CUDA the device had nothing to do, on a CPU no operator ran.
+        computation: Time of computation while no collective was running.
+        hidden: Time of collectives that overlapped with computation.
+        exposed: Time of collectives without computation.
+        optimizer: Time of the gradient norm and the update, without collectives.
+        data: Time in which the rank waited for data.
+        idle: The rest: on CUDA the device was idle, on a CPU no operator ran.
     """
 
     computation: float
@@ -30,17 +30,17 @@ class Breakdown(NamedTuple):
 
     @property
     def total(self) -> float:
-        """The whole time."""
+        """Total time in seconds."""
         return sum(self)
 
     @property
     def own(self) -> float:
-        """The time that this rank takes by itself: without waiting for collectives."""
+        """Own time of the rank in seconds, without waiting for collectives."""
         return self.total - self.exposed
 
 
 class TimeParts(NamedTuple):
-    """The same as `Breakdown`, as the times themselves."""
+    """The parts of `Breakdown` as intervals."""
 
     computation: list[Interval]
     hidden: list[Interval]
@@ -50,7 +50,7 @@ class TimeParts(NamedTuple):
     idle: list[Interval]
 
     def breakdown(self, steps: int) -> Breakdown:
-        """Return seconds per step, of so many steps."""
+        """Return the seconds per step, for a window of `steps` steps."""
         return Breakdown(*(length(part) / steps / 1e6 for part in self))
 
 
@@ -62,18 +62,18 @@ def divide(
     optimizer: Sequence[Interval],
     computation: Sequence[Interval],
 ) -> TimeParts:
-    """Give each moment of the window to one part.
+    """Assign each moment of the window to one part.
 
-    Waiting for data comes first, then communication, then the optimizer, then other computation.
-    All arguments are intervals in order that do not overlap.
+    In order of precedence: waiting for data, communication, optimizer, other computation. All
+    arguments are sorted intervals that do not overlap.
     """
     busy = union([*optimizer, *computation])
     left = list(window)
-    found = []
+    assigned = []
     for part in (data, intersection(communication, busy), communication, optimizer, computation):
-        found.append(intersection(left, part))
+        assigned.append(intersection(left, part))
         left = difference(left, part)
-    waiting, hidden, exposed, stepping, computing = found
+    waiting, hidden, exposed, stepping, computing = assigned
     return TimeParts(computing, hidden, exposed, stepping, waiting, left)
 
 
@@ -89,7 +89,7 @@ def of_trace(trace: Trace) -> TimeParts:
 
 
 def most_idle_phase(trace: Trace, parts: TimeParts) -> str:
-    """Return in which phase of the main thread most of the idle time lies; empty without any."""
+    """Return the phase of the main thread with most of the idle time, or an empty string."""
     names = dict.fromkeys(phase.name for phase in trace.phases)
     idle = {
         name: length(intersection(parts.idle, [p.span for p in trace.phases if p.name == name]))

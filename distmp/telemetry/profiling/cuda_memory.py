@@ -1,7 +1,7 @@
-"""torch's own recording of CUDA memory, with the stack of each allocation.
+"""Record CUDA memory with torch, with the stack of each allocation.
 
-Its functions have private names: here alone they are used, and only where torch has them. Seen with
-torch 2.11 and 2.13.
+torch's functions for this are private: only this file uses them, and only if they exist. Tested
+with torch 2.11 and 2.13.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from typing import Any
 
 import torch
 
-# Each with its stack takes about a kilobyte.
-MOST_EVENTS = 100_000
+# An event with its stack takes about a kilobyte.
+MAX_EVENTS = 100_000
 
 _record: Any = getattr(torch.cuda.memory, "_record_memory_history", None)
 _dump: Any = getattr(torch.cuda.memory, "_dump_snapshot", None)
 
 AVAILABLE = _record is not None and _dump is not None
-"""Whether this release of torch can do it."""
+"""Whether this version of torch has these functions."""
 
 
 def start() -> None:
-    """Begin to record what is allocated and given back, with Python's stack."""
+    """Start recording allocations and frees with Python stacks."""
     if AVAILABLE:
-        _record(enabled="all", context="all", stacks="python", max_entries=MOST_EVENTS)
+        _record(enabled="all", context="all", stacks="python", max_entries=MAX_EVENTS)
 
 
 def write(path: Path) -> None:
-    """Write what was recorded, for https://pytorch.org/memory_viz.
+    """Write a snapshot for https://pytorch.org/memory_viz.
 
     Raises:
-        OSError: If it cannot be written.
+        OSError: If the file cannot be written.
     """
     if AVAILABLE:
         _dump(str(path))
 
 
 def stop() -> None:
-    """End to record."""
+    """Stop recording."""
     if AVAILABLE:
         _record(enabled=None)

@@ -1,45 +1,45 @@
-"""Sets of times, as intervals in order that do not touch each other."""
+"""Sets of times as sorted, disjoint intervals."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-# From and to, in microseconds.
+# Start and stop in microseconds.
 Interval = tuple[float, float]
 
 
 def union(spans: Iterable[Interval]) -> list[Interval]:
-    """Return the times that lie in any of the spans, which may stand in any order and overlap."""
-    found: list[Interval] = []
+    """Return the times in any of the spans, which may be unsorted and overlap."""
+    result: list[Interval] = []
     for start, stop in sorted(spans):
         if stop <= start:
             continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], stop))
         else:
-            found.append((start, stop))
-    return found
+            result.append((start, stop))
+    return result
 
 
 def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Return the times that lie in both."""
-    found = []
-    one = other = 0
-    while one < len(first) and other < len(second):
-        start = max(first[one][0], second[other][0])
-        stop = min(first[one][1], second[other][1])
+    """Return the times in both sets."""
+    result = []
+    i = j = 0
+    while i < len(first) and j < len(second):
+        start = max(first[i][0], second[j][0])
+        stop = min(first[i][1], second[j][1])
         if start < stop:
-            found.append((start, stop))
-        if first[one][1] < second[other][1]:
-            one += 1
+            result.append((start, stop))
+        if first[i][1] < second[j][1]:
+            i += 1
         else:
-            other += 1
-    return found
+            j += 1
+    return result
 
 
 def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Return the times that lie in the first and not in the second."""
-    found = []
+    """Return the times in the first set that are not in the second."""
+    result = []
     index = 0
     for begin, stop in first:
         start = begin
@@ -48,14 +48,14 @@ def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[In
         hole = index
         while hole < len(second) and second[hole][0] < stop:
             if start < second[hole][0]:
-                found.append((start, second[hole][0]))
+                result.append((start, second[hole][0]))
             start = second[hole][1]
             hole += 1
         if start < stop:
-            found.append((start, stop))
-    return found
+            result.append((start, stop))
+    return result
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return how long they are together."""
+    """Return the total length of the intervals, in microseconds."""
     return sum(stop - start for start, stop in intervals)

@@ -1,4 +1,4 @@
-"""What was allocated at the peak of some steps, from the trace of a rank."""
+"""Find the allocations at the memory peak of the recorded steps, from the trace of a rank."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from distmp.telemetry.profiling.trace import Allocation, Event, Trace
 from distmp.telemetry.thinning import thinned
 
-# Kinds of blocks that are listed, the largest first.
-MOST_BLOCKS = 20
+# Maximum number of listed groups of blocks, largest first.
+MAX_GROUPS = 20
 
 
 class Blocks(NamedTuple):
-    """Blocks that were in use at the peak and came from the same place.
+    """Memory blocks in use at the peak that have the same origin.
 
     Attributes:
-        nbytes: Of all of them together.
-        number: How many they are.
-        operator: That allocated them; empty for what no operator did.
-        shapes: Of its inputs.
-        phase: In which the step was.
+        nbytes: Total size of the blocks in bytes.
+        number: Number of blocks.
+        operator: Name of the operator that allocated them, or an empty string.
+        shapes: Shapes of the operator's inputs.
+        phase: Phase of the step in which they were allocated.
     """
 
     nbytes: int
@@ -35,16 +35,16 @@ class Blocks(NamedTuple):
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory that steps have used.
+    """Memory use of the recorded steps.
 
     Attributes:
-        peak_bytes: The most that was in use at once. On CUDA all of it; on a CPU, where torch does
-            not know what was allocated earlier, what these steps had allocated.
-        phase: In which it was reached.
-        step: The range of the step in which it was reached, as "step 20".
-        largest: What was in use then, of what these steps had allocated.
-        seconds: When memory changed, from the start of the first step, thinned out.
-        in_use: Bytes in use then.
+        peak_bytes: Peak memory in bytes. On CUDA it includes all memory; on a CPU only allocations
+            of these steps, because torch does not know earlier ones.
+        phase: Phase of the step at the peak.
+        step: Name of the step at the peak, such as "step 20".
+        largest: Blocks in use at the peak that these steps allocated, largest first.
+        seconds: Times of the changes in memory use since the start of the first step, thinned.
+        in_use: Bytes in use at these times.
     """
 
     peak_bytes: int
@@ -55,12 +55,12 @@ class Memory:
     in_use: list[int]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the file `memory-rankN.json` holds."""
+        """Return the content of the file `memory-rankN.json`."""
         return {**asdict(self), "largest": [blocks._asdict() for blocks in self.largest]}
 
 
 def of_trace(trace: Trace) -> Memory | None:
-    """Follow the allocations of the steps; None if the trace has none."""
+    """Return the memory use of the steps, or None if the trace has no allocations."""
     begin = trace.steps[0].start if trace.steps else 0.0
     allocations = [
         one for one in trace.allocations if one.on_cuda == trace.on_cuda and one.time >= begin
@@ -84,27 +84,27 @@ def of_trace(trace: Trace) -> Memory | None:
 
 
 def _in_use(allocations: list[Allocation], *, absolute: bool) -> list[int]:
-    """Return the bytes in use after each of them.
+    """Return the bytes in use after each allocation.
 
-    On a CPU torch's own total misses what other threads give back, gloo's for one: an address that
-    is given out once more has been given back before.
+    On a CPU, torch's total misses memory that other threads free, for example gloo's: an address
+    that is allocated again must have been freed before.
     """
     if absolute:
         return [one.total for one in allocations]
     sizes: dict[int, int] = {}
     total = 0
-    found = []
+    in_use = []
     for one in allocations:
         total -= sizes.pop(one.address, 0)
         if one.size > 0:
             sizes[one.address] = one.size
             total += one.size
-        found.append(total)
-    return found
+        in_use.append(total)
+    return in_use
 
 
 def _largest(trace: Trace, allocations: list[Allocation]) -> list[Blocks]:
-    """Return what is in use after the last of the allocations, by where it came from."""
+    """Return the blocks in use after the last allocation, grouped by origin."""
     blocks: dict[int, Allocation] = {}
     for one in allocations:
         blocks.pop(one.address, None)
@@ -115,8 +115,8 @@ def _largest(trace: Trace, allocations: list[Allocation]) -> list[Blocks]:
         operator = trace.operator_of(one)
         name, shapes = ("", "") if operator is None else (operator.name, _shapes(operator))
         groups[name, shapes, trace.place_at(one.time)].append(one.size)
-    found = [Blocks(sum(sizes), len(sizes), *origin) for origin, sizes in groups.items()]
-    return sorted(found, reverse=True)[:MOST_BLOCKS]
+    blocks_by_origin = [Blocks(sum(sizes), len(sizes), *origin) for origin, sizes in groups.items()]
+    return sorted(blocks_by_origin, reverse=True)[:MAX_GROUPS]
 
 
 def _shapes(operator: Event) -> str:

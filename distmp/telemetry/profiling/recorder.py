@@ -1,4 +1,4 @@
-"""Records the steps that a configuration names, and says where their time went."""
+"""Record the configured steps with torch's profiler, and summarize their time and memory."""
 
 from __future__ import annotations
 
@@ -26,57 +26,57 @@ logger = logging.getLogger("distmp")
 
 
 class StepProfiler:
-    """Records chosen steps on every rank; a `with` block around the steps.
+    """Records the configured steps on every rank, in a `with` block around the steps.
 
-    It writes a trace (`trace-rank0.json`, for Perfetto), what took memory (`memory-rank0.json`, on
-    CUDA also `memory-rank0.pickle` for pytorch.org/memory_viz), and for all ranks `summary.json`.
-    When the block ends with an error, each rank leaves what it has, without the summary.
+    It writes a trace (`trace-rank0.json`, for Perfetto), memory use (`memory-rank0.json`, on CUDA
+    also `memory-rank0.pickle` for pytorch.org/memory_viz), and one `summary.json` for all ranks.
+    If the block ends with an error, each rank writes its files, but no summary.
 
     Args:
-        config: Which steps.
-        directory: Where the files go, made when there are any.
-        world: The ranks, all of which make one at the same time.
-        say: Where to say what was found; on the first rank.
+        config: The steps to record.
+        directory: Folder of the files, created if needed.
+        world: The process group; all ranks must create this object together.
+        log: Called with the summary on the first rank.
     """
 
     def __init__(
-        self, config: ProfileConfig, directory: Path, world: World, say: Callable[[str], object]
+        self, config: ProfileConfig, directory: Path, world: World, log: Callable[[str], object]
     ) -> None:
         self._window = config.window
         self._directory = directory
         self._world = world
-        self._say = say
+        self._log = log
         self._on_cuda = world.device.type == "cuda"
-        self._begun = False
+        self._started = False
         self._profile: profile | None = None
         self._ranges = _Ranges()
 
     def before(self, step: int) -> None:
-        """Begin or end to record, as is due before a step, counted from 1; all ranks call it."""
+        """Start or stop recording before a step, counted from 1; all ranks must call it."""
         if self._profile is not None:
             if step > self._window[-1]:
                 self.finish()
-        elif self._window and not self._begun and step >= self._window[0]:
-            self._begun = True
+        elif self._window and not self._started and step >= self._window[0]:
+            self._started = True
             left = range(step, self._window[-1] + 1)
             if left != self._window:
                 what = f"records from there to step {left[-1]}" if left else "records nothing"
-                self._say(f"profile: this run goes on with step {step}, and {what}")
+                self._log(f"profile: this run continues with step {step}, and {what}")
             if left:
                 self._start()
 
     def finish(self) -> None:
-        """End to record, if it has begun, and say what was found; all ranks call it."""
+        """Stop recording, if it has started, and log the summary; all ranks must call it."""
         if self._profile is None:
             return
-        mine = self._stop()
-        everyone: list[RankSummary | None] = [mine]
+        own = self._stop()
+        gathered: list[RankSummary | None] = [own]
         if self._world.group is not None:
-            everyone = [None] * self._world.world_size
-            dist.all_gather_object(everyone, mine, group=self._world.group)
-        known = [rank for rank in everyone if rank is not None]
+            gathered = [None] * self._world.world_size
+            dist.all_gather_object(gathered, own, group=self._world.group)
+        known = [rank for rank in gathered if rank is not None]
         if self._world.rank == 0 and known:
-            self._tell(Summary(*self._ranges.steps, known))
+            self._report(Summary(*self._ranges.steps, known))
 
     def __enter__(self) -> StepProfiler:
         return self
@@ -89,20 +89,20 @@ class StepProfiler:
     ) -> None:
         if kind is None:
             self.finish()
-            if self._window and not self._begun:
-                self._say(f"profile: nothing is recorded, step {self._window[0]} was not taken")
+            if self._window and not self._started:
+                self._log(f"profile: nothing was recorded, step {self._window[0]} did not run")
         elif self._profile is not None:
-            # The other ranks may be gone or elsewhere: nothing is exchanged.
+            # No collective: the other ranks may be gone or in other code.
             failed_in = activity.now
             self._stop()
-            # Where the error came up is part of its message.
+            # The error message contains the phase in which the error was raised.
             activity.now = failed_in
-            logger.warning("profile: what was recorded until the error is in %s", self._directory)
+            logger.warning("profile: the recording up to the error is in %s", self._directory)
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
         if self._on_cuda:
-            # What was launched before is none of these steps'.
+            # Exclude kernels that were launched before these steps.
             torch.cuda.synchronize(self._world.device)
             activities.append(ProfilerActivity.CUDA)
             cuda_memory.start()
@@ -111,21 +111,21 @@ class StepProfiler:
         activity.observer = self._ranges
 
     def _stop(self) -> RankSummary | None:
-        """End to record, write the files of this rank, and return what is in them."""
+        """Stop recording, write the files of this rank, and return its summary."""
         assert self._profile is not None
         recorded, self._profile = self._profile, None
         activity.observer = None
         self._ranges.close()
         activity.enter("writing a profile", transfers=True)
         if self._on_cuda:
-            # After an error the device may not answer.
+            # After an error the device may fail.
             with contextlib.suppress(RuntimeError):
                 torch.cuda.synchronize(self._world.device)
         recorded.stop()
         try:
             return self._write(recorded)
         except (OSError, ValueError) as error:
-            logger.warning("cannot write the profile: %s; the run goes on without it", error)
+            logger.warning("cannot write the profile: %s; training continues without it", error)
             return None
         finally:
             if self._on_cuda:
@@ -143,7 +143,7 @@ class StepProfiler:
         if not trace.window:
             return None
         if self._on_cuda and not trace.device:
-            logger.warning("torch's profiler has seen no kernel; it may lack permission")
+            logger.warning("torch's profiler recorded no kernel; it may lack permission")
         used = memory.of_trace(trace)
         if used is not None:
             self._file("memory", "json").write_text(json.dumps(used.to_json()))
@@ -162,19 +162,19 @@ class StepProfiler:
             peak_place="" if used is None else f"{used.phase} of {used.step}",
         )
 
-    def _tell(self, summary: Summary) -> None:
+    def _report(self, summary: Summary) -> None:
         try:
             summary.write(self._directory / SUMMARY)
         except OSError as error:
-            logger.warning("cannot write the profile: %s; the run goes on without it", error)
-        self._say(f"profile of {summary.title}; in {self._directory}:\n{summary.text()}")
+            logger.warning("cannot write the profile: %s; training continues without it", error)
+        self._log(f"profile of {summary.title}; in {self._directory}:\n{summary.text()}")
 
     def _file(self, what: str, ending: str) -> Path:
         return self._directory / f"{what}-rank{self._world.rank}.{ending}"
 
 
 class _Ranges:
-    """Shows in a trace what the main thread does, as ranges inside those of the steps.
+    """Marks the phases of the main thread in a trace, as ranges inside of those of the steps.
 
     Attributes:
         places: Names of the ranges.
@@ -191,20 +191,20 @@ class _Ranges:
         if self._step is None or doing.step != self.steps[1]:
             self.close()
             self.steps = (self.steps[0] or doing.step, doing.step)
-            self._step = _begun(f"step {doing.step}")
+            self._step = _begin(f"step {doing.step}")
         else:
             _end(self._place)
         self.places.add(doing.place)
-        self._place = _begun(doing.place)
+        self._place = _begin(doing.place)
 
     def close(self) -> None:
-        """End the ranges that are open."""
+        """End the open ranges."""
         _end(self._place)
         _end(self._step)
         self._place = self._step = None
 
 
-def _begun(name: str) -> Any:
+def _begin(name: str) -> Any:
     opened = record_function(name)
     opened.__enter__()
     return opened

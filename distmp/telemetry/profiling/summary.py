@@ -1,4 +1,4 @@
-"""Where the time of some steps went, over all ranks: for people, and as JSON."""
+"""Summarize where the time of the recorded steps went on all ranks, as text and as JSON."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ NAMES = {
     "data": "data",
     "idle": "idle",
 }
-"""What the parts of `Breakdown` are called, in the order of the table."""
+"""Names of the parts of `Breakdown`, in the order of the table."""
 
 SUMMARY = "summary.json"
-"""The file in the folder of profiles."""
+"""Name of the summary file in the folder of profiles."""
 
-# Operators that are kept of a rank, and how many of them are printed.
-MOST_OPERATORS = 20
+# Number of operators that are stored per rank, and number of printed ones.
+MAX_OPERATORS = 20
 PRINTED_OPERATORS = 5
-# Kernels are called by all of their template's arguments.
-LONGEST_NAME = 80
-# What is less than these shares of a step is not worth a word.
-NOTICEABLE = 0.01
-WORTH_A_LINE = 0.05
+# Names of kernels contain all of their template's arguments.
+MAX_NAME_LENGTH = 80
+# Differences and times below these shares of a step are not printed.
+MIN_DIFFERENCE = 0.01
+MIN_SHARE = 0.05
 
 
 class Operator(NamedTuple):
-    """What one kind of operator took in a step, in the mean over the steps.
+    """The time of an operator per step, averaged over the recorded steps.
 
     Attributes:
-        name: As torch calls it; a kernel's where no operator has launched it.
-        seconds: Its own work.
-        calls: How often.
+        name: Name of the operator, or of the kernel if no operator launched it.
+        seconds: Its own time per step.
+        calls: Number of calls per step.
     """
 
     name: str
@@ -54,16 +54,16 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True)
 class RankSummary:
-    """What was found out about one rank.
+    """The summary of one rank.
 
     Attributes:
-        rank: Which one.
-        host: On which machine.
-        seconds: Where the time of a step went, in the mean over the steps.
-        idle_phase: The phase with most of the idle time; empty without any.
-        operators: Those that took longest.
-        peak_bytes: Peak of memory in use, see `telemetry.profiling.memory.Memory`; None if unknown.
-        peak_place: Where that was reached.
+        rank: Number of the rank.
+        host: Name of its machine.
+        seconds: Time per step by part, averaged over the recorded steps.
+        idle_phase: The phase with most of the idle time, or an empty string.
+        operators: The operators with the largest own time.
+        peak_bytes: Peak memory, see `telemetry.profiling.memory.Memory`; None if unknown.
+        peak_place: Phase and step of the memory peak.
     """
 
     rank: int
@@ -75,7 +75,7 @@ class RankSummary:
     peak_place: str
 
     def to_json(self) -> dict[str, Any]:
-        """Return values that JSON has."""
+        """Return the summary as JSON values."""
         return {
             **vars(self),
             "seconds": self.seconds._asdict(),
@@ -84,7 +84,7 @@ class RankSummary:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RankSummary:
-        """Read what `to_json` returned."""
+        """Create a summary from the values of `to_json`."""
         seconds = Breakdown(**values["seconds"])
         operators = [Operator(**operator) for operator in values["operators"]]
         return cls(**{**values, "seconds": seconds, "operators": operators})
@@ -92,12 +92,12 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where the time of some steps went.
+    """The summary of all ranks.
 
     Attributes:
-        first_step: First step that was recorded.
-        last_step: The last one.
-        ranks: Those of which something is known, in order; at least one.
+        first_step: First recorded step.
+        last_step: Last recorded step.
+        ranks: The ranks with a recording, in order; at least one.
     """
 
     first_step: int
@@ -105,10 +105,10 @@ class Summary:
     ranks: list[RankSummary]
 
     def write(self, path: Path) -> None:
-        """Write it as JSON.
+        """Write the summary as JSON.
 
         Raises:
-            OSError: If that cannot be.
+            OSError: If the file cannot be written.
         """
         values = {**vars(self), "ranks": [rank.to_json() for rank in self.ranks]}
         with replacing(path) as file:
@@ -116,10 +116,10 @@ class Summary:
 
     @classmethod
     def read(cls, path: Path) -> Summary:
-        """Read what `write` has written.
+        """Read a file of `write`.
 
         Raises:
-            ConfigError: If the file is something else.
+            ConfigError: If the file is not a summary.
         """
         try:
             values = json.loads(path.read_bytes())
@@ -132,7 +132,7 @@ class Summary:
 
     @property
     def title(self) -> str:
-        """Which steps, on how many ranks, and what one took."""
+        """The recorded steps, the number of ranks and the time per step, as text."""
         steps = f"step {self.first_step}"
         if self.last_step > self.first_step:
             steps = f"steps {self.first_step} to {self.last_step}"
@@ -144,9 +144,9 @@ class Summary:
         return statistics.fmean(rank.seconds.total for rank in self.ranks)
 
     def table(self) -> list[list[str]]:
-        """Return the cells of a table: a head, and a row for each part of the time.
+        """Return the cells of a table: a header, and a row for each part of the time.
 
-        Where ranks differ it has the least and the most, and who has them.
+        If ranks differ, the row contains the smallest and largest value with their ranks.
         """
         rows = [_row(part, self.ranks, self._seconds) for part in NAMES]
         head = ["", "ms a step", "share", "least", "most"]
@@ -154,11 +154,11 @@ class Summary:
         return [row + [""] * (width - len(row)) for row in [head[:width], *rows]]
 
     def notes(self) -> list[str]:
-        """Return what else there is to say, a sentence each."""
+        """Return notes on slow ranks, idle time, operators and memory, one line each."""
         return [*self._slow_rank(), *self._idle(), *self._operators(), *self._memory()]
 
     def text(self) -> str:
-        """Return table and notes for a terminal."""
+        """Return the table and the notes as text."""
         table = self.table()
         widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
         lines = [
@@ -168,13 +168,13 @@ class Summary:
         return "\n".join(f"  {line}" for line in [*lines, *self.notes()])
 
     def _slow_rank(self) -> Iterable[str]:
-        """Name the rank that the others wait for."""
+        """Yield a note on the rank for which the others wait, if any."""
         if len(self.ranks) == 1:
             return
         slow = max(self.ranks, key=lambda rank: rank.seconds.own)
         others = [rank.seconds for rank in self.ranks if rank is not slow]
         longer = slow.seconds.own - statistics.median(other.own for other in others)
-        if longer < WORTH_A_LINE * slow.seconds.total:
+        if longer < MIN_SHARE * slow.seconds.total:
             return
         excess = {
             name: getattr(slow.seconds, part)
@@ -182,15 +182,16 @@ class Summary:
             for part, name in NAMES.items()
             if part != "exposed"
         }
+        part = max(excess, key=lambda name: excess[name])
         yield (
-            f"rank {slow.rank} on {slow.host} holds up the others: {_ms(longer)} ms a step longer "
-            f"by itself, most of it {max(excess, key=lambda name: excess[name])}"
+            f"rank {slow.rank} on {slow.host} slows down the others: its own time is "
+            f"{_ms(longer)} ms a step longer, most of it {part}"
         )
 
     def _idle(self) -> Iterable[str]:
         most = max(self.ranks, key=lambda rank: rank.seconds.idle)
-        if most.idle_phase and most.seconds.idle > WORTH_A_LINE * most.seconds.total:
-            yield f"idle mostly in: {most.idle_phase} (rank {most.rank})"
+        if most.idle_phase and most.seconds.idle > MIN_SHARE * most.seconds.total:
+            yield f"mostly idle in: {most.idle_phase} (rank {most.rank})"
 
     def _operators(self) -> Iterable[str]:
         first = self.ranks[0]
@@ -206,20 +207,20 @@ class Summary:
         if known:
             most = max(known, key=lambda rank: rank.peak_bytes or 0)
             yield (
-                f"memory at its peak: {bytes_text(most.peak_bytes or 0)}, in {most.peak_place} "
+                f"peak memory: {bytes_text(most.peak_bytes or 0)}, in {most.peak_place} "
                 f"(rank {most.rank})"
             )
 
 
 def longest(times: Iterable[tuple[str, float]], steps: int) -> list[Operator]:
-    """Add up the microseconds of operators, and return those that took longest in a step."""
-    found: dict[str, list[float]] = defaultdict(list)
+    """Sum the microseconds of operators by name, and return those with the largest own time."""
+    by_name: dict[str, list[float]] = defaultdict(list)
     for name, time in times:
-        found[name[:LONGEST_NAME]].append(time)
+        by_name[name[:MAX_NAME_LENGTH]].append(time)
     operators = [
-        Operator(name, sum(each) / steps / 1e6, len(each) / steps) for name, each in found.items()
+        Operator(name, sum(each) / steps / 1e6, len(each) / steps) for name, each in by_name.items()
     ]
-    return sorted(operators, key=lambda one: -one.seconds)[:MOST_OPERATORS]
+    return sorted(operators, key=lambda one: -one.seconds)[:MAX_OPERATORS]
 
 
 def _row(part: str, ranks: Sequence[RankSummary], total: float) -> list[str]:
@@ -227,7 +228,7 @@ def _row(part: str, ranks: Sequence[RankSummary], total: float) -> list[str]:
     mean = statistics.fmean(seconds.values())
     row = [NAMES[part], _ms(mean), f"{mean / total:.0%}" if total else ""]
     least, most = min(seconds, key=seconds.__getitem__), max(seconds, key=seconds.__getitem__)
-    if seconds[most] - seconds[least] > NOTICEABLE * total:
+    if seconds[most] - seconds[least] > MIN_DIFFERENCE * total:
         row += [f"{_ms(seconds[rank])} (rank {rank})" for rank in (least, most)]
     return row
 

@@ -1,4 +1,4 @@
-"""The trace of one rank: torch's events, by what they mean for the time of a step."""
+"""The trace of one rank: torch's events, sorted by their role in a step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from typing import Any, NamedTuple
 from distmp.distributed.progress import COMPARISON, DATA, DECISION, SAVING, UPDATE, VALIDATION
 from distmp.telemetry.profiling.intervals import Interval, difference, intersection, union
 
-# Not part of any step, although it may stand between two.
+# Phases between steps that are not part of any step.
 PAUSES = (VALIDATION, COMPARISON, SAVING)
 # The norm of the gradients and the update.
 OPTIMIZER = (DECISION, UPDATE)
 
 _ON_HOST = ("cpu_op", "user_annotation")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-# Operators have a namespace, functions of autograd in Python have none. Nodes of autograd, and what
-# somebody named, contain hooks that wait for collectives: only operators inside them compute.
+# Operators have a namespace, Python functions of autograd have none. Autograd nodes and user
+# annotations contain hooks that wait for collectives: only operators inside of them compute.
 _NO_COMPUTATION = ("autograd::", "torch::autograd::", "c10d::", "profiler::")
-# Process and number.
+# Process id and thread id.
 Thread = tuple[Any, Any]
 
 # Compiled code runs without operators.
@@ -32,14 +32,14 @@ _COMPILED = "## Call CompiledFxGraph"
 
 
 class Event(NamedTuple):
-    """Something that took time.
+    """An event with a duration.
 
     Attributes:
-        name: As torch calls it.
-        category: Which kind of event it is for torch.
-        start: In microseconds of the trace.
-        stop: Likewise.
-        details: What torch says besides.
+        name: Name of the event in torch's trace.
+        category: Category of the event in torch's trace.
+        start: Start in microseconds, on the clock of the trace.
+        stop: End in microseconds, on the clock of the trace.
+        details: Further arguments of the event in torch's trace.
     """
 
     name: str
@@ -50,19 +50,19 @@ class Event(NamedTuple):
 
     @property
     def span(self) -> Interval:
-        """From and to."""
+        """Start and stop."""
         return self.start, self.stop
 
 
 class Allocation(NamedTuple):
-    """Memory that was taken or given back.
+    """An allocation or free of memory.
 
     Attributes:
-        time: In microseconds of the trace.
-        thread: Which did it.
-        address: Of the block.
-        size: Bytes, negative if they were given back.
-        total: Bytes in use afterwards, as torch counts them.
+        time: Time in microseconds, on the clock of the trace.
+        thread: The thread that allocated or freed.
+        address: Address of the block.
+        size: Size in bytes, negative for a free.
+        total: Bytes in use afterwards, as counted by torch.
         on_cuda: Whether it is memory of a CUDA device.
     """
 
@@ -76,18 +76,18 @@ class Allocation(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """What one rank did in some steps.
+    """The events of one rank in the recorded steps.
 
     Attributes:
         on_cuda: Whether the rank computed on a CUDA device.
-        steps: Times of the steps.
-        phases: What the main thread did, one after the other.
+        steps: The ranges of the steps.
+        phases: The phases of the main thread, in order.
         main: The main thread.
-        threads: Operators and named ranges of each thread, inside each other.
-        device: Kernels and copies of the device, collectives among them.
+        threads: Operators and annotated ranges of each thread, nested.
+        device: Kernels and copies of the device, including collectives.
         transfers: Collectives of gloo.
-        launches: When what has a correlation id was launched.
-        allocations: In order.
+        launches: Launch time in microseconds by correlation id.
+        allocations: Allocations and frees, in order.
     """
 
     on_cuda: bool
@@ -104,11 +104,11 @@ class Trace:
     def read(
         cls, events: Sequence[Mapping[str, Any]], places: Collection[str], *, on_cuda: bool
     ) -> Trace:
-        """Sort the events of a trace in the format of Chrome.
+        """Read the events of a trace in Chrome's format.
 
         Args:
-            events: Those of torch's profiler, in any order.
-            places: Names of the ranges that are phases; steps are called "step 1" and so on.
+            events: The events of torch's profiler, in any order.
+            places: Names of the ranges that are phases; steps are named "step 1" and so on.
             on_cuda: Whether the rank computed on a CUDA device.
         """
         complete = [event for event in events if event.get("ph") == "X" and "dur" in event]
@@ -117,7 +117,7 @@ class Trace:
         main = _thread(steps[0]) if steps else ("", "")
         threads: dict[Thread, list[Event]] = defaultdict(list)
         for event in complete:
-            # A collective of gloo begins in one thread and ends in another one.
+            # A gloo collective starts in one thread and ends in another.
             if event.get("cat") in _ON_HOST and not event["name"].startswith("gloo:"):
                 threads[_thread(event)].append(_event(event))
         return cls(
@@ -139,28 +139,28 @@ class Trace:
 
     @cached_property
     def window(self) -> list[Interval]:
-        """Times of the steps, without what stands between them."""
+        """Times of the steps, without pauses between them."""
         times = [step.span for step in self.steps]
         if times and self.device:
-            # The host was done before the device was.
+            # The device finishes after the host.
             times.append((times[-1][1], max(event.stop for event in self.device)))
         return difference(union(times), self._in_phases(PAUSES))
 
     @property
     def data(self) -> list[Interval]:
-        """Times in which there was nothing to do before data were there."""
+        """Times in which the rank waited for data."""
         waiting = self._in_phases((DATA,))
         return difference(waiting, union(event.span for event in self.device))
 
     @property
     def communication(self) -> list[Interval]:
-        """Times in which some collective was under way."""
+        """Times in which a collective was running."""
         kernels = (event for event in self.device if _communicates(event))
         return union(event.span for event in (*self.transfers, *kernels))
 
     @property
     def optimizer(self) -> list[Interval]:
-        """Times of the norm of the gradients and of the update."""
+        """Times of the gradient norm and of the update."""
         if not self.on_cuda:
             return intersection(self._computing(), self._in_phases(OPTIMIZER))
         return union(
@@ -171,25 +171,25 @@ class Trace:
 
     @property
     def computation(self) -> list[Interval]:
-        """Times in which the device computed anything; a CPU, in which an operator ran."""
+        """Times in which the device computed, or in which an operator ran on a CPU."""
         if not self.on_cuda:
             return self._computing()
         return union(event.span for event in self._kernels())
 
     def place_at(self, time: float) -> str:
-        """Return the phase of the main thread at some time; empty if there is none."""
-        found = _at(self.phases, self._phase_starts, time)
-        return "" if found is None else found.name
+        """Return the phase of the main thread at a time, or an empty string."""
+        phase = _at(self.phases, self._phase_starts, time)
+        return "" if phase is None else phase.name
 
     def operator_of(self, allocation: Allocation) -> Event | None:
-        """Return the operator in which memory was allocated, as it was called from outside."""
+        """Return the outermost operator in which memory was allocated."""
         operators = self._operators.get(allocation.thread, [])
         return _at(operators, self._operator_starts.get(allocation.thread, []), allocation.time)
 
     def own_times(self) -> Iterator[tuple[str, float]]:
-        """Give name and microseconds of the own work of each operator in the window.
+        """Yield the name and own time in microseconds of each operator in the window.
 
-        What it calls is not its own. On CUDA it is the work of the kernels that it launched.
+        The own time excludes nested operators. On CUDA it is the time of the launched kernels.
         """
         if not self.on_cuda:
             for event, time in _own_times(self.threads.get(self.main, [])):
@@ -212,7 +212,7 @@ class Trace:
 
     @cached_property
     def _operators(self) -> dict[Thread, list[Event]]:
-        """Operators of each thread that are not called by others."""
+        """The outermost operators of each thread."""
         return {thread: _outermost(events) for thread, events in self.threads.items()}
 
     @cached_property
@@ -247,8 +247,8 @@ def _thread(event: Mapping[str, Any]) -> Thread:
 
 
 def _is_step(event: Mapping[str, Any]) -> bool:
-    named = event.get("cat") == "user_annotation"
-    return named and re.fullmatch(r"step [0-9]+", event["name"]) is not None
+    is_annotation = event.get("cat") == "user_annotation"
+    return is_annotation and re.fullmatch(r"step [0-9]+", event["name"]) is not None
 
 
 def _computes(event: Event) -> bool:
@@ -263,12 +263,12 @@ def _communicates(event: Event) -> bool:
 
 
 def _outermost(events: Iterable[Event]) -> list[Event]:
-    """Return the operators that are not called by others; both in the order of their start."""
-    found: list[Event] = []
+    """Return the operators that are not nested in others; the events are sorted by start."""
+    result: list[Event] = []
     for event in events:
-        if _computes(event) and not (found and event.start < found[-1].stop):
-            found.append(event)
-    return found
+        if _computes(event) and not (result and event.start < result[-1].stop):
+            result.append(event)
+    return result
 
 
 def _at(events: Sequence[Event], starts: Sequence[float], time: float) -> Event | None:
@@ -277,7 +277,7 @@ def _at(events: Sequence[Event], starts: Sequence[float], time: float) -> Event 
 
 
 def _own_times(nested: Sequence[Event]) -> Iterator[tuple[Event, float]]:
-    """Give each event with its time, without that of the events inside it."""
+    """Yield each event with its time, without the time of nested events."""
     own = [event.stop - event.start for event in nested]
     open_: list[int] = []
     for index, event in enumerate(nested):

@@ -13,31 +13,31 @@ def measured(last: float, milliseconds: float, memory: int, skipped: int = 0) ->
     return PolicyResult("native", losses, (milliseconds / 1000,) * 3, memory, skipped)
 
 
-def comparison(**found: PolicyResult | PolicyRefused) -> Comparison:
-    return Comparison(4, 2, 0.01, found)
+def comparison(**results: PolicyResult | PolicyRefused) -> Comparison:
+    return Comparison(4, 2, 0.01, results)
 
 
 @pytest.mark.parametrize(
-    ("found", "chosen"),
+    ("results", "recommended"),
     [
-        # The fastest of those that learn.
+        # The fastest of the accurate policies.
         ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.01, 6, 90)}, "bf16"),
-        # Not one that learns otherwise, however fast.
+        # Not an inaccurate one, even if it is faster.
         ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.1, 6, 90)}, "fp32"),
         ({"fp32": measured(2.0, 10, 100), "bf16": measured(float("nan"), 6, 90)}, "fp32"),
-        # Of those that are as fast, the one that needs least.
+        # Of equally fast ones, the one with least memory.
         ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.0, 10.4, 50)}, "bf16"),
         ({"fp32": measured(2.0, 10, 100), "bf16": measured(2.0, 10.6, 50)}, "fp32"),
         ({"fp32": measured(float("nan"), 10, 100)}, None),
         ({"fp32": PolicyRefused("no")}, None),
-        # A refused first policy leaves the next one to compare with.
+        # If the first policy is refused, the next one is the reference.
         ({"fp32": PolicyRefused("no"), "bf16": measured(2.0, 10, 1)}, "bf16"),
     ],
 )
 def test_the_recommendation(
-    found: dict[str, PolicyResult | PolicyRefused], chosen: str | None
+    results: dict[str, PolicyResult | PolicyRefused], recommended: str | None
 ) -> None:
-    assert comparison(**found).recommendation()[0] == chosen
+    assert comparison(**results).recommendation()[0] == recommended
 
 
 def test_the_table_has_a_line_for_each_policy_and_the_advice() -> None:
@@ -56,14 +56,14 @@ def test_the_table_has_a_line_for_each_policy_and_the_advice() -> None:
         "memory",
         "last",
         "loss",
-        "apart",
+        "difference",
         "skipped",
     ]
     assert fp32.split() == ["fp32", "10.0", "3.0", "MiB", "2.0000", "0.00%", "0", "native"]
     assert fp16.split() == ["fp16", "5.0", "1.0", "MiB", "2.2000", "10.00%", "2", "native"]
     assert tf32.split() == ["tf32", "refused:", "why", "not"]
-    assert advice.startswith("take fp32: ")
-    assert "fp16 learns otherwise" in advice
+    assert advice.startswith("use fp32: ")
+    assert "fp16 has a different loss" in advice
 
 
 def test_json_and_picture(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_policies_are_compared_on_the_same_steps(
     monkeypatch.chdir(tmp_path)
     assert bench("--policies", "fp32", "tf32", "bf16-autocast", "--json", "true") == 0
     found = json.loads(capsys.readouterr().out)
-    # TF32 is nothing on a CPU: the very same losses, from the same weights and batches.
+    # TF32 has no effect on a CPU: identical losses, from the same weights and batches.
     policies = found["policies"]
     assert policies["fp32"]["losses"] == policies["tf32"]["losses"]
     assert policies["fp32"]["losses"] != policies["bf16-autocast"]["losses"]
@@ -47,7 +47,7 @@ def test_policies_are_compared_on_the_same_steps(
         (["precison"], "did you mean 'precision'"),
     ],
 )
-def test_what_cannot_run_is_one_message(
+def test_invalid_arguments_are_one_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *arguments]) == 2

@@ -48,8 +48,8 @@ def variables(**values: str) -> dict[str, Any]:
     return {"environment": values}
 
 
-# What is wrong: changes to the healthy machine, check, status, and words of message and remedy.
-ILL: dict[str, tuple[dict[str, Any], str, str, str]] = {
+# Problem: changes to the healthy machine, check, status, and text of message or remedy.
+PROBLEMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "old Python": (
         {"versions": {**HEALTHY.versions, "python": "3.9.18"}},
         "versions",
@@ -78,15 +78,15 @@ ILL: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "GPU 1, NVIDIA H200: 3 memory errors",
     ),
     "hot GPU": ({"gpus": (replace(GPU, throttled=True),)}, "GPUs", "WARN", "GPU 0, NVIDIA H200"),
-    "taken GPU": ({"gpus": (replace(GPU, used_bytes=20 * GIB),)}, "GPUs", "WARN", "20.0 GiB"),
+    "GPU in use": ({"gpus": (replace(GPU, used_bytes=20 * GIB),)}, "GPUs", "WARN", "20.0 GiB"),
     "fewer cores than seen": ({"core_quota": 2.5}, "cores", "WARN", "2.5 of 8 cores"),
     "pinned to few cores": ({"usable_cores": 1}, "cores", "WARN", "1 of 8 cores"),
-    "too many threads": (variables(OMP_NUM_THREADS="64"), "threads", "WARN", "8 cores to use"),
+    "too many threads": (variables(OMP_NUM_THREADS="64"), "threads", "WARN", "8 cores available"),
     "no number of threads": (variables(OMP_NUM_THREADS="4,2"), "threads", "WARN", "not a number"),
-    "no memory left": ({"available_bytes": GIB}, "memory", "WARN", "1.0 GiB to use"),
+    "no memory left": ({"available_bytes": GIB}, "memory", "WARN", "1.0 GiB available"),
     "small memory of a container": ({"memory_limit": GIB}, "memory", "WARN", "limit 1.0 GiB"),
     "Docker's /dev/shm": ({"shm_bytes": 64 << 20}, "shared memory", "WARN", "--shm-size"),
-    "no /dev/shm": ({"shm_bytes": None}, "shared memory", "FAIL", "there is no /dev/shm"),
+    "no /dev/shm": ({"shm_bytes": None}, "shared memory", "FAIL", "/dev/shm is missing"),
     "few files": (
         {"limits": {**HEALTHY.limits, "open_files": 1024}},
         "limits",
@@ -114,34 +114,44 @@ ILL: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "full disk": ({"folder": Folder("/runs", GIB // 2, None)}, "disk", "FAIL", "512 MiB free"),
     "nearly full disk": ({"folder": Folder("/runs", 5 * GIB, None)}, "disk", "WARN", "5.0 GiB"),
     "clock that goes back": ({"clock": Clock(False, True, 0.0)}, "clock", "FAIL", "goes back"),
-    "clock nobody keeps": ({"clock": Clock(True, False, None)}, "clock", "WARN", "chrony"),
+    "clock that is not synchronized": (
+        {"clock": Clock(True, False, None)},
+        "clock",
+        "WARN",
+        "chrony",
+    ),
     "wrong clock": ({"clock": Clock(True, True, -12.0)}, "clock", "WARN", "off by -12 s"),
     "unknown hostname": ({"addresses": ()}, "hostname", "WARN", "node1 does not resolve"),
     "hostname of Debian": ({"addresses": ("127.0.1.1",)}, "hostname", "WARN", "cannot reach"),
-    "hostname of somebody else": ({"addresses": ("10.9.9.9",)}, "hostname", "WARN", "no interface"),
+    "hostname of another machine": (
+        {"addresses": ("10.9.9.9",)},
+        "hostname",
+        "WARN",
+        "no interface",
+    ),
     "no network": (
         {"interfaces": {"lo": ("127.0.0.1",), "veth": ("fe80::2",)}, "addresses": ("127.0.0.1",)},
         "network",
         "WARN",
-        "this machine alone",
+        "only this machine",
     ),
     "gloo on a missing interface": (
         variables(GLOO_SOCKET_IFNAME="eth0,ib0"),
         "network",
         "FAIL",
-        "ib0 is not there",
+        "ib0 does not exist",
     ),
     "NCCL on a missing interface": (
         variables(NCCL_SOCKET_IFNAME="=eth"),
         "network",
         "FAIL",
-        "fits none",
+        "matches none",
     ),
     "NCCL without any interface": (
         variables(NCCL_SOCKET_IFNAME="^lo,eth"),
         "network",
         "FAIL",
-        "fits none",
+        "matches none",
     ),
     "debugging": (
         variables(CUDA_LAUNCH_BLOCKING="1"),
@@ -149,14 +159,14 @@ ILL: dict[str, tuple[dict[str, Any], str, str, str]] = {
         "WARN",
         "unset CUDA_LAUNCH_BLOCKING",
     ),
-    "chatter": (variables(NCCL_DEBUG="trace"), "environment", "WARN", "writes a lot"),
-    "no end of waiting": (
+    "verbose logs": (variables(NCCL_DEBUG="trace"), "environment", "WARN", "writes a lot"),
+    "no error handling": (
         variables(TORCH_NCCL_ASYNC_ERROR_HANDLING="0"),
         "environment",
         "FAIL",
-        "wait for ever",
+        "wait without a limit",
     ),
-    "a rank of yesterday": (variables(RANK="0"), "environment", "WARN", "RANK is set"),
+    "variables of an old rank": (variables(RANK="0"), "environment", "WARN", "RANK is set"),
 }
 
 
@@ -167,22 +177,22 @@ def test_a_healthy_machine_passes_everything() -> None:
     assert not any(result.remedy for _, result in results)
 
 
-@pytest.mark.parametrize("case", ILL)
-def test_an_ill_machine_is_told_what_and_what_to_do(case: str) -> None:
-    changes, check, status, words = ILL[case]
+@pytest.mark.parametrize("case", PROBLEMS)
+def test_a_problem_has_a_message_and_a_remedy(case: str) -> None:
+    changes, check, status, text = PROBLEMS[case]
     problems = [
         entry for entry in run_checks(replace(HEALTHY, **changes)) if entry[1].status != "PASS"
     ]
-    # Only this check, and of it only the problem.
+    # Only this check reports, and only the problem.
     assert [(name, result.status) for name, result in problems] == [(check, status)]
     (_, result) = problems[0]
-    assert words in f"{result.message} {result.remedy}"
+    assert text in f"{result.message} {result.remedy}"
     assert result.remedy
 
 
-def test_every_check_can_find_fault() -> None:
-    # What is native and what auto chooses is for information.
-    assert {check for _, check, _, _ in ILL.values()} == CHECKS.keys() - {"types", "choices"}
+def test_every_check_has_a_problem() -> None:
+    # "types" and "choices" are only information.
+    assert {check for _, check, _, _ in PROBLEMS.values()} == CHECKS.keys() - {"types", "choices"}
 
 
 @pytest.mark.parametrize(
@@ -199,35 +209,36 @@ def test_every_check_can_find_fault() -> None:
             },
             id="no GPU and no InfiniBand",
         ),
-        pytest.param({"clock": Clock(True, None, None)}, id="nobody tells about the clock"),
+        pytest.param({"clock": Clock(True, None, None)}, id="unknown state of the clock"),
         pytest.param(
-            {"gpus": (Gpu("?", None, None, None, None, None),) * 2}, id="a driver that tells little"
+            {"gpus": (Gpu("?", None, None, None, None, None),) * 2},
+            id="a driver that reports little",
         ),
         pytest.param({"cuda_driver": "13.0", "cuda_build": "13.1"}, id="minor versions of CUDA"),
         pytest.param(variables(NCCL_SOCKET_IFNAME="^docker", NCCL_DEBUG="WARN"), id="harmless"),
         pytest.param({"core_quota": 2.0, **variables(OMP_NUM_THREADS="2")}, id="threads by quota"),
     ],
 )
-def test_what_is_no_fault(changes: dict[str, Any]) -> None:
+def test_harmless_machines_pass(changes: dict[str, Any]) -> None:
     assert {result.status for _, result in run_checks(replace(HEALTHY, **changes))} == {"PASS"}
 
 
 @pytest.mark.parametrize(
     ("names", "addresses", "environment", "expected"),
     [
-        (("lo", "eth0"), ("10.0.0.1",), {}, "gloo takes eth0, NCCL eth0"),
-        (("lo", "docker0", "eth0", "ib0"), ("10.0.0.2",), {}, "gloo takes eth0, NCCL ib0"),
-        (("lo", "docker0"), ("10.0.0.1",), {}, "gloo takes docker0, NCCL docker0"),
+        (("lo", "eth0"), ("10.0.0.1",), {}, "gloo uses eth0, NCCL eth0"),
+        (("lo", "docker0", "eth0", "ib0"), ("10.0.0.2",), {}, "gloo uses eth0, NCCL ib0"),
+        (("lo", "docker0"), ("10.0.0.1",), {}, "gloo uses docker0, NCCL docker0"),
         (
             ("lo", "eth0", "eth1"),
             ("10.0.0.1",),
             {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth"},
-            "gloo takes eth1, NCCL eth",
+            "gloo uses eth1, NCCL eth",
         ),
-        (("lo", "eth0"), ("127.0.0.1",), {}, "gloo takes lo, NCCL eth0"),
+        (("lo", "eth0"), ("127.0.0.1",), {}, "gloo uses lo, NCCL eth0"),
     ],
 )
-def test_interfaces_that_libraries_take(
+def test_interfaces_that_libraries_use(
     names: tuple[str, ...],
     addresses: tuple[str, ...],
     environment: dict[str, str],
@@ -237,5 +248,5 @@ def test_interfaces_that_libraries_take(
         name: (f"10.0.0.{number}" if number else "127.0.0.1",) for number, name in enumerate(names)
     }
     machine = replace(HEALTHY, interfaces=interfaces, addresses=addresses, environment=environment)
-    (told,) = [result.message for name, result in run_checks(machine) if name == "network"]
-    assert told.endswith(expected)
+    (message,) = [result.message for name, result in run_checks(machine) if name == "network"]
+    assert message.endswith(expected)

@@ -16,12 +16,12 @@ from tests.commands.doctor.test_checks import HEALTHY
 def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = [f"--run-dir={tmp_path}", "--precision.policy=bf16", "--strategy=single", "--json"]
     code = command.main(arguments)
-    told = json.loads(capsys.readouterr().out)
-    assert {result["check"] for result in told["results"]} >= CHECKS.keys() - {"GPUs"}
-    assert code == any(result["status"] == "FAIL" for result in told["results"])
-    assert told["machine"]["policy"].startswith("bf16 (configured")
-    assert told["machine"]["strategy"] == "single on 1 rank (as configured)"
-    assert told["machine"]["folder"]["path"] == str(tmp_path)
+    output = json.loads(capsys.readouterr().out)
+    assert {result["check"] for result in output["results"]} >= CHECKS.keys() - {"GPUs"}
+    assert code == any(result["status"] == "FAIL" for result in output["results"])
+    assert output["machine"]["policy"].startswith("bf16 (configured")
+    assert output["machine"]["strategy"] == "single on 1 rank (as configured)"
+    assert output["machine"]["folder"]["path"] == str(tmp_path)
 
 
 def test_exit_code_and_remedy(
@@ -39,9 +39,9 @@ def test_exit_code_and_remedy(
     assert command.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = next(n for n, line in enumerate(lines) if line.startswith("FAIL  disk"))
-    assert "-> make room" in lines[failed + 1]
+    assert "-> free space" in lines[failed + 1]
 
 
-def test_a_wrong_setting_is_refused() -> None:
+def test_an_invalid_setting_is_refused() -> None:
     with pytest.raises(ConfigError, match="strategy"):
         command.main(["--strategy=dpp"])

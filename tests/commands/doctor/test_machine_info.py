@@ -26,19 +26,19 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.clock.steady
     assert found.environment["NCCL_DEBUG"] == "WARN"
     assert "hush" not in str(found)
-    # Nothing was left behind, and nothing made.
+    # No file or folder was left behind.
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_refuses_files(tmp_path: Path) -> None:
-    # Root may write everywhere, but nobody may make files in /proc.
+    # Root can write everywhere except in /proc.
     assert machine._try_folder(Path("/proc/runs")).problem is not None
     (tmp_path / "file").write_text("")
     found = machine._try_folder(tmp_path / "file" / "run")
     assert (found.path, found.problem) == (str(tmp_path), None)
 
 
-def test_what_nvidia_smi_tells() -> None:
+def test_output_of_nvidia_smi() -> None:
     table = (
         "NVIDIA H200, 143771, 4, 0, Not Active, Not Active, 580.65.06\n"
         "NVIDIA H200, 143771, 100000, 7, Not Active, Active, 580.65.06\n"
@@ -53,10 +53,10 @@ def test_what_nvidia_smi_tells() -> None:
     assert parse_gpus("") == ()
 
 
-def test_what_chrony_tells() -> None:
-    told = "Stratum         : 3\nSystem time     : 0.500000123 seconds slow of NTP time\n"
-    assert parse_offset(told) == -0.500000123
-    assert parse_offset(told.replace("slow", "fast")) == 0.500000123
+def test_output_of_chrony() -> None:
+    tracking = "Stratum         : 3\nSystem time     : 0.500000123 seconds slow of NTP time\n"
+    assert parse_offset(tracking) == -0.500000123
+    assert parse_offset(tracking.replace("slow", "fast")) == 0.500000123
     assert parse_offset("") is None
 
 
@@ -82,7 +82,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
             },
             2.5,
             5000,
-            id="version 2, the narrowest counts",
+            id="version 2, the lowest limit counts",
         ),
         pytest.param(
             {
@@ -117,7 +117,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
             },
             0.5,
             6000,
-            id="version 1 in a container, which sees only its own part of the tree",
+            id="version 1 in a container, which sees only its own subtree",
         ),
     ],
 )

@@ -26,7 +26,7 @@ SMALL: dict[str, Any] = {
 
 
 def run(**settings: Any) -> RunConfig:
-    """Return the small run with sections and values in place of its own."""
+    """Return the small run with some sections and values replaced."""
     merged = dict(SMALL)
     for name, value in settings.items():
         own = merged.get(name)
@@ -39,7 +39,7 @@ def policy(text: str) -> dict[str, Any]:
 
 
 class Stubborn(nn.Module):
-    """Multiplies in FP32 whatever it is told."""
+    """Multiplies in FP32 under every policy."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class StubbornLinear(nn.Linear):
 
 
 class Indecisive(nn.Module):
-    """Looks at values to decide on shapes."""
+    """Has shapes that depend on values."""
 
     def __init__(self) -> None:
         super().__init__()

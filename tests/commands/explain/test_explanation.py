@@ -1,4 +1,4 @@
-"""What is predicted is what real runs allocate, send and compute."""
+"""Predictions agree with what real runs allocate, send and compute."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from benchmarks.explain_memory import peak_allocated, stepper
 from benchmarks.growth import sent_bytes
 from distmp import cli
 from distmp.commands.explain.explanation import explain, predict
-from distmp.commands.explain.fake_ranks import pretend
+from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.commands.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
-from distmp.commands.explain.trace_steps import follow
+from distmp.commands.explain.trace_steps import trace_steps
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
@@ -51,7 +51,7 @@ TWO_RANKS = {
 }
 
 
-# What gloo and kernels take for themselves is not predicted, nor the headers that gloo sends.
+# Internal memory of gloo and of kernels is not predicted, nor are the headers that gloo sends.
 LIMIT = 0.05
 
 
@@ -67,12 +67,12 @@ def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
     expected = predicted(config, ranks)
     chosen, _ = resolve(config.precision.policy, CPU)
     found = predict(config, chosen, ranks, torch.device("cuda", 0))
-    assert found.wire == expected.wire
+    assert found.communication == expected.communication
     assert found.memory_bytes == pytest.approx(expected.memory_bytes, rel=LIMIT)
 
 
-def test_what_is_pinned_is_pretended_too() -> None:
-    with pretend(1):
+def test_pinned_memory_is_simulated_too() -> None:
+    with simulate_ranks(1):
         assert torch.ones(3).pin_memory().shape == (3,)
 
 
@@ -88,23 +88,23 @@ def test_memory_of_one_rank(name: str) -> None:
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = fills
     assert found.memory_bytes == pytest.approx(measured, rel=LIMIT)
-    assert found.wire == []
+    assert found.communication == []
 
 
 def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
-    """Return by name: the peak of memory, and what a rank really writes to others in a step."""
+    """Return by name the peak memory, and the bytes that a rank really sends in a step."""
     found = {}
     for name, config in TWO_RANKS.items():
         step = stepper(config)
         for _ in range(2):
             step()
         sent = sent_bytes(step)
-        # Real tensors. The profiler, which measures one rank, does not see what gloo's threads give
-        # back.
+        # These are real tensors. The profiler, used for one rank, does not see memory that gloo's
+        # threads free.
         world = World.current(CPU)
         chosen = resolve(config.precision.policy, CPU)[0]
-        followed = follow(config, prepare(config, world), world, chosen, steps=3)
-        found[name] = sum(followed.peak.values()), sent
+        trace = trace_steps(config, prepare(config, world), world, chosen, steps=3)
+        found[name] = sum(trace.peak.values()), sent
     return found
 
 
@@ -114,11 +114,11 @@ def test_memory_and_traffic_of_two_ranks() -> None:
         found = predicted(config, 2)
         peak, sent = measured[name]
         assert found.memory_bytes == pytest.approx(peak, rel=LIMIT), name
-        assert found.wire_bytes == pytest.approx(sent, rel=LIMIT), name
+        assert found.communication_bytes == pytest.approx(sent, rel=LIMIT), name
 
 
 def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
-    """Shares shrink with the ranks, reproducible sums grow with the logarithm of microbatches."""
+    """Shards shrink with the ranks; reproducible sums grow with the logarithm of microbatches."""
     settings: dict[str, Any] = {"precision": policy("bf16"), "strategy": "ddp"}
     many = run(**settings, shard_optimizer=True, batch={"global_batch_size": 8 * 64})
     parameters = predicted(many, 64).parameters
@@ -129,7 +129,7 @@ def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
         assert memory[PARTIAL_SUMS] == sets * memory[GRADIENTS]
 
 
-def test_what_is_promised_is_what_is_observed() -> None:
+def test_observations_agree_with_the_policy() -> None:
     for text in ("fp32", "bf16,keep_fp32=norm", "fp16-autocast"):
         found = explain(run(precision=policy(text)), 1)
         assert found.observed is not None
@@ -137,16 +137,18 @@ def test_what_is_promised_is_what_is_observed() -> None:
         assert all(found.seen(group) for group in found.predicted.groups)
 
 
-def test_a_difference_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_difference_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     model = {"name": "tests.commands.explain.runs:Stubborn"}
     config = replace(run(precision=policy("bf16")), model=replace(RunConfig().model, **model))
     (difference,) = explain(config, 1).differences[:1]
-    assert difference == ("linear computes products in float32, and the policy bf16 says bfloat16")
+    assert difference == (
+        "linear computes products in float32, but the policy bf16 specifies bfloat16"
+    )
 
 
 def test_a_model_that_needs_values_is_refused() -> None:
     model = replace(RunConfig().model, name="tests.commands.explain.runs:Indecisive")
-    with pytest.raises(ConfigError, match="cannot be followed without the values"):
+    with pytest.raises(ConfigError, match="cannot be traced without the values"):
         explain(replace(run(precision=policy("fp32")), model=model), 1)
     assert not dist.is_initialized()
 
@@ -158,12 +160,12 @@ def test_every_configuration(
     if config.stem == "huggingface":
         pytest.importorskip("transformers")
     monkeypatch.chdir(config.parent.parent)
-    # Short samples, so that it takes seconds; nothing else changes.
+    # Short samples make it fast; nothing else changes.
     arguments = ["explain", "--config", str(config), "--data.sequence-length", "16"]
     assert cli.main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    assert not [line for line in lines if "NOT AS PROMISED" in line]
+    assert not [line for line in lines if "POLICY MISMATCH" in line]
 
 
 def small_file(folder: Path) -> str:

@@ -14,7 +14,7 @@ from distmp.commands.explain.memory import (
 
 
 def test_the_peak_by_part() -> None:
-    weight = torch.zeros(10)  # made before
+    weight = torch.zeros(10)  # allocated before
     with LiveBytes() as memory:
         memory.label([weight, weight.view(2, 5)], PARAMETERS)
         memory.start()
@@ -45,13 +45,13 @@ def test_the_peak_is_one_since_start() -> None:
     assert memory.peak == {REST: small.nbytes}
 
 
-def test_memory_that_is_emptied_and_refilled_in_place() -> None:
-    own = torch.UntypedStorage.resize_
+def test_storages_that_are_freed_and_reallocated_in_place() -> None:
+    original = torch.UntypedStorage.resize_
     with LiveBytes() as memory:
-        whole = torch.zeros(100)
-        whole.untyped_storage().resize_(0)
+        full = torch.zeros(100)
+        full.untyped_storage().resize_(0)
         assert memory.live == {REST: 0, GATHERED: 0}
         memory.start()
-        whole.untyped_storage().resize_(400)
+        full.untyped_storage().resize_(400)
     assert memory.peak == {GATHERED: 400}
-    assert torch.UntypedStorage.resize_ is own
+    assert torch.UntypedStorage.resize_ is original

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from distmp.commands.explain.types import group_name, promised
+from distmp.commands.explain.types import expected_groups, group_name
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.precision import policy
 
@@ -41,36 +41,37 @@ def test_numbers_in_names(name: str, group: str) -> None:
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_every_parameter_is_in_one_group(tied: bool) -> None:
-    whole = model(tied=tied)
-    groups = promised(whole, policy("bf16"), "ddp")
-    assert sum(group.parameters for group in groups) == sum(p.numel() for p in whole.parameters())
+    full = model(tied=tied)
+    groups = expected_groups(full, policy("bf16"), "ddp")
+    assert sum(group.parameters for group in groups) == sum(p.numel() for p in full.parameters())
     counts = {group.name: group.modules for group in groups}
     assert counts["blocks.*.attention.output"] == 3
     assert ("head" in counts) is not tied
 
 
-def test_what_is_kept_is_in_fp32_throughout() -> None:
-    groups = promised(model(), policy("bf16,keep_fp32=norm|head,reduce=bf16"), "fsdp")
+def test_kept_modules_are_in_fp32_throughout() -> None:
+    groups = expected_groups(model(), policy("bf16,keep_fp32=norm|head,reduce=bf16"), "fsdp")
     for group in groups:
         kept = "norm" in group.name or group.name == "head"
         assert group.kept is kept
         assert group.computed == (FP32 if kept else BF16)
         assert group.reduced == (FP32 if kept else BF16)
-        assert group.stored == FP32  # shards are what the optimizer steps
-    assert {group.stored for group in promised(model(), policy("bf16"), "ddp")} == {BF16}
+        assert group.stored == FP32  # the optimizer steps the shards
+    assert {group.stored for group in expected_groups(model(), policy("bf16"), "ddp")} == {BF16}
 
 
-def test_autocast_decides_by_the_operation() -> None:
+def test_autocast_selects_per_operation() -> None:
     groups = {
-        group.name: group.computed for group in promised(model(), policy("bf16-autocast"), "ddp")
+        group.name: group.computed
+        for group in expected_groups(model(), policy("bf16-autocast"), "ddp")
     }
     assert groups["head"] == groups["blocks.*.feed_forward.down"] == BF16
     assert groups["embedding"] is groups["norm"] is None
 
 
-def test_modules_that_are_alike_but_not_kept_alike() -> None:
-    whole = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
-    groups = promised(whole, policy("bf16,keep_fp32=2"), "single")
+def test_equal_modules_of_which_one_is_kept() -> None:
+    sequence = nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))
+    groups = expected_groups(sequence, policy("bf16,keep_fp32=2"), "single")
     assert [(group.name, group.kept, group.modules) for group in groups] == [
         ("*", False, 1),
         ("*", True, 1),

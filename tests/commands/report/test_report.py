@@ -31,7 +31,7 @@ def skipped(step: int, **overflow: Any) -> StepRecord:
 
 
 class Page(HTMLParser):
-    """What a browser would make of it: tags with attributes, texts, and scripts."""
+    """Parses a page as a browser does: tags with attributes, texts, and scripts."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def report(*arguments: Path | str) -> Page:
     return Page(target.read_text())
 
 
-def test_charts_hold_what_the_records_hold(tmp_path: Path) -> None:
+def test_charts_agree_with_the_records(tmp_path: Path) -> None:
     records = [record(s, loss=3 - s / 100, tokens_per_second=s * 10.0) for s in range(1, 41)]
     records[19] = skipped(20, diagnosis="too high", advice="wait")
     records[29] = record(30, validation_loss=2.5, loss=math.nan)
@@ -98,7 +98,7 @@ def test_a_long_run_keeps_its_spikes_and_a_page_of_a_few_hundred_kilobytes(tmp_p
     assert (folder / "report.html").stat().st_size < 500_000
 
 
-def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
+def test_the_page_is_self_contained(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", [record(1)])
     page = report(folder)
     text = (folder / "report.html").read_text()
@@ -110,7 +110,7 @@ def test_it_needs_nothing_from_elsewhere(tmp_path: Path) -> None:
     assert "url(" not in text
 
 
-def test_what_a_run_says_is_shown_and_never_run(tmp_path: Path) -> None:
+def test_text_of_a_run_is_shown_and_never_executed(tmp_path: Path) -> None:
     records = [record(1), skipped(2, diagnosis=EVIL, advice=EVIL)]
     config = f"steps: 2\nmodel:\n  name: {json.dumps(EVIL)}\n"
     first = write_run(tmp_path / "a & <b>", records, config)
@@ -119,12 +119,12 @@ def test_what_a_run_says_is_shown_and_never_run(tmp_path: Path) -> None:
         assert [tag for tag, _ in page.tags].count("script") == 2
         assert "img" not in [tag for tag, _ in page.tags]
         assert page.texts.count(EVIL) >= 3  # diagnosis, advice, setting
-    # The name of a run stands in the labels of the charts of two.
+    # The labels of charts of two runs contain their names.
     labels = [series["label"] for series in page.charts()["Loss"]["series"]]
     assert labels == ["a & <b>, each step", "other, each step"]
 
 
-def test_the_summary_is_that_of_the_records(tmp_path: Path) -> None:
+def test_the_summary_agrees_with_the_records(tmp_path: Path) -> None:
     records = [record(s, loss=float(s), step_seconds=2.0) for s in range(1, 101)]
     records[9] = record(10, validation_loss=1.25, memory_bytes=3 * 2**30)
     page = report(write_run(tmp_path / "run", records, "steps: 400\n"))
@@ -137,7 +137,7 @@ def test_the_summary_is_that_of_the_records(tmp_path: Path) -> None:
     assert shown["peak memory of a rank"] == "3.0 GiB"
 
 
-def test_two_runs_show_where_their_settings_differ(tmp_path: Path) -> None:
+def test_two_runs_show_their_different_settings(tmp_path: Path) -> None:
     first = write_run(tmp_path / "one", [record(1)], "steps: 2\noptim:\n  lr: 0.1\n  name: sgd\n")
     other = write_run(tmp_path / "two", [record(1)], "steps: 2\noptim:\n  lr: 0.2\n  name: sgd\n")
     target = tmp_path / "both.html"
@@ -158,11 +158,11 @@ def test_a_folder_without_a_step_is_refused(
     assert main(["report", str(tmp_path)]) == 2
     message = capsys.readouterr().err
     assert str(tmp_path) in message
-    assert "holds no step" in message
+    assert "contains no step" in message
     assert message.count("\n") == 1
 
 
-def test_a_place_that_cannot_be_written_is_named(
+def test_a_path_that_cannot_be_written_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = write_run(tmp_path / "run", [record(1)])
@@ -170,7 +170,7 @@ def test_a_place_that_cannot_be_written_is_named(
     assert "No such file or directory" in capsys.readouterr().err
 
 
-def test_ranks_rollbacks_and_the_environment_have_their_places(tmp_path: Path) -> None:
+def test_ranks_rollbacks_and_the_environment_are_shown(tmp_path: Path) -> None:
     back = {"from_step": 9, "to_step": 2, "problem": "loss 99 is above its limit"}
     records = [
         record(1),
@@ -182,7 +182,7 @@ def test_ranks_rollbacks_and_the_environment_have_their_places(tmp_path: Path) -
     starts = [{"versions": {"torch": "1"}}, {"versions": {"torch": "2"}, "configuration": {"a": 1}}]
     (folder / "manifest.json").write_text(json.dumps({"starts": starts}))
     page = report(folder)
-    first, second = page.charts()["Time of each rank by itself"]["series"]
+    first, second = page.charts()["Own time of each rank"]["series"]
     assert (first["x"], first["y"]) == ([2, 4], [0.5, 0.25])
     assert second["y"] == [0.75, None]
     events = page.texts[page.texts.index("Out of bounds") :]
@@ -190,5 +190,5 @@ def test_ranks_rollbacks_and_the_environment_have_their_places(tmp_path: Path) -
         *("3", "step 9: loss 99 is above its limit", "back to step 2"),
         *("4", "high", "warn"),
     ]
-    facts = page.texts[page.texts.index("Environment") :]
-    assert facts[1:4] == ["1 facts", "versions.torch", "2"]
+    environment = page.texts[page.texts.index("Environment") :]
+    assert environment[1:4] == ["1 values", "versions.torch", "2"]

@@ -19,8 +19,8 @@ from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import leave
 from distmp.errors import LOST_PEER_EXIT_CODE, SetupError
 from distmp.launcher.preflight import comparison, speed
-from distmp.launcher.preflight import store as meeting
-from distmp.launcher.preflight.check import is_wanted, join_checked
+from distmp.launcher.preflight import store as preflight_store
+from distmp.launcher.preflight.check import is_enabled, join_checked
 from tests.ranks import run_ranks
 
 LIMIT_SECONDS = 20.0
@@ -29,32 +29,32 @@ SHORT_SECONDS = 5.0
 
 @contextlib.contextmanager
 def store_of_an_agent() -> Iterator[int]:
-    """Keep a store as torchrun's agent does; give its port."""
+    """Host a store as torchrun's agent does; yield its port."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     yield store.port
     del store
 
 
-class Ending(NamedTuple):
+class Result(NamedTuple):
     code: int
-    told: str
+    output: str
     seconds: float
 
 
-def as_rank(case: str, port: int, folder: str, limit: float) -> Ending:
-    """Run a preflight in a child of this rank, which may end as it likes."""
+def as_rank(case: str, port: int, folder: str, limit: float) -> Result:
+    """Run a preflight in a child process, which may exit in any way."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    told = Path(folder) / f"{case}-{os.environ['RANK']}"
+    output = Path(folder) / f"{case}-{os.environ['RANK']}"
     started = time.monotonic()
     child = os.fork()
     if child == 0:
-        with told.open("wb", buffering=0) as file:
+        with output.open("wb", buffering=0) as file:
             os.dup2(file.fileno(), 2)
             os._exit(checked(CASES[case], limit))
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
-    return Ending(code, told.read_text(), time.monotonic() - started)
+    return Result(code, output.read_text(), time.monotonic() - started)
 
 
 def checked(case: Callable[[int], RunConfig | None], limit: float) -> int:
@@ -73,7 +73,7 @@ def checked(case: Callable[[int], RunConfig | None], limit: float) -> int:
     return 0
 
 
-def well(rank: int) -> None:
+def healthy(rank: int) -> None:
     pass
 
 
@@ -112,14 +112,14 @@ def never_comes(rank: int) -> None:
 
 def hangs_in_the_middle(rank: int) -> None:
     if rank == 2:
-        # It keeps the interpreter locked, so that its own threads stand still too.
+        # It never releases the GIL, so that its other threads are blocked too.
         torch.mm = lambda *_: ctypes.PyDLL(None).sleep(3600)  # type: ignore[assignment]
 
 
 CASES: dict[str, Callable[[int], RunConfig | None]] = {
     function.__name__: function  # type: ignore[attr-defined]
     for function in (
-        well,
+        healthy,
         other_settings,
         slow_ones,
         never_comes,
@@ -128,44 +128,44 @@ CASES: dict[str, Callable[[int], RunConfig | None]] = {
 }
 
 
-def endings(case: str, folder: Path, limit: float = LIMIT_SECONDS) -> list[Ending]:
+def run_case(case: str, folder: Path, limit: float = LIMIT_SECONDS) -> list[Result]:
     with store_of_an_agent() as port:
-        found = run_ranks(as_rank, 3, case, port, str(folder), limit, initialize=False)
-    # Whatever happens, there is an end.
-    assert all(ending.seconds < 2.5 * limit for ending in found)
-    return found
+        results = run_ranks(as_rank, 3, case, port, str(folder), limit, initialize=False)
+    # All ranks end in every case.
+    assert all(result.seconds < 2.5 * limit for result in results)
+    return results
 
 
-def test_ranks_that_are_well(tmp_path: Path) -> None:
-    found = endings("well", tmp_path)
-    assert {ending.code for ending in found} == {0}
-    assert found[0].told.startswith("3 ranks on 1 host, alike; matrix product ")
-    # All ranks know the same.
-    assert len({ending.told.rpartition(";")[0] for ending in found}) == 1
+def test_healthy_ranks(tmp_path: Path) -> None:
+    results = run_case("healthy", tmp_path)
+    assert {result.code for result in results} == {0}
+    assert results[0].output.startswith("3 ranks on 1 host, consistent; matrix product ")
+    # All ranks have the same report.
+    assert len({result.output.rpartition(";")[0] for result in results}) == 1
 
 
 def test_ranks_that_differ_are_named_with_the_setting(tmp_path: Path) -> None:
-    found = endings("other_settings", tmp_path)
-    assert {ending.code for ending in found} == {2}
+    results = run_case("other_settings", tmp_path)
+    assert {result.code for result in results} == {2}
     host = os.uname().nodename
-    for ending in found:
+    for result in results:
         assert f'version of torch differs: "2.13.0" on ranks 0-1 ({host}), "2.10.0" on' in (
-            ending.told
+            result.output
         )
         assert f"batch.microbatch_size differs: 16 on ranks 0, 2 ({host}), 8 on rank 1" in (
-            ending.told
+            result.output
         )
-        assert ending.told.count("differs") == 2  # nothing else does, Python least of all
+        assert result.output.count("differs") == 2  # nothing else differs
 
 
 def test_slow_ranks_are_named(tmp_path: Path) -> None:
-    found = endings("slow_ones", tmp_path)
-    assert {ending.code for ending in found} == {0}
-    told = [line for line in found[0].told.splitlines() if " is slow: " in line]
+    results = run_case("slow_ones", tmp_path)
+    assert {result.code for result in results} == {0}
+    warnings = [line for line in results[0].output.splitlines() if " is slow: " in line]
     for rank, what in ((1, "a matrix product"), (2, "an exchange of data")):
-        lines = [line for line in told if what in line]
+        lines = [line for line in warnings if what in line]
         assert any(f"rank {rank} on {os.uname().nodename} is slow" in line for line in lines)
-        # Other workers of this machine may slow down another rank too, but not as much.
+        # Other processes on this machine may slow down another rank too, but not as much.
         factors = {line.split()[1]: float(line.split(", ")[1].split()[0]) for line in lines}
         assert max(factors, key=factors.__getitem__) == str(rank)
 
@@ -173,34 +173,35 @@ def test_slow_ranks_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("never_comes", f"no word from rank 1 on {os.uname().nodename} within 5 s"),
+        ("never_comes", f"no message from rank 1 on {os.uname().nodename} within 5 s"),
         ("hangs_in_the_middle", f"rank 2 on {os.uname().nodename} (pid "),
     ],
 )
-def test_a_rank_that_holds_up_the_others_is_named(case: str, message: str, tmp_path: Path) -> None:
-    found = endings(case, tmp_path, SHORT_SECONDS)
-    speakers = [ending for ending in found if message in ending.told]
-    assert len(speakers) == 1
-    assert speakers[0].code == 1
-    assert {ending.code for ending in found} <= {1, LOST_PEER_EXIT_CODE, 77}
-    assert ("is still to multiply matrices" in speakers[0].told) == (case != "never_comes")
+def test_a_rank_that_blocks_the_others_is_named(case: str, message: str, tmp_path: Path) -> None:
+    results = run_case(case, tmp_path, SHORT_SECONDS)
+    reporters = [result for result in results if message in result.output]
+    assert len(reporters) == 1
+    assert reporters[0].code == 1
+    assert {result.code for result in results} <= {1, LOST_PEER_EXIT_CODE, 77}
+    assert ("is still multiplying matrices" in reporters[0].output) == (case != "never_comes")
 
 
-def test_somebody_else_at_the_address_of_the_store(tmp_path: Path) -> None:
-    """Who accepts connections and says nothing keeps torch's store waiting without end."""
+def test_another_program_at_the_address_of_the_store(tmp_path: Path) -> None:
+    """A program that accepts connections and sends nothing blocks torch's store without a limit."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        arguments = ("well", port, str(tmp_path), SHORT_SECONDS)
-        found = run_ranks(as_rank, 2, *arguments, initialize=False)
-    for rank, ending in enumerate(found):
-        assert ending.code == 1
-        assert f"rank {rank} on {os.uname().nodename} is still to reach the store at" in ending.told
-        assert f":{port} after 5 s; see that" in ending.told
+        arguments = ("healthy", port, str(tmp_path), SHORT_SECONDS)
+        results = run_ranks(as_rank, 2, *arguments, initialize=False)
+    host = os.uname().nodename
+    for rank, result in enumerate(results):
+        assert result.code == 1
+        assert f"rank {rank} on {host} is still connecting to the store at" in result.output
+        assert f":{port} after 5 s; check that" in result.output
 
 
 def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with store_of_an_agent() as port:
-        pass  # nobody listens there any more
+        pass  # nothing listens on this port any more
     for name, value in {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -209,13 +210,14 @@ def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(meeting, "STORE_SECONDS", 1.0)
-    with pytest.raises(meeting.PreflightError, match=f"rank 1 on .* the store at .*:{port}"):
+    monkeypatch.setattr(preflight_store, "STORE_SECONDS", 1.0)
+    message = f"rank 1 on .* the store at .*:{port}"
+    with pytest.raises(preflight_store.PreflightError, match=message):
         join_checked(RunConfig(), RankEnvironment(1, 0, 2, 1))
 
 
 @pytest.mark.parametrize(
-    ("setting", "world_size", "local_world_size", "wanted"),
+    ("setting", "world_size", "local_world_size", "enabled"),
     [
         ("auto", 4, 2, True),
         ("auto", 4, 4, False),
@@ -225,7 +227,7 @@ def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ("never", 4, 2, False),
     ],
 )
-def test_when_it_runs(setting: str, world_size: int, local_world_size: int, wanted: bool) -> None:
+def test_when_it_runs(setting: str, world_size: int, local_world_size: int, enabled: bool) -> None:
     config = RunConfig(preflight=setting)  # type: ignore[arg-type]
     environment = RankEnvironment(0, 0, world_size, local_world_size)
-    assert is_wanted(config, environment) == wanted
+    assert is_enabled(config, environment) == enabled

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from distmp.launcher.preflight.comparison import RankIdentity, differences, odd_variables
+from distmp.launcher.preflight.comparison import RankIdentity, differences, differing_variables
 
 
-def test_what_may_differ() -> None:
+def test_variables_that_may_differ() -> None:
     def identity(environment: dict[str, str]) -> RankIdentity:
         return RankIdentity("a", 1, 1, {"torch": "2"}, "same", environment)
 
@@ -14,6 +14,6 @@ def test_what_may_differ() -> None:
         identity({**own, "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2"}),
         identity({"LOCAL_RANK": "1", "NCCL_SOCKET_IFNAME": "ib0", "OMP_NUM_THREADS": "2"}),
     ]
-    assert differences(identities, lambda rank: pytest.fail("nothing to ask")) == []
-    (told,) = odd_variables(identities)
-    assert told == 'NCCL_ALGO differs: "Ring" on rank 0 (a), unset on rank 1 (a)'
+    assert differences(identities, lambda rank: pytest.fail("digests are equal")) == []
+    (warning,) = differing_variables(identities)
+    assert warning == 'NCCL_ALGO differs: "Ring" on rank 0 (a), unset on rank 1 (a)'

@@ -7,36 +7,36 @@ from distmp.launcher.preflight.speed import RankSpeed, partners, slow_ranks, str
 
 
 @given(st.integers(1, 6), st.integers(1, 4), st.data())
-def test_partners_meet_each_other(machines: int, local_size: int, data: st.DataObject) -> None:
+def test_partners_are_mutual(machines: int, local_size: int, data: st.DataObject) -> None:
     world_size = machines * local_size
-    if data.draw(st.booleans(), label="machines alike") or machines < 3:
+    if data.draw(st.booleans(), label="uniform machines") or machines < 3:
         sizes = [local_size] * world_size
     else:
         sizes = [local_size] * (world_size - 1) + [local_size + 1]
     step = stride(sizes)
     rounds = [partners(rank, world_size, step) for rank in range(world_size)]
-    assert len({len(mine) for mine in rounds}) == 1, "ranks would wait for each other"
-    for rank, mine in enumerate(rounds):
-        for number, partner in enumerate(mine):
+    assert len({len(own) for own in rounds}) == 1, "ranks would wait for each other"
+    for rank, own in enumerate(rounds):
+        for number, partner in enumerate(own):
             assert partner is None or (partner != rank and rounds[partner][number] == rank)
-        met = {partner for partner in mine if partner is not None}
-        # Both neighbours, where there are two.
-        assert len(met) == min(2, world_size // step - 1)
+        neighbors = {partner for partner in own if partner is not None}
+        # Both neighbors, if there are two.
+        assert len(neighbors) == min(2, world_size // step - 1)
         if machines > 1 and len(set(sizes)) == 1:
-            assert not any(partner // local_size == rank // local_size for partner in met)
+            assert not any(partner // local_size == rank // local_size for partner in neighbors)
 
 
 def test_slow_is_far_from_the_median_of_the_others() -> None:
-    hosts = [f"rank {rank}" for rank in range(8)]
-    alike = [RankSpeed(1.0 + 0.05 * rank, 2.0, 9.0) for rank in range(8)]
-    assert slow_ranks(alike, hosts) == []
-    alike[5] = RankSpeed(2.4, 2.0, 9.0)
-    alike[6] = RankSpeed(1.0, 5.0, 9.0)
-    product, link = slow_ranks(alike, hosts)
+    names = [f"rank {rank}" for rank in range(8)]
+    speeds = [RankSpeed(1.0 + 0.05 * rank, 2.0, 9.0) for rank in range(8)]
+    assert slow_ranks(speeds, names) == []
+    speeds[5] = RankSpeed(2.4, 2.0, 9.0)
+    speeds[6] = RankSpeed(1.0, 5.0, 9.0)
+    product, link = slow_ranks(speeds, names)
     assert product == (
         "rank 5 is slow: a matrix product takes 2.4e+03 ms, 2.2 x the median of the others"
     )
     assert link.startswith("rank 6 is slow: an exchange of data takes 5e+03 ms, 2.5 x")
-    # All but one may be slow: it is the one that differs, and nothing is wrong with it.
-    assert slow_ranks([RankSpeed(1.0, 0.0, 1.0), *[RankSpeed(3.0, 0.0, 1.0)] * 3], hosts) == []
-    assert slow_ranks([RankSpeed(1.0, 0.0, 1.0)], hosts) == []
+    # A single fast rank makes no other rank slow.
+    assert slow_ranks([RankSpeed(1.0, 0.0, 1.0), *[RankSpeed(3.0, 0.0, 1.0)] * 3], names) == []
+    assert slow_ranks([RankSpeed(1.0, 0.0, 1.0)], names) == []

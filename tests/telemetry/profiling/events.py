@@ -1,4 +1,4 @@
-"""Events of traces by hand, as torch 2.11 and 2.13 write them."""
+"""Hand-written events of traces in the format of torch 2.11 and 2.13."""
 
 from __future__ import annotations
 

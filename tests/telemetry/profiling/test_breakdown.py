@@ -30,11 +30,11 @@ from tests.telemetry.profiling.test_intervals import moments
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 spans = st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), max_size=10).map(union)
-whole = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=10).map(union)
+integer_spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=10).map(union)
 
 
 def times_of(kind: st.SearchStrategy[list[Interval]]) -> st.SearchStrategy[Any]:
-    """Draw what `divide` takes."""
+    """Draw the arguments of `divide`."""
     names = ("window", "data", "communication", "optimizer", "computation")
     return st.fixed_dictionaries(dict.fromkeys(names, kind))
 
@@ -45,7 +45,7 @@ def microseconds(trace: Trace) -> Breakdown:
 
 
 @given(times_of(spans))
-def test_parts_add_up_to_the_whole(times: dict[str, list[Interval]]) -> None:
+def test_parts_add_up_to_the_total(times: dict[str, list[Interval]]) -> None:
     parts = divide(**times)
     found = parts.breakdown(1)
     assert all(seconds >= 0 for seconds in found)
@@ -53,8 +53,8 @@ def test_parts_add_up_to_the_whole(times: dict[str, list[Interval]]) -> None:
     assert found.total == pytest.approx(expected, abs=1e-12)
 
 
-@given(times_of(whole))
-def test_every_moment_goes_to_the_first_part_that_holds(times: dict[str, list[Interval]]) -> None:
+@given(times_of(integer_spans))
+def test_every_moment_goes_to_the_first_matching_part(times: dict[str, list[Interval]]) -> None:
     found = divide(**times)
     expected: dict[str, set[int]] = {name: set() for name in TimeParts._fields}
     for time in moments(times["window"]):
@@ -93,7 +93,7 @@ def test_a_step_on_a_cpu() -> None:
         gloo(77, 80),
         phase("update", 80, 95),
         event("aten::_fused_adamw_", 82, 94),
-        event("aten::_fused_adamw_", 84, 88, thread=ENGINE),  # of another thread
+        event("aten::_fused_adamw_", 84, 88, thread=ENGINE),  # in another thread
         phase("results of the step", 95, 100),
     )
     assert microseconds(trace) == Breakdown(
@@ -102,7 +102,7 @@ def test_a_step_on_a_cpu() -> None:
     assert most_idle_phase(trace, of_trace(trace)) == "results of the step"
 
 
-def test_what_stands_between_steps_is_left_out() -> None:
+def test_pauses_between_steps_are_excluded() -> None:
     trace = on_cpu(
         phase("step 1", 0, 60),
         phase("forward of microbatch 1", 0, 10),
@@ -120,7 +120,7 @@ def test_what_stands_between_steps_is_left_out() -> None:
 
 
 def test_steps_on_a_cuda_device() -> None:
-    """The host runs ahead; what counts is what the device does, and until it is done."""
+    """The host runs ahead; only the time of the device counts, until it is done."""
     trace = on_cuda(
         phase("step 5", 0, 50),
         phase("loading data", 0, 10),
@@ -139,7 +139,7 @@ def test_steps_on_a_cuda_device() -> None:
         phase("update", 35, 50),
         launch(5, 36),
         kernel("multi_tensor_apply_kernel", 66, 80, 5),
-        # The next step's data come late, while the device has nothing to do from 80 on.
+        # The next step's data arrive late, and the device is idle from 80 on.
         phase("step 6", 50, 100),
         phase("loading data", 50, 95),
         phase("forward of microbatch 1", 95, 100),

@@ -1,4 +1,4 @@
-"""Against sets of whole microseconds, in which every operation is Python's own."""
+"""Compare with Python's sets of integer microseconds."""
 
 from __future__ import annotations
 

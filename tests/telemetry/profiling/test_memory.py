@@ -20,7 +20,7 @@ def found(*events: object, on: object = on_cpu) -> Memory:
     return result
 
 
-def test_the_peak_and_what_is_in_use_then() -> None:
+def test_the_peak_and_the_blocks_in_use() -> None:
     result = found(
         memory(7, 0xA, 100),
         memory(8, 0xB, 100),
@@ -42,17 +42,17 @@ def test_the_peak_and_what_is_in_use_then() -> None:
     assert result.seconds == pytest.approx([t / 1e6 for t in (7, 8, 12, 14, 20, 31, 32, 33)])
 
 
-def test_an_address_that_is_given_out_again_has_been_given_back() -> None:
-    """torch does not see what gloo's threads give back."""
+def test_an_address_that_is_allocated_again_was_freed() -> None:
+    """torch does not record memory that gloo's threads free."""
     result = found(memory(7, 0xA, 100), memory(8, 0xA, 30), memory(9, 0xB, 20))
     assert result.in_use == [100, 30, 50]
     assert result.peak_bytes == 100
     assert [blocks.nbytes for blocks in result.largest] == [100]
 
 
-def test_on_cuda_all_that_is_in_use_counts() -> None:
+def test_on_cuda_all_memory_in_use_counts() -> None:
     result = found(
-        memory(6, 0xC, 10**9, 10**9),  # of the host
+        memory(6, 0xC, 10**9, 10**9),  # on the host
         memory(7, 0xA, 100, 5100, device=1),
         memory(8, 0x9, -3000, 2100, device=1),  # older than the trace
         event("aten::mm", 8, 11, thread=ENGINE),
@@ -67,6 +67,6 @@ def test_on_cuda_all_that_is_in_use_counts() -> None:
     ]
 
 
-def test_nothing_allocated() -> None:
+def test_no_allocations() -> None:
     assert of_trace(on_cpu(*STEP)) is None
     assert of_trace(on_cpu(memory(7, 0xA, 100), phase("step 4", 10, 50))) is None

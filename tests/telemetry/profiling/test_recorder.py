@@ -28,7 +28,7 @@ CPU = World(0, 1, torch.device("cpu"), None)
 
 
 class Slow:
-    """A place in which one rank sleeps in every step that is recorded."""
+    """Makes rank 1 sleep at one place in every recorded step."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -46,14 +46,14 @@ class Slow:
 def train(
     folder: Path, strategy: str, place: str, steps: str | None
 ) -> tuple[list[float], list[str]]:
-    """Train with one slow rank; return losses and norms, and what was said."""
-    told: list[str] = []
+    """Train with one slow rank; return losses and norms, and the logged lines."""
+    lines: list[str] = []
     slow = Slow(place)
     engine = Engine(
         make_model(), slow.loss, fused_adamw, policy="fp32", strategy=strategy, device="cpu"
     )
     outcomes = []
-    with StepProfiler(ProfileConfig(steps), folder, engine.world, told.append) as profiler:
+    with StepProfiler(ProfileConfig(steps), folder, engine.world, lines.append) as profiler:
         for step in range(1, STEPS + 1):
             profiler.before(step)
             activity.begin_step(step, first=step == 1)
@@ -61,7 +61,7 @@ def train(
             batches = microbatches(step, TWO_RANKS[0], engine.world.rank)
             outcomes.append(engine.step(batches).numbers)
     assert activity.observer is None
-    return [number for one in outcomes for number in (one.loss, one.grad_norm)], told
+    return [number for one in outcomes for number in (one.loss, one.grad_norm)], lines
 
 
 def profiled(folder: Path) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path:
         summary = Summary.read(tmp_path / name / "summary.json")
         assert (summary.first_step, summary.last_step) == (2, 3)
         fast, slow = (rank.seconds for rank in summary.ranks)
-        # In every microbatch of a forward; data are loaded once in a step.
+        # Forward sleeps in every microbatch; data are loaded once per step.
         slept = SLEEP_SECONDS * (2 if "forward" in name else 1)
         assert getattr(slow, part) >= slept
         assert getattr(slow, part) > 2 * getattr(fast, part)
@@ -92,16 +92,16 @@ def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path:
         assert fast.exposed > 2 * slow.exposed
         assert slow.computation > 0
         assert slow.optimizer > 0
-        (said,) = first[name][1]
-        assert said.startswith("profile of steps 2 to 3 on 2 ranks, ")
-        assert "rank 1 on " in said
-        assert f"by itself, most of it {part}" in said
+        (line,) = first[name][1]
+        assert line.startswith("profile of steps 2 to 3 on 2 ranks, ")
+        assert "rank 1 on " in line
+        assert f"ms a step longer, most of it {part}" in line
         assert second[name][1] == []
         assert sorted(path.name for path in (tmp_path / name).iterdir()) == [
             *("memory-rank0.json", "memory-rank1.json", "summary.json"),
             *("trace-rank0.json", "trace-rank1.json"),
         ]
-    # The phases of a step stand in the trace, one after the other inside the step.
+    # The trace contains the phases of a step in order, inside of the step.
     events = json.loads((tmp_path / "ddp data" / "trace-rank1.json").read_text())["traceEvents"]
     ranges = {e["name"]: e for e in events if e.get("cat") == "user_annotation"}
     outer = ranges["step 3"]
@@ -119,9 +119,9 @@ def test_a_slow_rank_is_found_where_it_is_slow_and_the_other_one_waits(tmp_path:
 
 
 def recorded(folder: Path, steps: str, first: int, last: int, fails_in: int = 0) -> list[str]:
-    """Take steps that allocate; return what was said."""
-    told: list[str] = []
-    with StepProfiler(ProfileConfig(steps), folder, CPU, told.append) as profiler:
+    """Run steps that allocate; return the logged lines."""
+    lines: list[str] = []
+    with StepProfiler(ProfileConfig(steps), folder, CPU, lines.append) as profiler:
         for step in range(first, last + 1):
             profiler.before(step)
             activity.begin_step(step, first=step == first)
@@ -131,12 +131,12 @@ def recorded(folder: Path, steps: str, first: int, last: int, fails_in: int = 0)
             if step == fails_in:
                 raise ValueError("a fault")
             del kept
-    return told
+    return lines
 
 
 def test_memory_of_real_steps(tmp_path: Path) -> None:
-    (said,) = recorded(tmp_path, "2:3", 1, 4)
-    assert "memory at its peak: 6.0 MiB, in update of step " in said
+    (line,) = recorded(tmp_path, "2:3", 1, 4)
+    assert "peak memory: 6.0 MiB, in update of step " in line
     memory = json.loads((tmp_path / "memory-rank0.json").read_text())
     assert memory["peak_bytes"] == 6 << 20
     assert memory["largest"][0]["nbytes"] == 6 << 20
@@ -146,39 +146,39 @@ def test_memory_of_real_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "first", "last", "said"),
+    ("steps", "first", "last", "expected"),
     [
         ("2:3", 1, 2, ["profile of step 2 on one rank"]),  # the run ends
         ("2", 1, 2, ["profile of step 2 on one rank"]),
-        ("2:4", 3, 5, ["goes on with step 3, and records from there to step 4", "steps 3 to 4"]),
-        ("2:3", 4, 5, ["goes on with step 4, and records nothing"]),
-        ("4:5", 1, 3, ["nothing is recorded, step 4 was not taken"]),
-        ("4:5", 6, 5, ["nothing is recorded, step 4 was not taken"]),
+        ("2:4", 3, 5, ["continues with step 3, and records from there to step 4", "steps 3 to 4"]),
+        ("2:3", 4, 5, ["continues with step 4, and records nothing"]),
+        ("4:5", 1, 3, ["nothing was recorded, step 4 did not run"]),
+        ("4:5", 6, 5, ["nothing was recorded, step 4 did not run"]),
     ],
 )
-def test_steps_that_are_not_all_taken(
-    tmp_path: Path, steps: str, first: int, last: int, said: list[str]
+def test_steps_that_do_not_all_run(
+    tmp_path: Path, steps: str, first: int, last: int, expected: list[str]
 ) -> None:
-    told = recorded(tmp_path, steps, first, last)
-    assert len(told) == len(said)
-    for line, expected in zip(told, said, strict=True):
-        assert expected in line
-    assert (tmp_path / "summary.json").exists() == ("a step" in told[-1])
+    lines = recorded(tmp_path, steps, first, last)
+    assert len(lines) == len(expected)
+    for line, part in zip(lines, expected, strict=True):
+        assert part in line
+    assert (tmp_path / "summary.json").exists() == ("a step" in lines[-1])
 
 
-def test_a_run_that_goes_back_is_recorded_once(tmp_path: Path) -> None:
-    told: list[str] = []
-    with StepProfiler(ProfileConfig("2:3"), tmp_path, CPU, told.append) as profiler:
+def test_a_run_that_rolls_back_is_recorded_once(tmp_path: Path) -> None:
+    lines: list[str] = []
+    with StepProfiler(ProfileConfig("2:3"), tmp_path, CPU, lines.append) as profiler:
         for steps in ((1, 2), (1, 2, 3)):
             for step in steps:
                 profiler.before(step)
                 activity.begin_step(step, first=False)
             profiler.finish()
-    (said,) = told
-    assert said.startswith("profile of step 2 on one rank")
+    (line,) = lines
+    assert line.startswith("profile of step 2 on one rank")
 
 
-def test_a_run_that_fails_leaves_what_it_has(
+def test_a_run_that_fails_writes_its_recording(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(ValueError, match="a fault"):
@@ -189,10 +189,10 @@ def test_a_run_that_fails_leaves_what_it_has(
     assert {"step 2", "step 3"} <= {event["name"] for event in events}
     assert json.loads((tmp_path / "memory-rank0.json").read_text())["peak_bytes"] == 6 << 20
     assert not (tmp_path / "summary.json").exists()
-    assert f"what was recorded until the error is in {tmp_path}" in caplog.text
+    assert f"the recording up to the error is in {tmp_path}" in caplog.text
 
 
-def test_a_disk_that_takes_nothing_does_not_end_the_run(
+def test_a_disk_error_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "file"
@@ -205,9 +205,9 @@ def test_a_disk_that_takes_nothing_does_not_end_the_run(
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
-    told: list[str] = []
+    lines: list[str] = []
     engine = Engine(make_model(), reference.loss, fused_adamw, policy="fp32", device="cuda")
-    with StepProfiler(ProfileConfig("3:4"), tmp_path, engine.world, told.append) as profiler:
+    with StepProfiler(ProfileConfig("3:4"), tmp_path, engine.world, lines.append) as profiler:
         for step in range(1, 6):
             profiler.before(step)
             activity.begin_step(step, first=step == 1)
@@ -224,4 +224,4 @@ def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
     assert (rank.peak_bytes or 0) >= 1 << 26
     assert any(operator.name.startswith("aten::") for operator in rank.operators)
     assert (tmp_path / "memory-rank0.pickle").stat().st_size > 0
-    assert "ms a step" in told[0]
+    assert "ms a step" in lines[0]

@@ -1,4 +1,4 @@
-"""Profiles of whole runs, from outside."""
+"""Profiles of complete runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.torchrun import TINY, corpus, run, torchrun
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    """Two layers of some size, so that there are several buckets and the first is early."""
+    """Two layers are large enough for several buckets, the first of which is reduced early."""
     ended = run(
         torchrun(
             *TINY,
@@ -40,7 +40,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     measured = [record.step_seconds for record in read_records(tmp_path / "run/steps.jsonl")[1:]]
     for rank in summary.ranks:
         seconds = rank.seconds
-        # By the host's clock, from a slightly earlier moment on.
+        # Measured with the host's clock, with a slightly earlier start.
         assert seconds.total == pytest.approx(sum(measured) / 2, rel=0.5)
         assert min(seconds) >= 0
         # On a busy machine most of a step may be waiting.
@@ -59,7 +59,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         reductions = [one for one in events if one["name"] == "gloo:all_reduce"]
         assert len(reductions) >= 2 * 3
         assert min(one["ts"] for one in reductions) < backward_ends
-    # The report has the table as the console had it.
+    # The report contains the table of the console.
     assert distmp(["report", str(tmp_path / "run")]) == 0
     page = (tmp_path / "run/report.html").read_text()
     assert "<h2>Where the time went</h2>" in page
@@ -89,9 +89,9 @@ def test_pauses_and_numbers(
     measured = [record.step_seconds for record in records[1][1:4]]
     # Each validation takes longer than the step before it.
     assert rank.seconds.total == pytest.approx(sum(measured) / 3, rel=0.5)
-    # Going on behind them.
+    # Resume after the steps to record.
     assert main([*profiled, "--profile.steps=1:2", "--resume=auto", "--resume-force"]) == 0
-    assert "profile: nothing is recorded, step 1 was not taken" in capsys.readouterr().out
+    assert "profile: nothing was recorded, step 1 did not run" in capsys.readouterr().out
 
 
 def test_a_run_that_fails_in_a_recorded_step(

@@ -20,7 +20,7 @@ from distmp.telemetry.profiling.settings import ProfileConfig
         ("1:100", range(1, 101)),
     ],
 )
-def test_steps_are_counted_from_1_and_the_last_one_belongs_to_them(
+def test_steps_are_counted_from_1_and_include_the_last(
     steps: int | str | None, window: range
 ) -> None:
     assert list(ProfileConfig(steps).window) == list(window)
@@ -42,13 +42,13 @@ def test_steps_are_counted_from_1_and_the_last_one_belongs_to_them(
         ("9" * 5000, "write the first"),
     ],
 )
-def test_anything_else_is_refused_in_one_message(steps: int | str, problem: str) -> None:
+def test_other_values_are_refused_with_one_message(steps: int | str, problem: str) -> None:
     with pytest.raises(ConfigError) as caught:
         ProfileConfig(steps)
     assert str(caught.value).startswith(f"profile.steps = {steps!r}: {problem}")
 
 
-def test_on_the_command_line_and_behind_the_end_of_the_run() -> None:
+def test_on_the_command_line_and_after_the_end_of_the_run() -> None:
     assert load(["--profile.steps", "20:25"]).profile.window == range(20, 26)
     assert load(["--profile.steps=20", "--steps=100"]).profile.window == range(20, 21)
     with pytest.raises(ConfigError, match=r"profile\.steps = '20:25': the run ends with step 24"):

@@ -23,7 +23,7 @@ SLOW = replace(
 )
 
 
-def test_the_table_has_the_mean_and_where_ranks_differ_who_does() -> None:
+def test_the_table_has_means_and_the_ranks_that_differ() -> None:
     summary = Summary(6, 8, [RANK, SLOW])
     assert summary.title == "steps 6 to 8 on 2 ranks, 100.0 ms a step"
     head, *rows = summary.table()
@@ -37,9 +37,10 @@ def test_the_table_has_the_mean_and_where_ranks_differ_who_does() -> None:
         ["idle", "4.0", "4%", "", ""],
     ]
     assert summary.notes() == [
-        "rank 1 on node2 holds up the others: 19.0 ms a step longer by itself, most of it data",
+        "rank 1 on node2 slows down the others: its own time is 19.0 ms a step longer, most of it "
+        "data",
         "most own time (rank 0): aten::mm 40.0 ms",
-        "memory at its peak: 3.0 MiB, in update of step 7 (rank 0)",
+        "peak memory: 3.0 MiB, in update of step 7 (rank 0)",
     ]
     lines = summary.text().splitlines()
     assert len(lines) == 7 + 3
@@ -52,17 +53,17 @@ def test_one_rank_alone() -> None:
     summary = Summary(6, 6, [idle])
     assert summary.title == "step 6 on one rank, 196.0 ms a step"
     assert {len(row) for row in summary.table()} == {3}
-    assert summary.notes() == ["idle mostly in: update (rank 0)"]
+    assert summary.notes() == ["mostly idle in: update (rank 0)"]
 
 
-def test_ranks_that_are_alike_are_not_told_apart() -> None:
+def test_similar_ranks_are_not_distinguished() -> None:
     other = replace(SLOW, seconds=RANK.seconds._replace(computation=0.0605, exposed=0.0195))
     summary = Summary(6, 8, [RANK, other, other])
     assert {len(row) for row in summary.table()} == {3}
-    assert not any("holds up" in note for note in summary.notes())
+    assert not any("slows down" in note for note in summary.notes())
 
 
-def test_it_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_write_and_read_round_trip(tmp_path: Path) -> None:
     summary = Summary(6, 8, [RANK, SLOW])
     summary.write(tmp_path / "summary.json")
     assert Summary.read(tmp_path / "summary.json") == summary
@@ -77,7 +78,7 @@ def test_another_file_is_refused(tmp_path: Path, content: str) -> None:
     assert str(path) in str(caught.value)
 
 
-def test_operators_are_added_up_by_name() -> None:
+def test_operators_are_summed_by_name() -> None:
     times = [
         ("mm", 3.0),
         ("add", 4.0),

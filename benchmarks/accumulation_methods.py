@@ -1,4 +1,4 @@
-"""Ways to accumulate the gradients of microbatches in bfloat16, and what they are tried on."""
+"""Methods that accumulate gradients of bfloat16 microbatches, and the tasks to compare them."""
 
 from __future__ import annotations
 
@@ -27,14 +27,15 @@ VOCABULARY = 258
 
 @dataclass(frozen=True)
 class Task:
-    """What every way of a comparison trains, on the same device.
+    """The model and data that all methods of a comparison train.
 
     Attributes:
-        make_model: Builds the model in FP32, with the same weights every time, bfloat16 values.
-        batches: Microbatches of this rank; they are gone through again where a step has more.
+        make_model: Builds the model in FP32, always with the same weights, which have bfloat16
+            values.
+        batches: Microbatches of this rank, which are repeated if a step has more.
         loss: Returns the loss sum over a microbatch, and its weight.
         weight: The weight of every microbatch.
-        device: Where all of it is.
+        device: Device of the model and the data.
     """
 
     make_model: Callable[[], nn.Module]
@@ -48,19 +49,19 @@ class Task:
         return [self.batches[index % len(self.batches)] for index in range(count)]
 
     def mean_loss(self, model: nn.Module, batch: Any, count: int) -> Tensor:
-        """Return the loss whose gradients add up to that of the mean over `count` microbatches."""
+        """Return a loss whose gradients sum to that of the mean over `count` microbatches."""
         return self.loss(model, batch)[0] / (self.weight * count)
 
 
 def transformer(size: str, count: int, samples: int, length: int, device: torch.device) -> Task:
-    """Return the task of distmp's transformer, on random tokens, the same on every rank.
+    """Return a task with distmp's transformer on random tokens, the same on every rank.
 
     Args:
-        size: Named size.
+        size: Named size of the transformer.
         count: Number of different microbatches.
-        samples: Sequences in each.
-        length: Tokens in each sequence.
-        device: Where to train.
+        samples: Number of sequences per microbatch.
+        length: Number of tokens per sequence.
+        device: Device of the task.
     """
 
     def make_model() -> nn.Module:
@@ -88,7 +89,7 @@ class Regression(nn.Module):
     """Linear layers with residual connections.
 
     Args:
-        width: Inputs and outputs of each layer.
+        width: Number of inputs and outputs of each layer.
         depth: Number of layers.
     """
 
@@ -106,15 +107,16 @@ class Regression(nn.Module):
 def regression(
     width: int, depth: int, count: int, samples: int, rank: int, device: torch.device
 ) -> Task:
-    """Return a task in which all ways see the same bfloat16 gradients of a microbatch, bit by bit.
+    """Return a task in which all methods have bit-identical bfloat16 gradients per microbatch.
 
     Args:
-        width: Of the layers; a power of two.
+        width: Width of the layers, a power of two.
         depth: Number of layers.
         count: Number of different microbatches.
-        samples: In each; a power of two, so that a mean is as exact as a sum.
-        rank: Every rank has samples of its own.
-        device: Where to train.
+        samples: Number of samples per microbatch, a power of two, so that a mean is as exact as a
+            sum.
+        rank: The rank, which determines the samples.
+        device: Device of the task.
     """
 
     def make_model() -> nn.Module:
@@ -124,10 +126,10 @@ def regression(
 
     generator = torch.Generator().manual_seed(rank)
     inputs = torch.randn(count, samples, width, generator=generator).bfloat16().to(device)
-    # Targets that the model is far from, so that microbatches agree on a direction, as they do
-    # early in a training.
+    # Targets far from the model's outputs, so that gradients of microbatches have a common
+    # direction, as they do early in training.
     targets = (inputs.float().roll(1, -1) + 1).bfloat16()
-    # Memory of their own, so that whoever looks at one does not see all of them.
+    # Separate storages, so that the memory of one microbatch is not that of all.
     batches = [(one.clone(), two.clone()) for one, two in zip(inputs, targets, strict=True)]
     return Task(make_model, batches, _squared_error, samples * width, device)
 
@@ -138,7 +140,7 @@ def _squared_error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 class AccumulationMethod(ABC):
-    """A model that trains by plain SGD, so that no optimizer state counts, on all ranks."""
+    """Trains a model on all ranks with plain SGD, which has no optimizer state."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -150,11 +152,11 @@ class AccumulationMethod(ABC):
 
     @abstractmethod
     def gradients(self, count: int) -> dict[str, Tensor]:
-        """Return the mean gradients over microbatches and ranks that a step has, whole, by name."""
+        """Return the full gradients of a step by name, as means over microbatches and ranks."""
 
 
 class ByHand(AccumulationMethod):
-    """A way that accumulates, and updates after that."""
+    """A method with separate accumulation and update."""
 
     _optimizer: torch.optim.Optimizer
 
@@ -164,27 +166,27 @@ class ByHand(AccumulationMethod):
 
     def gradients(self, count: int) -> dict[str, Tensor]:
         self.accumulate(count)
-        found = {name: _whole(parameter.grad) for name, parameter in self.model.named_parameters()}
+        full = {name: _full(parameter.grad) for name, parameter in self.model.named_parameters()}
         self.model.zero_grad()
-        return found
+        return full
 
     @abstractmethod
     def accumulate(self, count: int) -> None:
-        """Run forward and backward of all microbatches, and reduce."""
+        """Run forward and backward of all microbatches, and reduce the gradients."""
 
     def update(self) -> None:
-        """Change the weights, and forget the gradients."""
+        """Update the weights and clear the gradients."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
-def _whole(gradient: Tensor | None) -> Tensor:
+def _full(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.clone()
 
 
 class TorchDDP(ByHand):
-    """torch's DDP, reducing in the last microbatch."""
+    """torch's DDP with reduction in the last microbatch."""
 
     def __init__(self, task: Task, *, autocast: bool) -> None:
         super().__init__(task)
@@ -202,7 +204,7 @@ class TorchDDP(ByHand):
 
 
 class Fsdp2(ByHand):
-    """FSDP2 per block, bfloat16 compute and FP32 reduction in the last microbatch."""
+    """FSDP2 per block with bfloat16 compute and FP32 reduction in the last microbatch."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -217,7 +219,7 @@ class Fsdp2(ByHand):
 
 
 class Buckets(ByHand):
-    """distmp's buckets by themselves, with bfloat16 parameters and no masters."""
+    """distmp's buckets alone, with bfloat16 parameters and without master weights."""
 
     def __init__(self, task: Task) -> None:
         super().__init__(task)
@@ -245,10 +247,10 @@ class Buckets(ByHand):
 
 
 class DistmpEngine(AccumulationMethod):
-    """distmp's whole step, with FP32 masters.
+    """A full step of distmp's engine, with FP32 master weights.
 
-    Without attribution, whose 5 KB for the random generators of each microbatch would be much
-    beside a small model, and are nothing beside others.
+    Attribution is disabled: its 5 KB of generator state per microbatch would be significant only
+    for such a small model.
     """
 
     def __init__(
@@ -273,18 +275,18 @@ class DistmpEngine(AccumulationMethod):
         self._engine.step(self.task.microbatches(count))
 
     def gradients(self, count: int) -> dict[str, Tensor]:
-        found = {}
+        gradients = {}
 
-        def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        def record(optimizer: torch.optim.Optimizer, *_: object) -> None:
             for group in optimizer.param_groups:
                 for name, parameter in zip(group["param_names"], group["params"], strict=True):
-                    # What fused optimizers do themselves.
-                    found[name] = parameter.grad / optimizer.grad_scale  # type: ignore[attr-defined]
+                    # Fused optimizers divide by the scale themselves.
+                    gradients[name] = parameter.grad / optimizer.grad_scale  # type: ignore[attr-defined]
 
-        handle = self._engine.optimizer.register_step_pre_hook(look)
+        handle = self._engine.optimizer.register_step_pre_hook(record)
         self.step(count)
         handle.remove()
-        return found
+        return gradients
 
 
 DDP_BF16 = "torch DDP, bf16 parameters"
