@@ -19,9 +19,6 @@ templates_path: list[str] = []
 html_theme = "furo"
 html_title = "distmp"
 
-# Pages that other changes add: index.md lists them, and they are left out until they exist.
-PENDING = ("callbacks",)
-
 # Headings are link targets, as on GitHub: `precision.md#presets`.
 myst_heading_anchors = 3
 myst_enable_extensions = ["colon_fence"]
@@ -50,17 +47,10 @@ nitpick_ignore_regex = [
 
 def setup(app: Any) -> None:
     """Connect the functions below."""
-    app.connect("source-read", _without_pending_pages)
     app.connect("autodoc-process-signature", _without_settings_signature)
     app.connect("autodoc-skip-member", _skip_methods_of_settings)
     # Before napoleon, which has the usual priority of 500.
     app.connect("autodoc-process-docstring", _without_type_before_colon, priority=400)
-
-
-def _without_pending_pages(app: Any, name: str, source: list[str]) -> None:
-    for page in PENDING:
-        if name == "index" and not Path(__file__).with_name(f"{page}.md").exists():
-            source[0] = source[0].replace(f"\n{page}\n", "\n")
 
 
 def _without_settings_signature(

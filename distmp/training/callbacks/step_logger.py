@@ -72,7 +72,7 @@ def _start_trackers(run: Run) -> Trackers:
         directory=run.directory.path,
         hyperparameters=settings.to_mapping(run.config),
         after_step=run.progress.step,
-        complain=run.console.message,
+        warn=run.console.message,
     )
 
 

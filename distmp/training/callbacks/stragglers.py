@@ -25,7 +25,7 @@ class StragglerDetection(Callback):
             run.engine.clock,
             run.engine.strategy,
             every=run.config.log.ranks_every,
-            say=run.console.message,
+            log=run.console.message,
         )
         self._paused_seconds = 0.0
 
