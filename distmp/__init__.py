@@ -17,6 +17,7 @@ __all__ = [
     "DistributedGradScaler",
     "DivergenceConfig",
     "Engine",
+    "EngineConfig",
     "Fp32GradBuckets",
     "LossScaleConfig",
     "OverflowReport",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from distmp.buckets import Fp32GradBuckets
     from distmp.diagnosis.attribution import OverflowReport
     from distmp.engine import Engine
+    from distmp.engine.config import EngineConfig
     from distmp.engine.outcome import StepNumbers, StepOutcome
     from distmp.engine.spike_check import DivergenceConfig
     from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
@@ -41,6 +43,7 @@ else:
     _HOMES = {
         "distmp.buckets": ("Fp32GradBuckets",),
         "distmp.engine": ("Engine",),
+        "distmp.engine.config": ("EngineConfig",),
         "distmp.errors": ("CheckpointError", "ConfigError", "DistmpError", "TrainingError"),
         "distmp.engine.outcome": ("StepNumbers", "StepOutcome"),
         "distmp.precision": ("PrecisionPolicy", "policy", "resolve"),

@@ -13,6 +13,7 @@ import torch
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
+from distmp.engine.config import EngineConfig
 from distmp.engine.rank_consistency import RankConsistencyConfig
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, nearest
@@ -317,6 +318,22 @@ class RunConfig:
         if self.watchdog_seconds is None:
             return 60 * self.timeout_minutes / 2
         return self.watchdog_seconds
+
+    def engine(self, microbatches: int | None) -> EngineConfig:
+        """Return the settings of an engine, for steps of `microbatches` microbatches per rank."""
+        return EngineConfig(
+            policy=self.precision.policy,
+            strategy=self.strategy,
+            parallel=self.parallel(microbatches),
+            max_norm=self.optim.max_norm,
+            loss_scale=self.precision.loss_scale,
+            max_consecutive_skips=self.precision.max_consecutive_skips,
+            attribution=self.precision.attribution,
+            shard_optimizer=self.shard_optimizer,
+            reproducible=self.reproducible,
+            on_nonfinite=self.precision.on_nonfinite,
+            divergence=self.divergence,
+        )
 
     def parallel(self, microbatches: int | None) -> ParallelConfig:
         """Return the settings of a strategy, for steps of `microbatches` microbatches."""

@@ -10,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+import psutil
 import pytest
 
 # A process tree that uses a smaller share of one core is idle: threads that poll use less, and one
@@ -102,6 +104,24 @@ def _processor_seconds(pid: int) -> tuple[float, float]:
 def of_children() -> Progress:
     """Return the progress of what this process has started, for loops that wait for it."""
     return Progress([os.getpid()], IDLE_SECONDS / 2, descendants_only=True)
+
+
+def finished(process: subprocess.Popen[str], idle_seconds: float) -> tuple[str, str]:
+    """Wait for the end of a process as long as it makes progress, and return its output.
+
+    Raises:
+        subprocess.TimeoutExpired: Without progress; the process and its descendants are killed.
+    """
+    progress = Progress([process.pid], idle_seconds)
+    while True:
+        try:
+            return process.communicate(timeout=INTERVAL_SECONDS)
+        except subprocess.TimeoutExpired:
+            if progress.problem() is None:
+                continue
+            for each in (*psutil.Process(process.pid).children(recursive=True), process):
+                each.kill()
+            raise
 
 
 def wait_until(condition: Callable[[], bool], state: Callable[[], str] = str) -> None:

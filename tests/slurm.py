@@ -59,6 +59,10 @@ def why_not() -> str | None:
     return two_hosts.why_not()
 
 
+# Several times what Slurm needs on a quiet machine.
+PATIENCE_SECONDS = 600
+
+
 class Cluster:
     """Gives commands to Slurm as a user on the first node does."""
 
@@ -77,14 +81,14 @@ class Cluster:
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, number: str, state: str, seconds: float = 150) -> dict[str, str]:
+    def wait(self, number: str, state: str) -> dict[str, str]:
         """Wait until a job is in a state, and return what Slurm knows of it then.
 
         Raises:
             AssertionError: If it ends in another state, or takes longer; with all that was logged.
         """
         awaited = {state, *_ENDS}
-        wait_until(lambda: self.job(number)["JobState"] in awaited, seconds, self.logs)
+        wait_until(lambda: self.job(number)["JobState"] in awaited, self.logs)
         job = self.job(number)
         assert job["JobState"] == state, f"{job}\n{Path(job['StdOut']).read_text()}\n{self.logs()}"
         return job
@@ -116,7 +120,7 @@ def cluster() -> Iterator[Cluster]:
             environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
             hosts.run(host, "slurmd", env=environment)
         wait_until(
-            lambda: ours.run("sinfo", "-hN", "-o", "%T").split() == ["idle", "idle"], 20, ours.logs
+            lambda: ours.run("sinfo", "-hN", "-o", "%T").split() == ["idle", "idle"], ours.logs
         )
         yield ours
 
@@ -146,15 +150,16 @@ def _munged(folder: Path) -> list[str]:
     ]
 
 
-def wait_until(
-    condition: Callable[[], bool], seconds: float, state: Callable[[], str] = str
-) -> None:
+def wait_until(condition: Callable[[], bool], state: Callable[[], str] = str) -> None:
     """Wait for a condition.
 
+    Slurm's daemons are no children of ours whose progress could be seen, so the time is limited,
+    to several times what Slurm needs on a busy machine.
+
     Raises:
-        AssertionError: If it does not come true in time; `state` tells how things stand.
+        AssertionError: If it does not come true in time; `state` describes the situation.
     """
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < deadline, f"still not so after {seconds:g} s:\n{state()}"
+        assert time.monotonic() < deadline, f"still not so after {PATIENCE_SECONDS} s:\n{state()}"
         time.sleep(0.1)

@@ -57,9 +57,7 @@ def test_each_leak_fails_its_own_test(tmp_path: Path) -> None:
     (tmp_path / "test_leaky.py").write_text(LEAKY_TESTS)
     command = [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider"]
     environment = {**os.environ, "COLUMNS": "300", "PYTHONPATH": root}
-    run = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
-    )
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert f"{len(LEAKS) + 2} passed, {len(LEAKS)} errors" in run.stdout
     for test, leak in LEAKS.items():
         reported = f"::{test} - Failed: the test leaks: {leak.format(tmp_path)}"

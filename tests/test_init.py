@@ -55,7 +55,6 @@ def test_importing_brings_nothing_heavy_that_torch_has_not_brought() -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=60,
     )
     assert done.stdout.strip() == "[]"
 
@@ -65,7 +64,5 @@ def test_importing_waits_for_torch_until_something_is_used() -> None:
         "import sys, distmp; assert 'torch' not in sys.modules;"
         "print(distmp.parallel.ParallelConfig.__name__, distmp.policy('fp32').name)"
     )
-    done = subprocess.run(
-        python("-c", program), env=environment(), capture_output=True, text=True, timeout=60
-    )
+    done = subprocess.run(python("-c", program), env=environment(), capture_output=True, text=True)
     assert done.stdout == "ParallelConfig fp32\n", done.stderr

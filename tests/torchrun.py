@@ -7,9 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import psutil
-
-from tests.progress import INTERVAL_SECONDS, PROCESSOR_SECONDS, Progress
+from tests.progress import finished
 
 TINY = [
     "--model.layers=2",
@@ -75,14 +73,5 @@ def run(command: list[str], cwd: Path, timeout: float = 100) -> subprocess.Compl
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
-        progress = Progress([process.pid], timeout, PROCESSOR_SECONDS)
-        while True:
-            try:
-                stdout, stderr = process.communicate(timeout=INTERVAL_SECONDS)
-            except subprocess.TimeoutExpired:
-                if progress.problem() is None:
-                    continue
-                for each in (*psutil.Process(process.pid).children(recursive=True), process):
-                    each.kill()
-                raise
-            return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+        stdout, stderr = finished(process, timeout)
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)

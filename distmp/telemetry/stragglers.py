@@ -15,6 +15,7 @@ from distmp.distributed.collectives import all_gather
 from distmp.distributed.own_time import STEPS, OwnTime, StepClock
 from distmp.distributed.world import World
 from distmp.parallel.settings import SHARDED_STRATEGIES
+from distmp.utils.host_copy import HostCopy
 
 # A rank is slow if it takes this many times the median of the others, twice in a row.
 SLOW = 1.5
@@ -98,21 +99,15 @@ class _PendingTimes:
     def __init__(self, step: int, own: OwnTime | None, world: World) -> None:
         self.step = step
         numbers = torch.tensor(own or (math.nan, math.nan), dtype=torch.float64)
-        on_cuda = world.device.type == "cuda"
-        if on_cuda:
+        if world.device.type == "cuda":
             numbers = numbers.pin_memory().to(world.device, non_blocking=True)
         gathered = numbers.new_empty(2 * world.world_size)
         all_gather(gathered, numbers, world.group).wait()
-        self._gathered = gathered.to("cpu", non_blocking=True)
-        self._ready = torch.cuda.Event() if on_cuda else None
-        if self._ready is not None:
-            self._ready.record(torch.cuda.current_stream(world.device))
+        self._copy = HostCopy(gathered.view(-1, 2))
 
     def wait(self) -> list[OwnTime]:
         """Return the times; they have arrived once the next step has started."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        return [OwnTime(*numbers) for numbers in self._gathered.view(-1, 2).tolist()]
+        return [OwnTime(*numbers) for numbers in self._copy.read()]
 
 
 def own_seconds(times: Sequence[OwnTime], *, hidden: bool) -> list[float]:

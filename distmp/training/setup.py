@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,23 +110,18 @@ def build_engine(
     Raises:
         ConfigError: If model, policy, strategy and optimizer do not fit together.
     """
+    settings = replace(
+        config.engine(parts.microbatches),
+        policy=policy,
+        attribution=attribution,
+        first_step_checks=first_step_checks,
+    )
     return Engine(
         parts.model,
         parts.loss,
         config.optimizer_factory,
-        policy=policy,
-        strategy=config.strategy,
-        parallel=config.parallel(parts.microbatches),
+        settings,
         schedule=config.schedule_factory,
-        max_norm=config.optim.max_norm,
-        loss_scale=config.precision.loss_scale,
-        max_consecutive_skips=config.precision.max_consecutive_skips,
-        attribution=attribution,
-        shard_optimizer=config.shard_optimizer,
-        reproducible=config.reproducible,
-        on_nonfinite=config.precision.on_nonfinite,
-        divergence=config.divergence,
-        first_step_checks=first_step_checks,
         device=world.device,
     )
 

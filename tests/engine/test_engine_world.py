@@ -83,7 +83,6 @@ def alone(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
         env={**environment(), **variables},
         capture_output=True,
         text=True,
-        timeout=100,
     )
 
 

@@ -249,7 +249,6 @@ def test_the_memory_of_an_export_is_that_of_one_copy(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         check=True,
-        timeout=110,
     )
     in_bf16, in_fp32 = map(int, done.stdout.split())
     assert in_bf16 < 1.4 * megabytes / 2

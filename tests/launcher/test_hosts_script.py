@@ -80,7 +80,6 @@ def test_a_dry_run_prints_the_commands(tmp_path: Path) -> None:
         env={**environment(), **variables},
         capture_output=True,
         text=True,
-        timeout=60,
         check=True,
     )
     first, second = (line for line in done.stdout.splitlines() if not line.startswith("#"))
@@ -97,6 +96,6 @@ def test_a_dry_run_prints_the_commands(tmp_path: Path) -> None:
 
 def test_needs_hosts() -> None:
     variables = {name: value for name, value in os.environ.items() if name != "HOSTS"}
-    done = subprocess.run([SCRIPT], env=variables, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([SCRIPT], env=variables, capture_output=True, text=True)
     assert done.returncode != 0
     assert "HOSTS=node1,node2" in done.stderr

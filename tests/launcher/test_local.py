@@ -20,6 +20,7 @@ from torch.distributed.run import get_args_parser
 from distmp.errors import ConfigError
 from distmp.launcher import local
 from distmp.launcher.local import LaunchOptions, default_ranks, launch, run_ranks
+from tests.progress import finished, of_children
 
 LAUNCHER = """
 import sys
@@ -44,25 +45,29 @@ class Launched:
 
     def ranks(self) -> list[int]:
         """Wait until both ranks have started and return their process ids."""
-        deadline = time.monotonic() + START_SECONDS
+        progress = of_children()
         while len(list(self.folder.glob("*.rank"))) < 2:
-            assert time.monotonic() < deadline, "the ranks have not started"
+            assert progress.problem() is None, "the ranks have not started"
             assert self.process.poll() is None, self.process.communicate()
             time.sleep(0.02)
         return [int(file.read_text().split()[0]) for file in self.folder.glob("*.rank")]
 
     def wait_for_signals(self, count: int) -> None:
         """Wait until both ranks of a worker that ignores signals have recorded `count` of them."""
-        deadline = time.monotonic() + START_SECONDS
+        progress = of_children()
         for rank in range(2):
             received = self.folder / f"{rank}.received"
             while count > (len(received.read_text()) if received.exists() else 0):
-                assert time.monotonic() < deadline, f"rank {rank} did not receive {count} signals"
+                assert progress.problem() is None, f"rank {rank} did not receive {count} signals"
                 time.sleep(0.02)
 
     def finish(self, seconds: float = START_SECONDS) -> tuple[int, str]:
-        """Return the launcher's exit code and the output of it and its ranks."""
-        output, _ = self.process.communicate(timeout=seconds)
+        """Return the launcher's exit code and the output of it and its ranks.
+
+        Args:
+            seconds: Without progress, see `tests.progress`, after which the test fails.
+        """
+        output, _ = finished(self.process, seconds)
         return self.process.returncode, output
 
 

@@ -89,7 +89,7 @@ def test_a_signalled_job_requeues_itself_and_ends_as_if_never_stopped(
         PET_NPROC_PER_NODE="1",
     )
 
-    wait_until(lambda: steps_made(run / "steps.jsonl") >= 3, 150, log.read_text)
+    wait_until(lambda: steps_made(run / "steps.jsonl") >= 3, log.read_text)
     assert "node[1-2]" in cluster.run("squeue", "-hs", "-o", "%N", "-j", job).split()
     # Slurm sends it shortly before the time limit to all processes of the job's steps.
     cluster.run("scancel", "--signal=USR1", job)

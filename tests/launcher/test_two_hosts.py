@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.two_hosts import TIMEOUT_SECONDS, Agent, TwoHosts, two_hosts
+from tests.launcher.two_hosts import Agent, TwoHosts, two_hosts
+from tests.progress import of_children
 from tests.torchrun import TINY, corpus
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
@@ -39,10 +40,10 @@ def steps(folder: Path) -> list[int]:
 
 
 def wait_for_steps(folder: Path, number: int, agent: Agent) -> None:
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    progress = of_children()
     while max(steps(folder), default=0) < number:
         assert agent.process.poll() is None, agent.text()
-        assert time.monotonic() < deadline, agent.text()
+        assert progress.problem() is None, agent.text()
         time.sleep(0.1)
 
 

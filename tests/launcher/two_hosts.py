@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import two_hosts as machine
+from tests.progress import of_children
 from tests.torchrun import environment
 
 # Generous, because the machine may be busy.
@@ -33,10 +34,10 @@ class Agent:
 
     def wait_for(self, text: str) -> None:
         """Wait until a text appears in the output of the agent or its ranks."""
-        deadline = time.monotonic() + TIMEOUT_SECONDS
+        progress = of_children()
         while text not in self.text():
             assert self.process.poll() is None, self.text()
-            assert time.monotonic() < deadline, self.text()
+            assert progress.problem() is None, self.text()
             time.sleep(0.1)
 
     def finish(self, seconds: float = TIMEOUT_SECONDS) -> tuple[int, str]:

@@ -27,6 +27,7 @@ from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.time_budget import TimeBudget
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
+from tests.progress import of_children
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, snapshot
 from tests.torchrun import TINY, corpus, environment, python, run, torchrun
@@ -283,9 +284,9 @@ def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
     command = python("-m", "distmp.train", *TINY, "--preflight=never")
     variables = {**environment(), **place, **where}
     with subprocess.Popen(command, cwd=tmp_path, env=variables) as rank:
-        deadline = time.monotonic() + 60
+        progress = of_children()
         while not _listens(port):
-            assert time.monotonic() < deadline
+            assert progress.problem() is None
             assert rank.poll() is None
             time.sleep(0.05)
         rank.send_signal(signal.SIGTERM)

@@ -14,6 +14,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.commands.explain.memory import GRADIENTS
 from distmp.commands.explain.types import NO_MODULE, ModuleGroup, group_name
 from distmp.config import RunConfig
 from distmp.distributed.world import World
@@ -161,7 +162,7 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
         engine = build_engine(
             small, parts, world, policy=policy, attribution=False, first_step_checks=False
         )
-        model = engine._strategy.model
+        model = engine.model
         stored: dict[str, set[torch.dtype]] = {}
         for name, value in model.named_parameters():
             owner = group_name(parameter_name(name).rpartition(".")[0]) or type(model).__name__
@@ -170,7 +171,7 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
             batch = next(batches)
         with DtypeRecorder(model) as recorder:
             engine.step(batch)
-        accumulated = {tensor.dtype for tensor in engine._strategy.gradient_memory()}
+        accumulated = {tensor.dtype for tensor in engine.tensors_by_use()[GRADIENTS]}
     count = sum(value.numel() for value in model.parameters())
     description = f"one step with {count:,} parameters as {strategy!r} on one CPU rank"
     return ObservedDtypes(description, stored, recorder.forward, recorder.backward, accumulated)

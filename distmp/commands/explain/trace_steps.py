@@ -123,19 +123,14 @@ class _PhaseTracker:
     def label(self) -> None:
         """Label the tensors that persist between steps."""
         assert self.engine is not None
-        strategy, label = self.engine._strategy, self._memory.label
-        label((tensor for _, tensor in strategy.optimizer_parameters()), memory_parts.MASTERS)
-        label(strategy.module.parameters(), memory_parts.PARAMETERS)
-        label(strategy.module.buffers(), memory_parts.BUFFERS)
-        states = pytree.tree_leaves([*self.engine.optimizer.state.values()])
-        label((leaf for leaf in states if isinstance(leaf, Tensor)), memory_parts.OPTIMIZER_STATE)
-        self._label_gradients()
+        for use, tensors in self.engine.tensors_by_use().items():
+            self._memory.label(tensors, use)
 
     def _label_gradients(self) -> None:
         assert self.engine is not None
-        strategy = self.engine._strategy
-        self._memory.label(strategy.partial_sums(), memory_parts.PARTIAL_SUMS)
-        self._memory.label(strategy.gradient_memory(), memory_parts.GRADIENTS)
+        tensors = self.engine.tensors_by_use()
+        for use in (memory_parts.PARTIAL_SUMS, memory_parts.GRADIENTS):
+            self._memory.label(tensors[use], use)
 
 
 def _size(batch: Any) -> int:
