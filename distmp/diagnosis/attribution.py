@@ -494,7 +494,7 @@ def _suspects(context: OverflowContext) -> str:
         else ""
     )
     return (
-        f"a batch that is changed in place after the step, {copies}a race or a nondeterministic "
+        f"a batch that is changed in place after the step, {copies}a race or a non-deterministic "
         "operation, and faulty memory or hardware"
     )
 

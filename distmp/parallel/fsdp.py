@@ -154,19 +154,8 @@ class FullySharded(ShardedStrategy):
         cast_inputs_and_outputs(module, policy)
         self._track_parameters(world)
         self._known = KnownParameters(module)
-        self.accumulation = choose(
-            config.sharding.accumulate,
-            AccumulationMemory(
-                elements=sum(parameter.numel() for _, parameter in self._trainable),
-                free_bytes=least_free_bytes(world),
-                shard_size=shards,
-                replicas=self._replicas,
-                gradient_bytes=policy.module_dtype.itemsize,
-                comm_bytes=policy.reduce_dtype.itemsize,
-                weight_bytes=policy.param_dtype.itemsize,
-                microbatches=config.microbatches,
-            ),
-        )
+        memory = self._accumulation_memory(world, policy, config.microbatches)
+        self.accumulation = choose(config.sharding.accumulate, memory)
         self.reason = f"gradients {self.accumulation.place}: {self.accumulation.reason}"
         if name == "hsdp":
             self.reason = f"{self._replicas} copies on {shards} ranks each; {self.reason}"
@@ -252,6 +241,20 @@ class FullySharded(ShardedStrategy):
     def units(self) -> list[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()
         return [(name, part) for name, part in parts if isinstance(part, FSDPModule)]
+
+    def _accumulation_memory(
+        self, world: World, policy: PrecisionPolicy, microbatches: int | None
+    ) -> AccumulationMemory:
+        return AccumulationMemory(
+            elements=sum(parameter.numel() for _, parameter in self._trainable),
+            free_bytes=least_free_bytes(world),
+            shard_size=world.world_size // self._replicas,
+            replicas=self._replicas,
+            gradient_bytes=policy.module_dtype.itemsize,
+            comm_bytes=policy.reduce_dtype.itemsize,
+            weight_bytes=policy.param_dtype.itemsize,
+            microbatches=microbatches,
+        )
 
     def _watch_collectives(
         self, world: World, policy: PrecisionPolicy, kept: Sequence[nn.Module]

@@ -138,7 +138,7 @@ def test_overflow_in_the_forward_pass(
     assert ("use a bf16 policy" in report.advice) == (origin is not None)
 
 
-SUSPECTS = ("changed in place", "a race or a nondeterministic operation", "memory or hardware")
+SUSPECTS = ("changed in place", "a race or a non-deterministic operation", "memory or hardware")
 
 
 @pytest.mark.parametrize("exact", [True, False])
