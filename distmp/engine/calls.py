@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from distmp.distributed.lost_peers import lost_peers_explained
+from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
@@ -54,12 +54,12 @@ class EngineCalls:
             )
         self._current = name
         try:
-            with lost_peers_explained(self._world.group), autocast_off(self._world.device):
+            with explain_lost_peers(self._world.group), autocast_off(self._world.device):
                 if self._failure is not None:
                     self._roll_call.check_failed_everywhere(self._failures, self._failure)
                     self._failure = None
                 if waits:
-                    self._roll_call.meet(f"engine.{name}()")
+                    self._roll_call.wait_for_all(f"engine.{name}()")
                 else:
                     self._roll_call.count(f"engine.{name}()")
                 yield
@@ -74,7 +74,7 @@ class EngineCalls:
         """Count a call that needs no other rank."""
         self._roll_call.count(f"engine.{name}()")
 
-    def meet(self, reason: str) -> None:
+    def wait_for_all(self, reason: str) -> None:
         """Wait in the current call until all ranks have come here.
 
         Args:
@@ -83,7 +83,7 @@ class EngineCalls:
         Raises:
             TrainingError: If another rank makes another call or has ended.
         """
-        self._roll_call.meet_in_call(f", {reason}")
+        self._roll_call.wait_in_call(f", {reason}")
 
 
 def _counter(counts: dict[str, int]) -> Callable[[nn.Module, object], None]:

@@ -22,12 +22,12 @@ from distmp.diagnosis.replay import StepInputs, StepReplay, generator_states, ge
 from distmp.distributed.compare_ranks import (
     Fingerprint,
     check_same,
-    described_groups,
-    described_model,
+    describe_model,
+    describe_param_groups,
     hyperparameters,
     raise_difference,
 )
-from distmp.distributed.lost_peers import lost_peers_explained
+from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.own_time import StepClock
 from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, activity
 from distmp.distributed.world import world_of_process
@@ -39,8 +39,6 @@ from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
 from distmp.engine.state import EngineState, Kind
 from distmp.engine.step_checks import (
     FirstStep,
-    backward_errors_explained,
-    batch_errors_explained,
     check_evaluated,
     check_gradients_enabled,
     check_loss,
@@ -49,6 +47,8 @@ from distmp.engine.step_checks import (
     check_not_inference,
     check_outcome,
     check_stop,
+    explain_backward_errors,
+    explain_batch_errors,
 )
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
@@ -172,8 +172,8 @@ class Engine:
         self._loss = loss
         if config.reproducible:
             make_deterministic(self.device)
-        with lost_peers_explained(self.world.group):
-            described = config.described() | described_model(model)
+        with explain_lost_peers(self.world.group):
+            described = config.described() | describe_model(model)
             check_same(self.world.group, self.device, described)
             self._strategy = build_strategy(
                 self.strategy,
@@ -344,7 +344,7 @@ class Engine:
         with (
             product_switches(self.policy),
             autocast_context(self.policy, self.device),
-            batch_errors_explained(batch, self.module),
+            explain_batch_errors(batch, self.module),
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))
         if self._first_step is not None:
@@ -352,7 +352,7 @@ class Engine:
         return loss_sum, _scalar(weight, self.device)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        with product_switches(self.policy), backward_errors_explained():
+        with product_switches(self.policy), explain_backward_errors():
             (loss.float() * (scale / (self.nominal_weight or 1.0))).backward()
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
@@ -416,9 +416,9 @@ class Engine:
         return {
             "max_norm": repr(self.max_norm),
             "nominal_weight": repr(self.nominal_weight),
-            **described_groups(self.optimizer),
+            **describe_param_groups(self.optimizer),
             "schedule": repr(self._learning_rates.planned(self._most_applied)),
-            **described_model(self.model),
+            **describe_model(self.model),
             **{f"calls of {name}": str(count) for name, count in self._calls.counts.items()},
         }
 
@@ -539,7 +539,7 @@ class Engine:
         if known is None:
             return
         if known.ranks_differ:
-            with lost_peers_explained(self.world.group):
+            with explain_lost_peers(self.world.group):
                 raise_difference(self.world.group, self._described_settings_of_step())
         if not self._is_checked and known.read("skipped_in_a_row") == SKIPS_WARNED:
             self._warn_of_skips(known)
@@ -563,7 +563,7 @@ class Engine:
         unfrozen = self._strategy.unfrozen()
         if not unfrozen:
             return
-        self._calls.meet(f"which trains {unfrozen[0][0]}")
+        self._calls.wait_for_all(f"which trains {unfrozen[0][0]}")
         parameters = self._strategy.adopt(unfrozen)
         self._names.update((id(tensor), name) for name, tensor in parameters)
         addition = self._strategy.build_optimizer(self._build_optimizer, parameters)

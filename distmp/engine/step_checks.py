@@ -167,7 +167,7 @@ def check_weight(weight: float) -> None:
 
 
 @contextmanager
-def batch_errors_explained(batch: Any, model: nn.Module) -> Iterator[None]:
+def explain_batch_errors(batch: Any, model: nn.Module) -> Iterator[None]:
     """Say what a batch has where the loss function or the model looks for something else.
 
     Raises:
@@ -204,7 +204,7 @@ def batch_errors_explained(batch: Any, model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def backward_errors_explained() -> Iterator[None]:
+def explain_backward_errors() -> Iterator[None]:
     """Say why the graph of a loss cannot be gone through.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Loss scaling: the scale, and the decision by which all ranks apply or skip a step together."""
+"""Loss scaling, and the step decision: all ranks apply or skip a step together."""
 
 from distmp.scaling.grad_scaler import DistributedGradScaler
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig, loss_scale_rules, unused_rules

@@ -23,13 +23,18 @@ from torch.amp.grad_scaler import OptState
 
 from distmp.distributed import rank_monitor
 from distmp.distributed.compare_ranks import Fingerprint
-from distmp.distributed.rank_monitor import RankMonitor, Waiting
+from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
 from distmp.errors import CheckpointError, ConfigError, TrainingError
-from distmp.scaling.agreement import Inspected, IterationFlags, Total, sum_over_ranks
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import local_gradients, non_finite_names, square_sum, unscale
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
 from distmp.scaling.rank_group import RankGroup, current_device
+from distmp.scaling.reduced_flags import (
+    CheckedOptimizer,
+    IterationFlags,
+    ReducedFlags,
+    reduce_flags,
+)
 from distmp.scaling.scaler_arguments import (
     as_scale,
     check_device,
@@ -234,7 +239,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if known is None:
             (flag,) = state["found_inf_per_device"].values()
-            self._inspected[id(optimizer)] = Inspected(optimizer, flag)
+            self._inspected[id(optimizer)] = CheckedOptimizer(optimizer, flag)
         else:
             known.gradients = None
             state["found_inf_per_device"] = known.found_inf_per_device()
@@ -316,7 +321,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         norm = total.square_sum.sqrt() / scale
         coefficient = _clip_coefficient(norm, max_norm).to(torch.float32)
         for member in members:
-            found_inf = self._inspected[id(member)].agreed()
+            found_inf = self._inspected[id(member)].global_found_inf()
             self._clips[id(member)] = torch.where(found_inf > 0, 1.0, coefficient)
         return norm
 
@@ -345,7 +350,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             self._decide("update", [])
         elif not self._totals and new_scale is None and self._ranks.world_size > 1:
             # An error below; before, one of all ranks, if the others come to a decision.
-            self._ranks.await_others(MISUSE_SECONDS)
+            self._ranks.wait_for_ranks(MISUSE_SECONDS)
             self._decide("update", [])
         if new_scale is not None:
             self._set_scale(new_scale)
@@ -393,11 +398,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if current is not self._monitor:
             self._monitor, self._calls, self._unsettled = current, CallLog(), []
         if current is not None:
-            current.note(method, self._calls.iteration)
+            current.record_call(method, self._calls.iteration)
 
     def _begin_iteration(self) -> None:
-        self._inspected: dict[int, Inspected] = {}
-        self._totals: list[Total] = []
+        self._inspected: dict[int, CheckedOptimizer] = {}
+        self._totals: list[ReducedFlags] = []
         self._clips: dict[int, Tensor] = {}
 
     def _decide_for(self, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -409,7 +414,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             if known is None and not _skips_on_device(optimizer):
                 self._unscale(optimizer)
             self._decide("step", [optimizer])
-        return self._inspected[id(optimizer)].agreed()
+        return self._inspected[id(optimizer)].global_found_inf()
 
     def _decide(
         self,
@@ -417,7 +422,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         max_norm: float | None = None,
-    ) -> Total:
+    ) -> ReducedFlags:
         """Check what was not checked yet, and agree on all of it in one reduction.
 
         Args:
@@ -436,12 +441,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
             part = square_sum(gradients, self._ranks.world_size, scale.device)
             square = square + part
             flag = (~part.isfinite()).to(torch.float32)
-            self._inspected.setdefault(id(member), Inspected(member, flag, gradients))
+            self._inspected.setdefault(id(member), CheckedOptimizer(member, flag, gradients))
         for member in members:
             if id(member) not in self._inspected:
                 gradients = local_gradients(member)
                 flag = unscale(gradients, None, scale.device)
-                self._inspected[id(member)] = Inspected(member, flag, gradients)
+                self._inspected[id(member)] = CheckedOptimizer(member, flag, gradients)
         waiting = [i for i in self._inspected.values() if i.found_inf is None]
         total = self._agree(method, optimizers, waiting, square, scale, max_norm)
         if waiting:
@@ -452,11 +457,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self,
         method: str,
         named: Sequence[torch.optim.Optimizer],
-        waiting: Sequence[Inspected],
+        waiting: Sequence[CheckedOptimizer],
         square: Tensor,
         scale: Tensor,
         max_norm: float | None,
-    ) -> Total:
+    ) -> ReducedFlags:
         """Reduce what this rank has found, and see whether ranks call the scaler alike.
 
         Raises:
@@ -464,7 +469,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """
         if self._ranks.world_size == 1:
             alone = Fingerprint(0, world_size=1)
-            return sum_over_ranks(waiting, square, scale, self._ranks, alone, has_scaled=True)
+            return reduce_flags(waiting, square, scale, self._ranks, alone, has_scaled=True)
         decision = self._calls.decide(
             method,
             named,
@@ -476,7 +481,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             ],
             max_norm=max_norm,
         )
-        total = sum_over_ranks(
+        total = reduce_flags(
             waiting,
             square,
             scale,
@@ -484,9 +489,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
             Fingerprint(decision.fingerprint, self._ranks.world_size),
             has_scaled=self._has_scaled or not self._enabled,
         )
-        self._unsettled.append(_Unsettled(decision, self._ranks.latest, HostCopy(total.differ)))
+        self._unsettled.append(
+            _Unsettled(decision, self._ranks.latest_decision, HostCopy(total.calls_differ))
+        )
         if self._settle(self._calls.iteration if decision.new else 0):
-            return total.in_spite_of_difference()
+            return total.ignoring_call_differences()
         return total
 
     def _settle(self, iteration: int) -> bool:
@@ -544,7 +551,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
         return norm
 
-    def _conclude(self, members: Sequence[Inspected], total: Total) -> None:
+    def _conclude(self, members: Sequence[CheckedOptimizer], total: ReducedFlags) -> None:
         for member in members:
             member.found_inf = total.found_inf
             state = self._per_optimizer_states[id(member.optimizer)]
@@ -623,8 +630,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
         return IterationFlags(
             partial=skipped & (flags.amin() == 0),
             exhausted=exhausted,
-            disagree=torch.stack([total.disagree for total in self._totals]).any(),
-            never_scaled=torch.stack([total.never_scaled for total in self._totals]).any(),
+            scales_differ=torch.stack([total.scales_differ for total in self._totals]).any(),
+            scale_never_called=torch.stack(
+                [total.scale_never_called for total in self._totals]
+            ).any(),
             consecutive_skips=consecutive,
         )
 
@@ -634,19 +643,19 @@ class DistributedGradScaler(torch.amp.GradScaler):
             flags, self._unread = self._unread, flags  # type: ignore[assignment]
             if flags is None:
                 return
-        partial, exhausted, disagree, never_scaled, consecutive_skips = flags.read()
+        partial, exhausted, scales_differ, scale_never_called, consecutive_skips = flags.read()
         if partial and not self._warned_of_partial_update:
             self._warned_of_partial_update = True
             logger.warning(
                 "an optimizer stepped and another one skipped in the same iteration; if they train "
                 "one model, let them decide together: DistributedGradScaler(optimizers=[...])"
             )
-        if disagree:
+        if scales_differ:
             raise TrainingError(
                 "the loss scale differs between ranks: give every rank's DistributedGradScaler the "
                 "same arguments and the same state, and let every rank make the same calls"
             )
-        if never_scaled and not self._warned_of_no_scale:
+        if scale_never_called and not self._warned_of_no_scale:
             self._warned_of_no_scale = True
             warnings.warn(
                 "no rank has ever called scale(), so gradients that were never multiplied by the "
@@ -805,7 +814,7 @@ class _Unsettled(NamedTuple):
     """
 
     decision: Decision
-    place: Waiting | None
+    place: PendingDecision | None
     differ: HostCopy
 
 

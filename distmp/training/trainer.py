@@ -18,7 +18,7 @@ from distmp.checkpoint import store
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.config import RunConfig
 from distmp.distributed.progress import COMPARISON, SAVING, activity
-from distmp.distributed.stopping import StopSignals, asked_on_some_rank
+from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World, all_or_none, from_rank_0
 from distmp.engine import rank_consistency
 from distmp.engine.outcome import StepOutcome
@@ -150,7 +150,7 @@ class Trainer:
             with self.writer:
                 self.train(stop)
                 self._save_now()
-            finished = self.progress.step >= self.config.steps and not self.validation.left_off
+            finished = self.progress.step >= self.config.steps and not self.validation.ended_early
             if finished:
                 self._save_model()
                 self._show_sample()
@@ -181,7 +181,7 @@ class Trainer:
     def _train_on(self) -> None:
         """Run steps up to the last one, to a request to stop, or to one that is out of bounds."""
         config, progress = self.config, self.progress
-        self.stopping = self.stopping or asked_on_some_rank(self._asked(), self.world.group)
+        self.stopping = self.stopping or stop_requested_on_any_rank(self._asked(), self.world.group)
         batches = training_batches(config, self.parts, self.world, progress)
         unread: _Unread | None = None
         first_step = progress.step
@@ -362,7 +362,7 @@ class Trainer:
         settings = self.config.validation
         with self.timer.paused():
             loss = self.validation.loss(settings.final_samples if last else settings.samples)
-        self.stopping = self.stopping or self.validation.left_off
+        self.stopping = self.stopping or self.validation.ended_early
         if last and loss is not None:
             unit = "byte" if self.config.data.source == "text" else "unit of weight"
             self.console.message(f"held-out loss {loss:.4f} nats per {unit}")

@@ -9,7 +9,7 @@ import torch
 from distmp.config import RunConfig
 from distmp.data.loading import evaluation_batches
 from distmp.data.text import decode, encode
-from distmp.distributed.stopping import until_asked
+from distmp.distributed.stopping import until_stop_requested
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.models.sampling import generate
@@ -27,7 +27,7 @@ class Validation:
         asked: Whether this rank is asked to stop; then all of them leave off.
 
     Attributes:
-        left_off: Whether the last validation was left off because some rank was asked to stop.
+        ended_early: Whether the last validation was left off because some rank was asked to stop.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Validation:
         self._engine = engine
         self._world = world
         self._asked = asked
-        self.left_off = False
+        self.ended_early = False
 
     def loss(self, samples: int | None) -> float | None:
         """Return the mean loss on so many held-out samples, or on all of them.
@@ -52,7 +52,7 @@ class Validation:
         """
         if self._datasets.validation is None:
             return None
-        batches = until_asked(
+        batches = until_stop_requested(
             evaluation_batches(
                 self._datasets.validation,
                 samples=samples,
@@ -64,8 +64,8 @@ class Validation:
             self._world.group,
         )
         loss = self._engine.evaluate(batches)
-        self.left_off = batches.left_off
-        return None if self.left_off else loss
+        self.ended_early = batches.ended_early
+        return None if self.ended_early else loss
 
     def sample(self) -> str | None:
         """Return a text that the model writes, or None if it does not write text."""

@@ -59,8 +59,8 @@ MUTANTS = [
     Mutant(
         "norm and overflow of other ranks are ignored",
         "distmp/scaling/step_decision.py",
-        "dist.all_reduce(measured, group=group)",
-        "dist.all_reduce(measured[2:], group=group)",
+        "dist.all_reduce(stats, group=group)",
+        "dist.all_reduce(stats[2:], group=group)",
     ),
     Mutant(
         "a weight that is not finite is no overflow",

@@ -10,7 +10,7 @@ from torch import nn
 from distmp.distributed.compare_ranks import (
     Fingerprint,
     check_same,
-    described_model,
+    describe_model,
     raise_difference,
 )
 from distmp.errors import ConfigError, TrainingError
@@ -25,7 +25,7 @@ def test_modules_of_different_classes_are_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), norm)
     message = r"model\.1 = LayerNorm on ranks 0, 2; GroupNorm on rank 1: differs between ranks"
     with pytest.raises(ConfigError, match=message):
-        check_same(dist.group.WORLD, CPU, described_model(model))
+        check_same(dist.group.WORLD, CPU, describe_model(model))
 
 
 @ranks(2)

@@ -30,7 +30,7 @@ def test_a_late_rank_is_waited_for_and_nothing_stays_in_the_store() -> None:
         calls.count("engine.step()")
         if dist.get_rank() == number % 2:
             time.sleep(0.7)
-        calls.meet("engine.evaluate()")
+        calls.wait_for_all("engine.evaluate()")
     monitor = rank_monitor.current()
     assert monitor is not None
     store = roll_call._store_of(monitor)
@@ -48,7 +48,7 @@ def test_a_rank_that_makes_another_call_is_named() -> None:
         time.sleep(5)  # as in a reduction, for which rank 0 does not come
         return
     with pytest.raises(TrainingError) as raised:
-        calls.meet("engine.evaluate()")
+        calls.wait_for_all("engine.evaluate()")
     message = str(raised.value)
     assert message.startswith("rank 0 waits in engine.evaluate(), which every rank has to call, ")
     assert "rank 1 is at " in message
@@ -60,7 +60,7 @@ def test_ranks_that_wait_for_each_other_in_two_calls_are_both_told() -> None:
     calls = impatient()
     mine, other = ("evaluate", "explain") if dist.get_rank() else ("explain", "evaluate")
     with pytest.raises(TrainingError, match=rf"waits in engine\.{mine}\(.*engine\.{other}\(\)"):
-        calls.meet(f"engine.{mine}()")
+        calls.wait_for_all(f"engine.{mine}()")
     dist.barrier()
 
 
@@ -78,14 +78,14 @@ def test_a_process_that_is_gone_is_not_waited_for() -> None:
             text=True,
             check=True,
         )
-        where = [rank_monitor._processes_here(), int(process.stdout)]
+        where = [rank_monitor._pid_namespace(), int(process.stdout)]
         monitor._store.set("process/1", json.dumps(where))
         monitor._stopped.set()
         monitor._thread.join()
     dist.barrier()
     if dist.get_rank() == 0:
         with pytest.raises(LostPeerError, match=r"the output of that rank, 1, has the cause"):
-            calls.meet("engine.evaluate()")
+            calls.wait_for_all("engine.evaluate()")
 
 
 @ranks(2)
@@ -108,7 +108,7 @@ def test_an_unfrozen_parameter_of_one_rank_is_an_error_that_names_it() -> None:
 def test_a_process_alone_waits_for_nobody() -> None:
     calls = RollCall(World.current("cpu"))
     calls.count("engine.step()")
-    calls.meet("engine.evaluate()")
+    calls.wait_for_all("engine.evaluate()")
     engine = make_engine()
     train(engine, 1, ONE_RANK)
     assert engine.evaluate(microbatches(0, ONE_RANK[0])) > 0

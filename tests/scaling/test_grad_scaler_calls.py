@@ -325,7 +325,7 @@ class LateCopy(HostCopy):
 
 def differ_on_a_device(first: list[Calls], second: list[Calls]) -> Any:
     with (
-        mock.patch("distmp.scaling.agreement.HostCopy", LateCopy),
+        mock.patch("distmp.scaling.reduced_flags.HostCopy", LateCopy),
         mock.patch("distmp.scaling.grad_scaler.HostCopy", LateCopy),
     ):
         work, weights, message, iteration = Work(fused=True), [], None, 0
@@ -406,7 +406,7 @@ def test_a_steady_step_costs_one_reduction_and_no_key_of_the_store() -> None:
     with (
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
         mock.patch.object(monitor, "_store", wraps=monitor._store) as store,
-        mock.patch.object(rank_monitor, "store_of_its_own") as connect,
+        mock.patch.object(rank_monitor, "open_store") as connect,
     ):
         for _ in range(10):
             work.backward()
