@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "skipped steps consume the schedule",
         "distmp/engine/engine.py",
-        "rate = self._learning_rates.set(self._counts[0], self._most_applied)",
-        "rate = self._learning_rates.set(self._counts[:2].sum(), self._most_applied)",
+        "rate = self._learning_rates.set(self._counts[0], self._max_applied)",
+        "rate = self._learning_rates.set(self._counts[:2].sum(), self._max_applied)",
     ),
     Mutant(
         "only the first microbatch has a weight",

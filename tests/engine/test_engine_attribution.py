@@ -537,7 +537,7 @@ def test_a_static_scale_gives_up_after_too_many_skips(attribution: bool) -> None
     with pytest.raises(TrainingError) as caught:
         engine.check(outcome)
     message = str(caught.value)
-    assert message.startswith("precision.max_consecutive_skips = 3: so many steps in a row")
+    assert message.startswith("precision.max_consecutive_skips = 3: that many steps in a row")
     assert ("lower precision.loss_scale.init" in message) == attribution
     assert ("'head.weight'" in message) == attribution
 

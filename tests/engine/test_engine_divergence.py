@@ -135,6 +135,6 @@ def test_a_run_that_only_skips_spikes_ends_with_advice() -> None:
     with pytest.raises(TrainingError) as caught:
         engine.check(outcome)
     message = str(caught.value)
-    assert message.startswith("precision.max_consecutive_skips = 3: so many steps in a row")
+    assert message.startswith("precision.max_consecutive_skips = 3: that many steps in a row")
     assert "left out as spikes" in message
     assert "lower optim.lr, or raise divergence.loss_threshold" in message

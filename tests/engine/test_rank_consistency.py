@@ -17,7 +17,7 @@ from distmp.config import RankConsistencyConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine import Engine, rank_consistency
-from distmp.engine.rank_consistency import ROW, ROWS_AT_ONCE, compare, digests
+from distmp.engine.rank_consistency import ROW, ROWS_PER_BLOCK, compare, digests
 from distmp.errors import ConfigError, TrainingError
 from distmp.telemetry import Console
 from distmp.training.trainer import Trainer
@@ -48,7 +48,7 @@ DTYPES = (
     torch.complex64,
 )
 # Around the borders of rows and of what is taken at once.
-SIZES = (1, 2, 3, ROW - 1, ROW, ROW + 1, ROWS_AT_ONCE["cpu"] * ROW + 5)
+SIZES = (1, 2, 3, ROW - 1, ROW, ROW + 1, ROWS_PER_BLOCK["cpu"] * ROW + 5)
 
 
 def digest(tensor: Tensor) -> int:
@@ -155,7 +155,7 @@ def test_neither_strides_nor_grouping_change_it(monkeypatch: pytest.MonkeyPatch)
     before = digest(values)
     assert digest(values.t().contiguous().t()) == before
     assert digest(torch.stack([values, values], dim=-1)[..., 1]) == before
-    monkeypatch.setitem(ROWS_AT_ONCE, "cpu", 256)
+    monkeypatch.setitem(ROWS_PER_BLOCK, "cpu", 256)
     assert digest(values) == before
 
 
@@ -342,7 +342,10 @@ def test_the_repair_is_said_once() -> None:
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
     logging.getLogger("distmp").addHandler(handler)
     difference = rank_consistency.check(engine, "repair")
-    expected = ("ERROR", f"ranks were out of step: {difference}; all ranks go on as rank 0")
+    expected = (
+        "ERROR",
+        f"ranks differed: {difference}; all ranks continue with the values of rank 0",
+    )
     assert "'first.bias' of rank 1" in expected[1]
     assert said == ([expected] if engine.world.rank == 0 else [])
 
@@ -353,7 +356,7 @@ def test_a_rank_with_other_optimizer_state_cannot_be_repaired() -> None:
     if engine.world.rank == 1:
         weight = engine.optimizer.param_groups[0]["params"][0]
         engine.optimizer.state[weight]["extra"] = torch.ones(2)
-    with pytest.raises(TrainingError, match="not even have the same tensors"):
+    with pytest.raises(TrainingError, match="names, shapes or dtypes differ"):
         rank_consistency.check(engine, "repair")
 
 

@@ -107,7 +107,7 @@ def test_missing_keys_are_named_with_those_that_are_there() -> None:
     inputs, targets = pair()
     with pytest.raises(ConfigError) as error:
         make(loss).step([{"inputs": inputs, "targets": targets}])
-    message = "batch = ['inputs', 'targets']: the loss function looks for 'labels'"
+    message = "batch = ['inputs', 'targets']: the loss function reads the key 'labels'"
     assert str(error.value) == message
 
 
