@@ -16,7 +16,7 @@ from distmp.errors import CheckpointError, ConfigError
 from tests.torchrun import environment, python
 
 REPOSITORY = Path(__file__).parent.parent
-# Stands in for torch: an import that takes its time.
+# Replaces torch: an import that takes long.
 TORCH = "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(600)"
 
 
@@ -119,10 +119,10 @@ def test_a_signal_in_the_first_seconds(
             assert time.monotonic() < deadline
             time.sleep(0.01)
         process.send_signal(number)
-        _, told = process.communicate(timeout=60)
+        _, output = process.communicate(timeout=60)
     assert process.returncode == code
     message = f"distmp: stopped by {number.name} before anything had begun (exit code {code})\n"
-    assert told.decode() == (message if code > 0 else "")
+    assert output.decode() == (message if code > 0 else "")
 
 
 @pytest.mark.parametrize("name", ["trian", "Train", "lunch", "--verison", "xyzzy"])

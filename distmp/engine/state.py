@@ -145,7 +145,9 @@ class EngineState:
         lacking = [name for name in live if name not in stored]
         kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
         if older := sorted(name for name in kept if not name.startswith(unused)):
-            self._warn("the state is from an older version; initial values are kept for %s", older)
+            self._warn(
+                "the state is from an older version: %s starts from its initial value", older
+            )
         return {name: tensor for name, tensor in live.items() if name not in kept}
 
     @torch.no_grad()

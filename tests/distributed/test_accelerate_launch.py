@@ -28,11 +28,11 @@ def test_one_process_in_place_of_several_is_refused() -> None:
     assert RankEnvironment.from_variables({**alone, **ranks}).rank == 1
 
 
-def test_what_the_configuration_overrules_is_told() -> None:
+def test_overruled_variables_are_reported() -> None:
     assert list(overruled({}, policy("bf16"), "ddp")) == []
     assert list(overruled(LAUNCHED, policy("bf16"), "ddp")) == []
     assert list(overruled({"ACCELERATE_MIXED_PRECISION": "bf16"}, policy("bf16"), "ddp")) == []
-    told = overruled(
+    warnings = overruled(
         {
             "ACCELERATE_MIXED_PRECISION": "fp16",
             "ACCELERATE_USE_FSDP": "true",
@@ -43,7 +43,7 @@ def test_what_the_configuration_overrules_is_told() -> None:
         policy("bf16"),
         "fsdp",
     )
-    precision, engine, compiler, steps = told
+    precision, engine, compiler, steps = warnings
     assert "mixed precision fp16; precision.policy decides, and computes in bf16" in precision
     assert "DeepSpeed; strategy decides, and is fsdp" in engine
     assert "INDUCTOR" in compiler

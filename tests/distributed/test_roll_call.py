@@ -45,7 +45,7 @@ def test_a_rank_that_makes_another_call_is_named() -> None:
     calls.count("engine.step()")
     if dist.get_rank() == 1:
         calls.count("engine.step()")
-        time.sleep(5)  # as in a reduction, for which rank 0 does not come
+        time.sleep(5)  # like a reduction that rank 0 does not join
         return
     with pytest.raises(TrainingError) as raised:
         calls.wait_for_all("engine.evaluate()")
@@ -56,11 +56,11 @@ def test_a_rank_that_makes_another_call_is_named() -> None:
 
 
 @ranks(2)
-def test_ranks_that_wait_for_each_other_in_two_calls_are_both_told() -> None:
+def test_ranks_that_wait_for_each_other_in_two_calls_both_raise() -> None:
     calls = impatient()
-    mine, other = ("evaluate", "explain") if dist.get_rank() else ("explain", "evaluate")
-    with pytest.raises(TrainingError, match=rf"waits in engine\.{mine}\(.*engine\.{other}\(\)"):
-        calls.wait_for_all(f"engine.{mine}()")
+    own, other = ("evaluate", "explain") if dist.get_rank() else ("explain", "evaluate")
+    with pytest.raises(TrainingError, match=rf"waits in engine\.{own}\(.*engine\.{other}\(\)"):
+        calls.wait_for_all(f"engine.{own}()")
     dist.barrier()
 
 
@@ -71,7 +71,7 @@ def test_a_process_that_is_gone_is_not_waited_for() -> None:
     assert monitor is not None
     dist.barrier()
     if dist.get_rank() == 1:
-        # As if rank 1 were another process, which has ended.
+        # Make rank 1 look like a process that has ended.
         process = subprocess.run(
             [sys.executable, "-c", "import os; print(os.getpid())"],
             capture_output=True,
@@ -105,7 +105,7 @@ def test_an_unfrozen_parameter_of_one_rank_is_an_error_that_names_it() -> None:
         other.step(microbatches(1, TWO_RANKS[1]))
 
 
-def test_a_process_alone_waits_for_nobody() -> None:
+def test_a_single_process_does_not_wait() -> None:
     calls = RollCall(World.current("cpu"))
     calls.count("engine.step()")
     calls.wait_for_all("engine.evaluate()")

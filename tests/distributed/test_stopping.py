@@ -62,7 +62,7 @@ def test_a_second_interrupt_interrupts(sent: tuple[signal.Signals, ...]) -> None
 
 @pytest.fixture
 def handlers() -> Iterator[list[int]]:
-    """Handlers of somebody else; what they receive."""
+    """Install handlers of other code; return the signals that they receive."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -92,7 +92,7 @@ def test_handlers_are_put_back_after_an_error(handlers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("before", "launcher", "received"),
     [
-        pytest.param(signal.SIG_DFL, None, None, id="a process alone goes on"),
+        pytest.param(signal.SIG_DFL, None, None, id="a single process continues"),
         pytest.param(signal.SIG_DFL, "torchrun", HUP, id="torchrun would end it"),
         pytest.param(signal.SIG_IGN, "torchrun", None, id="nohup or distmp launch"),
     ],
@@ -127,7 +127,7 @@ def test_what_has_begun_is_not_ended_by_what_was_for_the_start(
         with StopSignals() as stop:
             send(USR1)
         assert stop.received == USR1
-        # Its own exit code counts from now on.
+        # The exit code of the work counts from now on.
         send(*numbers)
         with StopSignals() as again:
             send(TERM)
@@ -139,7 +139,7 @@ def test_what_has_begun_is_not_ended_by_what_was_for_the_start(
 
 @pytest.mark.parametrize("number", [INT, TERM])
 def test_a_rank_that_waits_in_native_code_can_be_ended(number: signal.Signals) -> None:
-    """As it does for other ranks: no handler of Python's runs before the call returns."""
+    """Like a rank that waits for others: no Python handler runs before the call returns."""
     program = f"""
         import ctypes
         from distmp.distributed.stopping import StopSignals, default_signal_handlers
@@ -160,7 +160,7 @@ def test_a_rank_that_waits_in_native_code_can_be_ended(number: signal.Signals) -
         assert process.wait(60) == -number
 
 
-def test_signals_that_somebody_uses_are_left_to_him() -> None:
+def test_handlers_of_other_code_are_kept() -> None:
     received: list[int] = []
     before = signal.signal(USR1, lambda number, frame: received.append(number))
     try:
@@ -172,12 +172,12 @@ def test_signals_that_somebody_uses_are_left_to_him() -> None:
 
 
 @ranks(2)
-def test_all_ranks_leave_off_at_the_same_item() -> None:
+def test_all_ranks_stop_at_the_same_item() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     assert not stop_requested_on_any_rank(False, group)
     assert stop_requested_on_any_rank(rank == 1, group)
     for questions in (0, 1, 3, 100):
-        # Rank 1 is asked to stop before it is questioned for so many times.
+        # `stop_requested` of rank 1 returns True after this many calls.
         answers = iter([*[False] * questions, *[rank == 1] * 10])
         items = until_stop_requested(range(5 * CHECK_EVERY), answers.__next__, group)
         expected = min(questions, 5) * CHECK_EVERY
@@ -185,6 +185,6 @@ def test_all_ranks_leave_off_at_the_same_item() -> None:
         assert items.ended_early == (questions < 5)
 
 
-def test_a_process_alone_leaves_off_too() -> None:
+def test_a_single_process_stops_too() -> None:
     assert list(until_stop_requested("abc", lambda: False, None)) == ["a", "b", "c"]
     assert list(until_stop_requested("abc", lambda: True, None)) == []

@@ -47,7 +47,7 @@ DTYPES = (
     torch.bool,
     torch.complex64,
 )
-# Around the borders of rows and of what is taken at once.
+# Around the borders of rows and blocks.
 SIZES = (1, 2, 3, ROW - 1, ROW, ROW + 1, ROWS_PER_BLOCK["cpu"] * ROW + 5)
 
 
@@ -64,7 +64,7 @@ def random_bits(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def splitmix(state: int) -> int:
-    """The reference of splitmix64's finalizer, in Python's integers."""
+    """Reference of splitmix64's finalizer, with Python integers."""
     state &= 2**64 - 1
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
@@ -86,7 +86,7 @@ def expected_digest(words: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("size", [0, *SIZES])
-def test_a_digest_is_what_its_definition_says(size: int) -> None:
+def test_a_digest_matches_its_definition(size: int) -> None:
     values = random_bits(size, torch.float32)
     words = struct.unpack(f"<{size}i", values.numpy().tobytes())
     assert digest(values) == expected_digest(words)
@@ -317,7 +317,7 @@ def test_each_kind_of_difference_stops_the_run_or_is_repaired() -> None:
 
 @pytest.mark.parametrize(("policy", "optimizer"), [("fp16", fused_adamw), ("fp32", sgd)])
 @ranks(4, timeout=110)
-def test_a_repaired_run_goes_on_as_one_that_was_never_broken(
+def test_a_repaired_run_continues_like_an_undisturbed_one(
     policy: str, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:
     options = {"policy": policy, "optimizer": optimizer, "strategy": "ddp"}
@@ -391,7 +391,7 @@ def test_a_process_alone_compares_nothing() -> None:
     assert rank_consistency.check(make_engine()) is None
 
 
-# A whole run
+# A full run
 
 
 def _trainer(directory: str, *arguments: str) -> Trainer:
@@ -409,7 +409,7 @@ def _trainer(directory: str, *arguments: str) -> Trainer:
 
 
 def _corrupt_after(trainer: Trainer, step: int) -> None:
-    """Let rank 1 have another weight after a step, too far off for rounding to bring it back."""
+    """Change a weight of rank 1 after a step, by more than rounding could undo."""
     original = trainer.engine.step
 
     def stepped(*args: object, **options: object) -> object:

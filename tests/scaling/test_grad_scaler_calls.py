@@ -42,10 +42,10 @@ class Work:
     def weights(self) -> list[list[float]]:
         return [parameter.tolist() for parameter in self.parameters]
 
-    # What a rank does in an iteration
+    # Possible iterations of a rank
 
     def nothing(self) -> None:
-        """Leave the iteration out."""
+        """Skip the iteration."""
 
     def step_both(self) -> None:
         self.scaler.step(self.optimizers[0])
@@ -117,7 +117,7 @@ Calls = Callable[[Work], None]
 
 
 def differ(first: list[Calls], second: list[Calls], options: dict[str, Any]) -> Any:
-    """Do what is meant for this rank; return the error and the weights."""
+    """Make the calls of this rank; return the error and the weights."""
     work = Work(**options)
     message = None
     try:
@@ -132,7 +132,7 @@ def differ(first: list[Calls], second: list[Calls], options: dict[str, Any]) -> 
 
 
 Cases = list[tuple[list[Calls], list[Calls], str]]
-# What the ranks do, and what they raise.
+# The calls of the ranks, and the errors.
 CASES: Cases = [
     (
         [Work.clip_first],
@@ -202,7 +202,7 @@ CASES: Cases = [
 
 
 def play(cases: list[tuple[list[Calls], list[Calls]]], options: dict[str, Any]) -> list[Any]:
-    """Do what is meant for this rank in each case; return the errors and the weights."""
+    """Make the calls of this rank in each case; return the errors and the weights."""
     rank_monitor.INTERVAL_SECONDS = 0.1
     return [differ(first, second, options) for first, second in cases]
 
@@ -236,7 +236,7 @@ def test_another_order_from_the_first_step_on(fused: bool) -> None:
 
 
 def test_a_step_that_one_rank_leaves_out_after_a_common_decision() -> None:
-    """Nobody can know before the next decision; the error says that weights differ."""
+    """The difference shows in the next decision only; the error reports that weights differ."""
     one, other = [Work.clip_both, Work.clip_both], [Work.clip_both_and_step_first, Work.clip_both]
     # Not in the first iteration, in which rank 1 has an overflow.
     ((errors, _),) = outcomes([([Work.clip_both, *one], [Work.clip_both, *other])])
@@ -278,7 +278,7 @@ def test_unscaling_on_one_rank_is_refused_where_it_rounds_otherwise() -> None:
 
 
 @ranks(3)
-def test_ranks_that_call_alike_are_named_together() -> None:
+def test_ranks_with_equal_calls_are_named_together() -> None:
     work = Work()
     work.backward()
     call = work.clip_first if dist.get_rank() == 1 else work.step_first
@@ -314,7 +314,7 @@ def test_stages_of_a_pipeline_have_other_parameters(fused: bool) -> None:
 
 
 class LateCopy(HostCopy):
-    """Numbers that arrive only when the host waits for them, as those of a busy CUDA device."""
+    """Numbers that are complete only when the host waits, like those of a busy CUDA device."""
 
     is_complete = False  # type: ignore[assignment]
 
@@ -380,7 +380,7 @@ def test_copies_continue_on_several_ranks() -> None:
 
 
 @ranks(2)
-def test_a_new_process_group_begins_anew(tmp_path: Path) -> None:
+def test_a_new_process_group_starts_from_scratch(tmp_path: Path) -> None:
     """A rank that has been restarted joins others that keep their scaler."""
     work = Work()
     work.backward()
