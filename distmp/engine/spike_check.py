@@ -160,7 +160,7 @@ class DivergenceGuard:
         self._limits = self._find_limits(self.config)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the live state: the same names and shapes whatever the rules."""
+        """Return the live state: names and shapes do not depend on the configuration."""
         return {"values": self._values, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
