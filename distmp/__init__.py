@@ -1,4 +1,4 @@
-"""Distributed mixed-precision training in which every rank takes the same decision."""
+"""Distributed mixed-precision training in which all ranks apply or skip each step together."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from distmp.precision import PrecisionPolicy, policy, resolve
     from distmp.scaling import DistributedGradScaler, LossScaleConfig
 else:
-    _HOMES = {
+    _PUBLIC_NAMES = {
         "distmp.buckets": ("Fp32GradBuckets",),
         "distmp.engine": ("Engine",),
         "distmp.engine.config": ("EngineConfig",),
@@ -55,10 +55,10 @@ else:
     _moved.install()
 
     def __getattr__(name: str) -> object:
-        """Import a public name, or a module, when it is first used: torch takes seconds."""
-        for home, names in _HOMES.items():
+        """Import a public name or a module at its first use: importing torch takes seconds."""
+        for module, names in _PUBLIC_NAMES.items():
             if name in names:
-                globals()[name] = getattr(importlib.import_module(home), name)
+                globals()[name] = getattr(importlib.import_module(module), name)
                 return globals()[name]
         if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")

@@ -1,7 +1,7 @@
-"""Import paths of the release before: they work in this release, with a warning.
+"""Deprecated import paths: documented paths of the previous release work, with a warning.
 
-Documented modules have moved into packages that say what they are for. `import distmp.accelerate`
-imports `distmp.integrations.accelerate`, and the two names are one module.
+`import distmp.accelerate` imports `distmp.integrations.accelerate`; both names refer to the same
+module.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from types import CodeType, ModuleType
 
-# A package stands for the modules in it.
+# Modules of a listed package have moved with it.
 MOVED = {
     "distmp.accelerate": "distmp.integrations.accelerate",
     "distmp.assembly": "distmp.training.setup",
@@ -38,14 +38,14 @@ MOVED = {
 
 
 def install() -> None:
-    """Let `import` find the old paths."""
+    """Install the import hook for the old paths."""
     if not any(isinstance(finder, _MovedModules) for finder in sys.meta_path):
-        # In front: behind the old name of a package, Python would load its modules twice.
+        # First: through the old name of a package, Python's finders would load its modules again.
         sys.meta_path.insert(0, _MovedModules())
 
 
 def new_name(name: str) -> str | None:
-    """Return where a module is today, None if it has not moved."""
+    """Return the current path of a module; None if it has not moved."""
     for old, new in MOVED.items():
         if name == old or name.startswith(f"{old}."):
             return new + name[len(old) :]
@@ -58,17 +58,17 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return a specification for an old path, None for any other."""
+        """Return a module spec for an old path; None for any other path."""
         if new_name(fullname) is None:
             return None
         return importlib.machinery.ModuleSpec(fullname, self)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of today in the place of the old name."""
+        """Register the current module under the old name."""
         sys.modules[module.__name__] = importlib.import_module(_warned(module.__name__))
 
     def get_code(self, fullname: str) -> CodeType:
-        """Return what `python -m` with the old name runs."""
+        """Return the code that `python -m` runs for the old name."""
         new = _warned(fullname)
         source = f"import runpy\nrunpy.run_module({new!r}, run_name='__main__', alter_sys=True)\n"
         return compile(source, f"<{fullname}>", "exec")
@@ -77,7 +77,7 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def _warned(name: str) -> str:
     new = new_name(name)
     assert new is not None, f"{name} has not moved"
-    # torch, too, takes FutureWarning for what users of its programs should see.
+    # FutureWarning is shown by default, and torch uses it too.
     warnings.warn(
         f"{name} is now {new}; the old name will be removed in the next release",
         FutureWarning,

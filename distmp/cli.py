@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import NoReturn, cast
 
 from distmp import __version__
-from distmp.distributed.stopping import stop_while_starting
+from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
 
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
@@ -38,7 +38,7 @@ _JOBS = ("train", "launch")
 def run() -> NoReturn:
     """Run the `distmp` command and exit."""
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
-        stop_while_starting()
+        exit_on_stop_signals()
     sys.exit(main())
 
 

@@ -1,4 +1,4 @@
-"""Fails the test that leaves something behind, instead of the one that stumbles over it later."""
+"""Fails a test that leaks state, instead of a later test that the leak affects."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.progress import limited
 
 # Written by tools around the tests, whenever they like.
 FOREIGN_FILES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__"}
-# torch sets its caches' places when a test is the first to need its compiler.
+# torch sets the paths of its caches at the first use of its compiler.
 FOREIGN_VARIABLES = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 # Helpers that multiprocessing keeps for the life of the interpreter.
 SERVERS = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-# For threads and processes that are on their way out when the test returns.
+# For threads and processes that are still ending when the test returns.
 GRACE_SECONDS = 1.0
 
 
@@ -37,7 +37,7 @@ def _progress() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_leaks() -> Iterator[None]:
-    """Compare the process before and after each test; put right what can be."""
+    """Compare the process before and after each test; undo leaks where possible."""
     directory = Path.cwd()
     environment = _environment()
     files = set(os.listdir(directory))
@@ -101,7 +101,7 @@ def _left_threads(before: set[threading.Thread]) -> Iterator[str]:
 
 
 def _child_pids() -> set[int]:
-    """Return the children of all threads of this process (Linux's own list: no search)."""
+    """Return the child processes of all threads of this process, from Linux's /proc."""
     pids: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the thread has ended
@@ -113,7 +113,7 @@ def _left_processes(before: set[int]) -> Iterator[str]:
     new = _child_pids() - before
     if not new:
         return
-    multiprocessing.active_children()  # reaps the ones that have ended
+    multiprocessing.active_children()  # reaps children that have ended
     processes = [psutil.Process(pid) for pid in new if psutil.pid_exists(pid)]
     foreign = [process for process in processes if not _is_server(process)]
     _, alive = psutil.wait_procs(foreign, timeout=GRACE_SECONDS)
@@ -135,7 +135,7 @@ def _changed_handlers(before: dict[signal.Signals, Any]) -> Iterator[str]:
 
 
 def _torch_flags() -> dict[str, tuple[Any, Callable[[Any], Any]]]:
-    """Return torch's global settings by name, each with the function that sets it."""
+    """Return torch's global settings by name: the value and the function that sets it."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "use_deterministic_algorithms"):
         return {}

@@ -1,4 +1,4 @@
-"""Disks that are full or read-only. Mounting takes privileges; without them tests are skipped."""
+"""Disks that are full or read-only. Tests are skipped without the privilege to mount."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def disk(folder: Path, options: str) -> Iterator[Path]:
     """Mount a disk in memory on `folder`.
 
     Args:
-        folder: Made where missing; what it holds is hidden while the disk is mounted.
-        options: Of the mount: "size=2m", "ro".
+        folder: Created if missing; its contents are hidden while the disk is mounted.
+        options: Mount options, such as "size=2m" or "ro".
     """
     folder.mkdir(parents=True, exist_ok=True)
     mount(folder, options)
@@ -37,12 +37,12 @@ def mount(folder: Path, options: str) -> None:
 
 
 def unmount(folder: Path) -> None:
-    # Lazily: what is still open there is nobody's concern.
+    # Lazily: files on it may still be open.
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def fill(folder: Path) -> Path:
-    """Leave no room on the disk; return the file that takes it."""
+    """Fill the disk; return the file that takes the space."""
     ballast = folder / "ballast"
     with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):

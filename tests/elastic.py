@@ -1,7 +1,7 @@
-"""Runs under torchrun's elastic agent whose ranks start in a fraction of a second.
+"""Runs jobs under torchrun's elastic agent, with ranks that start in a fraction of a second.
 
 The agent is forked from the server of tests/ranks.py, which has imported torch, and its ranks are
-forked from the agent. So restarts are cheap.
+forked from the agent, so restarts are cheap.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ class Job:
     """One run.
 
     Attributes:
-        arguments: Of `distmp.train`.
-        entry: What each rank calls with them, as "module:function".
-        variables: Of the environment.
+        arguments: Command-line arguments of `distmp.train`.
+        entry: The function that each rank calls with the arguments, as "module:function".
+        ranks: Number of ranks.
+        max_restarts: Number of restarts that the agent allows.
+        variables: Environment variables of the ranks.
     """
 
     arguments: list[str]
@@ -43,13 +45,13 @@ class Job:
 
 @dataclass
 class Done:
-    """How a job ended.
+    """The result of a job.
 
     Attributes:
-        exit_codes: Of the ranks that failed in the last attempt, by rank.
+        exit_codes: Exit codes of the ranks that failed in the last attempt, by rank.
         ended: Time of the end, in seconds since the epoch.
-        stdout: What the ranks have written, attempt after attempt, rank after rank.
-        stderr: The same.
+        stdout: Standard output of the ranks, ordered by attempt and rank.
+        stderr: Standard error of the ranks, ordered by attempt and rank.
     """
 
     exit_codes: dict[int, int]
@@ -102,7 +104,7 @@ def _attempt_and_rank(file: Path) -> tuple[int, int]:
 
 
 def train(arguments: list[str]) -> None:
-    """Be a rank of `python -m distmp.train`."""
+    """Run a rank of `python -m distmp.train`."""
     from distmp.training.train import end_process, main
 
     end_process(main(arguments))
@@ -112,7 +114,7 @@ def train(arguments: list[str]) -> None:
 
 
 def _agent(jobs: list[Job], folder: Path, variables: dict[str, str], path: list[str]) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: not to outlive the tests
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the tests
     log = os.open(folder / "agent.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -121,13 +123,13 @@ def _agent(jobs: list[Job], folder: Path, variables: dict[str, str], path: list[
     sys.path[:] = path
     results = []
     for number, job in enumerate(jobs):
-        where = folder / str(number)
-        where.mkdir(exist_ok=True)
-        results.append((_carry_out(job, where), time.time()))
+        job_folder = folder / str(number)
+        job_folder.mkdir(exist_ok=True)
+        results.append((_run(job, job_folder), time.time()))
     (folder / "results.json").write_text(json.dumps(results))
 
 
-def _carry_out(job: Job, folder: Path) -> dict[int, int]:
+def _run(job: Job, folder: Path) -> dict[int, int]:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -156,9 +158,9 @@ def _carry_out(job: Job, folder: Path) -> dict[int, int]:
 def _rank(job: Job, folder: Path) -> None:
     import torch
 
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # not to outlive the agent either
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the agent
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # they are the agent's
+        signal.signal(number, signal.SIG_DFL)  # the fork has inherited the agent's handlers
     torch.set_num_threads(1)
     os.chdir(folder)
     os.environ.update(job.variables)

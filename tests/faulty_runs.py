@@ -1,7 +1,7 @@
-"""A small regression whose ranks fail or hang as the variable FAULT says: "RANK WHERE WHAT, ...".
+"""A small regression whose ranks fail or hang according to the environment variable FAULT.
 
-WHERE is a place: `forward` (of the third step), `validation`, `data`, `save`. WHAT is what happens
-there: see `_DEEDS`. When a rank comes to its fault, it notes the time in a file `fault-RANK`.
+Its format is "RANK WHERE WHAT, ...". WHERE is `forward` (of the third step), `validation`, `data`
+or `save`. WHAT is a key of `_FAULTS`. Before the fault, a rank writes the time to `fault-RANK`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 SIZE = 4
 SAMPLES = 64
 STEPS = 6
-# A rank that goes silent has given a sign of life since its first step.
+# Delay of faults that silence a rank: it has reported progress since its first step.
 LATE_SECONDS = 2.5
 ARGUMENTS = [
     "--data.source=tests.faulty_runs:line",
@@ -46,7 +46,7 @@ def line(split: str, sequence_length: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class _Faulty(list):  # type: ignore[type-arg]
-    """Samples of which the one that is read in the third step may be a trap."""
+    """Samples; reading one in the third step may trigger the fault."""
 
     def __init__(self, samples: list[Any]) -> None:
         super().__init__(samples)
@@ -67,7 +67,7 @@ class Affine(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             perhaps("validation")
-        elif torch.is_grad_enabled():  # not what the first step tries out
+        elif torch.is_grad_enabled():  # not in the checks of the first step
             self.calls += 1
             if self.calls > 4:
                 perhaps("forward")
@@ -80,7 +80,7 @@ def squared(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
 
 
 def train(arguments: list[str]) -> None:
-    """Be a rank of `distmp.train` that may fail in a save."""
+    """Run a rank of `distmp.train` that may fail in a save."""
     from distmp.checkpoint import store
     from tests import elastic
 
@@ -95,12 +95,12 @@ def train(arguments: list[str]) -> None:
 
 
 def perhaps(where: str) -> None:
-    """Do what FAULT says of this rank in this place."""
-    for fault in filter(None, os.environ.get("FAULT", "").split(", ")):
-        rank, place, deed = fault.split()
+    """Trigger the fault of this rank at this place, if FAULT names one."""
+    for entry in filter(None, os.environ.get("FAULT", "").split(", ")):
+        rank, place, fault = entry.split()
         if (rank, place) == (os.environ.get("RANK", "0"), where):
             Path(f"fault-{rank}").write_text(str(time.time()))
-            _DEEDS[deed]()
+            _FAULTS[fault]()
 
 
 def _raise() -> NoReturn:
@@ -112,12 +112,12 @@ def _sleep() -> None:
 
 
 def _pause() -> None:
-    """Be slow, though not as slow as what the watchdog takes for a hang."""
+    """Be slow, but not slow enough for the watchdog to report a hang."""
     time.sleep(1.5)
 
 
 def _spin() -> None:
-    """Keep Python's lock in native code, for ever."""
+    """Hold Python's lock in native code and never return."""
     time.sleep(LATE_SECONDS)
     sum(itertools.repeat(0))
 
@@ -139,7 +139,7 @@ def _allocate() -> None:
     torch.empty(1 << 50, dtype=torch.uint8)
 
 
-_DEEDS = {
+_FAULTS = {
     "raise": _raise,
     "sleep": _sleep,
     "pause": _pause,

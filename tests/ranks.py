@@ -1,4 +1,4 @@
-"""Tests whose body runs on several ranks: real processes that talk over gloo.
+"""Tests whose body runs on several ranks: real processes that communicate with gloo.
 
     @ranks(2)
     def test_sum() -> None:
@@ -10,8 +10,8 @@
     @ranks()
     def test_any(world_size: int, tmp_path: Path) -> None: ...
 
-Fixtures and parameters are pickled and given to every rank. `run_ranks` is the function below the
-decorator, for tests that compare what ranks return.
+Fixtures and parameters are pickled and passed to every rank. The decorator calls `run_ranks`, which
+tests can call themselves to compare the results of ranks.
 
 Processes are forked from a server that has imported torch once, so starting one costs a fraction of
 a second. The server never runs a tensor operation: a thread started there would be lost in its
@@ -61,7 +61,7 @@ PRELOAD = (
     "torch.distributed.tensor",
 )
 
-# How long the other ranks may still run after one has failed, to tell the cause from its effects.
+# How long the other ranks may run after one has failed, to separate the cause from its effects.
 GRACE_SECONDS = 0.3
 # How long a rank may take to end after its body has returned on every rank.
 EXIT_SECONDS = 10.0
@@ -118,7 +118,7 @@ def run_ranks(
         initialize: Whether the default process group (gloo) exists when the function starts.
 
     Returns:
-        What the ranks returned, in rank order.
+        The results of the ranks, in rank order.
     """
     __tracebackhide__ = True
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
@@ -139,7 +139,7 @@ def run_ranks(
 
 @dataclass(frozen=True)
 class _Job:
-    """What every rank of one run is told."""
+    """The description of one run, sent to every rank."""
 
     world_size: int
     call: bytes  # pickled (function, args)
@@ -164,8 +164,8 @@ class _Report:
 
     rank: int
     outcome: Literal["returned", "raised", "skipped", "died", "unfinished"]
-    # Monotonic clock, the same for all processes. A rank that died without a word comes first:
-    # what others report is the lost connection.
+    # Monotonic clock, the same for all processes. A rank that died comes first: the other ranks
+    # report only the lost connection.
     time: float = 0.0
     text: str = ""
     result: Any = None
@@ -173,7 +173,7 @@ class _Report:
 
 @dataclass(frozen=True)
 class _Member:
-    """A rank as the test's process sees it."""
+    """A rank, in the process of the test."""
 
     rank: int
     process: ForkServerProcess
@@ -192,7 +192,7 @@ def _context() -> ForkServerContext:
 
 @contextlib.contextmanager
 def _started(job: _Job) -> Iterator[list[_Member]]:
-    """Start the ranks; none of them lives on, and all their output is shown, however it ends."""
+    """Start the ranks; in any case, end all of them and show their output."""
     team: list[_Member] = []
     try:
         for rank in range(job.world_size):
@@ -261,7 +261,7 @@ def _how_it_died(code: int | None) -> str:
 
 
 def _ask_where(job: _Job, unfinished: list[_Member]) -> list[_Report]:
-    """Have the ranks that still run write down their stacks."""
+    """Make the ranks that still run write their stacks."""
     for member in unfinished:
         if member.process.pid is not None and member.process.is_alive():
             os.kill(member.process.pid, signal.SIGUSR1)
@@ -276,7 +276,7 @@ def _ask_where(job: _Job, unfinished: list[_Member]) -> list[_Report]:
 
 
 def _dismiss(job: _Job, team: list[_Member], reports: list[_Report]) -> list[_Report]:
-    """Let the ranks close down; a crash or a hang on the way out is a failure too."""
+    """Let the ranks end; a crash or a hang during shutdown is a failure too."""
     __tracebackhide__ = True
     for member in team:
         member.connection.close()
@@ -299,7 +299,7 @@ def _exit_code(member: _Member) -> int | None:
 
 
 def _fail(job: _Job, reports: list[_Report]) -> Any:
-    """Raise in pytest what went wrong first."""
+    """Fail the test with the first failure of a rank."""
     __tracebackhide__ = True
     failed = [r for r in reports if r.outcome in ("raised", "skipped", "died")]
     if not failed:
@@ -318,12 +318,12 @@ def _fail(job: _Job, reports: list[_Report]) -> Any:
 
 
 def _rank_main(job: _Job, rank: int, connection: Connection) -> None:
-    """Run the job's function, report, and stay until the other ranks are done as well."""
+    """Run the job's function, report, and wait until the other ranks are done."""
     _prepare_process(job, rank)
     report = _run(job, rank)
     sys.stdout.flush()
     connection.send_bytes(report)
-    # A rank that left now would break the connections that the others still use.
+    # Ending now would break the connections that the other ranks still use.
     with contextlib.suppress(EOFError):
         connection.recv_bytes()
     _destroy_process_group()
@@ -339,8 +339,8 @@ def _prepare_process(job: _Job, rank: int) -> None:
     faulthandler.enable()
     stack = job.stack(rank).open("w")
     faulthandler.register(signal.SIGUSR1, file=stack)
-    # pytest's rewriting of assert, so that a failing one shows its values here too. There is no
-    # public way to it outside pytest's own process.
+    # Rewrites assert, so that a failing one shows its values. pytest has no public function for
+    # this outside of its own process.
     install_importhook(get_config())
     os.environ.clear()
     os.environ.update(job.environment)
@@ -361,7 +361,7 @@ def _run(job: _Job, rank: int) -> bytes:
         return pickle.dumps(_Report(rank, "returned", result=function(*args)))
     except pytest.skip.Exception as skip:
         return pickle.dumps(_Report(rank, "skipped", time.monotonic(), str(skip)))
-    except BaseException:  # noqa: BLE001  (whatever it is, the test's process raises it again)
+    except BaseException:  # noqa: BLE001  (the process of the test reports any of them)
         return pickle.dumps(_Report(rank, "raised", time.monotonic(), traceback.format_exc()))
 
 

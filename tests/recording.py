@@ -1,4 +1,4 @@
-"""Watching what torch really does: collectives, and operations that make the host wait."""
+"""Records what torch executes: collectives, and operations that make the host wait."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Collectives(TorchDispatchMode):
-    """Notes every collective that the body starts, whoever starts it, with its first tensor.
+    """Records every collective that starts in the context, with its first tensor.
 
     Attributes:
-        found: Names of c10d operations and addresses of what they work on, in order.
-        sent: Type and number of elements of the same tensors.
+        found: Name of each c10d operation and address of its first tensor, in order.
+        sent: Dtype and number of elements of the same tensors.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,13 @@ class Collectives(TorchDispatchMode):
         return [name for name, _ in self.found]
 
     def addresses(self, name: str) -> list[int]:
-        """Return the addresses of what the operations called `name` worked on, in order."""
+        """Return the addresses of the first tensors of operations called `name`, in order."""
         return [address for found, address in self.found if found == name]
 
 
 aten = torch.ops.aten
-# What hands a value, or a shape that depends on values, to the host; a tensor from Python's values.
+# Operations that return a value, or a shape that depends on values, to the host, or create a tensor
+# from Python values.
 READS = (
     aten._local_scalar_dense,
     aten.equal,
@@ -54,10 +55,10 @@ READS = (
 
 
 class HostReads(TorchDispatchMode):
-    """Notes the operations by which, on CUDA, the host waits for the device.
+    """Records the operations in which, on CUDA, the host waits for the device.
 
     Attributes:
-        found: Their names, in order.
+        found: Names of the operations, in order.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class HostReads(TorchDispatchMode):
 
 
 def _indexes_by_mask(func: Any, args: Any) -> bool:
-    """Whether an operation has to count how many elements a mask selects."""
+    """Return whether an operation has to count the elements that a mask selects."""
     return func.overloadpacket in (aten.index, aten.index_put, aten.index_put_) and any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
@@ -79,7 +80,7 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Have torch raise where the host waits for a CUDA device."""
+    """Make torch raise if the host waits for a CUDA device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""A small model, its batches, and the plain loop in float64 that trainings are compared with."""
+"""A small model, its batches, and a plain training loop in float64 as the reference."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from distmp.engine import Engine
 from distmp.engine.outcome import StepNumbers
 from distmp.utils.flat_shard import FlatShard
 
-# Tensors are so small here that a second thread would cost more than it brings.
+# A second thread does not pay off for such small tensors.
 torch.set_num_threads(1)
 
 INPUTS, WIDTH, CLASSES = 6, 12, 5
 
-# Microbatch sizes of each rank, step after step; nowhere the same twice, and rank 1 once has none.
+# Microbatch sizes by step and rank; all differ, and rank 1 has no samples in one step.
 TWO_RANKS: tuple[tuple[tuple[int, ...], ...], ...] = (
     ((3, 5), (1, 7)),
     ((8, 1), (0, 0)),
@@ -73,23 +73,23 @@ def make_model(seed: int = 0) -> Classifier:
 
 
 def loss(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
-    """Cross entropy, summed; the weight is the number of samples."""
+    """Return the sum of the cross entropy, and the number of samples as its weight."""
     total = F.cross_entropy(model(batch.inputs), batch.labels, reduction="sum")
     return total * batch.factor, len(batch.labels)
 
 
 def samples(step: int, count: int) -> Batch:
-    """Return the samples of a step, the same however they are spread."""
+    """Return the samples of a step, independent of their distribution over ranks."""
     generator = torch.Generator().manual_seed(1000 + step)
     inputs = torch.randn(count, INPUTS, generator=generator)
     return Batch(inputs, torch.randint(CLASSES, (count,), generator=generator))
 
 
 def microbatches(step: int, sizes: Sequence[Sequence[int]], rank: int = 0) -> list[Batch]:
-    """Return what `rank` gets of the step's samples, divided as `sizes` (rank, microbatch) says."""
-    whole = samples(step, sum(map(sum, sizes)))
+    """Return the microbatches of `rank` in a step; `sizes` are by rank and microbatch."""
+    batch = samples(step, sum(map(sum, sizes)))
     flat = [size for rank_sizes in sizes for size in rank_sizes]
-    parts = zip(whole.inputs.split(flat), whole.labels.split(flat), strict=True)
+    parts = zip(batch.inputs.split(flat), batch.labels.split(flat), strict=True)
     before = sum(len(rank_sizes) for rank_sizes in sizes[:rank])
     return [Batch(*part) for part in parts][before : before + len(sizes[rank])]
 
@@ -123,7 +123,7 @@ def fused_adagrad(parameters: Any) -> torch.optim.Optimizer:
 
 
 def make_engine(**options: Any) -> Engine:
-    """Build an engine on the CPU: `make_model`, fused AdamW and FP32 unless told otherwise."""
+    """Build an engine on the CPU; by default with `make_model`, fused AdamW and FP32."""
     options = {"optimizer": fused_adamw, "policy": "fp32", "device": "cpu", **options}
     return Engine(options.pop("model", None) or make_model(), loss, **options)
 
@@ -139,7 +139,7 @@ def train(
 
 
 def weights(engine: Engine) -> dict[str, Tensor]:
-    """Return a copy of the FP32 weights, whole."""
+    """Return a copy of the full FP32 weights."""
     return {
         name.removeprefix("model/"): whole(tensor)
         for name, tensor in engine.state_dict().items()
@@ -164,7 +164,7 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, or of what a DTensor or slice is a part of; all ranks call it."""
+    """Return a copy of a tensor, or of the full tensor of a shard; all ranks have to call it."""
     if isinstance(tensor, FlatShard):
         flat = torch.zeros(tensor.whole_shape.numel(), dtype=tensor.dtype, device=tensor.device)
         flat[tensor.start : tensor.start + tensor.numel()] = tensor
@@ -180,10 +180,10 @@ def plain_training(
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
     max_norm: float | None = None,
 ) -> tuple[dict[str, Tensor], list[tuple[float, float]]]:
-    """Train in float64 on each step's samples in one batch, the way torch's documentation does.
+    """Train in float64 on all samples of each step in one batch, as in torch's documentation.
 
     Returns:
-        Weights, and loss and norm of the gradient of each step.
+        The weights, and loss and gradient norm of each step.
     """
     model = make_model().double()
     stepper = optimizer(model.parameters())
@@ -201,7 +201,7 @@ def plain_training(
 
 
 def error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
-    """Return the distance of two weights relative to how far training has moved the second."""
+    """Return the distance between weights relative to how far training has moved the second."""
     assert found.keys() == expected.keys()
     start = dict(make_model().named_parameters())
     apart = torch.cat([(found[k].double() - expected[k].double()).flatten() for k in expected])

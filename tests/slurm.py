@@ -15,10 +15,10 @@ from tests.two_hosts import NAMES, TwoHosts
 
 _DAEMONS = ("munged", "slurmctld", "slurmd")
 
-# The two nodes have as many "GPUs" as jobs ask for: plain files, which nobody opens.
+# The "GPUs" of the two nodes are plain files that are never opened.
 _GPUS = 8
 
-# States that a job does not leave.
+# Final states of a job.
 _ENDS = ("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT")
 
 _CONFIGURATION = """\
@@ -27,7 +27,7 @@ SlurmctldHost=node1
 NodeName=node[1-2] CPUs={cores} Gres=gpu:{gpus}
 PartitionName=all Nodes=ALL Default=YES
 AuthType=auth/munge
-# A job that goes back in the queue starts again when its old credential has expired.
+# A requeued job starts again after its old credential has expired.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmUser=root
 SlurmdUser=root
@@ -40,7 +40,7 @@ SlurmdSpoolDir={folder}/%n
 GresTypes=gpu
 SelectType=select/cons_tres
 ProctrackType=proctrack/linuxproc
-# The file asks for it itself.
+# The job file requests it.
 JobRequeue=0
 TaskPlugin=task/none
 MpiDefault=none
@@ -50,12 +50,12 @@ KillWait=5
 
 
 def why_not() -> str | None:
-    """Return why there cannot be a cluster here, or None."""
+    """Return why a cluster cannot be started, or None."""
     missing = [name for name in _DAEMONS if shutil.which(name) is None]
     if missing:
         return f"Slurm needs {', '.join(missing)} (apt-get install slurm-wlm munge)"
     if os.geteuid() != 0:
-        return "a Slurm cluster of our own needs root"
+        return "starting a Slurm cluster needs root"
     return two_hosts.why_not()
 
 
@@ -64,7 +64,7 @@ PATIENCE_SECONDS = 600
 
 
 class Cluster:
-    """Gives commands to Slurm as a user on the first node does."""
+    """Runs Slurm commands like a user on the first node."""
 
     def __init__(self, hosts: TwoHosts, folder: Path) -> None:
         self.folder = folder
@@ -72,12 +72,12 @@ class Cluster:
         self._environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
-        """Run a command on the first node with these environment variables besides our own."""
+        """Run a command on the first node, with additional environment variables."""
         environment = {**self._environment, **variables}
         return self._hosts.run(0, *command, cwd=cwd, env=environment)
 
     def job(self, number: str) -> dict[str, str]:
-        """Return what Slurm knows of a job: JobState, Reason, Restarts, ExitCode, ..."""
+        """Return Slurm's record of a job: JobState, Reason, Restarts, ExitCode, ..."""
         words = self.run("scontrol", "--oneliner", "show", "job", number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -85,7 +85,7 @@ class Cluster:
         """Wait until a job is in a state, and return what Slurm knows of it then.
 
         Raises:
-            AssertionError: If it ends in another state, or takes longer; with all that was logged.
+            AssertionError: If it ends in another state, or takes longer; with all logs.
         """
         awaited = {state, *_ENDS}
         wait_until(lambda: self.job(number)["JobState"] in awaited, self.logs)
@@ -98,7 +98,7 @@ class Cluster:
         return self.run("sinfo", "--Node", "--noheader", "--format=%T").split()
 
     def logs(self) -> str:
-        """Return what Slurm's daemons have logged, for the message of a failed test."""
+        """Return the logs of Slurm's daemons, for the message of a failed test."""
         logs = sorted(self.folder.glob("*.log"))
         return "\n".join(f"--- {log.name} ---\n{log.read_text()}" for log in logs)
 
@@ -107,7 +107,7 @@ class Cluster:
 def cluster() -> Iterator[Cluster]:
     """Start munged, slurmctld and a slurmd on each node; all of them end with the hosts."""
     with (
-        # Outside pytest's folders: the path of a socket may have no more than 107 characters.
+        # Not in pytest's folders: the path of a socket is limited to 107 characters.
         tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as name,
         two_hosts.two_hosts() as hosts,
     ):

@@ -18,7 +18,7 @@ CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
-def test_every_shipped_config_loads_and_says_what_it_is_for(path: Path) -> None:
+def test_every_shipped_config_loads_and_describes_its_use(path: Path) -> None:
     assert load(["--config", str(path)]) != RunConfig()
     assert path.read_text().startswith("# ")
 
@@ -81,7 +81,7 @@ def test_what_cannot_run_is_refused_by_name(arguments: list[str], message: str) 
         ("schedule", "OneCycleLR", {"max_lr": 1}, "1"),
     ],
 )
-def test_an_option_of_the_optimizer_or_schedule_is_told_where_it_belongs(
+def test_an_option_of_the_optimizer_or_schedule_gets_a_hint(
     section: str, name: str, values: dict[str, Any], written: str
 ) -> None:
     ((option, value),) = values.items()

@@ -35,7 +35,7 @@ def test_group(tmp_path):
 def test_clean_again(): pass
 """
 
-# What the report says of each leak, by test. Each must be alone: what a test leaks is put right.
+# Expected report of the leak of each test. No leak is reported twice: conftest.py undoes them.
 LEAKS = {
     "test_variable": "environment variable LEAK = '1'",
     "test_removed_variable": "environment variable HOME = None",

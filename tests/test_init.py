@@ -26,7 +26,9 @@ HEAVY = (
 def test_public_names_exist() -> None:
     assert sorted(distmp.__all__) == distmp.__all__
     assert all(hasattr(distmp, name) for name in distmp.__all__)
-    assert sorted(name for names in distmp._HOMES.values() for name in names) == distmp.__all__
+    assert (
+        sorted(name for names in distmp._PUBLIC_NAMES.values() for name in names) == distmp.__all__
+    )
     with pytest.raises(AttributeError, match="module 'distmp' has no attribute 'engines'"):
         _ = distmp.engines
 

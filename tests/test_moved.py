@@ -1,4 +1,4 @@
-"""Import paths of the release before."""
+"""Import paths of the previous release."""
 
 from __future__ import annotations
 

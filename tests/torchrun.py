@@ -1,4 +1,4 @@
-"""Training runs as a user starts them: `torchrun -m distmp.train` in a process of its own."""
+"""Starts training runs like a user: `torchrun -m distmp.train` in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TINY = [
     "--validation.final-samples=8",
     "--sample.length=8",
 ]
-"""A run that takes seconds, once it has `--data.path`."""
+"""Arguments of a run that takes seconds; `--data.path` has to be added."""
 
 SENTENCES = (
     "the quick brown fox jumps over the lazy dog\n",
@@ -42,13 +42,13 @@ def python(*arguments: str) -> list[str]:
 
 
 def torchrun(*arguments: str, ranks: int = 2) -> list[str]:
-    """The command line of `torchrun -m distmp.train`."""
+    """Return the command line of `torchrun -m distmp.train`."""
     launcher = python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
     return [*launcher, "-m", "distmp.train", *arguments]
 
 
 def environment() -> dict[str, str]:
-    """The environment of a child: this checkout first on the path, one thread for each rank."""
+    """Return the environment of a child: this checkout first on the path, one thread per rank."""
     root = str(Path(__file__).parent.parent)
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TERM": "dumb"}

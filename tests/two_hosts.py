@@ -1,10 +1,10 @@
-"""Two hosts on one machine: each has a name, an address and a network of its own.
+"""Two hosts on one machine, each with its own name, address and network.
 
     with two_hosts() as hosts:
         hosts.run(1, "hostname")  # node2
 
-Everything runs in namespaces of the kernel (processes, network, host name, mounts), so that all of
-it ends when the first process does, and nothing of it is left on the machine, whatever happens.
+Everything runs in kernel namespaces (processes, network, host name, mounts), so it ends with the
+first process and leaves nothing on the machine.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class TwoHosts:
     """Runs commands on either host.
 
     Args:
-        first: Process of the first host, as this process sees it.
-        second: Process of the second host, as the first host sees it.
+        first: Process id of the first host, in the namespace of this process.
+        second: Process id of the second host, in the namespace of the first host.
     """
 
     def __init__(self, first: int, second: int) -> None:
@@ -87,13 +87,13 @@ class TwoHosts:
         return done.stdout
 
     def command(self, host: int, words: tuple[str, ...], cwd: Path | None = None) -> list[str]:
-        """Return the command that runs another on host 0 or 1."""
-        # Entering the mounts of a host leaves the working directory.
+        """Return the command line that runs a command on host 0 or 1."""
+        # nsenter leaves the working directory when it enters a mount namespace.
         return [*self._enter[host], f"--wd={cwd or Path.cwd()}", "--", *words]
 
 
 def why_not() -> str | None:
-    """Return why there cannot be two hosts here, or None."""
+    """Return why two hosts cannot be started, or None."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"two hosts need {', '.join(missing)} (Debian's iproute2 and util-linux)"
@@ -107,14 +107,14 @@ def two_hosts(names: tuple[str, str] = NAMES) -> Iterator[TwoHosts]:
     """Start two hosts.
 
     Args:
-        names: Of the hosts; a name with a domain is known without it as well.
+        names: Names of the hosts; a name with a domain also works without the domain.
     """
     short = [name.partition(".")[0] for name in names]
-    known = zip(ADDRESSES, names, short, strict=True)
-    lines = [" ".join(dict.fromkeys(words)) for words in known]
+    entries = zip(ADDRESSES, names, short, strict=True)
+    lines = [" ".join(dict.fromkeys(entry)) for entry in entries]
     with tempfile.TemporaryDirectory(prefix="hosts-") as directory:
         (Path(directory) / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-        # Nobody else is asked for names.
+        # Names are looked up nowhere else.
         (Path(directory) / "nsswitch.conf").write_text("hosts: files\n")
         with _booted(directory, *short) as process:
             second = process.stdout.readline()  # type: ignore[union-attr]
@@ -125,7 +125,7 @@ def two_hosts(names: tuple[str, str] = NAMES) -> Iterator[TwoHosts]:
 
 @contextlib.contextmanager
 def _booted(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start the first host; with it ends everything on both, also when this process is killed."""
+    """Start the first host. Its end, or that of this process, ends everything on both hosts."""
     command = ["setpriv", "--pdeathsig=KILL", "unshare", "--fork", "--kill-child=KILL"]
     command += ["--pid", "--mount-proc", "--net", "--uts", "--mount"]
     with subprocess.Popen(

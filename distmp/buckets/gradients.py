@@ -38,9 +38,9 @@ from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, pl
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
 from distmp.buckets.used import UsedParameters
-from distmp.distributed.collectives import reduces_in_parts
-from distmp.distributed.compare_ranks import check_same, described_parameters
-from distmp.distributed.lost_peers import lost_peers_explained
+from distmp.distributed.collectives import has_native_reduce_scatter
+from distmp.distributed.compare_ranks import check_same, describe_parameters
+from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.norms import CHUNK, chunk_norms
 
@@ -151,7 +151,7 @@ class Fp32GradBuckets:
         described = {name: repr(value) for name, value in options.items()}
         described |= {"bucket_bytes": repr(bucket_bytes), "reduce_dtype": repr(reduce_dtype)}
         device = named_parameters[0][1].device
-        check_same(group, device, described | described_parameters(named_parameters))
+        check_same(group, device, described | describe_parameters(named_parameters))
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
@@ -325,7 +325,7 @@ class Fp32GradBuckets:
                 "microbatch of a step with last=True"
             )
         self._stage = ""
-        with lost_peers_explained(self.group):
+        with explain_lost_peers(self.group):
             self._launch_up_to(len(self.layouts))
             if self._reduction is not None:
                 self._reduction.finish()
@@ -452,7 +452,7 @@ class Fp32GradBuckets:
     def _build_reduction(self, comm_dtype: torch.dtype, *, pairwise: bool) -> Reduction | None:
         if self.group is None:
             return None
-        copies = self.sharded and not reduces_in_parts(self.layouts[0].device)
+        copies = self.sharded and not has_native_reduce_scatter(self.layouts[0].device)
         if comm_dtype == torch.float32 and not pairwise and not copies:
             return AllReduce(self.group, shard=self.sharded)
         return AllToAllReduce(

@@ -1,1 +1,1 @@
-"""Ranks: who they are, how they reach each other, and how they act together."""
+"""Ranks: environment, process group, collectives, and what all ranks do together."""

@@ -1,4 +1,4 @@
-"""Reads the variables that `accelerate launch` sets for its ranks, beside torchrun's."""
+"""Reads the variables that `accelerate launch` sets in addition to torchrun's."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 
 
 def check_started(variables: Mapping[str, str]) -> None:
-    """Refuse to be the only process of several that were asked for.
+    """Refuse to run as the only one of several requested processes.
 
-    `accelerate launch --cpu` starts one process whatever `--num-processes` is; only the address at
-    which the others would be met tells that there should be more.
+    `accelerate launch --cpu` starts one process whatever `--num-processes` is. MASTER_ADDR without
+    RANK shows that more were requested.
 
     Raises:
-        ConfigError: With a launcher that starts all of them.
+        ConfigError: With the launchers that start all processes.
     """
     if PRECISION_VARIABLE in variables and "MASTER_ADDR" in variables and "RANK" not in variables:
         raise ConfigError(
             "RANK",
             None,
-            "accelerate launch was asked for several processes and started one without a rank, as "
-            "it does with --cpu; use `accelerate launch --multi-gpu` (on CPUs too), torchrun or "
-            "`distmp launch`",
+            "several processes were requested of accelerate launch, which started one without a "
+            "rank, as it does with --cpu; use `accelerate launch --multi-gpu` (on CPUs too), "
+            "torchrun or `distmp launch`",
         )
 
 
 def wants_cpu(variables: Mapping[str, str]) -> bool:
-    """Whether the run was launched with `--cpu`."""
+    """Return whether the run was launched with `--cpu`."""
     return is_true(variables, "ACCELERATE_USE_CPU")
 
 
 def is_true(variables: Mapping[str, str], name: str) -> bool:
-    """Whether a variable is set to true, in one of the spellings that accelerate reads."""
+    """Return whether a variable is set to true, in one of the spellings that accelerate reads."""
     return variables.get(name, "").lower() in ("1", "true", "yes", "on")

@@ -1,4 +1,4 @@
-"""Collectives of flat tensors, under the names that this release of torch gives them."""
+"""Asynchronous collectives of flat tensors, with the function names of the installed torch."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.distributed.progress import activity
-from distmp.distributed.waiting import waiting
+from distmp.distributed.waiting import collective_waits
 
-# torch 2.13 renamed them and warns about the old names.
+# torch 2.13 renamed these functions and warns about the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to put the shards of all ranks, in their order, into `gathered`."""
+    """Start to gather the shards of all ranks, in rank order, into `gathered`."""
     activity.collective = "all_gather"
     return _started(_all_gather(gathered, shard, group=group, async_op=True), gathered)
 
 
-def reduces_in_parts(device: torch.device) -> bool:
-    """Return whether the backend for a device has a reduce-scatter of its own.
+def has_native_reduce_scatter(device: torch.device) -> bool:
+    """Return whether the backend for a device implements reduce-scatter.
 
-    Gloo, for CPUs, has none: torch copies the whole and all-reduces the copy, which is twice the
-    traffic, and keeps it until the work is waited for.
+    Gloo, for CPUs, does not: torch copies the full tensor, all-reduces the copy, which doubles the
+    traffic, and keeps the copy until the work is waited for.
     """
     return device.type != "cpu"
 
 
-def reduce_scatter(shard: Tensor, whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to sum `whole` over ranks, each of which gets its part of the sum in `shard`."""
+def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start to sum `full` over ranks; each rank receives its part of the sum in `shard`."""
     activity.collective = "reduce_scatter"
-    return _started(_reduce_scatter(shard, whole, group=group, async_op=True), whole)
+    return _started(_reduce_scatter(shard, full, group=group, async_op=True), full)
 
 
-def all_reduce(whole: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to sum `whole` over ranks, in place."""
+def all_reduce(full: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
+    """Start to sum `full` over ranks, in place."""
     activity.collective = "all_reduce"
-    return _started(dist.all_reduce(whole, group=group, async_op=True), whole)
+    return _started(dist.all_reduce(full, group=group, async_op=True), full)
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to send the r-th part of `sent` to rank r, from which comes the r-th of `received`."""
+    """Start to send part r of `sent` to rank r, and to receive part r of `received` from it."""
     activity.collective = "all_to_all"
     return _started(dist.all_to_all_single(received, sent, group=group, async_op=True), sent)
 
 
 def _started(work: dist.Work | None, tensor: Tensor) -> dist.Work:
-    assert work is not None  # None means that this rank is no member of the group
-    return waiting.watch(work, tensor)
+    assert work is not None  # None means that this rank is not in the group
+    return collective_waits.watch(work, tensor)

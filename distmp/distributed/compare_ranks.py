@@ -1,6 +1,6 @@
-"""What has to be the same on every rank, and which ranks differ where it is not.
+"""Checks that settings are the same on every rank, and names the ranks that differ.
 
-Ranks compare small checksums; only where those differ do they tell each other the values.
+Ranks compare small checksums. Only if these differ they exchange the values.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from distmp.errors import ConfigError, TrainingError, listed
 from distmp.utils.dtypes import dtype_name
 
 ADVICE = "differs between ranks; use the same on every rank"
-# Bits of a checksum that travels as a floating-point number: sums of the squares of 2^17 such
+# Bits of a checksum that is reduced as a floating-point number: sums of the squares of 2^17 such
 # numbers are exact in FP64.
 FINGERPRINT_BITS = 18
 
 
-def described_model(model: nn.Module) -> dict[str, str]:
-    """Return parameters, buffers and modules in words, in order, for a comparison between ranks."""
+def describe_model(model: nn.Module) -> dict[str, str]:
+    """Return parameters, buffers and modules as text, in order, for a comparison between ranks."""
     parameters = {
         f"model.{entry}": value
-        for entry, value in described_parameters(model.named_parameters()).items()
+        for entry, value in describe_parameters(model.named_parameters()).items()
     }
     buffers = {
-        f"model.buffers[{index}]": f"{name} {_in_words(buffer)}"
+        f"model.buffers[{index}]": f"{name} {_describe_tensor(buffer)}"
         for index, (name, buffer) in enumerate(model.named_buffers())
     }
     modules = {
-        f"model.{name or 'root'}": type(part).__name__ for name, part in model.named_modules()
+        f"model.{name or 'root'}": type(module).__name__ for name, module in model.named_modules()
     }
     return parameters | buffers | modules
 
 
-def described_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """Return parameters in words, in order, for a comparison between ranks."""
+def describe_parameters(named: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """Return parameters as text, in order, for a comparison between ranks."""
     return {
-        f"parameters[{index}]": f"{name} {_in_words(parameter)}"
+        f"parameters[{index}]": f"{name} {_describe_tensor(parameter)}"
         f"{'' if parameter.requires_grad else ', frozen'}"
         for index, (name, parameter) in enumerate(named)
     }
 
 
-def described_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return an optimizer's class and the numbers in its groups in words, for a comparison."""
+def describe_param_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the class and the parameter groups of an optimizer as text, for a comparison."""
     described = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -62,12 +62,14 @@ def described_groups(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 def check_same(
     group: dist.ProcessGroup | None, device: torch.device, described: Mapping[str, str]
 ) -> None:
-    """Compare a description between ranks, in one collective if it is the same; all call it.
+    """Compare a description between ranks, in one collective if it is the same.
+
+    Every rank of the group has to call it.
 
     Args:
         group: The ranks; None for a single process.
-        device: Where this rank communicates.
-        described: Names to values in words, what matters most first.
+        device: The device that this rank communicates from.
+        described: Values as text by name, the most important first.
 
     Raises:
         ConfigError: On every rank, with the first entry that differs and its values by rank.
@@ -83,20 +85,24 @@ def check_same(
 
 
 def raise_difference(group: dist.ProcessGroup | None, described: Mapping[str, str]) -> None:
-    """Raise what differs between ranks; all call it.
+    """Raise an error that names what differs between ranks; every rank has to call it.
+
+    Args:
+        group: The ranks; None for a single process.
+        described: Values as text by name, the most important first.
 
     Raises:
         ConfigError: On every rank, with the first entry that differs and its values by rank.
         TrainingError: If nothing in the descriptions differs.
     """
-    everyone: list[Any] = [dict(described)]
+    by_rank: list[Any] = [dict(described)]
     if group is not None:
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, dict(described), group=group)
-    for name in dict.fromkeys(name for one in everyone for name in one):
-        values = [one.get(name, "nothing") for one in everyone]
+        by_rank = [None] * dist.get_world_size(group)
+        dist.all_gather_object(by_rank, dict(described), group=group)
+    for name in dict.fromkeys(name for one in by_rank for name in one):
+        values = [one.get(name, "nothing") for one in by_rank]
         if len(set(values)) > 1:
-            raise ConfigError(name, _Words(_by_rank(values)), ADVICE)
+            raise ConfigError(name, _Unquoted(_join_by_rank(values)), ADVICE)
     raise TrainingError(
         "ranks have called the engine differently; make the same calls in the same order on "
         "every rank"
@@ -104,13 +110,13 @@ def raise_difference(group: dist.ProcessGroup | None, described: Mapping[str, st
 
 
 class Fingerprint:
-    """A checksum of what a rank calls with, compared between ranks within an all-reduce.
+    """A checksum of the arguments of a call, compared between ranks as part of an all-reduce.
 
-    Ranks sum the checksum and its square. The sums equal `world_size` times those of this rank on
-    every rank only if all checksums are equal (the variance is 0), and they are exact in FP64.
+    Ranks sum the checksum and its square, exactly in FP64. Both sums equal `world_size` times the
+    values of this rank only if all checksums are equal (their variance is 0).
 
     Args:
-        checksum: Of `FINGERPRINT_BITS` bits.
+        checksum: An integer of `FINGERPRINT_BITS` bits.
         world_size: Number of ranks.
     """
 
@@ -120,7 +126,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, values: object, world_size: int) -> Fingerprint:
-        """Return the fingerprint of numbers, texts, and lists and tuples of them."""
+        """Return the fingerprint of numbers, strings, and lists and tuples of them."""
         return cls(zlib.crc32(repr(values).encode()) % 2**FINGERPRINT_BITS, world_size)
 
     @property
@@ -148,20 +154,20 @@ class Fingerprint:
         return sums[: len(values)], self.differs(sums[len(values) :])
 
     def differs(self, sums: Tensor) -> Tensor:
-        """Return whether some ranks have another fingerprint, 0-dim bool, equal on all ranks.
+        """Return whether fingerprints of ranks differ, 0-dim bool, the same on all ranks.
 
         Args:
             sums: FP64, shape (2,), the sums of `terms` over the ranks; shape (0,) for one rank.
         """
         if self._world_size == 1:
             return sums.new_zeros((), dtype=torch.bool)
-        # Compared with numbers of the host one by one, so that nothing is copied to the device.
+        # Compared with Python numbers one by one, so that nothing is copied to the device.
         first, second = (self._world_size * term for term in self.terms)
         return (sums[0] != first) | (sums[1] != second)
 
 
 def hyperparameters(optimizer: torch.optim.Optimizer) -> list[object]:
-    """Return the numbers in an optimizer's groups that the host knows."""
+    """Return the class and those settings of the parameter groups that are not tensors."""
     known = (bool, int, float, str, tuple, type(None))
     groups = [
         [(key, value) for key, value in group.items() if isinstance(value, known)]
@@ -170,8 +176,8 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[object]:
     return [type(optimizer).__name__, *groups]
 
 
-class _Words(str):
-    """Text that an error shows without quotes."""
+class _Unquoted(str):
+    """Text that an error message shows without quotes."""
 
     __slots__ = ()
 
@@ -179,15 +185,15 @@ class _Words(str):
         return str(self)
 
 
-def _in_words(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {dtype_name(tensor.dtype)}"
 
 
-def _by_rank(values: Sequence[str]) -> str:
+def _join_by_rank(values: Sequence[str]) -> str:
     ranks: dict[str, list[str]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(str(rank))
     return "; ".join(
-        f"{value} on rank{'s' if len(who) > 1 else ''} {listed(who)}"
-        for value, who in ranks.items()
+        f"{value} on rank{'s' if len(holders) > 1 else ''} {listed(holders)}"
+        for value, holders in ranks.items()
     )

@@ -1,4 +1,4 @@
-"""Ranks that have ended, as the others see it: a collective that fails."""
+"""Recognizes collectives that failed because another rank has ended."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from distmp.errors import DistmpError, LostPeerError
 
 
 @contextlib.contextmanager
-def lost_peers_explained(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Say that another rank has ended where a collective fails because of it.
+def explain_lost_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Replace the error of a collective that failed because another rank has ended.
 
     Args:
-        group: The ranks, or None for a process alone.
+        group: The ranks; None for a single process.
 
     Raises:
         LostPeerError: In place of the error of the collective.
@@ -33,7 +33,7 @@ def lost_peers_explained(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed because the process at its other end is gone."""
+    """Return whether a collective failed because another process has closed the connection."""
     signs = (
         "Connection closed by peer",
         "Connection reset by peer",

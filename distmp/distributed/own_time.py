@@ -1,9 +1,9 @@
-"""The time of a step that is a rank's own: without waiting for others.
+"""Measures the time that a rank itself takes for a step, without waiting for other ranks.
 
-It is measured from the end of one decision, which all ranks reach together, to the beginning of the
-next one; what lies between is the update, the data, forward and backward. Waiting for collectives
-in between is taken apart. On CUDA these are times of the device, read when they are past: the host
-does not wait for them.
+The interval begins at the end of a decision, which all ranks reach together, and ends at the start
+of the next one. It contains the update, loading data, forward and backward. Waits for collectives
+within it are measured separately. On CUDA these are times of the device, read once they are past:
+the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
-from distmp.distributed.waiting import Moment, Span, waiting
+from distmp.distributed.waiting import Span, TimePoint, collective_waits
 
-# As many steps are looked at together; the middle one counts.
+# The median over this many steps is reported.
 STEPS = 5
 
 
@@ -24,8 +24,8 @@ class OwnTime(NamedTuple):
     """Times of a rank between two decisions, in seconds.
 
     Attributes:
-        between: From the one to the other.
-        waited: Of that, in collectives.
+        between: Time from the end of one decision to the start of the next.
+        waited: The part of `between` that the rank waited in collectives.
     """
 
     between: float
@@ -33,56 +33,58 @@ class OwnTime(NamedTuple):
 
 
 class _Interval(NamedTuple):
-    begin: Moment
-    end: Moment
+    begin: TimePoint
+    end: TimePoint
     waits: list[Span]
 
 
 class StepClock:
-    """Measures the own time of steps, while it is asked to.
+    """Measures the own time of steps.
 
     Args:
-        device: Where steps are computed.
+        device: The device that computes the steps.
 
     Attributes:
-        active: Whether it measures. It costs two events a step, and two for each collective.
+        active: Whether the clock measures. On CUDA this costs two events per step, and two per
+            collective.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.active = False
         self._device = device
-        self._begin: Moment | None = None
+        self._begin: TimePoint | None = None
         self._intervals: deque[_Interval] = deque(maxlen=STEPS)
 
     def begin(self) -> None:
-        """Note that a decision has been reached."""
-        waiting.active = self.active
-        waiting.take()
-        self._begin = Moment(self._device) if self.active else None
+        """Start an interval, at the end of a decision."""
+        collective_waits.active = self.active
+        collective_waits.take()
+        self._begin = TimePoint(self._device) if self.active else None
 
     def end(self) -> None:
-        """Note that this rank is ready for the next decision."""
+        """End the interval, at the start of the next decision."""
         if self._begin is not None:
-            self._intervals.append(_Interval(self._begin, Moment(self._device), waiting.take()))
+            waits = collective_waits.take()
+            self._intervals.append(_Interval(self._begin, TimePoint(self._device), waits))
             self._begin = None
 
     def drop_last(self) -> None:
-        """Leave out the last step: something else came between."""
+        """Discard the last interval, which contains more than a step."""
         if self._intervals:
             self._intervals.pop()
 
     def take(self) -> OwnTime | None:
-        """Return the middle of the last steps that are past on the device; None without any."""
+        """Return the median of the intervals that are past on the device; None without any."""
         past = [
             OwnTime(
-                interval.begin.until(interval.end),
-                sum(before.until(after) for before, after in interval.waits),
+                interval.begin.seconds_until(interval.end),
+                sum(begin.seconds_until(end) for begin, end in interval.waits),
             )
             for interval in self._intervals
-            if interval.end.is_past and all(after.is_past for _, after in interval.waits)
+            if interval.end.is_past and all(end.is_past for _, end in interval.waits)
         ]
         self._intervals.clear()
         if not past:
             return None
-        middle = statistics.median_low([time.between - time.waited for time in past])
-        return next(time for time in past if time.between - time.waited == middle)
+        median = statistics.median_low([time.between - time.waited for time in past])
+        return next(time for time in past if time.between - time.waited == median)

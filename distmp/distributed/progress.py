@@ -1,7 +1,7 @@
-"""What this rank is doing right now: written by its main thread, read by its watchdog.
+"""The current phase of this rank: written by its main thread, read by its watchdog.
 
-Writing is one assignment of a tuple, so that it may stand anywhere in a step. The reader's thread
-sees an old tuple or a new one, never a mixture.
+A write is one assignment of a tuple, cheap enough for any place in a step. The reading thread sees
+the old tuple or the new one, never a mixture.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 
 T = TypeVar("T")
 
-# Phases that a profile of steps tells apart.
+# Phases that other code refers to, such as a profile of steps.
 DATA = "loading data"
 DECISION = "decision"
 UPDATE = "update"
@@ -22,15 +22,16 @@ SAVING = "saving a checkpoint"
 
 
 class CurrentPhase(NamedTuple):
-    """Where the main thread is.
+    """What the main thread is doing.
 
     Attributes:
-        phase: What it does, in words.
-        number: Which one, counted from 1, of what the phase ends with ("microbatch"); 0: no number.
-        since: When it came here, on the monotonic clock.
-        step: Step under way, 0 before the first one.
-        transfers: Whether bytes that the process reads and writes are progress as well.
-        starting: Whether no step has ended yet since the process started.
+        phase: Name of the phase.
+        number: Index, counted from 1, of the item that the phase names last ("forward of
+            microbatch"); 0 for a phase without index.
+        since: When the phase began or last advanced, in seconds of the monotonic clock.
+        step: Index of the current step; 0 before the first one.
+        transfers: Whether bytes that the process reads and writes also count as progress.
+        starting: Whether no step has ended since the process started.
     """
 
     phase: str
@@ -42,7 +43,7 @@ class CurrentPhase(NamedTuple):
 
     @property
     def place(self) -> str:
-        """The phase with its number."""
+        """The name of the phase, with its index."""
         return f"{self.phase} {self.number}" if self.number else self.phase
 
     def __str__(self) -> str:
@@ -50,12 +51,12 @@ class CurrentPhase(NamedTuple):
 
 
 class Activity:
-    """Holds what the main thread is doing.
+    """Holds the current phase of the main thread.
 
     Attributes:
-        now: The latest entry.
-        collective: Name of the collective that distmp has started last.
-        observer: Called with every new entry, in the main thread, if there is one.
+        now: The current phase.
+        collective: Name of the collective that distmp started last; "" before the first one.
+        observer: Called with every new phase, in the main thread; None for no observer.
     """
 
     def __init__(self) -> None:
@@ -63,37 +64,37 @@ class Activity:
         self.restart()
 
     def restart(self) -> None:
-        """Begin from nothing, as a new process does."""
+        """Reset to the state of a new process."""
         self.now = CurrentPhase("setup", 0, time.monotonic(), 0, False, True)
         self.collective = ""
 
     def enter(self, phase: str, number: int = 0, *, transfers: bool = False) -> None:
-        """Say what is done from now on."""
+        """Enter a phase; the arguments are fields of `CurrentPhase`."""
         before = self.now
-        self._is(
+        self._set(
             CurrentPhase(phase, number, time.monotonic(), before.step, transfers, before.starting)
         )
 
     def begin_step(self, step: int, *, first: bool) -> None:
-        """Say that a step begins, which starts with loading its data."""
-        self._is(CurrentPhase(DATA, 0, time.monotonic(), step, False, first))
+        """Enter the first phase of a step, loading data."""
+        self._set(CurrentPhase(DATA, 0, time.monotonic(), step, False, first))
 
     def touch(self) -> None:
-        """Say that the same phase goes on and has got further."""
+        """Record progress within the current phase."""
         self.now = self.now._replace(since=time.monotonic())
 
     def each(self, phase: str, items: Iterable[T]) -> Iterator[T]:
-        """Yield the items, each of which is progress in `phase`."""
+        """Enter a phase and yield the items; each of them counts as progress."""
         self.enter(phase)
         for item in items:
             self.touch()
             yield item
 
-    def _is(self, doing: CurrentPhase) -> None:
-        self.now = doing
+    def _set(self, current: CurrentPhase) -> None:
+        self.now = current
         if self.observer is not None:
-            self.observer(doing)
+            self.observer(current)
 
 
 activity = Activity()
-"""That of this process."""
+"""The current phase of this process."""

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of a run, from the variables that torchrun sets."""
+"""Reads rank and world size of this process from the environment variables of torchrun."""
 
 from __future__ import annotations
 
@@ -10,15 +10,21 @@ from distmp.distributed.accelerate_launch import check_started
 from distmp.errors import ConfigError
 
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# How many processes were started at once, as launchers that do not set torchrun's variables say.
+# Number of processes according to launchers that do not set torchrun's variables.
 _FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """This process's place among all ranks (`rank`) and among those of its machine (`local_rank`).
+    """Rank of this process among all ranks and among those of its machine.
 
-    The default is a process alone.
+    The default is a single process.
+
+    Attributes:
+        rank: Global rank, 0 to `world_size` - 1.
+        local_rank: Rank on this machine, 0 to `local_world_size` - 1.
+        world_size: Number of ranks.
+        local_world_size: Number of ranks on this machine.
 
     Raises:
         ConfigError: If the numbers contradict each other; it names torchrun's variable.
@@ -41,14 +47,14 @@ class RankEnvironment:
 
     @classmethod
     def from_variables(cls, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
-        """Read torchrun's variables; where there are none, the process is alone.
+        """Read torchrun's variables; without them this is a single process.
 
-        WORLD_SIZE=1 without RANK is a process alone, whatever else started beside it.
+        WORLD_SIZE=1 without RANK is a single process, whatever else was started beside it.
 
         Raises:
             ConfigError: If some of the variables are missing, a value is impossible, accelerate
                 launched one process in place of several, or another launcher (mpirun, srun) has
-                started several processes without telling them how to reach each other.
+                started several processes without the address at which to connect.
         """
         present = [name for name in _VARIABLES if name in variables]
         if present == ["WORLD_SIZE"] and variables["WORLD_SIZE"] == "1":
@@ -67,12 +73,12 @@ def _read(variables: Mapping[str, str], name: str, present: str) -> int:
             name,
             None,
             f"is not set although {present} is; start the run with torchrun or `distmp launch`, "
-            f"or unset {present} for a process alone",
+            f"or unset {present} for a single process",
         )
     try:
         return int(text)
     except ValueError:
-        raise ConfigError(name, text, "must be a whole number, as torchrun sets it") from None
+        raise ConfigError(name, text, "must be an integer, as torchrun sets it") from None
 
 
 def _refuse_foreign_ranks(variables: Mapping[str, str]) -> None:
@@ -85,7 +91,7 @@ def _refuse_foreign_ranks(variables: Mapping[str, str]) -> None:
                 f"{size} processes were started together, but torchrun's variables (RANK, "
                 "WORLD_SIZE, MASTER_ADDR ...) are not set, so each would train alone; start one "
                 "`distmp launch` or torchrun per machine, or set WORLD_SIZE=1 for processes that "
-                "train on their own",
+                "train independently",
             )
 
 

@@ -1,9 +1,10 @@
-"""Finds out where the ranks are that do not come to a decision, or to a call of an engine.
+"""Finds the ranks that are missing in a decision or in a call of an engine.
 
-A rank that waits in a decision cannot see why: another rank may be late, somewhere else, or gone.
-Each rank has a thread that answers, through the store of the default process group, where the
-thread that calls the scaler or the engine is. The waiting ranks ask after `PATIENCE_SECONDS`, and
-when the reduction fails. A steady step costs nothing; a rank reads one key a second.
+A rank that waits in a decision cannot see why: another rank may be late, in other code, or dead.
+Each rank runs a thread that reports, through the store of the default process group, where the
+thread that calls the scaler or the engine is. Waiting ranks query the others after
+`PATIENCE_SECONDS`, and when the reduction fails. A step adds no communication; a rank reads one key
+of the store per second.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ import torch.distributed as dist
 
 from distmp.utils.frames import collective, user_line, user_line_of_error
 
-# How long a decision may take before the ranks that have not come are named in a warning.
+# How long a decision may take before a warning names the missing ranks.
 PATIENCE_SECONDS = 60.0
-# How often a rank looks whether it is asked.
+# How often a rank checks for queries.
 INTERVAL_SECONDS = 1.0
-# How long a rank that lives takes to answer at most.
+# How long a live rank takes to answer at most.
 ANSWER_SECONDS = 5.0
-# How long an operation of the store may take.
+# Timeout of an operation of the store.
 STORE_SECONDS = 5.0
-# How long all ranks of a decision take at most to tell what they have called.
+# Timeout of `RankMonitor.exchange`.
 EXCHANGE_SECONDS = 60.0
-# Of the error with which a rank has ended, that others see.
-MOST_CHARACTERS = 200
+# Length of the error message that a rank leaves for the others when it ends.
+MAX_ERROR_CHARACTERS = 200
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -50,22 +51,22 @@ logger = logging.getLogger("distmp")
 
 
 @dataclass(frozen=True)
-class Presence:
-    """Where a rank is, as it says itself.
+class RankStatus:
+    """What a rank is doing, as it reports itself.
 
     Attributes:
-        begun: How many decisions it has begun, by name of the group.
-        last_call: The latest call of a scaler there, in words, or "".
-        line: The line of the user's code that it executes, or in which it ended, or "".
-        ended: How its process ended, or "".
-        engine_calls: How many calls of engines it has begun.
-        engine_call: The latest of them, or "".
-        waits_in: The collective that it waits in, or "".
-        collectives: How many collectives of a sharded model it has begun.
-        compares: Whether it compares with other ranks what it is about to do.
+        decisions: Number of decisions that the rank has begun, by name of the process group.
+        last_call: Latest call of a scaler, as text; "" before the first one.
+        line: Line of the user's code that the rank executes, or in which it ended; "" if unknown.
+        ended: How the process ended, as text; "" while it runs.
+        engine_calls: Number of calls of engines that the rank has begun.
+        engine_call: Latest call of an engine, as text; "" before the first one.
+        waits_in: Name of the collective that the rank waits in, or "".
+        collectives: Number of collectives of a sharded model that the rank has begun.
+        compares: Whether the rank is comparing its next collective with the other ranks.
     """
 
-    begun: dict[str, int] = field(default_factory=dict)
+    decisions: dict[str, int] = field(default_factory=dict)
     last_call: str = ""
     line: str = ""
     ended: str = ""
@@ -84,16 +85,17 @@ class Presence:
 
 
 @dataclass
-class Waiting:
-    """A decision that this rank waits in.
+class PendingDecision:
+    """A decision that this rank has begun and that may still wait for other ranks.
 
     Attributes:
-        group: Name of the group.
-        number: Which decision of the group, counted from 1.
-        ranks: The ranks of the group.
-        is_over: Asks a device whether the decision is over; on a host it is when the call returns.
-        since: When it began, on the monotonic clock.
-        has_warned: Whether the ranks that have not come were logged.
+        group: Name of the process group.
+        number: Index of the decision in the group, counted from 1.
+        ranks: The global ranks of the group.
+        is_over: Returns whether the device has completed the decision. A decision on the CPU is
+            over when the reduction returns.
+        since: When the decision began, in seconds of the monotonic clock.
+        has_warned: Whether the missing ranks were logged.
     """
 
     group: str
@@ -104,16 +106,24 @@ class Waiting:
     has_warned: bool = False
 
 
-def _question(number: int) -> str:
+def _query_key(number: int) -> str:
     return f"question/{number}"
 
 
 class RankMonitor:
-    """This rank among the ranks of the default process group.
+    """Reports the status of this rank to the other ranks, and queries theirs.
 
     Args:
-        store: Shared by the ranks; this object is its only user on this rank.
-        rank: This rank.
+        store: Store shared by the ranks; nothing else on this rank uses this connection.
+        rank: This rank in the default process group.
+
+    Attributes:
+        engine_calls: Number of calls of engines that this rank has begun.
+        engine_call: Latest call of an engine, as text; "" before the first one.
+        collectives: Number of collectives of a sharded model that this rank has begun; written by
+            `CollectiveOrder`.
+        compares: Whether this rank is comparing its next collective with the other ranks; written
+            by `CollectiveOrder`.
     """
 
     def __init__(self, store: Store, rank: int) -> None:
@@ -121,14 +131,12 @@ class RankMonitor:
         self._rank = rank
         self._world = weakref.ref(dist.group.WORLD)
         self._ranks: dict[str, list[int]] = {}
-        self._begun: Counter[str] = Counter()
+        self._decisions: Counter[str] = Counter()
         self._caller = threading.get_ident()
         self._last_call: tuple[str, int] | None = None
-        self._waiting: Waiting | None = None
-        # How many calls of engines this rank has begun, and the latest of them.
+        self._pending: PendingDecision | None = None
         self.engine_calls = 0
         self.engine_call = ""
-        # Of a sharded model, written by `CollectiveOrder`.
         self.collectives = 0
         self.compares = False
         self._answered = 0
@@ -136,142 +144,150 @@ class RankMonitor:
         self._thread = threading.Thread(target=self._run, name="rank monitor", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
-        # Unlike atexit it also runs at the end of processes of `multiprocessing`.
-        self._finalizer = Finalize(None, self._leave, exitpriority=0)
-        self._store.set(f"process/{self._rank}", json.dumps([_processes_here(), os.getpid()]))
+        """Start the thread that answers queries."""
+        # Unlike atexit, this also runs at the end of processes of `multiprocessing`.
+        self._finalizer = Finalize(None, self._on_exit, exitpriority=0)
+        self._store.set(f"process/{self._rank}", json.dumps([_pid_namespace(), os.getpid()]))
         self._thread.start()
 
-    # What this rank does
+    # Recording what this rank does
 
-    def note(self, method: str, iteration: int) -> None:
-        """Note a call of a scaler."""
+    def record_call(self, method: str, iteration: int) -> None:
+        """Record a call of a scaler."""
         self._caller = threading.get_ident()
         self._last_call = (method, iteration)
 
-    def note_engine_call(self, name: str) -> None:
-        """Note a call of an engine."""
+    def record_engine_call(self, name: str) -> None:
+        """Record a call of an engine."""
         self._caller = threading.get_ident()
         self.engine_calls += 1
         self.engine_call = name
 
     @property
     def last_call(self) -> str:
-        """The latest call of a scaler, in words, or ""."""
+        """Latest call of a scaler, as text; "" before the first one."""
         method, iteration = self._last_call or ("", 0)
         return f"{method}() in iteration {iteration}" if method else ""
 
-    def begin(self, group: dist.ProcessGroup) -> Waiting:
-        """Note the beginning of a decision and return it."""
+    def begin(self, group: dist.ProcessGroup) -> PendingDecision:
+        """Record the beginning of a decision and return it."""
         name = group.group_name
         if name not in self._ranks:
             self._ranks[name] = dist.get_process_group_ranks(group)
-        self._begun[name] += 1
-        self._waiting = Waiting(
-            name, self._begun[name], self._ranks[name], lambda: False, time.monotonic()
+        self._decisions[name] += 1
+        self._pending = PendingDecision(
+            name, self._decisions[name], self._ranks[name], lambda: False, time.monotonic()
         )
-        return self._waiting
+        return self._pending
 
     def end(self) -> None:
-        """Note that the decision is over."""
-        self._waiting = None
+        """Record that the decision is over."""
+        self._pending = None
 
     @contextlib.contextmanager
-    def announced(self, group: dist.ProcessGroup) -> Iterator[Waiting]:
-        """Let other ranks count on this one for the next decision, while in the context."""
+    def announced(self, group: dist.ProcessGroup) -> Iterator[PendingDecision]:
+        """Report this rank as present in the next decision while in the context."""
         try:
             yield self.begin(group)
         finally:
-            self._begun[group.group_name] -= 1
+            self._decisions[group.group_name] -= 1
             self.end()
 
-    # What this rank asks
+    # Querying other ranks
 
-    def absent(self, waiting: Waiting) -> dict[int, Presence | None]:
-        """Return the ranks that have not come to a decision; None for a rank without an answer."""
-        waiting.has_warned = True
-        found = self.ask(waiting.ranks)
+    def missing(self, decision: PendingDecision) -> dict[int, RankStatus | None]:
+        """Return the ranks that have not begun a decision; None for a rank that does not answer."""
+        decision.has_warned = True
+        statuses = self.query(decision.ranks)
         return {
-            rank: presence
-            for rank, presence in found.items()
-            if presence is None or presence.begun.get(waiting.group, 0) < waiting.number
+            rank: status
+            for rank, status in statuses.items()
+            if status is None or status.decisions.get(decision.group, 0) < decision.number
         }
 
-    def is_gone(self, rank: int) -> bool:
-        """Whether the process of another rank has ended, as far as this machine can tell."""
+    def has_exited(self, rank: int) -> bool:
+        """Return whether the process of another rank has ended; False for other machines."""
         key = f"process/{rank}"
         if not self._store.check([key]):
             return False
-        where, process = json.loads(self._store.get(key))
-        return where == _processes_here() and not psutil.pid_exists(process)
+        namespace, process = json.loads(self._store.get(key))
+        return namespace == _pid_namespace() and not psutil.pid_exists(process)
 
-    def exchange(self, waiting: Waiting, name: str, value: Any) -> dict[int, Any]:
-        """Return what each rank says about a decision, as JSON returns it.
+    def exchange(self, decision: PendingDecision, name: str, value: Any) -> dict[int, Any]:
+        """Gather a value from each rank of a decision, through the store.
 
         All ranks of the decision have to call it, but not between the same collectives.
+
+        Args:
+            decision: The decision that the values belong to.
+            name: Distinguishes exchanges of the same decision.
+            value: Anything that JSON can represent.
+
+        Returns:
+            The values by rank, without ranks that have not called this within `EXCHANGE_SECONDS`.
         """
-        place = f"{name}/{waiting.group}/{waiting.number}"
-        self._store.set(f"{place}/{self._rank}", json.dumps(value))
-        entries = self._collect(place, waiting.ranks, EXCHANGE_SECONDS)
+        key = f"{name}/{decision.group}/{decision.number}"
+        self._store.set(f"{key}/{self._rank}", json.dumps(value))
+        entries = self._collect(key, decision.ranks, EXCHANGE_SECONDS)
         if not _store_outlives_ranks():
-            # An error may follow, with which the rank that keeps the store ends.
-            self._store.set(f"{place}/read/{self._rank}", "true")
-            self._collect(f"{place}/read", list(entries), ANSWER_SECONDS)
+            # The values may lead to an error that ends the rank which hosts the store.
+            self._store.set(f"{key}/read/{self._rank}", "true")
+            self._collect(f"{key}/read", list(entries), ANSWER_SECONDS)
         return entries
 
-    def ask(self, ranks: Sequence[int]) -> dict[int, Presence | None]:
-        """Return where other ranks are, of those named; None for a rank without an answer."""
+    def query(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
+        """Return the status of other ranks; None for a rank that does not answer."""
         ranks = [rank for rank in ranks if rank != self._rank]
         number = self._store.add("questions", 1)
-        self._store.set(_question(number), "true")
+        self._store.set(_query_key(number), "true")
         answers = self._collect(f"answer/{number}", ranks, ANSWER_SECONDS)
-        found: dict[int, Presence | None] = dict.fromkeys(ranks)
+        statuses: dict[int, RankStatus | None] = dict.fromkeys(ranks)
         for rank in ranks:
             if rank in answers:
-                found[rank] = Presence(**answers[rank])
+                statuses[rank] = RankStatus(**answers[rank])
             elif self._store.check([f"ended/{rank}"]):
-                found[rank] = Presence(**json.loads(self._store.get(f"ended/{rank}")))
-        return found
+                statuses[rank] = RankStatus(**json.loads(self._store.get(f"ended/{rank}")))
+        return statuses
 
-    def _collect(self, place: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
-        """Return what the ranks have written, waiting until all have or time is up."""
+    def _collect(self, key: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
+        """Return what the ranks have written under `key`; wait for all, up to `seconds`."""
         deadline, pause = time.monotonic() + seconds, 0.001
         missing = set(ranks)
         while True:
             if threading.current_thread() is self._thread:
-                self._answer()  # two ranks may ask each other
-            missing -= {rank for rank in missing if self._store.check([f"{place}/{rank}"])}
+                self._answer()  # two ranks may query each other
+            missing -= {rank for rank in missing if self._store.check([f"{key}/{rank}"])}
             if not missing or time.monotonic() > deadline:
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        there = [rank for rank in ranks if rank not in missing]
-        return {rank: json.loads(self._store.get(f"{place}/{rank}")) for rank in there}
+        present = [rank for rank in ranks if rank not in missing]
+        return {rank: json.loads(self._store.get(f"{key}/{rank}")) for rank in present}
 
     # The thread
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(INTERVAL_SECONDS) and self._exists():
+            while not self._stopped.wait(INTERVAL_SECONDS) and self._group_exists():
                 self._answer()
                 self._warn()
-        except RuntimeError as error:  # torch's errors of a store are such
-            logger.debug("the store of the process group is gone: %s", error)
+        except RuntimeError as error:  # raised by torch's stores
+            logger.debug("cannot reach the store of the process group: %s", error)
         if not self._stopped.is_set():
             self._finalizer.cancel()
 
-    def _exists(self) -> bool:
+    def _group_exists(self) -> bool:
         return self._world() is not None and self._world() is dist.group.WORLD
 
     def _answer(self) -> None:
-        while self._store.check([_question(self._answered + 1)]):
+        while self._store.check([_query_key(self._answered + 1)]):
             self._answered += 1
-            presence = self._presence(user_line(self._caller))
-            self._store.set(f"answer/{self._answered}/{self._rank}", json.dumps(asdict(presence)))
+            status = self._status(user_line(self._caller))
+            self._store.set(f"answer/{self._answered}/{self._rank}", json.dumps(asdict(status)))
 
-    def _presence(self, line: str, ended: str = "") -> Presence:
-        return Presence(
-            begun=dict(self._begun),
+    def _status(self, line: str, ended: str = "") -> RankStatus:
+        return RankStatus(
+            decisions=dict(self._decisions),
             last_call=self.last_call,
             line=line,
             ended=ended,
@@ -283,72 +299,72 @@ class RankMonitor:
         )
 
     def _warn(self) -> None:
-        waiting = self._waiting
-        if waiting is None or waiting.has_warned:
+        decision = self._pending
+        if decision is None or decision.has_warned:
             return
-        seconds = time.monotonic() - waiting.since
-        if seconds < PATIENCE_SECONDS or waiting.is_over():
+        seconds = time.monotonic() - decision.since
+        if seconds < PATIENCE_SECONDS or decision.is_over():
             return
-        absent = self.absent(waiting)
-        present = [rank for rank in waiting.ranks if rank not in absent]
-        is_over = self._waiting is not waiting or waiting.is_over()
-        # Of the ranks that wait one is enough to say so.
-        if absent and not is_over and self._rank == present[0]:
+        missing = self.missing(decision)
+        present = [rank for rank in decision.ranks if rank not in missing]
+        is_over = self._pending is not decision or decision.is_over()
+        # Only the first of the waiting ranks logs the warning.
+        if missing and not is_over and self._rank == present[0]:
             logger.warning(
                 "rank %d has waited for %.0f s in %s for other ranks: %s",
                 self._rank,
                 seconds,
                 self.last_call,
-                in_words(absent),
+                describe_ranks(missing),
             )
 
-    def _leave(self) -> None:
-        """End the thread; leave a word for the others where the store outlives this process."""
+    def _on_exit(self) -> None:
+        """End the thread, and report the end of this rank if the store outlives the process."""
         self._stopped.set()
         self._thread.join(2 * STORE_SECONDS)
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if not self._exists() or not (error or _store_outlives_ranks()):
+        if not self._group_exists() or not (error or _store_outlives_ranks()):
             return
-        presence = self._presence("", "has ended")
+        status = self._status("", "has ended")
         if error is not None:
             reason = next(iter(str(error).splitlines()), "")
-            how = f"has ended with {type(error).__name__} ({reason[:MOST_CHARACTERS]})"
-            presence = self._presence(user_line_of_error(error), how)
+            ended = f"has ended with {type(error).__name__} ({reason[:MAX_ERROR_CHARACTERS]})"
+            status = self._status(user_line_of_error(error), ended)
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"ended/{self._rank}", json.dumps(asdict(presence)))
+            self._store.set(f"ended/{self._rank}", json.dumps(asdict(status)))
 
 
-def _processes_here() -> str:
-    """Return what tells the processes of this machine, or container, from those of others."""
-    space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-    return f"{socket.gethostname()} {space}"
+def _pid_namespace() -> str:
+    """Return an identifier of the machine or container whose process ids this process sees."""
+    namespace = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
+    return f"{socket.gethostname()} {namespace}"
 
 
-def in_words(absent: Mapping[int, Presence | None]) -> str:
-    """Return where the ranks are that have not come."""
-    nowhere = (
+def describe_ranks(statuses: Mapping[int, RankStatus | None]) -> str:
+    """Return the status of ranks as text; None for a rank that does not answer."""
+    no_answer = (
         "does not answer: its process has ended or is stopped, or it has no scaler or engine yet"
     )
-    return "; ".join(f"rank {rank} {presence or nowhere}" for rank, presence in absent.items())
+    return "; ".join(f"rank {rank} {status or no_answer}" for rank, status in statuses.items())
 
 
 def current() -> RankMonitor | None:
-    """Return the one of the default process group, None without other ranks that could answer."""
+    """Return the monitor of the default process group; None if no other rank could answer."""
     world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if world is None or world.size() == 1 or dist.get_backend(world) == "fake":
         return None
-    if world not in _of_world:
-        _of_world[world] = _start()
-    return _of_world[world]
+    if world not in _monitors:
+        _monitors[world] = _start()
+    return _monitors[world]
 
 
-def store_of_its_own(purpose: str) -> Store | None:
-    """Return a connection to the default group's store, None if it has no usable one.
+def open_store(purpose: str) -> Store | None:
+    """Return a new connection to the store of the default group; None if it cannot be used.
 
     Args:
-        purpose: What it is for; one with another purpose has other keys.
+        purpose: Prefix of the keys, so that users of the store do not share them.
     """
-    # Here because a torch without distributed has none.
+    # Imported here: a torch built without distributed has no stores.
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
     try:
@@ -361,8 +377,8 @@ def store_of_its_own(purpose: str) -> Store | None:
 
 
 def _start() -> RankMonitor | None:
-    # A group that stands in the place of a destroyed one may have its store.
-    store = store_of_its_own(f"rank monitor {next(_generations)}")
+    # A new group may use the store of the group that was destroyed before it.
+    store = open_store(f"rank monitor {next(_generations)}")
     if store is None:
         return None
     rank_monitor = RankMonitor(store, dist.get_rank())
@@ -371,7 +387,7 @@ def _start() -> RankMonitor | None:
 
 
 def _store_outlives_ranks() -> bool:
-    """Whether writing to the store is safe while ranks end: not if one of them keeps it."""
+    """Return whether ranks may use the store while others end: not if one of them hosts it."""
     from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
     store = dist.distributed_c10d._get_default_store()
@@ -382,8 +398,8 @@ def _store_outlives_ranks() -> bool:
     return True
 
 
-# By default process group; None for one whose store cannot be used.
-_of_world: weakref.WeakKeyDictionary[dist.ProcessGroup, RankMonitor | None] = (
+# By default process group; None where its store cannot be used.
+_monitors: weakref.WeakKeyDictionary[dist.ProcessGroup, RankMonitor | None] = (
     weakref.WeakKeyDictionary()
 )
 _generations = itertools.count()

@@ -1,4 +1,4 @@
-"""All ranks act, or all fail together: what one rank cannot do raises the same error on all."""
+"""All ranks act, or all fail together: a failure of one rank raises the same error on all."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ T = TypeVar("T")
 
 
 class Failure(NamedTuple):
-    """Why a rank could not do its work.
+    """Why the work of a rank failed.
 
     Attributes:
-        message: One message.
-        exit_code: The exit code that the error asks for.
+        message: Message of the error.
+        exit_code: Exit code of a process that ends with the error.
     """
 
     message: str
     exit_code: int
 
 
-# Makes one error of the failures by rank and the number of ranks.
+# Combines the failures by rank into one error; the second argument is the number of ranks.
 CombinedError = Callable[[dict[int, Failure], int], DistmpError]
 
 
@@ -43,9 +43,10 @@ class Ranks:
         group: None uses the default group, if there is one.
 
     Attributes:
-        group: The process group, or None.
+        group: The process group; None for the default group or a single process.
+        distributed: Whether a default process group exists.
         rank: This rank in the group.
-        world_size: Number of ranks.
+        world_size: Number of ranks in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -55,7 +56,7 @@ class Ranks:
         self.world_size = dist.get_world_size(group) if self.distributed else 1
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, by rank."""
+        """Return the values of all ranks, in rank order."""
         values = [value] * self.world_size
         if self.distributed:
             dist.all_gather_object(values, value, group=self.group)
@@ -71,12 +72,12 @@ class Ranks:
         """Run `work` on every rank and return this rank's result.
 
         Args:
-            work: Contains no collective that another rank could miss by failing.
-            catch: Errors that are shared. Any other error ends its rank immediately.
-            error: Makes the error that all ranks raise.
+            work: A function without collectives, which a rank that fails would not reach.
+            catch: Errors of this class are raised on all ranks. Any other error ends its rank.
+            error: Combines the failures into the error that all ranks raise.
 
         Raises:
-            DistmpError: On every rank the same, if `work` failed on one of them.
+            DistmpError: The same on every rank, if `work` failed on any of them.
         """
         result, failure, cause = _attempt(work, catch)
         self._raise_together(self.gather(failure), error, cause)
@@ -99,11 +100,11 @@ class Ranks:
         """Run `work` on every rank and return this rank's result.
 
         Args:
-            goal: Completes the error "cannot <goal>: ...".
-            work: What to run.
+            goal: Completes the message "cannot <goal>: ...".
+            work: A function without collectives.
 
         Raises:
-            CheckpointError: On every rank, if it raised any exception on one of them.
+            CheckpointError: On every rank, if `work` raised an exception on any of them.
         """
         return self.all_or_none(work, catch=Exception, error=partial(_checkpoint_error, goal))
 
@@ -111,13 +112,17 @@ class Ranks:
         """Run `work` on rank 0 and return its result on every rank.
 
         Raises:
-            CheckpointError: On every rank, if it raised any exception.
+            CheckpointError: On every rank, if `work` raised an exception.
         """
         return self.from_rank_0(work, catch=Exception, error=partial(_checkpoint_error, goal))
 
     @contextmanager
     def one_error(self, goal: str) -> Iterator[None]:
-        """Turn the error of torch.distributed.checkpoint, which all ranks raise, into ours."""
+        """Convert the error of torch.distributed.checkpoint, which all ranks raise.
+
+        Raises:
+            CheckpointError: In place of a CheckpointException.
+        """
         try:
             yield
         except CheckpointException as error:
@@ -135,7 +140,7 @@ class Ranks:
 
 
 def describe(error: BaseException) -> str:
-    """Return an error as a part of a message."""
+    """Return an error as text, for a part of a message."""
     return str(error) if isinstance(error, DistmpError) else f"{type(error).__name__}: {error}"
 
 

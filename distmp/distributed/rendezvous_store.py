@@ -1,4 +1,4 @@
-"""The key-value store of torchrun's agent: reachable by all ranks, and kept across restarts."""
+"""The key-value store of torchrun's agent, shared by all ranks and kept across restarts."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ __all__ = [
     "PrefixStore",
     "Store",
     "connect",
-    "is_kept_by_the_launcher",
-    "most_restarts",
+    "is_hosted_by_agent",
+    "max_restarts",
     "of_attempt",
     "of_this_attempt",
     "restarts",
 ]
 
 
-# As torch has it for its stores.
+# torch's default timeout of a store.
 STORE_SECONDS = 300.0
 
 
 def restarts() -> int:
-    """Return how many times the agent has restarted the ranks."""
+    """Return the number of times that the agent has restarted the ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
 
-def most_restarts() -> int:
-    """Return how many restarts the agent allows."""
+def max_restarts() -> int:
+    """Return the number of restarts that the agent allows."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0))
 
 
-def is_kept_by_the_launcher() -> bool:
-    """Whether the store lives in torchrun's agent and not in rank 0."""
+def is_hosted_by_agent() -> bool:
+    """Return whether torchrun's agent hosts the store, not rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -43,7 +43,7 @@ def connect(timeout_seconds: float = STORE_SECONDS) -> Store:
     """Return a new connection to the store at MASTER_ADDR.
 
     Args:
-        timeout_seconds: An operation that takes longer fails.
+        timeout_seconds: Timeout of an operation of the store.
     """
     return TCPStore(
         os.environ["MASTER_ADDR"],
@@ -55,14 +55,19 @@ def connect(timeout_seconds: float = STORE_SECONDS) -> Store:
 
 
 def of_attempt(store: Store, restarts: int, world_size: int) -> Store:
-    """Return a view of the store for the keys that ranks write between two restarts.
+    """Return a view of the store with separate keys for each restart.
 
-    Without it (torch 2.13), ranks of gloo read the addresses of their predecessors after a restart
-    and cannot connect.
+    Without it (torch 2.13), gloo ranks read the addresses from before the restart and cannot
+    connect.
+
+    Args:
+        store: The store of the agent.
+        restarts: Number of restarts before this attempt.
+        world_size: Number of ranks in this attempt.
     """
     return PrefixStore(f"distmp/{restarts}/{world_size}", store)
 
 
 def of_this_attempt(world_size: int, timeout_seconds: float = STORE_SECONDS) -> Store:
-    """Return a new connection for the keys that ranks write until the next restart."""
+    """Return a new connection with the keys of the current attempt, see `of_attempt`."""
     return of_attempt(connect(timeout_seconds), restarts(), world_size)

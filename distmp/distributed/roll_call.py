@@ -1,9 +1,9 @@
-"""Calls of an engine that need all ranks, and begin only when all ranks have made them.
+"""Makes calls of an engine that need all ranks begin only when all ranks have made them.
 
-A rank that evaluates while the others take a step would meet their reductions with one of its own,
-which ends the process under gloo and gives nonsense or a hang under NCCL. So a rank says through
-the store of the process group that it has come, and waits for the others. When they do not come it
-asks where they are. A step itself only counts: it waits for nobody and writes nothing.
+If a rank evaluates while the others take a step, its reduction is matched with a different one of
+theirs, which aborts the process under gloo and gives wrong results or a hang under NCCL. So a rank
+announces the call through the store of the process group and waits for the others. If they do not
+arrive it queries their status. A step is only counted: it neither waits nor writes.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import Presence, RankMonitor
+from distmp.distributed.rank_monitor import RankMonitor, RankStatus
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-# How long ranks may take to come before they are asked where they are, and between two questions.
+# How long ranks wait before they query the status of missing ranks, and between two queries.
 PATIENCE_SECONDS = 4.0
-# A rank that does not answer this many questions in a row, about two minutes, counts as lost.
-MOST_QUESTIONS = 12
+# A rank that does not answer this many queries in a row, about two minutes, counts as lost.
+MAX_UNANSWERED = 12
 # How much later than this rank another one may fail in the same call.
 FAILURE_SECONDS = 5.0
 
 
 class RollCall:
-    """Counts the calls of engines on this rank, and waits for other ranks where it is called for.
+    """Counts the calls of engines on this rank, and waits until all ranks have made a call.
 
     Args:
         world: The ranks.
@@ -40,32 +40,33 @@ class RollCall:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._silent: dict[int, int] = {}
+        # Consecutive queries that a rank has not answered, by rank.
+        self._unanswered: dict[int, int] = {}
 
     def count(self, call: str) -> None:
-        """Count a call: the ranks make the same ones in the same order."""
+        """Count a call. All ranks have to make the same calls in the same order."""
         monitor = self._monitor()
         if monitor is not None:
-            monitor.note_engine_call(call)
+            monitor.record_engine_call(call)
 
-    def meet(self, call: str) -> None:
+    def wait_for_all(self, call: str) -> None:
         """Count a call and wait until all ranks have made it.
 
         Raises:
-            TrainingError: As `meet_in_call`.
-            LostPeerError: As `meet_in_call`.
+            TrainingError: See `wait_in_call`.
+            LostPeerError: See `wait_in_call`.
         """
         self.count(call)
-        self.meet_in_call()
+        self.wait_in_call()
 
-    def meet_in_call(self, part: str = "") -> None:
-        """Wait until all ranks have come to this place in the call that was counted last.
+    def wait_in_call(self, part: str = "") -> None:
+        """Wait until all ranks have reached this point of the call that was counted last.
 
         Args:
-            part: What only ranks do that come here, in words behind those of the call.
+            part: Appended to the call in messages: what only ranks do that reach this point.
 
         Raises:
-            TrainingError: If a rank makes another call in its place, or has ended.
+            TrainingError: If a rank makes a different call, or has ended.
             LostPeerError: If a rank does not answer.
         """
         monitor = self._monitor()
@@ -73,25 +74,25 @@ class RollCall:
         if monitor is None or store is None:
             return
         monitor.engine_call += part
-        place = f"{monitor.engine_calls}/{monitor.engine_call}"
-        if store.add(place, 1) == self._world.world_size:
-            # Everybody has left the meeting before this one.
-            for key in _last_meeting.pop(monitor, ()):
+        counter = f"{monitor.engine_calls}/{monitor.engine_call}"
+        if store.add(counter, 1) == self._world.world_size:
+            # All ranks have arrived here, so none still reads the keys of the previous wait.
+            for key in _last_keys.pop(monitor, ()):
                 store.delete_key(key)
-            store.set(f"{place}/all", "")
-        self._silent.clear()
-        while not _is_there(store, f"{place}/all"):
-            self._look_for_others(monitor)
-        _last_meeting[monitor] = (place, f"{place}/all")
+            store.set(f"{counter}/all", "")
+        self._unanswered.clear()
+        while not _wait_for_key(store, f"{counter}/all"):
+            self._check_other_ranks(monitor)
+        _last_keys[monitor] = (counter, f"{counter}/all")
 
     def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:
         """Wait until a call that failed on this rank is known to have failed on every rank.
 
-        A rank that continued alone would meet the collectives of the others with different ones.
+        If this rank continued alone, its collectives would not match those of the others.
 
         Args:
             failures: Number of calls that have failed on this rank, this one included.
-            problem: Why the call has failed.
+            problem: The error with which the call failed.
 
         Raises:
             TrainingError: If it has not failed on another rank within `FAILURE_SECONDS`.
@@ -104,7 +105,7 @@ class RollCall:
         try:
             store.set(keys[rank], "failed")
             store.wait(keys, timedelta(seconds=FAILURE_SECONDS))
-        except RuntimeError as error:  # what torch's stores raise
+        except RuntimeError as error:  # raised by torch's stores
             raise TrainingError(
                 f"the last call of the engine failed on rank {rank} of {world_size} "
                 f"({type(problem).__name__}: {problem}) and not on every other rank; ranks that "
@@ -115,42 +116,42 @@ class RollCall:
     def _monitor(self) -> RankMonitor | None:
         return None if self._world.group is None else rank_monitor.current()
 
-    def _look_for_others(self, monitor: RankMonitor) -> None:
-        found = monitor.ask(range(self._world.world_size))
-        elsewhere = {
-            rank: presence
-            for rank, presence in found.items()
-            if presence is not None and _will_not_come(presence, monitor)
+    def _check_other_ranks(self, monitor: RankMonitor) -> None:
+        statuses = monitor.query(range(self._world.world_size))
+        in_other_call = {
+            rank: status
+            for rank, status in statuses.items()
+            if status is not None and _cannot_arrive(status, monitor)
         }
-        if elsewhere:
+        if in_other_call:
             raise TrainingError(
-                f"rank {self._world.rank} waits in {monitor.engine_call}, "
-                f"which every rank has to call, and {rank_monitor.in_words(elsewhere)}; make the "
-                "same calls in the same order on every rank"
+                f"rank {self._world.rank} waits in {monitor.engine_call}, which every rank has to "
+                f"call, and {rank_monitor.describe_ranks(in_other_call)}; make the same calls in "
+                "the same order on every rank"
             )
-        silent = [rank for rank, presence in found.items() if presence is None]
-        self._silent = {rank: self._silent.get(rank, 0) + 1 for rank in silent}
-        gone = [rank for rank, times in self._silent.items() if times >= MOST_QUESTIONS]
-        if gone := gone or [rank for rank in silent if monitor.is_gone(rank)]:
+        silent = [rank for rank, status in statuses.items() if status is None]
+        self._unanswered = {rank: self._unanswered.get(rank, 0) + 1 for rank in silent}
+        lost = [rank for rank, queries in self._unanswered.items() if queries >= MAX_UNANSWERED]
+        if lost := lost or [rank for rank in silent if monitor.has_exited(rank)]:
             raise LostPeerError(
                 f"rank {self._world.rank} of {self._world.world_size} stops because another rank "
-                f"has ended; the output of that rank, {gone[0]}, has the cause"
+                f"has ended; the output of that rank, {lost[0]}, has the cause"
             )
 
 
-def _will_not_come(presence: Presence, mine: RankMonitor) -> bool:
-    """Whether another rank has ended, or is in another call in the place of this one's."""
-    here = presence.engine_calls == mine.engine_calls
-    elsewhere = here and presence.engine_call != mine.engine_call
-    return bool(presence.ended) or presence.engine_calls > mine.engine_calls or elsewhere
+def _cannot_arrive(other: RankStatus, own: RankMonitor) -> bool:
+    """Return whether another rank has ended, or makes a different call than this rank."""
+    same_number = other.engine_calls == own.engine_calls
+    differs = same_number and other.engine_call != own.engine_call
+    return bool(other.ended) or other.engine_calls > own.engine_calls or differs
 
 
-def _is_there(store: Store, key: str) -> bool:
-    """Wait for a key for a while."""
+def _wait_for_key(store: Store, key: str) -> bool:
+    """Wait for a key up to `PATIENCE_SECONDS`; return whether it exists."""
     try:
         store.wait([key], timedelta(seconds=PATIENCE_SECONDS))
     except RuntimeError as error:
-        # Of a store in a file, of any other.
+        # A FileStore raises the former, any other store the latter.
         if "timeout" not in str(error).lower() and not isinstance(error, dist.DistStoreError):
             raise
         return store.check([key])
@@ -159,12 +160,13 @@ def _is_there(store: Store, key: str) -> bool:
 
 def _store_of(monitor: RankMonitor) -> Store | None:
     if monitor not in _stores:
-        # Its own connection: to wait on one keeps other threads from using it.
-        # A group that stands in the place of a destroyed one may have its store.
-        _stores[monitor] = rank_monitor.store_of_its_own(f"roll call {next(_generations)}")
+        # A separate connection: a wait blocks other threads that use the same one.
+        # A new group may use the store of the group that was destroyed before it.
+        _stores[monitor] = rank_monitor.open_store(f"roll call {next(_generations)}")
     return _stores[monitor]
 
 
 _stores: weakref.WeakKeyDictionary[RankMonitor, Store | None] = weakref.WeakKeyDictionary()
 _generations = itertools.count()
-_last_meeting: weakref.WeakKeyDictionary[RankMonitor, tuple[str, str]] = weakref.WeakKeyDictionary()
+# Keys of the latest wait, deleted when all ranks have arrived at the next one.
+_last_keys: weakref.WeakKeyDictionary[RankMonitor, tuple[str, str]] = weakref.WeakKeyDictionary()

@@ -1,7 +1,7 @@
-"""Requests to stop: signals and the end of the time are noted, and training ends after a step.
+"""Requests to stop: signals are recorded, and training ends cleanly after a step.
 
-Nothing heavy is imported here before it is used: a process that imports torch has to be able to
-stop in order while it does.
+torch is imported only where it is used: a process has to be able to stop cleanly while it imports
+torch.
 """
 
 from __future__ import annotations
@@ -20,34 +20,37 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Ctrl-C, preemption, and the two that schedulers can be told to send ahead of a time limit.
+# Ctrl-C, preemption, and the two that schedulers can be configured to send before a time limit.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
-# Microbatches of an evaluation between two questions to the ranks whether to leave off.
-ASK_EVERY = 8
+# Microbatches of an evaluation between two checks for a stop request.
+CHECK_EVERY = 8
 
 INTERRUPTED_EXIT_CODE = 128 + signal.SIGINT
 
 
 def exit_code_after(number: int | None) -> int:
-    """Return the exit code of a run that has stopped in order, after a signal or without one.
+    """Return the exit code of a run that has stopped cleanly.
 
-    75 sends a job back in its queue, which nobody wants who has pressed Ctrl-C.
+    75 requeues a job, which is not wanted after Ctrl-C.
+
+    Args:
+        number: The signal that has stopped the run; None without a signal.
     """
     return INTERRUPTED_EXIT_CODE if number == signal.SIGINT else STOPPED_EXIT_CODE
 
 
-def stop_while_starting() -> None:
-    """Have `STOP_SIGNALS` end this process in order from now on, until it has something to lose.
+def exit_on_stop_signals() -> None:
+    """Make `STOP_SIGNALS` end this process immediately, while it is still starting.
 
-    That is the case once somebody else has handled a signal: see `put_back`.
+    `StopSignals` and other handlers replace this; see `restore_handlers`.
     """
     for number in STOP_SIGNALS:
-        signal.signal(number, _end)
+        signal.signal(number, _exit)
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """End the process where it stands: nothing has been started yet, and nothing is cut off."""
+def _exit(number: int, frame: FrameType | None) -> None:
+    """End the process immediately. Nothing has been started yet that this could interrupt."""
     code, name = exit_code_after(number), signal.Signals(number).name
     message = f"distmp: stopped by {name} before anything had begun (exit code {code})\n"
     with contextlib.suppress(OSError):
@@ -55,33 +58,33 @@ def _end(number: int, frame: FrameType | None) -> None:
     os._exit(code)
 
 
-def put_back(handlers: Mapping[int, signal._HANDLER]) -> None:
-    """Put signal handlers back; only `stop_while_starting` has no say any more.
+def restore_handlers(handlers: Mapping[int, signal._HANDLER]) -> None:
+    """Restore signal handlers, except those of `exit_on_stop_signals`, which become SIG_IGN.
 
-    Whoever has handled signals has begun something. How that ended is what the exit code tells, and
-    the process is about to end with it.
+    Code that handled signals has started its work. The process is about to end with the exit code
+    of that work, and a late signal must not replace it.
 
     Args:
         handlers: What `signal.signal` has returned, by signal.
     """
     for number, handler in handlers.items():
-        signal.signal(number, signal.SIG_IGN if handler is _end else handler)
+        signal.signal(number, signal.SIG_IGN if handler is _exit else handler)
 
 
 class StopSignals:
     """Turns `STOP_SIGNALS` into a request that the training loop reads, inside a `with` block.
 
-    A second SIGINT interrupts at once, for somebody who does not want to wait for the step. All
-    others may come as often as they like, also while a checkpoint is being written. SIGUSR1 and
-    SIGUSR2 are left to whoever has taken them before.
+    A second SIGINT raises KeyboardInterrupt immediately, for users who do not want to wait for the
+    step. All other signals may repeat, also while a checkpoint is written. SIGUSR1 and SIGUSR2 are
+    not handled if another handler was installed before.
 
-    SIGHUP, a terminal that closes, does not end a run. torchrun is the exception: it ends its ranks
-    30 seconds after it, so that under it SIGHUP is a request like the others, unless it is ignored
-    already (`nohup`, `distmp launch`).
+    SIGHUP (the terminal was closed) is ignored, except under torchrun, which ends its ranks 30
+    seconds after it: there SIGHUP is a request like the others, unless it is ignored already
+    (`nohup`, `distmp launch`).
 
     Attributes:
-        received: Number of the first signal, or None.
-        last: Number of the last signal that any of them has received in this process, or None.
+        received: Number of the first signal that this object received, or None.
+        last: Number of the last signal that any `StopSignals` of this process received, or None.
     """
 
     last: int | None = None
@@ -93,12 +96,12 @@ class StopSignals:
 
     def __enter__(self) -> StopSignals:
         for number in STOP_SIGNALS:
-            own = number in (signal.SIGINT, signal.SIGTERM)
-            if own or signal.getsignal(number) in (signal.SIG_DFL, _end):
-                self._before[number] = signal.signal(number, self._note)
+            always = number in (signal.SIGINT, signal.SIGTERM)
+            if always or signal.getsignal(number) in (signal.SIG_DFL, _exit):
+                self._before[number] = signal.signal(number, self._handle)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-            ends_anyway = "TORCHELASTIC_RUN_ID" in os.environ
-            handler = self._note if ends_anyway else signal.SIG_IGN
+            under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+            handler = self._handle if under_torchrun else signal.SIG_IGN
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handler)
         return self
 
@@ -108,9 +111,9 @@ class StopSignals:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        put_back(self._before)
+        restore_handlers(self._before)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:
             if self._interrupted:
                 raise KeyboardInterrupt
@@ -120,14 +123,15 @@ class StopSignals:
 
 
 @contextlib.contextmanager
-def mortal() -> Iterator[None]:
-    """Let SIGTERM and SIGINT kill this process for a while, in which it has nothing to lose.
+def default_signal_handlers() -> Iterator[None]:
+    """Let SIGTERM and SIGINT kill this process inside the context.
 
-    For code that waits outside of Python, where no handler runs before it returns: a rank that
-    connects to others, of which some have gone, keeps torchrun waiting for half a minute.
+    For native code that waits, in which Python runs no handler: a rank that connects to ranks that
+    have ended would keep torchrun waiting for half a minute. Nothing that is worth saving may exist
+    yet.
     """
-    deadly = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in deadly}
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in numbers}
     try:
         yield
     finally:
@@ -136,50 +140,56 @@ def mortal() -> Iterator[None]:
 
 
 def ignore_stop_signals() -> None:
-    """Let nothing but SIGKILL end this process any more: it is about to end by itself.
+    """Ignore every stop signal from now on: the process is about to end by itself.
 
-    torchrun ends the other ranks as soon as one of them has ended; a rank that it stops on its last
-    instructions would have another exit code.
+    torchrun ends the other ranks as soon as one has ended; a rank that it stops during its last
+    instructions would end with a different exit code.
     """
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
-def asked_on_some_rank(asked: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether any rank has been asked to stop; every rank of the group has to call it."""
+def stop_requested_on_any_rank(stop_requested: bool, group: dist.ProcessGroup | None) -> bool:
+    """Return whether any rank has a request to stop; every rank of the group has to call it."""
     if group is None:
-        return asked
+        return stop_requested
     import torch
     import torch.distributed as dist
 
-    flag = torch.tensor(int(asked))
+    flag = torch.tensor(int(stop_requested))
     dist.all_reduce(flag, dist.ReduceOp.MAX, group)
     return bool(flag)
 
 
-class until_asked(Iterator[T]):  # noqa: N801  # called like the functions of itertools
-    """Yields items until some rank is asked to stop; all ranks leave off at the same one.
+class until_stop_requested(Iterator[T]):  # noqa: N801  # called like the functions of itertools
+    """Yields items until any rank has a request to stop; all ranks stop at the same item.
 
     Args:
-        items: As many on every rank.
-        asked: Whether this rank is asked to stop; called before every `ASK_EVERY`-th item.
+        items: The items; their number is the same on every rank.
+        stop_requested: Returns whether this rank has a request to stop. Called before every
+            `CHECK_EVERY`-th item.
         group: The ranks; None for a single process.
 
     Attributes:
-        left_off: Whether it has ended before the items did.
+        ended_early: Whether a request to stop has ended the iteration.
     """
 
     def __init__(
-        self, items: Iterable[T], asked: Callable[[], bool], group: dist.ProcessGroup | None
+        self,
+        items: Iterable[T],
+        stop_requested: Callable[[], bool],
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self.left_off = False
+        self.ended_early = False
         self._items = enumerate(items)
-        self._asked = asked
+        self._stop_requested = stop_requested
         self._group = group
 
     def __next__(self) -> T:
         index, item = next(self._items)
-        if index % ASK_EVERY == 0 and asked_on_some_rank(self._asked(), self._group):
-            self.left_off = True
+        if index % CHECK_EVERY == 0 and stop_requested_on_any_rank(
+            self._stop_requested(), self._group
+        ):
+            self.ended_early = True
             raise StopIteration
         return item

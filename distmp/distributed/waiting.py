@@ -1,7 +1,7 @@
-"""How long this rank waits for the others in collectives.
+"""Measures how long this rank waits for the others in collectives.
 
-Ranks end a step together, so that all of them seem to be as slow as the slowest. What tells them
-apart is waiting: the slowest waits least.
+Ranks end a step together, so all of them seem as slow as the slowest. The time that they wait tells
+them apart: the slowest rank waits least.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class Moment:
-    """A point in time: of the host, or of the current stream of a CUDA device.
+class TimePoint:
+    """A point in time on the host, or on the current stream of a CUDA device.
 
     Args:
-        device: Whose time it is.
+        device: The CPU takes the time of the host, a CUDA device that of its current stream.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,24 +31,24 @@ class Moment:
 
     @property
     def is_past(self) -> bool:
-        """Whether the device has come there."""
+        """Whether the device has reached this point."""
         return self._event is None or self._event.query()
 
-    def until(self, later: Moment) -> float:
-        """Return the seconds to a later moment of the same device; both must be past."""
+    def seconds_until(self, later: TimePoint) -> float:
+        """Return the seconds until a later point on the same device; both must be past."""
         if self._event is None or later._event is None:
             return later._host - self._host
         return self._event.elapsed_time(later._event) / 1000
 
 
-Span = tuple[Moment, Moment]
+Span = tuple[TimePoint, TimePoint]
 
 
-class Waiting:
-    """Notes when this rank waits for collectives, while it is asked to.
+class CollectiveWaits:
+    """Records when this rank waits for collectives.
 
     Attributes:
-        active: Whether it does. Nothing is noted and nothing is paid otherwise.
+        active: Whether waits are recorded. While False, collectives are not wrapped.
     """
 
     def __init__(self) -> None:
@@ -56,18 +56,18 @@ class Waiting:
         self._spans: list[Span] = []
 
     def watch(self, work: dist.Work, tensor: Tensor) -> dist.Work:
-        """Return a collective that was started, with its waiting noted if that is wanted."""
-        return _Watched(work, tensor.device, self._spans) if self.active else work
+        """Return the work of a collective; while active, its `wait` is recorded."""
+        return _TimedWork(work, tensor.device, self._spans) if self.active else work
 
     def take(self) -> list[Span]:
-        """Return what was noted since the last time."""
+        """Return the waits recorded since the last call: when each began and ended."""
         spans = self._spans.copy()
         self._spans.clear()
         return spans
 
 
-class _Watched(dist.Work):
-    """A collective that notes when somebody waits for it."""
+class _TimedWork(dist.Work):
+    """The work of a collective that records when it is waited for."""
 
     def __init__(self, work: dist.Work, device: torch.device, spans: list[Span]) -> None:
         super().__init__()
@@ -76,11 +76,11 @@ class _Watched(dist.Work):
         self._spans = spans
 
     def wait(self, *timeout: timedelta) -> bool:
-        before = Moment(self._device)
+        begin = TimePoint(self._device)
         done: Any = self._work.wait(*timeout)
-        self._spans.append((before, Moment(self._device)))
+        self._spans.append((begin, TimePoint(self._device)))
         return done
 
 
-waiting = Waiting()
-"""That of this process."""
+collective_waits = CollectiveWaits()
+"""The recorder of this process."""

@@ -1,4 +1,4 @@
-"""The ranks of this run: which rank this process is, its device, and its process group."""
+"""The world of this process: rank, number of ranks, device and process group."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ DEVICE_TYPES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class World:
-    """This process as one of the ranks of a run.
+    """Rank, device and process group of this process.
 
     Attributes:
-        rank: 0 to world_size - 1.
+        rank: Global rank of this process, 0 to `world_size` - 1.
         world_size: Number of ranks.
-        device: Where this rank computes.
-        group: All ranks; None for a process that runs alone.
+        device: The device that this rank computes on.
+        group: Process group of all ranks; None for a single process.
     """
 
     rank: int
@@ -41,11 +41,11 @@ class World:
 
     @classmethod
     def current(cls, device: torch.device | str | None = None) -> World:
-        """Return the world that torch.distributed describes; a process without a group is alone.
+        """Return the world of the default process group; a single process without one.
 
         Args:
-            device: Where this rank computes; None uses the current CUDA device if there is one,
-                "cuda" the current CUDA device.
+            device: The device that this rank computes on. None uses the current CUDA device if
+                there is one, "cuda" the current CUDA device.
         """
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -61,23 +61,27 @@ def usable_device(device: torch.device | str) -> torch.device:
     """Return a device that tensors can be created on.
 
     Raises:
-        ConfigError: If it does not name a device of this machine.
+        ConfigError: If `device` is not a device of this machine.
     """
     try:
-        if isinstance(device, bool | int):  # torch reads it as the number of a GPU
+        if isinstance(device, bool | int):  # torch takes it as the index of a GPU
             raise TypeError
-        found = torch.device(device)
+        requested = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ConfigError("device", device, "is no device; use 'cpu', 'cuda' or None") from error
-    if found.type not in DEVICE_TYPES:
+        raise ConfigError("device", device, "is not a device; use 'cpu', 'cuda' or None") from error
+    if requested.type not in DEVICE_TYPES:
         raise ConfigError("device", str(device), "is not supported; use 'cpu', 'cuda' or None")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device", str(device), "there is no GPU here; use 'cpu' or None")
-    if found.index is not None and found.type == "cuda":
+    if requested.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device", str(device), "no GPU is available; use 'cpu' or None")
+    if requested.index is not None and requested.type == "cuda":
         count = torch.cuda.device_count()
-        if found.index >= count:
-            raise ConfigError("device", str(device), f"there are {count} GPUs here, from 0 on")
-    return found
+        if requested.index >= count:
+            raise ConfigError(
+                "device",
+                str(device),
+                f"this machine has {count} GPUs; use cuda:0 to cuda:{count - 1}",
+            )
+    return requested
 
 
 def local_device(local_rank: int) -> torch.device:
@@ -99,7 +103,7 @@ def backend_for(device: torch.device, local_world_size: int) -> dict[str, Any]:
     CPU tensors, and CUDA tensors of ranks that share a GPU, which NCCL does not support.
 
     Args:
-        device: Where this rank computes.
+        device: The device that this rank computes on.
         local_world_size: Number of ranks on this machine.
     """
     if device.type == "cuda" and torch.cuda.device_count() >= local_world_size:
@@ -108,16 +112,17 @@ def backend_for(device: torch.device, local_world_size: int) -> dict[str, Any]:
 
 
 def world_of_process(device: torch.device | str | None = None) -> World:
-    """Return the world of this process; join the ranks of its launcher if nobody has done so yet.
+    """Return the world of this process; initialize the default process group if necessary.
 
-    If torchrun (or another launcher that sets its variables) has started this process beside
-    others, the default process group is initialized, and destroyed when the process ends.
+    If torchrun (or another launcher that sets its variables) has started several processes and the
+    default process group does not exist, it is initialized, and destroyed when the process ends.
 
     Args:
-        device: Where this rank computes; None uses the GPU of its local rank if there is one.
+        device: The device that this rank computes on; None uses the GPU of its local rank if there
+            is one.
 
     Raises:
-        ConfigError: If the environment shows several processes, and this one cannot join them.
+        ConfigError: If a launcher has started several processes that this one cannot join.
         SetupError: If the other ranks did not connect.
     """
     if dist.is_available() and dist.is_initialized():
@@ -127,9 +132,9 @@ def world_of_process(device: torch.device | str | None = None) -> World:
     if "RANK" not in os.environ:
         return World.current(device)
     _check_address(environment.world_size)
-    chosen = _device_of_rank(device, environment.local_rank)
+    own_device = _device_of_rank(device, environment.local_rank)
     try:
-        _initialize_group(environment, chosen)
+        _initialize_group(environment, own_device)
     except dist.DistError as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise SetupError(
@@ -140,15 +145,15 @@ def world_of_process(device: torch.device | str | None = None) -> World:
             exit_code=1,
         ) from error
     atexit.register(leave)
-    return World.current(chosen)
+    return World.current(own_device)
 
 
 def join(environment: RankEnvironment, *, timeout_seconds: float) -> World:
-    """Join the other ranks that a launcher started, if it did, and return this rank's world.
+    """Initialize the default process group if a launcher started ranks; return the world.
 
     Args:
-        environment: This rank among them.
-        timeout_seconds: A collective that takes longer fails.
+        environment: Rank and world size of this process.
+        timeout_seconds: Timeout of a collective.
     """
     device = local_device(environment.local_rank)
     if "RANK" in os.environ:
@@ -163,7 +168,7 @@ def _initialize_group(
     seconds = timeout_seconds or rendezvous_store.STORE_SECONDS
     if timeout_seconds is not None:
         options["timeout"] = timedelta(seconds=timeout_seconds)
-    if rendezvous_store.is_kept_by_the_launcher():
+    if rendezvous_store.is_hosted_by_agent():
         options |= {
             "store": rendezvous_store.of_this_attempt(environment.world_size, seconds),
             "rank": environment.rank,
@@ -173,13 +178,13 @@ def _initialize_group(
 
 
 def _device_of_rank(device: torch.device | str | None, local_rank: int) -> torch.device:
-    """Return the requested device, with the GPU of this rank where none is named."""
+    """Return the requested device; None and "cuda" select the GPU of this rank."""
     if device is not None:
-        found = usable_device(device)
-        if found.type != "cuda" or found.index is not None:
-            return found
+        requested = usable_device(device)
+        if requested.type != "cuda" or requested.index is not None:
+            return requested
     if torch.cuda.is_available() and torch.cuda.current_device() != 0:
-        return torch.device("cuda", torch.cuda.current_device())  # set by the script
+        return torch.device("cuda", torch.cuda.current_device())  # the script has set it
     return local_device(local_rank)
 
 
@@ -195,7 +200,7 @@ def _check_address(world_size: int) -> None:
 
 
 def _check_group() -> None:
-    """Refuse a group of one rank in a process that a launcher started beside others."""
+    """Refuse a group of one rank if a launcher has started several processes."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     if world_size != "1" and dist.get_world_size() == 1:
         raise ConfigError(
@@ -203,7 +208,7 @@ def _check_group() -> None:
             world_size,
             "several ranks were started, but the default process group of torch.distributed has "
             "only this one; initialize it with all of them, or set WORLD_SIZE=1 for processes that "
-            "train on their own",
+            "train independently",
         )
 
 
@@ -220,17 +225,17 @@ def from_rank_0(world: World, work: Callable[[], T]) -> T:
 def keep_until_exit(group: dist.ProcessGroup | None) -> None:
     """Keep a reference to a group until the process ends.
 
-    With torch 2.13 a gloo group whose last reference is held by torch's DDP deadlocks when it is
-    destroyed: it holds the interpreter lock and waits for a gloo thread that needs the lock.
+    With torch 2.13, destroying a gloo group deadlocks if torch's DDP holds the last reference: it
+    holds the interpreter lock and waits for a gloo thread that needs the lock.
     """
-    atexit.register(_release, group)
+    atexit.register(_do_nothing, group)
 
 
-def _release(_: object) -> None:
-    """Do nothing: `atexit` has held the reference until this call."""
+def _do_nothing(_: object) -> None:
+    """Called by `atexit`, which holds a reference to the argument until then."""
 
 
 def leave() -> None:
-    """Destroy the process group, if there is one."""
+    """Destroy the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()

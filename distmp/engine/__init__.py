@@ -1,4 +1,4 @@
-"""The engine: one mixed-precision optimizer step over all ranks, in people's own loops."""
+"""The engine: mixed-precision optimizer steps over all ranks, for any training loop."""
 
 from distmp.engine.engine import Engine
 

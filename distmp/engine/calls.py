@@ -1,4 +1,4 @@
-"""Keeps the calls of an engine equal on all ranks: the same ones, in the same order."""
+"""Checks that all ranks make the same calls of an engine in the same order."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from distmp.distributed.lost_peers import lost_peers_explained
+from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
@@ -19,11 +19,11 @@ class EngineCalls:
 
     Args:
         world: The ranks.
-        model: Loading a state into it is counted.
+        model: The model of the engine; calls of its `load_state_dict` are counted.
 
     Attributes:
-        counts: How often this rank has called what changes the training state. Ranks compare these
-            numbers in every step.
+        counts: Number of calls on this rank of each method that changes the training state. Ranks
+            compare these numbers in every step.
     """
 
     def __init__(self, world: World, model: nn.Module) -> None:
@@ -40,26 +40,27 @@ class EngineCalls:
         """Make a call that all ranks make together.
 
         Args:
-            name: Of the method.
+            name: Name of the method.
             waits: Wait until all ranks have made the call.
 
         Raises:
-            TrainingError: Inside of another call; after a call that failed on this rank alone; and
-                if another rank makes another call or has ended.
+            TrainingError: Inside of another call; after a call that did not fail on all ranks; and
+                if another rank makes a different call or has ended.
+            LostPeerError: If another rank does not answer.
         """
         if self._current:
             raise TrainingError(
-                f"engine.{name}() was called inside of engine.{self._current}(), as by the loss "
-                "function; call it after that has returned"
+                f"engine.{name}() was called inside of engine.{self._current}(), for example by "
+                "the loss function; call it after that has returned"
             )
         self._current = name
         try:
-            with lost_peers_explained(self._world.group), autocast_off(self._world.device):
+            with explain_lost_peers(self._world.group), autocast_off(self._world.device):
                 if self._failure is not None:
                     self._roll_call.check_failed_everywhere(self._failures, self._failure)
                     self._failure = None
                 if waits:
-                    self._roll_call.meet(f"engine.{name}()")
+                    self._roll_call.wait_for_all(f"engine.{name}()")
                 else:
                     self._roll_call.count(f"engine.{name}()")
                 yield
@@ -71,23 +72,24 @@ class EngineCalls:
             self._current = ""
 
     def count(self, name: str) -> None:
-        """Count a call that needs no other rank."""
+        """Count a call that does not wait for other ranks."""
         self._roll_call.count(f"engine.{name}()")
 
-    def meet(self, reason: str) -> None:
-        """Wait in the current call until all ranks have come here.
+    def wait_for_all(self, reason: str) -> None:
+        """Wait in the current call until all ranks have reached this point.
 
         Args:
-            reason: Why ranks come here, for the message about a rank that does not.
+            reason: Appended to the call in messages: what only ranks do that reach this point.
 
         Raises:
-            TrainingError: If another rank makes another call or has ended.
+            TrainingError: If another rank makes a different call or has ended.
+            LostPeerError: If another rank does not answer.
         """
-        self._roll_call.meet_in_call(f", {reason}")
+        self._roll_call.wait_in_call(f", {reason}")
 
 
 def _counter(counts: dict[str, int]) -> Callable[[nn.Module, object], None]:
-    """Return a hook that counts states loaded into a model; it does not hold the engine."""
+    """Return a hook that counts states loaded into a model; holds no reference to the engine."""
 
     def count(module: nn.Module, keys: object) -> None:
         counts["model.load_state_dict"] += 1

@@ -19,7 +19,7 @@ class EngineConfig:
     """The settings of an engine, the same on every rank.
 
     Raises:
-        ConfigError: For a value of another type, or one that cannot work.
+        ConfigError: For a value of the wrong type or out of range.
 
     Example:
         >>> EngineConfig(policy="bf16", max_norm=1.0).strategy
@@ -27,11 +27,12 @@ class EngineConfig:
     """
 
     policy: PolicyLike = "auto"
-    """A preset's name, text, a mapping (see `distmp.policy`), a `PrecisionPolicy`, or "auto" for
-    what the device supports."""
+    """A `PrecisionPolicy`, the name of a preset, a text or mapping for `distmp.policy`, or "auto"
+    for the best preset that the device supports."""
 
     strategy: str = "auto"
-    """"single", "ddp", "fsdp", "hsdp", "fsdp1", or "auto": "ddp" with several ranks."""
+    """"single", "ddp", "fsdp", "hsdp", "fsdp1", or "auto": "ddp" for several ranks, else
+    "single"."""
 
     parallel: ParallelConfig | None = None
     """How the model is sharded, checkpointed and compiled."""
@@ -43,42 +44,41 @@ class EngineConfig:
     """Rules of the loss scale, for policies that have one; None uses the policy's defaults."""
 
     max_consecutive_skips: int = 50
-    """`Engine.check` raises after this many skipped steps in a row."""
+    """Number of skipped steps in a row after which `Engine.check` raises."""
 
     attribution: bool = True
     """Keep the microbatches of the last two steps, so that `Engine.explain` can replay a step that
     overflowed."""
 
     shard_optimizer: bool = False
-    """Every rank keeps and steps only its shard of FP32 weights and optimizer state (`single` and
-    `ddp`)."""
+    """Shard FP32 weights and optimizer state over the ranks (`single` and `ddp`); each rank steps
+    its shard."""
 
     reproducible: bool = False
-    """Compute the same bits however the microbatches of the global batch are spread over 1, 2, 4,
-    8 ... ranks (`single` and `ddp`). Random numbers are drawn per microbatch from torch's
-    generator, whose seed must be equal on all ranks. Sets one CPU thread and
-    `torch.use_deterministic_algorithms` for the whole process."""
+    """Compute the same bits on 1, 2, 4, 8 ... ranks from the same global batch (`single` and
+    `ddp`). torch's generator is seeded for each microbatch; its seed must be the same on all
+    ranks. Sets one CPU thread and `torch.use_deterministic_algorithms` for the process."""
 
     on_nonfinite: str = "skip_step"
-    """"skip_step" skips a step with a non-finite gradient; "drop_microbatch" leaves out the
-    microbatch and averages over the others (`single` and `ddp`)."""
+    """"skip_step" skips a step with a non-finite gradient; "drop_microbatch" drops the microbatch
+    and averages over the others (`single` and `ddp`)."""
 
     divergence: DivergenceConfig | None = None
-    """Check loss and norm for spikes and the loss for non-finite values, and skip the updates of
-    such steps where the rules say so. Any other reaction is the caller's: the numbers of a step
-    hold `spike`, `loss` and the limits."""
+    """Check loss and norm for spikes and the loss for non-finite values, and skip such steps as
+    configured. Other reactions are up to the caller: the numbers of a step contain `spike`, `loss`
+    and the limits. None disables the check."""
 
     nominal_weight: float | None = None
     """Typical global weight of a step, a constant that keeps gradients at the magnitude of a mean.
-    None uses that of the first step, equal on all ranks."""
+    None uses the global weight of the first step."""
 
     first_step_checks: bool = True
-    """Check the values of the first step for likely mistakes: ids above the vocabulary, a loss that
-    is a mean, equal data on all ranks. Under `single` and `ddp` this runs the loss function on two
-    synthetic batches."""
+    """Check the first step for likely mistakes: ids above the vocabulary, a loss that is a mean,
+    the same data on all ranks. With `single` and `ddp` this runs the loss function on two synthetic
+    batches."""
 
     def __post_init__(self) -> None:
-        check_types(self, skip=("policy",))  # `resolve` explains what a policy can be
+        check_types(self, skip=("policy",))  # `resolve` checks the policy
         check_max_norm(self.max_norm)
         if self.max_consecutive_skips < 1:
             raise ConfigError(
@@ -91,12 +91,12 @@ class EngineConfig:
 
     @property
     def accumulation(self) -> AccumulationSettings:
-        """How gradients of whole models are accumulated and stepped."""
+        """The settings of gradient accumulation (`single` and `ddp`)."""
         return AccumulationSettings(self.shard_optimizer, self.reproducible, self.on_nonfinite)
 
-    def described(self) -> dict[str, str]:
+    def describe(self) -> dict[str, str]:
         """Return the settings as text by dotted name, for a comparison between ranks."""
-        return dict(_described("", self))
+        return dict(_describe("", self))
 
 
 class EngineSettings(TypedDict, total=False):
@@ -121,34 +121,34 @@ def with_settings(config: EngineConfig | None, settings: EngineSettings) -> Engi
     """Return a configuration with some settings replaced.
 
     Raises:
-        ConfigError: For a name that is no setting, or a value that cannot work.
+        ConfigError: For an unknown name, or a value of the wrong type or out of range.
     """
     known = [field.name for field in fields(EngineConfig)]
     for name, value in settings.items():
         if name not in known:
-            raise ConfigError(name, value, f"is no setting of an engine; {nearest(name, known)}")
+            raise ConfigError(name, value, f"is not an engine setting; {nearest(name, known)}")
     if config is not None and not isinstance(config, EngineConfig):
         raise ConfigError("config", type(config).__name__, "must be an EngineConfig, or None")
     return replace(config or EngineConfig(), **settings)
 
 
 def check_max_norm(max_norm: object) -> None:
-    """Refuse a norm that gradients cannot be clipped to.
+    """Refuse a value that gradients cannot be clipped to.
 
     Raises:
-        ConfigError: If it is neither None nor a number above 0.
+        ConfigError: If `max_norm` is neither None nor a number above 0.
     """
     is_number = isinstance(max_norm, int | float) and not isinstance(max_norm, bool)
     if max_norm is not None and not (is_number and max_norm > 0):  # type: ignore[operator]
         raise ConfigError("max_norm", max_norm, "use a number above 0, or None for no clipping")
 
 
-def _described(name: str, value: Any) -> list[tuple[str, str]]:
+def _describe(name: str, value: Any) -> list[tuple[str, str]]:
     if not is_dataclass(value):
         return [(name, repr(value).removeprefix("torch."))]
     prefix = f"{name}." if name else ""
     return [
         entry
         for field in fields(value)
-        for entry in _described(f"{prefix}{field.name}", getattr(value, field.name))
+        for entry in _describe(f"{prefix}{field.name}", getattr(value, field.name))
     ]

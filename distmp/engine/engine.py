@@ -22,12 +22,12 @@ from distmp.diagnosis.replay import StepInputs, StepReplay, generator_states, ge
 from distmp.distributed.compare_ranks import (
     Fingerprint,
     check_same,
-    described_groups,
-    described_model,
+    describe_model,
+    describe_param_groups,
     hyperparameters,
     raise_difference,
 )
-from distmp.distributed.lost_peers import lost_peers_explained
+from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.own_time import StepClock
 from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, activity
 from distmp.distributed.world import world_of_process
@@ -36,11 +36,9 @@ from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, w
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.outcome import StepNumbers, StepOutcome, advice
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
-from distmp.engine.state import EngineState, Kind
+from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step_checks import (
-    FirstStep,
-    backward_errors_explained,
-    batch_errors_explained,
+    FirstStepChecks,
     check_evaluated,
     check_gradients_enabled,
     check_loss,
@@ -49,6 +47,8 @@ from distmp.engine.step_checks import (
     check_not_inference,
     check_outcome,
     check_stop,
+    explain_backward_errors,
+    explain_batch_errors,
 )
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
@@ -78,52 +78,56 @@ from distmp.utils.flat_shard import whole_shape
 
 logger = logging.getLogger("distmp")
 
-# The outcome of a step is read at the latest when the next step has been started.
+# Steps whose microbatches are kept for a replay. The outcome of a step is usually read after the
+# next step was started.
 STEPS_KEPT = 2
 
-# The engine warns after this many skipped steps in a row if nobody calls `check`.
-SKIPS_WARNED = 10
+# The engine warns after this many skipped steps in a row if the caller never calls `check`.
+WARN_AFTER_SKIPS = 10
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
 
 class Engine:
-    """Model, optimizer and microbatches in, a correct distributed mixed-precision step out.
+    """Takes optimizer steps in mixed precision over all ranks.
 
-    Every rank applies or skips each step together; the gradient is that of the global mean loss,
-    however tokens are spread over microbatches and ranks.
+    All ranks apply or skip each step together. The gradient is that of the global mean loss,
+    however samples or tokens are distributed over microbatches and ranks.
 
     Args:
         model: Trained in place. All ranks start from rank 0's parameters and buffers.
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
-            its weight (how many tokens or samples were summed), a number or a 0-dim tensor.
+            its weight (the number of summed tokens or samples), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
         config: The settings; None uses the defaults.
         schedule: Builds a torch learning-rate scheduler on an optimizer.
-        device: Where to train; None uses the GPU of this rank if there is one.
-        settings: Fields of `EngineConfig`, in place of those in `config`: `policy`, `strategy`,
+        device: The device to train on; None uses the GPU of this rank if there is one.
+        settings: Fields of `EngineConfig`, which override those in `config`: `policy`, `strategy`,
             `max_norm`, ...
 
-    If torchrun has started this process beside others and nobody has initialized the default
-    process group, the engine initializes it.
+    If torchrun has started several processes and the default process group does not exist, the
+    engine initializes it.
 
     Attributes:
-        config: The settings in force, with "auto" resolved.
+        config: The settings, with "auto" resolved.
+        world: Rank, number of ranks, device and process group of this process.
+        device: The device that this rank trains on.
         module: The prepared model; call it for inference.
-        optimizer: What `optimizer` built.
-        policy: The precision policy in force.
-        policy_reason: Why this policy was chosen.
-        strategy: The name of the strategy in force.
-        strategy_reason: What the strategy has chosen and why; may be empty.
-        max_norm: Clip the norm of the global gradient to this; may be set between steps.
+        optimizer: The optimizer that the argument `optimizer` has built.
+        policy: The precision policy.
+        policy_reason: Why this policy was selected.
+        strategy: Name of the strategy.
+        strategy_reason: What the strategy has selected and why; may be empty.
+        max_norm: Clip the norm of the global gradient to this; None disables clipping. May be set
+            between steps.
         nominal_weight: The constant that keeps gradients at the magnitude of a mean; None before
             the first step.
         loss_scale: The loss scale.
-        divergence: Checks each step against those before it.
-        clock: Measures how long this rank computes by itself in a step, while it is active.
+        divergence: Compares loss and norm of each step with those of the steps before it.
+        clock: Measures the time that this rank computes in a step, while it is active.
 
     Raises:
-        ConfigError: If model, policy, strategy and optimizer do not fit together.
+        ConfigError: If model, policy, strategy and optimizer are not compatible.
 
     Example:
         >>> model = nn.Linear(8, 1)
@@ -164,16 +168,18 @@ class Engine:
             strategy=self.strategy,
             parallel=config.parallel or ParallelConfig(),
         )
-        self._warn_of_policy()
+        self._warn_about_policy()
         self.max_norm = config.max_norm
         self.nominal_weight = (
-            None if config.nominal_weight is None else _power_of_two(config.nominal_weight)
+            None
+            if config.nominal_weight is None
+            else _round_up_to_power_of_two(config.nominal_weight)
         )
         self._loss = loss
         if config.reproducible:
             make_deterministic(self.device)
-        with lost_peers_explained(self.world.group):
-            described = config.described() | described_model(model)
+        with explain_lost_peers(self.world.group):
+            described = config.describe() | describe_model(model)
             check_same(self.world.group, self.device, described)
             self._strategy = build_strategy(
                 self.strategy,
@@ -195,7 +201,8 @@ class Engine:
         self.divergence = DivergenceGuard(config.divergence, self.device)
         # Updates applied, steps skipped, steps skipped since the last update.
         self._counts = torch.zeros(3, dtype=torch.int64, device=self.device)
-        self._most_applied = 0
+        # Upper bound of the updates applied, known to the host without waiting for the device.
+        self._max_applied = 0
         self._state = EngineState(
             self._strategy,
             self.optimizer,
@@ -207,17 +214,17 @@ class Engine:
             quiet=self.world.rank != 0,
         )
         checks = config.first_step_checks
-        self._first_step = FirstStep(self.world, self.module) if checks else None
+        self._first_step_checks = FirstStepChecks(self.world, self.module) if checks else None
         self._has_gradients = False
-        # Whether the caller handles skipped steps.
+        # Whether the caller has called `check`.
         self._is_checked = False
         self._previous: StepOutcome | None = None
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
-    def _warn_of_policy(self) -> None:
+    def _warn_about_policy(self) -> None:
         if self.world.rank == 0:
             for cost in costs(self.policy):
-                logger.warning("precision %s loses some: %s", self.policy.name, cost)
+                logger.warning("precision %s reduces accuracy: %s", self.policy.name, cost)
             if unused := unused_rules(self.policy.loss_scale, self.config.loss_scale):
                 logger.warning("precision %s: %s", self.policy.name, unused)
 
@@ -228,7 +235,7 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
-        # Offloaded parameters are stepped on the host, which has to wait for the decision.
+        # The host steps offloaded parameters, and has to wait for the decision.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
         self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
         self._stepped = SteppedTensors(self.optimizer, parameters)
@@ -252,17 +259,17 @@ class Engine:
         """Train on the microbatches of this rank; every rank has to call it.
 
         Args:
-            microbatches: Batches (tensors, or any nesting of containers of them) for `loss`; at
-                least one, and with a sharded strategy as many on every rank.
-            stop: This rank asks to stop; every rank sees it in the outcome of this step.
+            microbatches: Batches (tensors, or nested containers of tensors) for `loss`; at least
+                one, and with a sharded strategy the same number on every rank.
+            stop: Whether this rank requests to stop; the outcome reports it on every rank.
 
         Returns:
-            The outcome. Its numbers can be read at once, and without waiting once the next step has
-            been started.
+            The outcome. Reading its numbers waits for the step; after the next step was started
+            they are usually available.
 
         Raises:
             ConfigError: If `microbatches` is not a list of batches, or the loss function does not
-                return a loss sum and a weight for one.
+                return a loss sum and a weight.
             LostPeerError: If another rank has ended.
         """
         with self._calls.call("step", waits=False):
@@ -273,18 +280,20 @@ class Engine:
             if self.config.reproducible:
                 check_power_of_two(len(microbatches))
             self._check_unchanged()
-            if self._first_step is not None:
-                outcome = self._check_and_take_first_step(self._first_step, microbatches, stop)
-                self._first_step = None
+            if self._first_step_checks is not None:
+                outcome = self._check_and_take_first_step(
+                    self._first_step_checks, microbatches, stop
+                )
+                self._first_step_checks = None
             else:
                 outcome = self._take_step(microbatches, stop)
-        self._look_back(outcome)
+        self._check_previous_step(outcome)
         return outcome
 
     def _take_step(self, microbatches: Sequence[Any], stop: bool) -> StepOutcome:
         self._calls.counts["engine.step"] += 1
         activity.enter("beginning of the step")
-        rate = self._learning_rates.set(self._counts[0], self._most_applied)
+        rate = self._learning_rates.set(self._counts[0], self._max_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
         stats = self._accumulate(microbatches, scale)
@@ -329,7 +338,7 @@ class Engine:
                 self.nominal_weight = self._agree_on_nominal_weight(weight, len(microbatches))
             activity.enter("backward of microbatch", index + 1)
             self._backward(loss, scale)
-            # Copied, because torch's mse_loss sums into the memory of all of its terms.
+            # Copied: the loss of torch's mse_loss keeps the memory of all terms of its sum alive.
             stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
         activity.enter("reduction of the gradients")
         strategy.finish_gradients()
@@ -344,34 +353,34 @@ class Engine:
         with (
             product_switches(self.policy),
             autocast_context(self.policy, self.device),
-            batch_errors_explained(batch, self.module),
+            explain_batch_errors(batch, self.module),
         ):
             loss_sum, weight = check_loss(self._loss(self.module, batch))
-        if self._first_step is not None:
-            self._first_step.look_at(loss_sum, weight)
+        if self._first_step_checks is not None:
+            self._first_step_checks.check_loss_and_weight(loss_sum, weight)
         return loss_sum, _scalar(weight, self.device)
 
     def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        with product_switches(self.policy), backward_errors_explained():
+        with product_switches(self.policy), explain_backward_errors():
             (loss.float() * (scale / (self.nominal_weight or 1.0))).backward()
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
-        """Return n0, or None if the first microbatches add up to no finite weight above 0."""
+        """Return n0; None if the sum of the first weights is not a finite number above 0."""
         weight = batch_weight.to(torch.float64, copy=True) * microbatches
         if self.config.reproducible:
-            # The first microbatch of all is on rank 0, however many ranks there are.
+            # The first microbatch of the global batch is on rank 0 for any number of ranks.
             weight = weight * self.world.world_size if self.world.rank == 0 else weight.zero_()
         if self.world.group is not None:
             dist.all_reduce(weight, group=self.world.group)
         total = weight.item()
-        return _power_of_two(total) if 0 < total < math.inf else None
+        return _round_up_to_power_of_two(total) if 0 < total < math.inf else None
 
     def _sum_over_ranks(self, stats: MicrobatchStats, *, stop: bool) -> tuple[Tensor, Tensor]:
-        """Sum the statistics of the step over ranks, in its one all-reduce.
+        """Sum the statistics of the step over ranks, in one all-reduce.
 
         Returns:
-            What `decide_step` takes, and whether ranks take the step with different settings, 0-dim
-            bool.
+            The first argument of `decide_step`, and whether ranks take the step with different
+            settings, 0-dim bool.
         """
         fingerprint = Fingerprint.of(self._settings_of_step(), self.world.world_size)
         dropped = sum(stats.dropped) if stats.dropped else 0.0
@@ -401,13 +410,13 @@ class Engine:
         )
 
     def _settings_of_step(self) -> object:
-        """Return what this rank takes the step with, as far as the host knows it."""
+        """Return the settings that all ranks have to share in a step; no values of the device."""
         return (
             self._calls.counts,
             self.max_norm,
             self.nominal_weight,
             hyperparameters(self.optimizer),
-            self._learning_rates.planned(self._most_applied),
+            self._learning_rates.planned(self._max_applied),
             [parameter.requires_grad for parameter in self.model.parameters()],
         )
 
@@ -416,23 +425,23 @@ class Engine:
         return {
             "max_norm": repr(self.max_norm),
             "nominal_weight": repr(self.nominal_weight),
-            **described_groups(self.optimizer),
-            "schedule": repr(self._learning_rates.planned(self._most_applied)),
-            **described_model(self.model),
+            **describe_param_groups(self.optimizer),
+            "schedule": repr(self._learning_rates.planned(self._max_applied)),
+            **describe_model(self.model),
             **{f"calls of {name}": str(count) for name, count in self._calls.counts.items()},
         }
 
     def _update(self, decision: StepDecision) -> None:
-        """Step the optimizer, or leave all weights and state unchanged, as the decision says."""
+        """Step the optimizer, or leave weights and state unchanged, according to the decision."""
         if self._skips_on_device:
-            self._most_applied += 1
+            self._max_applied += 1
             # Read by torch's fused optimizers: they divide by grad_scale and skip on found_inf.
             self.optimizer.grad_scale = decision.grad_scale  # type: ignore[attr-defined]
             self.optimizer.found_inf = decision.found_inf  # type: ignore[attr-defined]
             self._strategy.prepare_optimizer_grads()
             self._stepped.step()
         elif decision.found_inf.item() == 0:
-            self._most_applied += 1
+            self._max_applied += 1
             for part in self._strategy.gradients():
                 if part.tensors:
                     divisor = decision.grad_scale.to(part.tensors[0].device)
@@ -451,7 +460,7 @@ class Engine:
         exhausted: Tensor,
     ) -> StepOutcome:
         skipped = decision.found_inf.to(torch.int64)
-        # In place: a state that was saved or is being loaded refers to this tensor.
+        # In place: `state_dict` returns this tensor, and a checkpoint is loaded into it.
         self._counts += torch.stack([1 - skipped, skipped, skipped])
         self._counts[2] *= skipped
         return StepOutcome(
@@ -479,16 +488,16 @@ class Engine:
     # Checks around the step
 
     def _check_unchanged(self) -> None:
-        """Refuse changes of model and optimizer that nobody would train; adopt unfrozen ones."""
+        """Refuse changes of model and optimizer that would not be trained; adopt unfrozen ones."""
         self._stepped.check(self.optimizer)
         self._strategy.check_model()
         self._adopt_unfrozen()
 
     def _check_gradients(self, stats: MicrobatchStats) -> None:
-        """Refuse a loss that depends on nothing that is trained.
+        """Refuse a loss that does not depend on any trained parameter.
 
         Raises:
-            ConfigError: If no trained parameter has ever had a gradient, on any rank.
+            ConfigError: If no trained parameter has had a gradient so far.
         """
         trained = [tensor for _, tensor in self._strategy.optimizer_parameters()]
         self._has_gradients = any(
@@ -500,22 +509,22 @@ class Engine:
                 "loss",
                 getattr(self._loss, "__name__", type(self._loss).__name__),
                 f"gives none of the {len(trained)} trained parameters a gradient; run the module "
-                "that it is called with, not another one, and return what depends on its output",
+                "that is passed to it, not another one, and return a loss of its output",
             )
 
     def _check_and_take_first_step(
-        self, checks: FirstStep, microbatches: Sequence[Any], stop: bool
+        self, checks: FirstStepChecks, microbatches: Sequence[Any], stop: bool
     ) -> StepOutcome:
-        """Take a step, and look for mistakes in its arguments."""
-        with checks.watch_ids():
-            found = checks.warnings(
+        """Take a step, and check its arguments for likely mistakes."""
+        with checks.check_ids():
+            mistakes = checks.warnings(
                 microbatches[0],
                 self._try_forward,
                 # With shards a forward is a collective, and synthetic data may take another path.
                 probe=self.strategy not in SHARDED_STRATEGIES,
             )
             outcome = self._take_step(microbatches, stop)
-        for warning in (*found, *checks.narrow_loss()):
+        for warning in (*mistakes, *checks.dtype_warnings()):
             self._warn(warning, stacklevel=4)
         return outcome
 
@@ -529,26 +538,26 @@ class Engine:
         ):
             return self._forward(batch)
 
-    def _look_back(self, outcome: StepOutcome) -> None:
-        """Check the last step that has ended: on a device, the one before this one.
+    def _check_previous_step(self, outcome: StepOutcome) -> None:
+        """Check the latest completed step: on a device that is the step before this one.
 
         Raises:
             ConfigError: If ranks took it with different settings.
         """
-        known, self._previous = (outcome if self.host_waits else self._previous), outcome
-        if known is None:
+        completed, self._previous = (outcome if self.host_waits else self._previous), outcome
+        if completed is None:
             return
-        if known.ranks_differ:
-            with lost_peers_explained(self.world.group):
+        if completed.ranks_differ:
+            with explain_lost_peers(self.world.group):
                 raise_difference(self.world.group, self._described_settings_of_step())
-        if not self._is_checked and known.read("skipped_in_a_row") == SKIPS_WARNED:
-            self._warn_of_skips(known)
+        if not self._is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
+            self._warn_about_skips(completed)
 
-    def _warn_of_skips(self, known: StepOutcome) -> None:
-        """Warn of many skipped steps in a row, for loops that never call `check`."""
-        cause = self.explain(known) or advice(known.numbers)
+    def _warn_about_skips(self, outcome: StepOutcome) -> None:
+        """Warn about many skipped steps in a row, for loops that never call `check`."""
+        cause = self.explain(outcome) or advice(outcome.numbers)
         self._warn(
-            f"{SKIPS_WARNED} steps in a row were skipped, so nothing is trained: {cause}; call "
+            f"{WARN_AFTER_SKIPS} steps in a row were skipped, so nothing is trained: {cause}; call "
             "engine.check(outcome) after each step to end training when that continues",
             stacklevel=5,
         )
@@ -559,11 +568,11 @@ class Engine:
             warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
     def _adopt_unfrozen(self) -> None:
-        """Let the optimizer step parameters that were unfrozen, in the groups of its builder."""
+        """Add unfrozen parameters to the optimizer, in the groups that its builder makes."""
         unfrozen = self._strategy.unfrozen()
         if not unfrozen:
             return
-        self._calls.meet(f"which trains {unfrozen[0][0]}")
+        self._calls.wait_for_all(f"which trains {unfrozen[0][0]}")
         parameters = self._strategy.adopt(unfrozen)
         self._names.update((id(tensor), name) for name, tensor in parameters)
         addition = self._strategy.build_optimizer(self._build_optimizer, parameters)
@@ -579,17 +588,17 @@ class Engine:
     def explain(self, outcome: StepOutcome) -> OverflowReport | None:
         """Replay a step to find out why it overflowed; every rank has to call it.
 
-        Waits for the device. The replay runs `loss` again on the microbatches of the step, with the
-        random numbers it had, and leaves weights, buffers and generators unchanged. Gradients of
-        the last step are lost.
+        The host waits for the device. The replay runs `loss` again on the microbatches of the step
+        with the same random numbers, and leaves weights, buffers and generators unchanged. The
+        gradients of the last step are lost.
 
         Args:
-            outcome: Of one of the last two steps. The replay is exact if no update has been applied
-                since: always right after the step.
+            outcome: The outcome of one of the last two steps. The replay is exact if no update was
+                applied since, which is always so directly after the step.
 
         Returns:
-            The same report on every rank, also kept in `outcome.overflow_report`. None for a step
-            without overflow, for an older step, and if `attribution` is off.
+            The same report on every rank, also stored in `outcome.overflow_report`. None for a step
+            without overflow, for an older step, and without `attribution`.
         """
         check_outcome(outcome)
         if outcome.overflow_report is None and outcome.numbers.overflow:
@@ -603,8 +612,8 @@ class Engine:
         """Raise if training cannot continue after this step; every rank has to call it.
 
         Raises:
-            TrainingError: On all ranks, with the result of `explain`: if the loss scale cannot be
-                lowered further, or after `max_consecutive_skips`.
+            TrainingError: On all ranks, with the result of `explain`, if the loss scale cannot be
+                lowered further, or after `max_consecutive_skips` skipped steps in a row.
         """
         check_outcome(outcome)
         self._is_checked = True
@@ -618,8 +627,10 @@ class Engine:
                 "loss scale that is allowed"
             )
         else:
-            reason = "were left out as spikes" if numbers.spike else "had nothing finite to apply"
-            problem = f"precision.max_consecutive_skips = {limit}: so many steps in a row {reason}"
+            reason = "were skipped as spikes" if numbers.spike else "had no finite update"
+            problem = (
+                f"precision.max_consecutive_skips = {limit}: that many steps in a row {reason}"
+            )
         raise TrainingError(f"{problem}; {self.explain(outcome) or advice(numbers)}")
 
     def _replay(self, numbers: StepNumbers, inputs: StepInputs) -> OverflowReport:
@@ -648,8 +659,12 @@ class Engine:
     def evaluate(self, microbatches: Iterable[Any]) -> float:
         """Return the mean loss over the microbatches of all ranks; every rank has to call it.
 
-        With a sharded strategy every rank needs the same number of microbatches; pad with ones of
-        weight 0.
+        Args:
+            microbatches: Batches for `loss`. With a sharded strategy every rank needs the same
+                number of them; pad with microbatches of weight 0.
+
+        Returns:
+            The mean over the global weight; NaN if that is 0.
         """
         with self._calls.call("evaluate"):
             check_evaluated(microbatches)
@@ -666,7 +681,7 @@ class Engine:
     # State
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return everything that training continues from, as flat names and live tensors.
+        """Return the state to continue training from: live tensors by flat name.
 
         Weights are the FP32 ones under the names of the model's parameters, so that a state can be
         loaded under another policy or strategy. Sharded tensors are DTensors; with a sharded
@@ -675,10 +690,10 @@ class Engine:
         return self._state.tensors(self.nominal_weight)
 
     def held_until_update(self) -> set[str]:
-        """Return the names in `state_dict` of what only an update of the optimizer changes."""
+        """Return the names in `state_dict` of tensors that only an optimizer update changes."""
         return self._state.held_until_update()
 
-    def prepare_to_load(self, stored: Mapping[str, Kind]) -> dict[str, Tensor]:
+    def prepare_to_load(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Create the optimizer state that a stored state has, so that it can be loaded in place.
 
         Args:
@@ -700,16 +715,19 @@ class Engine:
         """
         self._calls.counts["engine.load_state_dict"] += 1
         self.nominal_weight = self._state.finish(live)
-        self._most_applied = int(self._counts[0])
+        self._max_applied = int(self._counts[0])
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state with the names of `state_dict`, sharded as this engine shards.
+        """Load a state with the names and the sharding of this engine's `state_dict`.
 
-        Values are copied into the live tensors; then parameters in the compute type are made from
-        the FP32 weights.
+        Values are copied into the live tensors; then the parameters in the compute dtype are
+        derived from the FP32 weights.
+
+        Args:
+            state: Tensors by name.
 
         Raises:
-            CheckpointError: If the state lacks something that this engine trains.
+            CheckpointError: If the state lacks a tensor of this engine.
         """
         check_state(state)
         live = self.prepare_to_load(
@@ -719,11 +737,11 @@ class Engine:
         self.finish_loading(live)
 
     def tensors_by_use(self) -> dict[str, list[Tensor]]:
-        """Return the live tensors that persist between steps, by what they are for.
+        """Return the live tensors that persist between steps, by their use.
 
         Keys are "parameters", "module buffers", "master weights", "optimizer state", "FP32
-        gradients" and "partial sums of microbatches". A tensor may occur under several of them:
-        FP32 parameters are stepped themselves.
+        gradients" and "partial sums of microbatches". A tensor may occur under several keys: FP32
+        parameters are their own master weights.
         """
         strategy = self._strategy
         state = pytree.tree_leaves([*self.optimizer.state.values()])
@@ -743,29 +761,29 @@ class Engine:
             TrainingError: Always.
         """
         raise TrainingError(
-            "an engine cannot be copied or pickled; build another one on a model of its own, and "
-            "hand over engine.state_dict()"
+            "an engine cannot be copied or pickled; build another one on a separate model, and "
+            "load engine.state_dict() into it"
         )
 
 
 @contextmanager
 def _evaluation_mode(module: nn.Module) -> Iterator[None]:
-    training = [part for part in module.modules() if part.training]
+    training = [submodule for submodule in module.modules() if submodule.training]
     module.eval()
     try:
         yield
     finally:
-        for part in training:  # not all modules, if some were in evaluation mode before
-            part.training = True
+        for submodule in training:  # modules that were in evaluation mode before stay so
+            submodule.training = True
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return `value` as a 0-dim tensor on `device`, without making the host wait for a copy."""
+    """Return `value` as a 0-dim tensor on `device`; the host does not wait for a copy."""
     if isinstance(value, Tensor):
         return value.detach().to(device, non_blocking=True)
     return torch.full((), value, dtype=torch.float64, device=device)
 
 
-def _power_of_two(weight: float) -> float:
-    """Round up to a power of two, so that dividing the loss by it costs no precision."""
+def _round_up_to_power_of_two(weight: float) -> float:
+    """Round up to a power of two; dividing the loss by it is exact."""
     return 2.0 ** math.ceil(math.log2(weight))

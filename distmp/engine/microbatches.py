@@ -1,4 +1,4 @@
-"""What the microbatches of a step leave behind on a rank."""
+"""Losses, weights and random generator states of the microbatches of a step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class MicrobatchStats(NamedTuple):
-    """Loss and weight of each microbatch of a step on this rank; one list entry for each.
+    """Statistics of the microbatches of a step on this rank; each list has one entry for each.
 
     Attributes:
-        losses: Loss sums, 0-dim.
-        loss_sums: Loss sums, 0-dim, with 0 for a dropped microbatch.
-        weights: Weights, 0-dim, with 0 for a dropped microbatch.
-        dropped: Whether the microbatch was dropped, 0-dim bool; empty where none can be.
-        generators: States of the random generators before the microbatch; empty without
+        losses: Loss sum of each microbatch, 0-dim.
+        loss_sums: Loss sum of each microbatch, 0-dim; 0 if the microbatch was dropped.
+        weights: Weight of each microbatch, 0-dim; 0 if the microbatch was dropped.
+        dropped: Whether each microbatch was dropped, 0-dim bool; empty if none can be dropped.
+        generators: States of the random generators before each microbatch, by device; empty without
             attribution.
     """
 
@@ -28,7 +28,7 @@ class MicrobatchStats(NamedTuple):
 
     @classmethod
     def empty(cls) -> MicrobatchStats:
-        """Return the statistics of no microbatch."""
+        """Return statistics without any microbatch."""
         return cls([], [], [], [], [])
 
     def add(self, loss: Tensor, weight: Tensor, kept: Tensor | None) -> None:
@@ -36,8 +36,8 @@ class MicrobatchStats(NamedTuple):
 
         Args:
             loss: Loss sum, 0-dim, detached; not written to afterwards.
-            weight: 0-dim.
-            kept: 0-dim bool, False drops the microbatch; None where none can be dropped.
+            weight: Weight, 0-dim.
+            kept: 0-dim bool, False drops the microbatch; None if microbatches cannot be dropped.
         """
         self.losses.append(loss)
         if kept is not None:

@@ -14,26 +14,26 @@ from distmp.utils.host_copy import HostCopy
 
 
 class StepNumbers(NamedTuple):
-    """What a step did, as plain numbers; the same on every rank.
+    """The result of a step as Python numbers, the same on every rank.
 
     Attributes:
         loss: Mean loss over the global weight.
-        weight: Global weight: tokens or samples that the loss was summed over.
+        weight: Global weight: the number of tokens or samples that the loss was summed over.
         grad_norm: Norm of the gradient of the mean loss before clipping; not finite on overflow.
-        learning_rate: Of the first parameter group.
+        learning_rate: Learning rate of the first parameter group.
         loss_scale: Scale that backward ran with.
-        overflow: A gradient of some rank was not finite.
-        dropped: Number of microbatches of all ranks that were dropped because they were not finite.
-        skipped: The update was skipped: because of an overflow, because the global weight is 0, or
-            because the rules for spikes say so.
-        spike: Loss or norm are above their limits.
-        loss_limit: A loss above this is a spike; inf while nothing is a spike.
-        norm_limit: A norm above this is a spike; inf while nothing is a spike.
-        stop: Some rank asked to stop.
-        applied_total: Updates applied since the beginning, this one included.
-        skipped_total: Steps skipped since the beginning, this one included.
-        skipped_in_a_row: Steps skipped since the last applied one.
-        scale_exhausted: The step overflowed, and the loss scale cannot be lowered further.
+        overflow: Whether a gradient of any rank was not finite.
+        dropped: Number of microbatches of all ranks that were dropped as non-finite.
+        skipped: Whether the update was skipped: because of an overflow, a global weight of 0, a
+            spike (if configured) or different settings of the ranks.
+        spike: Whether loss or norm are above their limits.
+        loss_limit: Loss above which a step is a spike; inf during warm-up.
+        norm_limit: Norm above which a step is a spike; inf during warm-up.
+        stop: Whether any rank requested to stop.
+        applied_total: Number of updates since the start of training, this one included.
+        skipped_total: Number of skipped steps since the start of training, this one included.
+        skipped_in_a_row: Number of skipped steps since the last applied update.
+        scale_exhausted: Whether the step overflowed and the loss scale cannot be lowered further.
 
     Example:
         >>> import torch, distmp
@@ -71,10 +71,11 @@ class StepOutcome:
 
     Args:
         numbers: A 0-dim tensor for each field of `StepNumbers`, all on one device.
-        ranks_differ: Whether ranks took the step with different settings, 0-dim bool; None: no.
+        ranks_differ: Whether ranks took the step with different settings, 0-dim bool; None for
+            False.
 
     Attributes:
-        overflow_report: Why the step overflowed; None until `Engine.explain` has replayed it.
+        overflow_report: Why the step overflowed; None until `Engine.explain` has replayed the step.
 
     Example:
         >>> outcome = StepOutcome({name: torch.tensor(1.0) for name in StepNumbers._fields})
@@ -91,24 +92,24 @@ class StepOutcome:
         self._copy = HostCopy(torch.stack([value.to(torch.float64) for value in values]))
 
     def read(self, name: str) -> float:
-        """Wait for the step and return one of its numbers, of the name in `StepNumbers`."""
+        """Wait for the step and return the field `name` of `StepNumbers`."""
         return self._values[StepNumbers._fields.index(name)]
 
     @cached_property
     def numbers(self) -> StepNumbers:
-        """Wait for the step and return its numbers; free when read one step later."""
-        kinds = get_type_hints(StepNumbers)
+        """Wait for the step and return its numbers; no wait if read one step later."""
+        types = get_type_hints(StepNumbers)
         *values, _ = self._values
         return StepNumbers(
             **{
-                name: kinds[name](value)
+                name: types[name](value)
                 for name, value in zip(StepNumbers._fields, values, strict=True)
             }
         )
 
     @property
     def ranks_differ(self) -> bool:
-        """Whether ranks took the step with different settings; it was skipped then."""
+        """Whether ranks took the step with different settings; such a step is skipped."""
         return bool(self._values[-1])
 
     @cached_property
@@ -119,14 +120,14 @@ class StepOutcome:
 def advice(numbers: StepNumbers) -> str:
     """Return what to do about a skipped step whose overflow was not replayed."""
     if numbers.weight == 0:
-        return "no microbatch of any rank had a weight above 0; look at what the loss returns"
+        return "no microbatch of any rank had a weight above 0; check the weights that loss returns"
     if numbers.spike:
         return (
             f"loss {numbers.loss:.4g} (limit {numbers.loss_limit:.4g}), norm "
             f"{numbers.grad_norm:.4g} (limit {numbers.norm_limit:.4g}); lower optim.lr, or raise "
-            "divergence.loss_threshold and norm_threshold if this is how the run goes"
+            "divergence.loss_threshold and norm_threshold if such steps are normal in this run"
         )
     return (
-        f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite use a "
-        "bf16 policy or a lower precision.loss_scale.min_scale, if it is not lower optim.lr"
+        f"loss {numbers.loss:.4g}, loss scale {numbers.loss_scale:g}; if the loss is finite, use a "
+        "bf16 policy or a lower precision.loss_scale.min_scale; otherwise lower optim.lr"
     )

@@ -1,12 +1,12 @@
-"""Compares the bits of values that ranks should have in common.
+"""Compares replicated weights and state between ranks, bit by bit.
 
-Replicated training stays equal by induction: equal weights, equal reduced gradients, equal updates.
-Faulty memory, a library that is not deterministic or a change that only one rank made end that
-without a sign. Every tensor gets a digest on its own device, all digests together one, and one
-collective of two integers tells whether the ranks agree; only if they do not, more is exchanged.
+Replicas stay equal by induction: equal weights, equal reduced gradients, equal updates. Faulty
+memory, a nondeterministic library or code that only one rank runs break this silently. A digest is
+computed of every tensor on its device, and one digest of all of these. One collective of two
+integers shows whether the ranks agree; only if they do not, the digests are exchanged.
 
-A digest sees every bit: one flipped bit changes it for certain, any other change with a probability
-of 1 - 2^-31 or better. It does not depend on the kind of device, on strides or on the number of
+A digest covers every bit: one flipped bit always changes it, any other change with a probability of
+at least 1 - 2^-31. It does not depend on the type of the device, on strides or on the number of
 threads.
 """
 
@@ -31,15 +31,15 @@ from distmp.utils.flat_shard import FlatShard
 if TYPE_CHECKING:
     from distmp.distributed.world import World
 
-# Words of one row sum. Part of the definition of a digest, so the same on every device.
+# Words per row sum. Part of the definition of a digest, so the same on every device.
 ROW = 16384
-# Rows taken at once, which does not change the digest: on a CPU what fits into its cache.
-ROWS_AT_ONCE = {"cpu": 4}
-ROWS_AT_ONCE_ELSEWHERE = 256
-# The words as which a tensor is read, by its bytes per element; all wider ones by four bytes.
+# Rows per block, which does not change the digest. On a CPU a block fits into the cache.
+ROWS_PER_BLOCK = {"cpu": 4}
+DEFAULT_ROWS_PER_BLOCK = 256
+# Integer type that a tensor is read as, by bytes per element; wider elements are read as int32.
 WORDS = {1: torch.uint8, 2: torch.int16}
 
-# Of splitmix64 (Steele, Lea and Flood 2014), as signed integers.
+# Constants of splitmix64 (Steele, Lea and Flood 2014), as signed integers.
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 SHIFTS = (30, 27, 31)
@@ -49,13 +49,19 @@ logger = logging.getLogger("distmp")
 
 @dataclass(frozen=True)
 class RankConsistencyConfig:
-    """When ranks compare what they should have in common."""
+    """When ranks compare replicated weights and state.
+
+    Raises:
+        ConfigError: For a value out of range.
+    """
 
     every: int = 0
-    """Steps between two comparisons of weights, optimizer state and loss scale; 0: never."""
+    """Number of steps between two comparisons of weights, optimizer state and loss scale; 0
+    disables them."""
 
     on_difference: Literal["stop", "repair"] = "stop"
-    """Stop the run, or go on with the values of rank 0."""
+    """Reaction to a difference: "stop" ends the run, "repair" continues with the values of
+    rank 0."""
 
     def __post_init__(self) -> None:
         if self.every < 0:
@@ -66,30 +72,30 @@ class RankConsistencyConfig:
             )
 
 
-class Trained(Protocol):
-    """What the guard needs of an engine; `distmp.Engine` is one."""
+class ComparableEngine(Protocol):
+    """The interface of an engine that `check` uses; `distmp.Engine` implements it."""
 
     module: nn.Module
     world: World
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the live state as `distmp.Engine.state_dict` does."""
+        """Return the live tensors by name, see `distmp.Engine.state_dict`."""
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a state with the names of `state_dict`."""
+        """Load a state with the names of `state_dict`."""
 
 
 class Difference(NamedTuple):
-    """Where ranks differ.
+    """A difference between ranks.
 
     Attributes:
-        name: The first tensor that differs.
-        deviating: Ranks whose values are not those of most ranks (of rank 0 where there is no
-            majority).
-        others: The ranks that have those values.
-        differing: How many tensors differ between some ranks.
-        compared: How many tensors were compared.
-        repairable: Whether all ranks have the same tensors, with other values.
+        name: Name of the first tensor that differs.
+        deviating: Ranks whose values are not those of most ranks (without a majority, not those of
+            rank 0).
+        others: The other ranks.
+        differing: Number of tensors that differ between any ranks.
+        compared: Number of tensors that were compared.
+        repairable: Whether tensors differ only in their values, not in name, shape or dtype.
     """
 
     name: str
@@ -101,74 +107,78 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{_in_words(self.name)} of {_ranks(self.deviating)} differs from that of "
+            f"{_describe(self.name)} of {_ranks(self.deviating)} differs from that of "
             f"{_ranks(self.others)} ({self.differing} of {self.compared} tensors differ)"
         )
 
 
-def check(trained: Trained, on_difference: Literal["stop", "repair"] = "stop") -> Difference | None:
-    """Compare what the ranks of an engine have in common; every rank has to call it.
+def check(
+    engine: ComparableEngine, on_difference: Literal["stop", "repair"] = "stop"
+) -> Difference | None:
+    """Compare the replicated tensors of an engine between ranks; every rank has to call it.
 
-    Compared are weights, 16-bit parameters, optimizer state, loss scale and step counts. Left out
-    is what differs by design: shards, and buffers, which follow each rank's own samples. The host
+    Compares weights, 16-bit parameters, optimizer state, loss scale and step counts. Shards and
+    buffers differ by design and are not compared: buffers follow the samples of each rank. The host
     waits for the device.
 
     Args:
-        trained: An engine, between two steps.
-        on_difference: "stop" raises; "repair" takes over rank 0's values and says so in the log.
+        engine: An engine, between two steps.
+        on_difference: "stop" raises; "repair" copies rank 0's values to all ranks and logs it.
 
     Returns:
         The difference that was repaired, or None.
 
     Raises:
-        TrainingError: On every rank, for a difference that is not to be or cannot be repaired.
+        TrainingError: On every rank, for a difference with "stop", or one that cannot be repaired.
     """
-    world = trained.world
+    world = engine.world
     if world.group is None:
         return None
-    state = trained.state_dict()
-    tensors = _in_common(trained.module, state)
+    state = engine.state_dict()
+    tensors = _replicated_tensors(engine.module, state)
     difference = compare(tensors, world.group, world.device)
     if difference is None:
         return None
     if on_difference == "stop" or not difference.repairable:
         raise TrainingError(_advice(difference))
     broadcast(tensors, world.group, world.device)
-    # Also what an engine derives from its state, such as parameters in 16 bits.
-    trained.load_state_dict(state)
+    # Also updates what the engine derives from its state, such as 16-bit parameters.
+    engine.load_state_dict(state)
     if world.rank == 0:
-        logger.error("ranks were out of step: %s; all ranks go on as rank 0", difference)
+        logger.error("ranks differed: %s; all ranks continue with the values of rank 0", difference)
     return difference
 
 
 def compare(
     tensors: Mapping[str, Tensor], group: dist.ProcessGroup, device: torch.device
 ) -> Difference | None:
-    """Return where the ranks of a group differ, or None; every rank has to call it.
+    """Return the first difference between the ranks of a group, or None.
+
+    Every rank of the group has to call it.
 
     Args:
-        tensors: What every rank should have with the same bits. Names, shapes and dtypes are
-            compared too, so ranks may come with different tensors.
+        tensors: Tensors by name that should have the same bits on every rank. Names, shapes and
+            dtypes are compared too, so they may differ between ranks.
         group: The ranks.
-        device: Where the group's collectives run.
+        device: Device of the group's collectives.
     """
-    found = digests(tensors, device)
-    kinds = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
-    keys = torch.tensor([_key(kind) for kind in kinds], dtype=torch.int64, device=device)
-    total = _mix(found + keys).sum()
-    # ~ reverses the order of all integers, so that one maximum gives the smallest total as well.
+    own_digests = digests(tensors, device)
+    specs = [f"{name} {tensor.dtype} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+    keys = torch.tensor([_hash_text(spec) for spec in specs], dtype=torch.int64, device=device)
+    total = _mix(own_digests + keys).sum()
+    # ~ reverses the order of all integers, so one maximum also yields the smallest total.
     extremes = torch.stack([total, ~total])
     dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
     largest, smallest_reversed = extremes.tolist()
     if largest == ~smallest_reversed:
         return None
-    mine = {
-        name: (kind, digest)
-        for name, kind, digest in zip(tensors, kinds, found.tolist(), strict=True)
+    entries = {
+        name: (spec, digest)
+        for name, spec, digest in zip(tensors, specs, own_digests.tolist(), strict=True)
     }
-    contents: list[dict[str, tuple[str, int]]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(contents, mine, group)
-    return _locate(contents, dist.get_process_group_ranks(group))
+    by_rank: list[dict[str, tuple[str, int]]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, entries, group)
+    return _first_difference(by_rank, dist.get_process_group_ranks(group))
 
 
 @torch.no_grad()
@@ -177,10 +187,12 @@ def broadcast(
 ) -> None:
     """Overwrite tensors, in place, with those of the group's first rank.
 
+    Every rank of the group has to call it.
+
     Args:
-        tensors: The same names, shapes and dtypes on every rank.
-        group: The ranks; all have to call it.
-        device: Where the group's collectives run.
+        tensors: Tensors by name; names, shapes and dtypes are the same on every rank.
+        group: The ranks.
+        device: Device of the group's collectives.
     """
     source = dist.get_global_rank(group, 0)
     for tensor in tensors.values():
@@ -192,31 +204,31 @@ def broadcast(
 def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
     """Return a digest of the bits of each tensor, int64 of shape (len(tensors),), on `device`.
 
-    Equal bits in the same logical order give equal digests, whatever the strides and device.
+    Equal bits in the same logical order give equal digests for any strides and device.
     """
     sums = [_row_sums(tensor.detach()).to(device, non_blocking=True) for tensor in tensors.values()]
     counts = [len(rows) for rows in sums]
-    # Two integers for each row: which tensor it is of, and its number there.
-    places = [[index, row] for index, count in enumerate(counts) for row in range(count)]
-    owners, rows = torch.tensor(places, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
+    # For each row the index of its tensor, and the index of the row in the tensor.
+    indices = [[index, row] for index, count in enumerate(counts) for row in range(count)]
+    owners, rows = torch.tensor(indices, dtype=torch.int64, device=device).view(-1, 2).unbind(1)
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     mixed = _mix(torch.cat([empty, *sums]) + rows * GOLDEN)
     return torch.zeros(len(counts), dtype=torch.int64, device=device).index_add_(0, owners, mixed)
 
 
 def _row_sums(tensor: Tensor) -> Tensor:
-    """Return the sum of the words of each row, each word times the odd weight of its column."""
+    """Return the weighted sum of the words of each row; the weight of a column is an odd number."""
     words = tensor.reshape(-1).view(WORDS.get(tensor.element_size(), torch.int32))
     weights = _weights(tensor.device)
-    most_rows = ROWS_AT_ONCE.get(tensor.device.type, ROWS_AT_ONCE_ELSEWHERE)
-    room = torch.empty(
-        min(most_rows, -(-len(words) // ROW)) * ROW, dtype=torch.int64, device=tensor.device
+    max_rows = ROWS_PER_BLOCK.get(tensor.device.type, DEFAULT_ROWS_PER_BLOCK)
+    buffer = torch.empty(
+        min(max_rows, -(-len(words) // ROW)) * ROW, dtype=torch.int64, device=tensor.device
     )
     sums = []
-    for piece in words.split(max(1, len(room))):
-        block = room[: -(-len(piece) // ROW) * ROW]
-        block[: len(piece)].copy_(piece)
-        block[len(piece) :].zero_()
+    for chunk in words.split(max(1, len(buffer))):
+        block = buffer[: -(-len(chunk) // ROW) * ROW]
+        block[: len(chunk)].copy_(chunk)
+        block[len(chunk) :].zero_()
         sums.append(block.view(-1, ROW).mul_(weights).sum(1))
     return torch.cat(sums)
 
@@ -229,46 +241,46 @@ def _weights(device: torch.device) -> Tensor:
 
 
 def _mix(values: Tensor) -> Tensor:
-    """Return other int64 numbers for different numbers, spread over all bits (splitmix64)."""
+    """Return a hash of each int64 number; different numbers have different hashes (splitmix64)."""
     for shift, multiplier in zip(SHIFTS, (*MULTIPLIERS, 1), strict=True):
-        # >> copies the sign bit, which does not belong there.
+        # >> copies the sign bit; the mask removes the copies.
         values = (values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
     return values
 
 
-def _key(text: str) -> int:
+def _hash_text(text: str) -> int:
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _in_common(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _replicated_tensors(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the local tensors that should be equal on all ranks."""
     buffers = {f"model/{name}" for name, _ in module.named_buffers(remove_duplicate=False)}
     entries = {name: tensor for name, tensor in state.items() if name not in buffers}
     for name, parameter in module.named_parameters():
         entries[f"module/{name}"] = parameter.detach()
-    found: dict[str, Tensor] = {}
+    replicated: dict[str, Tensor] = {}
     seen: set[tuple[int, torch.dtype]] = set()
     for name, tensor in entries.items():
         local = _local(tensor)
         if local is None:
             continue
-        # Without 16-bit parameters those of the module are the weights themselves.
+        # Without 16-bit parameters the module's parameters are the FP32 weights.
         memory = (local.data_ptr(), local.dtype)
         if local.numel() and memory in seen:
             continue
         seen.add(memory)
-        found[name] = local
-    return found
+        replicated[name] = local
+    return replicated
 
 
 def _local(tensor: Tensor) -> Tensor | None:
-    """Return the values of a tensor that every rank holds whole, None for a shard of one."""
+    """Return the local values of a replicated tensor; None for a shard."""
     if isinstance(tensor, FlatShard):
         return None
     if not is_traceable_wrapper_subclass(tensor):
         return tensor
-    # Only where there are such tensors: importing this takes half a second.
+    # Imported only for DTensors: this takes half a second.
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor) and all(part.is_replicate() for part in tensor.placements):
@@ -276,26 +288,28 @@ def _local(tensor: Tensor) -> Tensor | None:
     return None
 
 
-def _locate(contents: Sequence[Mapping[str, tuple[str, int]]], ranks: Sequence[int]) -> Difference:
-    """Find the first name under which some ranks have something else than the others."""
-    names = list(dict.fromkeys(name for content in contents for name in content))
-    versions = {name: [content.get(name) for content in contents] for name in names}
+def _first_difference(
+    by_rank: Sequence[Mapping[str, tuple[str, int]]], ranks: Sequence[int]
+) -> Difference:
+    """Return the first difference between the entries of ranks, of which there is at least one."""
+    names = list(dict.fromkeys(name for entries in by_rank for name in entries))
+    versions = {name: [entries.get(name) for entries in by_rank] for name in names}
     differing = [name for name in names if len(set(versions[name])) > 1]
     first = versions[differing[0]]
-    # Of equally frequent ones the counter returns the one that it met first: that of rank 0.
+    # Without a majority `most_common` returns the version that it saw first, that of rank 0.
     usual, _ = Counter(first).most_common(1)[0]
-    kinds = [{name: kind for name, (kind, _) in content.items()} for content in contents]
+    specs = [{name: spec for name, (spec, _) in entries.items()} for entries in by_rank]
     return Difference(
         name=differing[0],
         deviating=tuple(rank for rank, one in zip(ranks, first, strict=True) if one != usual),
         others=tuple(rank for rank, one in zip(ranks, first, strict=True) if one == usual),
         differing=len(differing),
         compared=len(names),
-        repairable=all(kind == kinds[0] for kind in kinds),
+        repairable=all(spec == specs[0] for spec in specs),
     )
 
 
-def _in_words(name: str) -> str:
+def _describe(name: str) -> str:
     section, _, rest = name.partition("/")
     if section == "loss_scale":
         return "the loss scale" if rest == "value" else f"the loss scale's {rest}"
@@ -315,10 +329,11 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _advice(difference: Difference) -> str:
-    message = f"ranks are out of step: {difference}; "
+    message = f"ranks differ: {difference}; "
     if not difference.repairable:
-        return message + "they do not even have the same tensors: give every rank the same model"
+        return message + "names, shapes or dtypes differ: give every rank the same model"
     return message + (
-        "continue from a checkpoint with --resume, and suspect that machine if it "
-        "happens again; rank_consistency.on_difference = repair goes on with the values of rank 0"
+        "continue from a checkpoint with --resume, and check the hardware of that machine if it "
+        "happens again; rank_consistency.on_difference = repair continues with the values of "
+        "rank 0"
     )

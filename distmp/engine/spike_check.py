@@ -1,14 +1,14 @@
-"""Whether a step's loss or norm is out of bounds, judged by the steps before it.
+"""Detects spikes: steps whose loss or gradient norm is far above that of previous steps.
 
-The bounds are robust: the median of a window of steps and the median absolute deviation from it
-(MAD; Hampel 1974), which up to half of the window cannot spoil. A loss is taken as it is, since
-losses may be negative; a norm by its logarithm, since norms spread by factors.
+The limits are robust: they use the median of a window of steps and the median absolute deviation
+from it (MAD; Hampel 1974), which tolerate outliers in up to half of the window. Losses are compared
+directly, since they may be negative; norms by their logarithm, since they vary by factors.
 
     limit = median + threshold * max(1.4826 * MAD, smallest deviation)
 
-1.4826 MAD is the standard deviation where values are normally distributed. Everything is a small
-FP64 tensor on the device, so that a step can be skipped without a host wait, and is computed from
-what all ranks have in common.
+1.4826 MAD is the standard deviation of normally distributed values. All values are small FP64
+tensors on the device, so a step can be skipped without a host wait. They are computed from reduced
+values, so they are the same on all ranks.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from distmp.errors import ConfigError
 from distmp.scaling.step_decision import StepDecision
 from distmp.utils.annotations import check_types
 
-# Steps that the bounds are taken from.
+# Number of steps that the limits are computed from.
 WINDOW = 128
-# Of a normal distribution: standard deviation / median absolute deviation.
+# Ratio of standard deviation to median absolute deviation of a normal distribution.
 DEVIATION_OF_MAD = 1.4826
-# Smaller deviations count as these, or every step would stand out of a window of equal ones: of the
-# loss, as a share of its median; of the logarithm of the norm.
+# Lower bounds of the deviations, without which every step would be a spike after a window of equal
+# values: of the loss, relative to its median; of the logarithm of the norm.
 SMALLEST_LOSS_DEVIATION = 0.01
 SMALLEST_LOG_NORM_DEVIATION = 0.05
 
 
 @dataclass(frozen=True)
 class DivergenceConfig:
-    """What is done about a loss or a norm that is out of bounds.
+    """Limits of loss and gradient norm, and the reaction to steps above them.
 
     Raises:
-        ConfigError: For a word or a number that cannot work.
+        ConfigError: For a value of the wrong type or out of range.
 
     Example:
         >>> DivergenceConfig(on_spike="rollback", loss_threshold=6).rolls_back
@@ -48,26 +48,27 @@ class DivergenceConfig:
     """
 
     on_spike: Literal["ignore", "warn", "skip", "rollback"] = "warn"
-    """After a spike of loss or norm: say so, leave the update out, or go back to the last
-    checkpoint and on with the data behind the spike."""
+    """Reaction to a spike of loss or norm: "warn" logs it, "skip" skips the update, "rollback"
+    returns to the last checkpoint and continues with the data after the spike."""
 
     on_nonfinite_loss: Literal["ignore", "warn", "skip", "rollback"] = "skip"
-    """The same for a loss that is inf or NaN. Gradients that are not finite are never applied."""
+    """Reaction to a loss that is inf or NaN. Non-finite gradients are never applied."""
 
     loss_threshold: float = 10.0
-    """A loss so many standard deviations above the median of the last 128 steps is a spike."""
+    """A loss this many standard deviations above the median of the last 128 steps is a spike."""
 
     norm_threshold: float = 10.0
-    """The same for the norm of the gradient, by its logarithm."""
+    """A gradient norm is a spike if its logarithm is this many standard deviations above the median
+    of the last 128 steps."""
 
     warmup_steps: int = 100
-    """Steps from the start of training in which nothing is a spike."""
+    """Number of steps at the start of training that are never spikes."""
 
     max_rollbacks: int = 5
-    """Rollbacks of a run; the next one would end it."""
+    """Maximum number of rollbacks of a run; the next one ends the run with an error."""
 
     skip_data_steps: int = field(default=0, metadata={"formerly": "pass_over"})
-    """Steps of data behind the spike that a rollback passes over as well."""
+    """Steps of data after the spike that a rollback skips too."""
 
     def __post_init__(self) -> None:
         check_types(self, "divergence")
@@ -85,7 +86,7 @@ class DivergenceConfig:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether anything leads to a rollback."""
+        """Whether any reaction is a rollback."""
         return "rollback" in (self.on_spike, self.on_nonfinite_loss)
 
     def _refuse(self, name: str, problem: str) -> None:
@@ -93,13 +94,13 @@ class DivergenceConfig:
 
 
 class SpikeCheck(NamedTuple):
-    """What the guard says about a step; 0-dim tensors on the device.
+    """The result of the spike check of a step; 0-dim tensors on the device.
 
     Attributes:
         spike: bool, whether loss or norm are above their limits.
-        skip: bool, whether the update has to be left out.
-        loss_limit: FP64, infinite in the warm-up.
-        norm_limit: FP64, infinite in the warm-up.
+        skip: bool, whether the update has to be skipped.
+        loss_limit: FP64, limit of the loss; inf during warm-up.
+        norm_limit: FP64, limit of the gradient norm; inf during warm-up.
     """
 
     spike: Tensor
@@ -109,33 +110,33 @@ class SpikeCheck(NamedTuple):
 
 
 class DivergenceGuard:
-    """Judges steps, and remembers them to check the next ones.
+    """Checks steps for spikes, and remembers their losses and norms for the next checks.
 
-    Steps with an overflow, without any weight, or with a loss that is not finite are not
-    remembered; spikes are, so that the bounds follow a run that stays at a new level.
+    Steps with an overflow, a global weight of 0 or a non-finite loss are not remembered. Spikes
+    are, so that the limits follow a run that stays at a new level.
 
     Args:
-        config: The rules; None finds nothing and costs nothing.
-        device: Where the numbers of a step are.
+        config: Thresholds and reactions; None disables the check.
+        device: Device of the step decisions.
     """
 
     def __init__(self, config: DivergenceConfig | None, device: torch.device) -> None:
         self.config = config
-        # Losses and logarithms of norms, the latest last, and how many steps were ever remembered.
+        # Losses and logarithms of norms, the latest last, and the number of steps ever remembered.
         self._values = torch.zeros(2, WINDOW, dtype=torch.float64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         if config is not None:
-            # Made once: a tensor from Python numbers makes the host wait for a device.
+            # Created once: making a device tensor from Python numbers makes the host wait.
             self._thresholds = torch.tensor(
                 [config.loss_threshold, config.norm_threshold], dtype=torch.float64, device=device
             )
-            self._places = torch.arange(WINDOW, device=device)
+            self._indices = torch.arange(WINDOW, device=device)
         self._never = torch.zeros((), dtype=torch.bool, device=device)
         self._infinite = torch.full((2,), math.inf, dtype=torch.float64, device=device)
         self._limits = self._infinite
 
     def check(self, decision: StepDecision) -> SpikeCheck:
-        """Judge a step before its update; the host does not wait."""
+        """Check a step before its update; the host does not wait."""
         config = self.config
         if config is None:
             return SpikeCheck(self._never, self._never, *self._infinite.unbind())
@@ -148,22 +149,22 @@ class DivergenceGuard:
         return SpikeCheck(spike, skip, self._limits[0], self._limits[1].exp())
 
     def remember(self, decision: StepDecision) -> None:
-        """Let a step count for the bounds of those after it."""
+        """Add a step to the window that the limits are computed from."""
         if self.config is None:
             return
         usable = _usable(decision)
-        moved = torch.cat([self._values[:, 1:], _values(decision)[:, None]], 1)
-        # In place: the state that a checkpoint was read into stays the live one.
-        self._values.copy_(torch.where(usable, moved, self._values))
+        shifted = torch.cat([self._values[:, 1:], _values(decision)[:, None]], 1)
+        # In place: `state_dict` returns these tensors, and a checkpoint is loaded into them.
+        self._values.copy_(torch.where(usable, shifted, self._values))
         self._seen += usable
         self._limits = self._find_limits(self.config)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the live state: the same names and shapes whatever the rules."""
+        """Return the live state: names and shapes do not depend on the configuration."""
         return {"values": self._values, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from a state with the names of `state_dict`."""
+        """Load a state with the names of `state_dict`."""
         self._values.copy_(state["values"])
         self._seen.copy_(state["seen"])
         self._limits = self._infinite if self.config is None else self._find_limits(self.config)
@@ -171,13 +172,13 @@ class DivergenceGuard:
     def _find_limits(self, config: DivergenceConfig) -> Tensor:
         """Return the limits of the loss and of the logarithm of the norm, FP64 of shape (2,)."""
         count = self._seen.clamp(max=WINDOW)
-        absent = self._places < WINDOW - count
-        # The lower one of two middle values, as torch.median takes it.
+        unused = self._indices < WINDOW - count
+        # The lower of two middle values, like torch.median.
         middle = ((count - 1).clamp(min=0) // 2).expand(2, 1)
 
         def median(values: Tensor) -> Tensor:
-            in_order = torch.where(absent, math.inf, values).sort(1).values
-            return in_order.gather(1, middle)
+            ordered = torch.where(unused, math.inf, values).sort(1).values
+            return ordered.gather(1, middle)
 
         medians = median(self._values)
         deviations = DEVIATION_OF_MAD * median((self._values - medians).abs()).squeeze(1)
@@ -193,5 +194,5 @@ def _values(decision: StepDecision) -> Tensor:
 
 
 def _usable(decision: StepDecision) -> Tensor:
-    """Whether loss and norm are numbers to compare; a norm of 0 has no logarithm."""
+    """Return whether loss and norm can be compared; a norm of 0 has no finite logarithm."""
     return _values(decision).isfinite().all() & ~(decision.overflow | decision.empty)

@@ -1,9 +1,9 @@
-"""What training continues from: the state of an engine under flat names, saved and loaded.
+"""Saves and loads the state of an engine, under flat names.
 
 Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `unused/` or `engine/`.
-Loading has two parts, with the values filled in place between them (by a checkpoint, or by
-`Engine.load_state_dict`): `prepare` makes the live tensors that a stored state has, and `finish`
-derives from them what is not a tensor.
+Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
+updates what is derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
+live tensors in place.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from distmp.utils.flat_shard import whole_shape
 
 logger = logging.getLogger("distmp")
 
-# A state lists the parameters that no rank has ever used, under names with this prefix.
+# Prefix of the names under which a state lists the parameters that no rank has ever used.
 UNUSED = "unused/"
 
-# Prefixes of names that states of older versions lack; a new run's values are kept for them.
+# Prefixes of names that states of older versions lack; their initial values are kept.
 ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
 
 # Shape and dtype of a stored tensor.
-Kind = tuple[torch.Size, torch.dtype]
+TensorSpec = tuple[torch.Size, torch.dtype]
 
 
 class EngineState:
     """Saves and loads the state of an engine, as live tensors under flat names.
 
     Args:
-        strategy: Holds the parameters.
-        optimizer: Its state is saved under the names of the parameters.
-        names: Name of each tensor that the optimizer steps, by its `id`. The engine adds to it.
+        strategy: The strategy, which holds the parameters.
+        optimizer: The optimizer; its state is saved under the names of the parameters.
+        names: Name of each tensor that the optimizer steps, by its `id`. The engine adds entries.
         loss_scale: The loss scale.
         divergence: The spike check.
-        counts: int64, shape (3,): applied, skipped, and skipped since the last update. Updated in
-            place.
+        counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
+            last update. Updated in place.
         skips_on_device: Whether the optimizer skips on the device.
-        quiet: Log no warnings, as on all ranks but the first.
+        quiet: Do not log warnings; True on all ranks but rank 0.
     """
 
     def __init__(
@@ -103,17 +103,17 @@ class EngineState:
         return weights | {f"optimizer/{name}" for name in state}
 
     def prepare(
-        self, stored: Mapping[str, Kind], nominal_weight: float | None
+        self, stored: Mapping[str, TensorSpec], nominal_weight: float | None
     ) -> dict[str, Tensor]:
         """Create the optimizer state that a stored state has.
 
         Args:
             stored: Shape and dtype of every stored tensor.
-            nominal_weight: Of the engine, as in `tensors`.
+            nominal_weight: The nominal weight of the engine, as in `tensors`.
 
         Returns:
-            The live tensors to fill: all of `tensors`, except what states of older versions lack
-            and the state of parameters that no rank has used.
+            The live tensors to fill: all of `tensors`, except those that states of older versions
+            lack and the state of parameters that no rank has used.
         """
         prefix = "optimizer/"
         optimizer_state = {
@@ -134,9 +134,9 @@ class EngineState:
         ]
         if left_out:
             self._warn(
-                "the state has been training %s, frozen or missing here: it stays so, and its "
-                "optimizer state is lost. What was unfrozen during the run has to be unfrozen "
-                "again before loading",
+                "the state contains optimizer state of %s, which this engine does not train "
+                "(frozen or missing); it is ignored. Parameters that were unfrozen during training "
+                "have to be unfrozen before loading",
                 left_out,
             )
         # Some optimizers create the state of a parameter before its first gradient.
@@ -145,7 +145,9 @@ class EngineState:
         lacking = [name for name in live if name not in stored]
         kept = {name for name in lacking if name.startswith((*ADDED_LATER, *unused))}
         if older := sorted(name for name in kept if not name.startswith(unused)):
-            self._warn("the state is of an older version: %s starts from its initial value", older)
+            self._warn(
+                "the state is from an older version: %s starts from its initial value", older
+            )
         return {name: tensor for name, tensor in live.items() if name not in kept}
 
     @torch.no_grad()
@@ -153,8 +155,8 @@ class EngineState:
         """Copy values into the live tensors.
 
         Args:
-            state: Values, sharded as the live tensors are.
-            live: What `prepare` returned.
+            state: Values by name, with the sharding of the live tensors.
+            live: The result of `prepare`.
 
         Raises:
             CheckpointError: If a tensor is missing or has another shape.
@@ -166,13 +168,13 @@ class EngineState:
             tensor.copy_(state[name])
 
     def finish(self, live: Mapping[str, Tensor]) -> float | None:
-        """Take over the values that were filled into the live tensors.
+        """Update what is derived from the values that were filled into the live tensors.
 
         Args:
-            live: What `prepare` returned.
+            live: The result of `prepare`.
 
         Returns:
-            The nominal weight.
+            The nominal weight; None if the state has none.
         """
         prefix = "loss_scale/"
         self._loss_scale.load_state_dict(

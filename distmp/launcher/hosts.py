@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, TextIO
 
-from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, restore_handlers
 from distmp.errors import STOPPED_EXIT_CODE, ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
@@ -311,7 +311,7 @@ def _forwarded_signals(agents: list[_Agent]) -> Iterator[list[signal.Signals]]:
     try:
         yield received
     finally:
-        put_back(before)
+        restore_handlers(before)
 
 
 def _wait(agents: list[_Agent], min_nodes: int) -> _Agent | None:

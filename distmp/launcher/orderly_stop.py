@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 
 import psutil
 
-from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, put_back
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, restore_handlers
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 
 _ORDERLY = (STOPPED_EXIT_CODE, INTERRUPTED_EXIT_CODE)
@@ -78,7 +78,7 @@ class OrderlyStop:
         traceback: TracebackType | None,
     ) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        put_back(self._previous_handlers)
+        restore_handlers(self._previous_handlers)
 
     def exit_code(self) -> int:
         """Return the exit code of the launcher after this class has ended torchrun."""

@@ -199,7 +199,7 @@ class CollectiveOrder:
             return {}
         waiting = {
             rank: presence
-            for rank, presence in self._monitor.ask(range(self._world_size)).items()
+            for rank, presence in self._monitor.query(range(self._world_size)).items()
             if presence is not None
             and presence.waits_in
             and not presence.compares

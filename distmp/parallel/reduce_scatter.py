@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.buckets.reduction import sum_in_order
-from distmp.distributed.collectives import all_to_all, reduce_scatter, reduces_in_parts
+from distmp.distributed.collectives import all_to_all, has_native_reduce_scatter, reduce_scatter
 
 
 def reduce_scatter_sum(
@@ -27,7 +27,7 @@ def reduce_scatter_sum(
         group: The ranks to sum over.
         comm_dtype: Communication dtype: float32, bfloat16 or float16.
     """
-    if comm_dtype == gradients.dtype and reduces_in_parts(gradients.device):
+    if comm_dtype == gradients.dtype and has_native_reduce_scatter(gradients.device):
         reduce_scatter(output, gradients, group).wait()
         return
     sent = gradients.to(comm_dtype)

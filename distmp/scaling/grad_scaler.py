@@ -23,13 +23,18 @@ from torch.amp.grad_scaler import OptState
 
 from distmp.distributed import rank_monitor
 from distmp.distributed.compare_ranks import Fingerprint
-from distmp.distributed.rank_monitor import RankMonitor, Waiting
+from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
 from distmp.errors import CheckpointError, ConfigError, TrainingError
-from distmp.scaling.agreement import Inspected, IterationFlags, Total, sum_over_ranks
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import local_gradients, non_finite_names, square_sum, unscale
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
 from distmp.scaling.rank_group import RankGroup, current_device
+from distmp.scaling.reduced_flags import (
+    CheckedOptimizer,
+    IterationFlags,
+    ReducedFlags,
+    reduce_flags,
+)
 from distmp.scaling.scaler_arguments import (
     as_scale,
     check_device,
@@ -236,7 +241,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states[id(optimizer)]
         if known is None:
             (flag,) = state["found_inf_per_device"].values()
-            self._inspected[id(optimizer)] = Inspected(optimizer, flag)
+            self._inspected[id(optimizer)] = CheckedOptimizer(optimizer, flag)
         else:
             known.gradients = None
             state["found_inf_per_device"] = known.found_inf_per_device()
@@ -318,7 +323,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         norm = total.square_sum.sqrt() / scale
         coefficient = _clip_coefficient(norm, max_norm).to(torch.float32)
         for member in members:
-            found_inf = self._inspected[id(member)].agreed()
+            found_inf = self._inspected[id(member)].global_found_inf()
             self._clips[id(member)] = torch.where(found_inf > 0, 1.0, coefficient)
         return norm
 
@@ -348,7 +353,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         elif not self._totals and new_scale is None and self._ranks.world_size > 1:
             # This call is an error. Join a decision of the other ranks first, so that all ranks
             # raise the same error.
-            self._ranks.await_others(MISUSE_SECONDS)
+            self._ranks.wait_for_ranks(MISUSE_SECONDS)
             self._decide("update", [])
         if new_scale is not None:
             self._set_scale(new_scale)
@@ -379,7 +384,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     @property
     def total_skips(self) -> int:
-        """Total number of iterations with a skipped step, up to the last `update`."""
+        """ReducedFlags number of iterations with a skipped step, up to the last `update`."""
         return self._counts().total_skips
 
     # The decision
@@ -396,11 +401,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
         if current is not self._monitor:
             self._monitor, self._calls, self._unchecked = current, CallLog(), []
         if current is not None:
-            current.note(method, self._calls.iteration)
+            current.record_call(method, self._calls.iteration)
 
     def _begin_iteration(self) -> None:
-        self._inspected: dict[int, Inspected] = {}
-        self._totals: list[Total] = []
+        self._inspected: dict[int, CheckedOptimizer] = {}
+        self._totals: list[ReducedFlags] = []
         self._clips: dict[int, Tensor] = {}
 
     def _decide_for(self, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -412,7 +417,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             if known is None and not _skips_on_device(optimizer):
                 self._unscale(optimizer)
             self._decide("step", [optimizer])
-        return self._inspected[id(optimizer)].agreed()
+        return self._inspected[id(optimizer)].global_found_inf()
 
     def _decide(
         self,
@@ -420,7 +425,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         optimizers: Sequence[torch.optim.Optimizer],
         *,
         max_norm: float | None = None,
-    ) -> Total:
+    ) -> ReducedFlags:
         """Check gradients that were not checked yet, and decide on all of them in one reduction.
 
         Args:
@@ -439,12 +444,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
             part = square_sum(gradients, self._ranks.world_size, scale.device)
             square = square + part
             flag = (~part.isfinite()).to(torch.float32)
-            self._inspected.setdefault(id(member), Inspected(member, flag, gradients))
+            self._inspected.setdefault(id(member), CheckedOptimizer(member, flag, gradients))
         for member in members:
             if id(member) not in self._inspected:
                 gradients = local_gradients(member)
                 flag = unscale(gradients, None, scale.device)
-                self._inspected[id(member)] = Inspected(member, flag, gradients)
+                self._inspected[id(member)] = CheckedOptimizer(member, flag, gradients)
         waiting = [i for i in self._inspected.values() if i.found_inf is None]
         total = self._reduce(method, optimizers, waiting, square, scale, max_norm)
         if waiting:
@@ -455,11 +460,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self,
         method: str,
         named: Sequence[torch.optim.Optimizer],
-        waiting: Sequence[Inspected],
+        waiting: Sequence[CheckedOptimizer],
         square: Tensor,
         scale: Tensor,
         max_norm: float | None,
-    ) -> Total:
+    ) -> ReducedFlags:
         """Sum the flags and norms of all ranks, and compare their calls of the scaler.
 
         Raises:
@@ -467,7 +472,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         """
         if self._ranks.world_size == 1:
             alone = Fingerprint(0, world_size=1)
-            return sum_over_ranks(waiting, square, scale, self._ranks, alone, has_scaled=True)
+            return reduce_flags(waiting, square, scale, self._ranks, alone, has_scaled=True)
         decision = self._calls.decide(
             method,
             named,
@@ -479,7 +484,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             ],
             max_norm=max_norm,
         )
-        total = sum_over_ranks(
+        total = reduce_flags(
             waiting,
             square,
             scale,
@@ -487,9 +492,11 @@ class DistributedGradScaler(torch.amp.GradScaler):
             Fingerprint(decision.fingerprint, self._ranks.world_size),
             has_scaled=self._has_scaled or not self._enabled,
         )
-        self._unchecked.append(_Unchecked(decision, self._ranks.latest, HostCopy(total.differ)))
+        self._unchecked.append(
+            _Unchecked(decision, self._ranks.latest_decision, HostCopy(total.calls_differ))
+        )
         if self._check_decisions(self._calls.iteration if decision.new else 0):
-            return total.in_spite_of_difference()
+            return total.ignoring_call_differences()
         return total
 
     def _check_decisions(self, iteration: int) -> bool:
@@ -548,7 +555,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
         return norm
 
-    def _apply_decision(self, members: Sequence[Inspected], total: Total) -> None:
+    def _apply_decision(self, members: Sequence[CheckedOptimizer], total: ReducedFlags) -> None:
         for member in members:
             member.found_inf = total.found_inf
             state = self._per_optimizer_states[id(member.optimizer)]
@@ -627,8 +634,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
         return IterationFlags(
             partial=skipped & (flags.amin() == 0),
             exhausted=exhausted,
-            disagree=torch.stack([total.disagree for total in self._totals]).any(),
-            never_scaled=torch.stack([total.never_scaled for total in self._totals]).any(),
+            scales_differ=torch.stack([total.scales_differ for total in self._totals]).any(),
+            scale_never_called=torch.stack(
+                [total.scale_never_called for total in self._totals]
+            ).any(),
             consecutive_skips=consecutive,
         )
 
@@ -638,7 +647,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             flags, self._unread = self._unread, flags  # type: ignore[assignment]
             if flags is None:
                 return
-        partial, exhausted, disagree, never_scaled, consecutive_skips = flags.read()
+        partial, exhausted, scales_differ, scale_never_called, consecutive_skips = flags.read()
         if partial and not self._warned_of_partial_update:
             self._warned_of_partial_update = True
             logger.warning(
@@ -646,12 +655,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
                 "train one model, make them decide together: "
                 "DistributedGradScaler(optimizers=[...])"
             )
-        if disagree:
+        if scales_differ:
             raise TrainingError(
                 "the loss scale differs between ranks; use the same arguments, the same state and "
                 "the same calls of DistributedGradScaler on every rank"
             )
-        if never_scaled and not self._warned_of_no_scale:
+        if scale_never_called and not self._warned_of_no_scale:
             self._warned_of_no_scale = True
             warnings.warn(
                 "no rank has ever called scale(), so gradients are divided by a loss scale that "
@@ -798,7 +807,7 @@ class _Counts(NamedTuple):
     Attributes:
         overflows_in_a_row: Number of consecutive overflows.
         consecutive_skips: Number of consecutive iterations with a skipped step.
-        total_skips: Total number of iterations with a skipped step.
+        total_skips: ReducedFlags number of iterations with a skipped step.
     """
 
     overflows_in_a_row: int
@@ -816,7 +825,7 @@ class _Unchecked(NamedTuple):
     """
 
     decision: Decision
-    place: Waiting | None
+    place: PendingDecision | None
     differ: HostCopy
 
 

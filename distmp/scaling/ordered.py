@@ -1,8 +1,8 @@
-"""The measurements of a step, summed in an order that does not depend on the number of ranks.
+"""Sums the statistics of a step in an order that does not depend on the number of ranks.
 
-Each sum is a balanced binary tree over fixed leaves: elements of a chunk, chunks of a bucket, the
-microbatches of the global batch. Every leaf has one place in the vector that the ranks reduce, and
-all ranks but one have a zero there, so that the reduction itself rounds nothing.
+Each sum is a balanced binary tree over fixed leaves: the elements of a chunk, the chunks of a
+bucket, the microbatches of the global batch. Every leaf has its own element in the reduced vector,
+which is zero on all ranks but one, so the reduction itself does not round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from distmp.scaling.norms import CHUNK
 from distmp.scaling.step_decision import pack
 
-# Elements that are squared at once: what fits into a CPU's cache in FP64.
+# Elements that are squared at once: they fit into the cache of a CPU in FP64.
 BLOCK = 16 * CHUNK
 
 
@@ -31,48 +31,51 @@ def ordered_total(
     group: dist.ProcessGroup | None,
     device: torch.device,
 ) -> Tensor:
-    """Return the sum of `local_stats` over all ranks, bitwise the same at any 2^k ranks.
+    """Return the sum of `local_stats` over all ranks, bitwise the same for any 2^k ranks.
 
     Args:
-        shards: This rank's shard of every gradient bucket, FP32, of a multiple of `CHUNK` elements.
-        losses: Loss sum of each microbatch of this rank, 0-dim; as many on every rank.
+        shards: This rank's shard of every gradient bucket, 1-dim FP32; the number of elements is a
+            multiple of `CHUNK`.
+        losses: Loss sum of each microbatch of this rank, 0-dim; the same number on every rank.
         weights: Weight of each microbatch of this rank, 0-dim.
-        stop: This rank asks to stop.
-        dropped: How many microbatches of this rank were left out as not finite.
+        stop: Whether this rank requests to stop.
+        dropped: Number of microbatches of this rank that were dropped as non-finite.
         more: Further numbers whose sums over ranks are exact, appended to the result.
-        group: The ranks, in whose order the microbatches stand; None for a single process.
-        device: Where the reduction runs.
+        group: The ranks, in the order of their microbatches; None for a single process.
+        device: Device of the reduction.
     """
     rank = 0 if group is None else dist.get_rank(group)
     world_size = 1 if group is None else dist.get_world_size(group)
-    pieces = [
+    local_leaves = [
         pack(*losses, device=device),
         pack(*weights, device=device),
         *(chunk_squares(shard) for shard in shards),
     ]
-    places = [
-        torch.zeros(world_size, len(piece), dtype=torch.float64, device=device) for piece in pieces
+    # One row per rank; this rank fills its own.
+    leaves = [
+        torch.zeros(world_size, len(local), dtype=torch.float64, device=device)
+        for local in local_leaves
     ]
-    for place, piece in zip(places, pieces, strict=True):
-        place[rank].copy_(piece)
+    for rows, local in zip(leaves, local_leaves, strict=True):
+        rows[rank].copy_(local)
     counts = pack(float(stop), dropped, *more, device=device)
-    vector = torch.cat([counts, *(place.view(-1) for place in places)])
+    vector = torch.cat([counts, *(rows.view(-1) for rows in leaves)])
     if group is not None:
         dist.all_reduce(vector, group=group)
     counts, ordered = vector[: len(counts)], vector[len(counts) :]
     loss, weight, *squares = (
-        pairwise_sum(part) for part in ordered.split([place.numel() for place in places])
+        pairwise_sum(part) for part in ordered.split([rows.numel() for rows in leaves])
     )
     square = pairwise_sum(torch.stack(squares))
-    measured = torch.stack([square, (~square.isfinite()).double(), loss, weight])
-    return torch.cat([measured, counts])
+    sums = torch.stack([square, (~square.isfinite()).double(), loss, weight])
+    return torch.cat([sums, counts])
 
 
 def chunk_squares(flat: Tensor) -> Tensor:
-    """Return the sum of squares of each `CHUNK` elements of a 1-dim tensor, FP64.
+    """Return the sum of squares of each chunk of `CHUNK` elements of a 1-dim tensor, 1-dim FP64.
 
-    Made of element-wise operations only: how torch's own reductions group their terms depends on
-    the shape and the device.
+    Uses element-wise operations only: the order in which torch's reductions add their terms depends
+    on the shape and the device.
     """
     return torch.cat([_sum_rows(block.double().square_()) for block in flat.split(BLOCK)])
 

@@ -1,4 +1,4 @@
-"""The ranks that decide together: a process group, a device mesh, or all ranks there are."""
+"""The ranks that decide together: a process group, a device mesh, or all ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.distributed import rank_monitor
-from distmp.distributed.rank_monitor import Presence, RankMonitor, Waiting
+from distmp.distributed.rank_monitor import PendingDecision, RankMonitor, RankStatus
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.calls import ADVICE
 
@@ -23,14 +23,15 @@ if TYPE_CHECKING:
 
 
 class RankGroup:
-    """Sums small tensors over a set of ranks.
+    """Sums small tensors over a set of ranks, and names the ranks that are missing.
 
     Args:
         ranks: A process group; a device mesh of any number of dimensions, for all of its ranks; or
-            None for all ranks of the default group, or this process alone if there is none.
+            None for all ranks of the default group, or for this process alone without a group.
 
     Attributes:
-        latest: The latest sum over several ranks, where they can be asked about it.
+        latest_decision: The latest reduction over several ranks; None before the first one, and if
+            the status of ranks cannot be queried.
 
     Raises:
         ConfigError: On a rank that is not in the group or mesh.
@@ -38,10 +39,10 @@ class RankGroup:
 
     def __init__(self, ranks: dist.ProcessGroup | DeviceMesh | int | None) -> None:
         self._group: dist.ProcessGroup | None = None
-        self.latest: Waiting | None = None
+        self.latest_decision: PendingDecision | None = None
         if ranks is None:
             return
-        if isinstance(ranks, int):  # what `new_group` returns to ranks that are not in it
+        if isinstance(ranks, int):  # `new_group` returns an int on ranks that are not in the group
             raise _not_a_member(ranks)
         if not isinstance(ranks, dist.ProcessGroup) and not hasattr(ranks, "get_coordinate"):
             raise ConfigError("group", ranks, "use a process group, a device mesh or None")
@@ -49,16 +50,15 @@ class RankGroup:
 
     @property
     def is_default(self) -> bool:
-        """Whether no particular group was given."""
+        """Whether no group or mesh was given."""
         return self._group is None
 
     @property
     def world_size(self) -> int:
-        """Number of ranks, as torch.distributed has it now.
+        """Current number of ranks.
 
         Raises:
-            ConfigError: Without a process group, if the environment says that there are several
-                processes.
+            ConfigError: Without a process group, if WORLD_SIZE is above 1.
         """
         if self._exists():
             return dist.get_world_size(self._group)
@@ -66,21 +66,21 @@ class RankGroup:
         return 1
 
     def check_group(self) -> None:
-        """Refuse to be alone where a launcher has started several processes.
+        """Refuse to run without a process group if a launcher has started several processes.
 
         Raises:
-            ConfigError: As `world_size`.
+            ConfigError: Without a process group, if WORLD_SIZE is above 1.
         """
-        named = os.environ.get("WORLD_SIZE", "1").strip()
-        if named in ("", "1") or self._exists():
+        world_size = os.environ.get("WORLD_SIZE", "1").strip()
+        if world_size in ("", "1") or self._exists():
             return
         raise ConfigError(
             "WORLD_SIZE",
-            named,
-            "the environment names several processes but there is no process group, so each rank "
-            "would scale and skip on its own; call torch.distributed.init_process_group() in every "
-            "process before the first step (torchrun sets what it needs), or set WORLD_SIZE=1 for "
-            "a process of its own",
+            world_size,
+            "several ranks were started but there is no process group, so each rank would scale "
+            "and skip on its own; call torch.distributed.init_process_group() in every process "
+            "before the first step (torchrun sets what it needs), or set WORLD_SIZE=1 for "
+            "processes that train independently",
         )
 
     def _members(self) -> dist.ProcessGroup:
@@ -92,54 +92,53 @@ class RankGroup:
     def _exists() -> bool:
         return dist.is_available() and dist.is_initialized()
 
-    def sum_(self, values: Tensor) -> Tensor:
-        """Sum over the ranks, in one all-reduce, or in none where this process is alone.
+    def all_reduce(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` over the ranks; no communication for a single process.
 
         Raises:
-            TrainingError: If the reduction fails because a rank did not come. It says where that
-                rank is.
+            TrainingError: If the reduction fails because a rank is missing, with its status.
         """
         if self.world_size == 1:
             return values
         group, monitor = self._members(), rank_monitor.current()
         if monitor is None:
             return _all_reduce(values, group)
-        self.latest = monitor.begin(group)
+        self.latest_decision = monitor.begin(group)
         try:
             total = _all_reduce(values, group)
         except RuntimeError as error:
-            _raise_absent(monitor, self.latest, error)
+            _raise_if_ranks_missing(monitor, self.latest_decision, error)
             raise
         if total.is_cuda:
-            self.latest.is_over = _end_of_work(total.device)
+            self.latest_decision.is_over = _completion_query(total.device)
         else:
             monitor.end()
         return total
 
-    def await_others(self, seconds: float) -> None:
-        """Wait until all other ranks are in a decision, which with this one's then comes to an end.
+    def wait_for_ranks(self, seconds: float) -> None:
+        """Wait until all other ranks have begun the next decision.
 
-        For a decision that nobody may be going to meet.
+        For a decision that the other ranks may never begin. This rank does not begin it here.
 
         Raises:
-            TrainingError: If some rank has not come after so many seconds. It says where it is.
+            TrainingError: If a rank is still missing after `seconds`, with its status.
         """
         monitor = rank_monitor.current()
         if monitor is None:
             return
         deadline = time.monotonic() + seconds
         with monitor.announced(self._members()) as decision:
-            while absent := monitor.absent(decision):
+            while missing := monitor.missing(decision):
                 if time.monotonic() > deadline:
-                    raise _absence(monitor, absent)
+                    raise _missing_ranks_error(monitor, missing)
 
-    def exchange(self, decision: Waiting | None, name: str, value: Any) -> dict[int, Any]:
-        """Return what every rank says about a decision, by rank, as JSON returns it.
+    def exchange(self, decision: PendingDecision | None, name: str, value: Any) -> dict[int, Any]:
+        """Gather a value from every rank of a decision; return the values by rank.
 
         Args:
-            decision: What `latest` was after the reduction.
-            name: What it is about.
-            value: What this rank says.
+            decision: `latest_decision` after the reduction.
+            name: Distinguishes exchanges about the same decision.
+            value: Value of this rank: anything that JSON can represent.
         """
         monitor = rank_monitor.current()
         if monitor is not None and decision is not None:
@@ -164,79 +163,86 @@ def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 def _not_a_member(ranks: object) -> ConfigError:
     rank = dist.get_rank() if dist.is_initialized() else 0
-    return ConfigError("group", ranks, f"does not hold this rank, {rank}")
+    return ConfigError("group", ranks, f"does not contain this rank, {rank}")
 
 
 def _all_reduce(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     backends = _backends(group)
     device_type = values.device.type
     if device_type not in backends:
-        # Flags of gradients on the host, reduced by a backend that reaches only devices.
+        # Flags on the CPU, for a group whose backend communicates only device tensors.
         device_type = next(iter(backends))
-    carried = values if device_type == values.device.type else values.to(device_type)
+    reduced = values if device_type == values.device.type else values.to(device_type)
     if backends[device_type] == "gloo":
-        dist.all_reduce(carried, group=_channel(group, device_type), async_op=True).wait()
+        dist.all_reduce(reduced, group=_decision_group(group, device_type), async_op=True).wait()
     else:
-        dist.all_reduce(carried, group=group)
-    return carried.to(values.device)
+        dist.all_reduce(reduced, group=group)
+    return reduced.to(values.device)
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """Return the backend of each device type; torch says "cpu:gloo,cuda:nccl"."""
+    """Return the backend of each device type; torch's format is "cpu:gloo,cuda:nccl"."""
     entries = dist.get_backend_config(group).split(",")
     return {device: backend for device, _, backend in (entry.partition(":") for entry in entries)}
 
 
-def _channel(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
-    """Return connections between the ranks of a group that carry nothing but decisions.
+def _decision_group(group: dist.ProcessGroup, device_type: str) -> dist.ProcessGroup:
+    """Return a group of the same ranks with separate connections, used only for decisions.
 
-    Gloo matches what ranks send by order alone, and ends the process where sizes differ. A rank
-    that leaves out a decision would meet the others' decision with its next reduction of gradients.
+    Gloo matches collectives by their order alone, and aborts the process if sizes differ. If a rank
+    left out a decision, its next reduction of gradients would be matched with the decision of the
+    others.
     """
-    if group not in _channels:
+    if group not in _decision_groups:
         name = group.group_name
-        _channels_made[name] += 1
-        store = rank_monitor.store_of_its_own(f"decisions {name} {_channels_made[name]}")
+        _groups_created[name] += 1
+        store = rank_monitor.open_store(f"decisions {name} {_groups_created[name]}")
         if store is None:
             return group
         timeout = group._get_backend(torch.device(device_type)).options._timeout
-        _channels[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
-    return _channels[group]
+        _decision_groups[group] = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    return _decision_groups[group]
 
 
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
-# How many by name of the group: one that stands in the place of a destroyed one may have its store.
-_channels_made: Counter[str] = Counter()
+_decision_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+# By name of the group: a new group may use the store of a destroyed one with the same name.
+_groups_created: Counter[str] = Counter()
 
 
-def _end_of_work(device: torch.device) -> Any:
-    """Return a function that tells, without waiting, whether a device has come here."""
+def _completion_query(device: torch.device) -> Any:
+    """Return a function that returns whether the device has reached this point; it never waits."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device))
     return event.query
 
 
-def _raise_absent(monitor: RankMonitor, decision: Waiting, error: RuntimeError) -> None:
-    """Raise which ranks have not come to a decision, if that is why its reduction failed."""
+def _raise_if_ranks_missing(
+    monitor: RankMonitor, decision: PendingDecision, error: RuntimeError
+) -> None:
+    """Raise an error that names the missing ranks, if they are why the reduction failed."""
     try:
-        absent = monitor.absent(decision)
+        missing = monitor.missing(decision)
     except RuntimeError:
         raise TrainingError(
             f"{monitor.last_call} failed because neither other ranks nor the store of the process "
-            "group can be reached: rank 0, which keeps the store unless torchrun does, has ended "
-            "or is cut off"
+            "group can be reached: rank 0, which hosts the store unless torchrun does, has ended "
+            "or is unreachable"
         ) from error
-    if absent:
-        raise _absence(monitor, absent) from error
+    if missing:
+        raise _missing_ranks_error(monitor, missing) from error
 
 
-def _absence(monitor: RankMonitor, absent: Mapping[int, Presence | None]) -> TrainingError:
-    where = rank_monitor.in_words(absent)
-    return TrainingError(f"{monitor.last_call} failed because ranks are missing: {where}; {ADVICE}")
+def _missing_ranks_error(
+    monitor: RankMonitor, missing: Mapping[int, RankStatus | None]
+) -> TrainingError:
+    statuses = rank_monitor.describe_ranks(missing)
+    return TrainingError(
+        f"{monitor.last_call} failed because ranks are missing: {statuses}; {ADVICE}"
+    )
 
 
 def current_device(device_type: str) -> torch.device:
-    """Return the device of a type that this rank uses."""
+    """Return the device of a type ("cpu", "cuda") that this rank uses."""
     if device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(device_type)

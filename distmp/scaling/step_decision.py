@@ -1,9 +1,9 @@
-"""The one decision of a step: every rank reduces the same small vector and concludes the same.
+"""The step decision: all ranks reduce one small vector and derive the same decision from it.
 
 With S the loss scale, N the global weight and n0 the nominal weight, backward ran on
 `loss_sum * S / n0` and gradients were reduced by SUM. So the gradient of the global mean is G / u
 with `u = S * N / n0`, and clipping to `max_norm` multiplies it by `c = min(1, max_norm / norm)`.
-Both are one division by `grad_scale = u / c`, which a fused optimizer does inside its own kernel.
+Together they are one division by `grad_scale = u / c`, which fused optimizers do in their kernel.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ CLIP_EPSILON = 1e-6
 
 
 class GradientPart(NamedTuple):
-    """Gradients that this rank holds, all of them with the same number of copies.
+    """Gradients of this rank that are replicated on the same number of ranks.
 
     Attributes:
-        tensors: Local FP32 tensors (of a DTensor, its local shard).
-        replicas: On how many ranks these very values stand.
+        tensors: Local FP32 tensors of any shape; local shards of DTensors.
+        replicas: Number of ranks that hold a copy of these values, this rank included.
     """
 
     tensors: list[Tensor]
@@ -34,20 +34,20 @@ class GradientPart(NamedTuple):
 
 
 class StepDecision(NamedTuple):
-    """What all ranks agreed on; every field is a 0-dim tensor on the device.
+    """The decision of all ranks on a step; every field is a 0-dim tensor on the device.
 
     Attributes:
         overflow: bool, whether a gradient or the weight of any rank was not finite, the global
-            weight is negative, or nothing is left because all that there was has been dropped.
-        dropped: FP64, how many microbatches of all ranks were left out as not finite.
-        empty: bool, whether no rank had anything to learn from (N = 0).
-        found_inf: FP32, 1 where the optimizer has to skip (overflow, empty, or for a reason that
-            `skipping` has added), else 0.
-        grad_scale: FP32, what the optimizer divides gradients by.
-        grad_norm: FP64, norm of the gradient of the global mean, before clipping.
+            weight is negative, or all microbatches with a weight were dropped.
+        dropped: FP64, number of microbatches of all ranks that were dropped as non-finite.
+        empty: bool, whether the global weight N is 0 without dropped microbatches.
+        found_inf: FP32, 1 if the optimizer has to skip (overflow, empty, or a condition added by
+            `skipping`), else 0.
+        grad_scale: FP32, divisor of the gradients in the optimizer.
+        grad_norm: FP64, norm of the gradient of the global mean loss, before clipping.
         weight: FP64, the global weight N.
         loss: FP64, the global mean loss.
-        stop: bool, whether any rank asked to stop.
+        stop: bool, whether any rank requested to stop.
     """
 
     overflow: Tensor
@@ -61,7 +61,7 @@ class StepDecision(NamedTuple):
     stop: Tensor
 
     def skipping(self, skip: Tensor) -> StepDecision:
-        """Return the decision with the update left out where `skip`, 0-dim bool, is true."""
+        """Return the decision with the update skipped if `skip`, 0-dim bool, is true."""
         return self._replace(found_inf=self.found_inf.maximum(skip.to(torch.float32)))
 
 
@@ -74,11 +74,19 @@ def local_stats(
     dropped: Tensor | float = 0.0,
     device: torch.device,
 ) -> Tensor:
-    """Return this rank's contribution, FP64 of shape (6,), to be summed over all ranks.
+    """Return the contribution of this rank to the step decision, FP64 of shape (6,).
 
-    It holds the squared norm (divided by the number of replicas), the number of non-finite chunks
-    of gradients, the loss sum, the weight, the stop request and the number of dropped microbatches.
-    One read of the gradients, no host wait.
+    The elements are the squared norm (divided by the number of replicas), the number of non-finite
+    chunks of gradients, the loss sum, the weight, the stop request and the number of dropped
+    microbatches. Reads the gradients once; the host does not wait.
+
+    Args:
+        parts: The gradients of this rank.
+        loss_sum: 0-dim, sum of the losses of this rank.
+        weight: 0-dim, sum of the weights of this rank.
+        stop: Whether this rank requests to stop.
+        dropped: Number of microbatches of this rank that were dropped as non-finite.
+        device: Device of the result.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     non_finite = torch.zeros((), dtype=torch.float64, device=device)
@@ -102,23 +110,23 @@ def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
     )
 
 
-def all_reduce_stats(measured: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def all_reduce_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sum the contributions of all ranks in place; `group` None means a single process."""
     if group is not None:
-        dist.all_reduce(measured, group=group)
-    return measured
+        dist.all_reduce(stats, group=group)
+    return stats
 
 
 def decide_step(
     total: Tensor, loss_scale: Tensor, nominal_weight: float, max_norm: float | None
 ) -> StepDecision:
-    """Draw the same conclusion from the same total on every rank, without waiting for the device.
+    """Return the same decision on every rank, without waiting for the device.
 
     Args:
-        total: FP64 of shape (6,), the sum of what `local_stats` returned on every rank.
+        total: FP64 of shape (6,), the sum over ranks of the results of `local_stats`.
         loss_scale: 0-dim, the scale that backward ran with.
         nominal_weight: n0, the constant that backward divided by.
-        max_norm: Clip the gradient to this norm; None leaves it as it is.
+        max_norm: Clip the gradient to this norm; None disables clipping.
     """
     squares, non_finite, loss_sum, weight, stop, dropped = total.unbind()
     scaled_norm = squares.sqrt()
@@ -128,7 +136,7 @@ def decide_step(
     overflow = ~scaled_norm.isfinite() | (non_finite > 0) | bad_weight | all_dropped
     empty = no_weight & ~all_dropped
     unscale = loss_scale.to(torch.float64) * weight / nominal_weight
-    # Over a weight that is negative or infinite there is no mean whose gradient has a norm.
+    # The mean over a negative or infinite weight is undefined, and so is the norm of its gradient.
     grad_norm = torch.where(bad_weight, torch.nan, scaled_norm / unscale)
     grad_scale = unscale
     if max_norm is not None:

@@ -58,9 +58,9 @@ class Restarts:
     @classmethod
     def of_this_job(cls, world_size: int, checkpoint_path: str | None = None) -> Restarts:
         """Return the attempts of the job that this process belongs to."""
-        kept = rendezvous_store.is_kept_by_the_launcher() and rendezvous_store.most_restarts() > 0
+        kept = rendezvous_store.is_hosted_by_agent() and rendezvous_store.max_restarts() > 0
         store = rendezvous_store.connect(STORE_SECONDS) if kept else None
-        count, most = rendezvous_store.restarts(), rendezvous_store.most_restarts()
+        count, most = rendezvous_store.restarts(), rendezvous_store.max_restarts()
         return cls(store, count, most, world_size, checkpoint_path)
 
     def checkpoint(

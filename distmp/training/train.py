@@ -19,9 +19,9 @@ from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import (
     INTERRUPTED_EXIT_CODE,
     StopSignals,
+    default_signal_handlers,
     exit_code_after,
     ignore_stop_signals,
-    mortal,
 )
 from distmp.distributed.world import World, join, leave
 from distmp.errors import STOPPED_EXIT_CODE, DistmpError
@@ -115,7 +115,7 @@ def _train(
         log.start(_header(environment))
     quiet = environment.rank != 0
     with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
-        with mortal() if environment.world_size > 1 else contextlib.nullcontext():
+        with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
         failures.watch(world, config.hang_seconds, 0.9 * 60 * config.timeout_minutes)
         trainer = Trainer(config, world, console, callbacks)

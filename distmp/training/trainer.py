@@ -13,7 +13,7 @@ import torch
 
 from distmp.config import RunConfig
 from distmp.distributed.progress import activity
-from distmp.distributed.stopping import StopSignals, asked_on_some_rank
+from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World, from_rank_0
 from distmp.telemetry import Console, StepTimer
 from distmp.training import rollback
@@ -118,7 +118,7 @@ class Trainer:
 
     def _train_steps(self) -> None:
         """Run steps up to the last one, to a request to stop, or to one that is out of bounds."""
-        self._stopping = self._stopping or asked_on_some_rank(
+        self._stopping = self._stopping or stop_requested_on_any_rank(
             self.is_asked_to_stop(), self.world.group
         )
         batches = training_batches(self.config, self.components, self.world, self.progress)

@@ -1,4 +1,4 @@
-"""Copies from the device to the host that the host does not wait for."""
+"""Asynchronous copies from the device to the host."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 
 # Note [When a host copy is complete]
 # `Tensor.to("cpu", non_blocking=True)` from CUDA returns before the copy has run: until then the
-# host tensor holds arbitrary bytes. An event recorded behind the copy on the same stream tells
-# when it has. The source must not be written by another stream before that; on the same stream
-# later writes are ordered behind the copy. A tensor on the CPU is not copied at all, so that the
-# caller must not write to it any more.
+# host tensor holds arbitrary bytes. An event recorded after the copy on the same stream shows when
+# the copy is complete. No other stream may write to the source before that; later writes on the
+# same stream are ordered after the copy. A CPU tensor is not copied at all, so the caller must not
+# write to it afterwards.
 class HostCopy:
-    """A tensor on its way from the device to the host.
+    """An asynchronous copy of a tensor to the host.
 
     Args:
-        values: Any shape and dtype; not written to afterwards.
+        values: The tensor to copy, of any shape and dtype; not written to afterwards.
 
     Attributes:
         on_device: Whether the values were on a CUDA device.

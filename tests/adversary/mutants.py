@@ -58,8 +58,8 @@ MUTANTS = [
     Mutant(
         "norm and overflow of other ranks are ignored",
         "distmp/scaling/step_decision.py",
-        "dist.all_reduce(measured, group=group)",
-        "dist.all_reduce(measured[2:], group=group)",
+        "dist.all_reduce(stats, group=group)",
+        "dist.all_reduce(stats[2:], group=group)",
     ),
     Mutant(
         "a weight that is not finite is no overflow",
@@ -160,8 +160,8 @@ MUTANTS = [
     Mutant(
         "skipped steps consume the schedule",
         "distmp/engine/engine.py",
-        "rate = self._learning_rates.set(self._counts[0], self._most_applied)",
-        "rate = self._learning_rates.set(self._counts[:2].sum(), self._most_applied)",
+        "rate = self._learning_rates.set(self._counts[0], self._max_applied)",
+        "rate = self._learning_rates.set(self._counts[:2].sum(), self._max_applied)",
     ),
     Mutant(
         "only the first microbatch has a weight",

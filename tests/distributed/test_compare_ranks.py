@@ -1,4 +1,4 @@
-"""What has to be the same on every rank, and what the error says where it is not."""
+"""Settings that have to be the same on every rank, and the error if they are not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from distmp.distributed.compare_ranks import (
     Fingerprint,
     check_same,
-    described_model,
+    describe_model,
     raise_difference,
 )
 from distmp.errors import ConfigError, TrainingError
@@ -25,7 +25,7 @@ def test_modules_of_different_classes_are_named() -> None:
     model = nn.Sequential(nn.Linear(8, 8), norm)
     message = r"model\.1 = LayerNorm on ranks 0, 2; GroupNorm on rank 1: differs between ranks"
     with pytest.raises(ConfigError, match=message):
-        check_same(dist.group.WORLD, CPU, described_model(model))
+        check_same(dist.group.WORLD, CPU, describe_model(model))
 
 
 @ranks(2)
@@ -44,9 +44,9 @@ def test_what_is_the_same_passes_and_the_first_difference_is_named() -> None:
 
 @pytest.mark.parametrize("others", [[], [2], [3, 3], [2, 2, 4]])
 def test_a_fingerprint_sees_any_difference(others: list[int]) -> None:
-    mine = Fingerprint.of((1, "two"), 1 + len(others))
-    prints = [mine, *(Fingerprint.of((other, "two"), 1 + len(others)) for other in others)]
-    sums = torch.tensor([one.terms for one in prints], dtype=torch.float64).sum(0)
-    assert bool(mine.differs(sums)) is bool(others)
-    same = torch.tensor([mine.terms] * len(prints), dtype=torch.float64).sum(0)
-    assert not mine.differs(same)
+    own = Fingerprint.of((1, "two"), 1 + len(others))
+    fingerprints = [own, *(Fingerprint.of((other, "two"), 1 + len(others)) for other in others)]
+    sums = torch.tensor([one.terms for one in fingerprints], dtype=torch.float64).sum(0)
+    assert bool(own.differs(sums)) is bool(others)
+    same = torch.tensor([own.terms] * len(fingerprints), dtype=torch.float64).sum(0)
+    assert not own.differs(same)

@@ -57,7 +57,7 @@ def test_impossible_value_is_named(name: str, value: str) -> None:
 
 
 def test_agrees_with_torchrun() -> None:
-    """Torchrun itself is the reference for what it sets."""
+    """Compare with the variables that torchrun sets."""
     program = (
         "import os; from distmp.distributed.rank_environment import RankEnvironment as E;"
         "os.write(1, f'{E.from_variables()}\\n'.encode())"

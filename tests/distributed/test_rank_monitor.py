@@ -1,4 +1,4 @@
-"""A rank that does not come to a decision is named, with the line that it executes."""
+"""Errors and warnings name the rank that is missing in a decision, with the line it executes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_warning_comes_earlier(tmp_path: Path) -> None:
     watcher.start()
     work.step()
     watcher.join()
-    # One rank of those that wait says it.
+    # Only one of the waiting ranks logs the warning.
     messages = [record.getMessage() for record in records]
     assert len(messages) == (1 if me == 0 else 0)
     if me == 0:
@@ -114,7 +114,7 @@ def release(directory: Path, records: list[logging.LogRecord] | None) -> None:
     while records is not None and not records:
         time.sleep(0.01)
     if records is not None:
-        time.sleep(3)  # nobody else warns
+        time.sleep(3)  # no other rank warns
         (directory / "warned").touch()
 
 
@@ -169,7 +169,7 @@ def trained(leaves_out: str, timeout_seconds: int, directory: Path) -> str:
     return run(command, directory, timeout=100).stderr
 
 
-def test_training_that_ends_in_order_prints_nothing(tmp_path: Path) -> None:
+def test_training_that_ends_cleanly_prints_nothing(tmp_path: Path) -> None:
     output = trained("nothing", 60, tmp_path)
     assert "Error" not in output
     assert "WARNING" not in output
@@ -185,7 +185,7 @@ def test_rank_that_has_ended_is_named(tmp_path: Path) -> None:
 
 
 def test_rank_that_leaves_out_a_step_meets_no_reduction_of_gradients(tmp_path: Path) -> None:
-    """It is in its next backward, where it waits for the ranks that wait in `step`."""
+    """The rank is in its next backward, where it waits for the ranks that wait in `step`."""
     output = trained("step", 8, tmp_path)
     line = (
         rf"rank 1 is at {re.escape(str(tmp_path))}/train.py:\d+ in train \(`scaler.scale\(.*"
@@ -208,7 +208,7 @@ def test_update_without_a_step_where_the_other_ranks_need_this_one(tmp_path: Pat
 
 
 def test_rank_that_was_killed(tmp_path: Path) -> None:
-    """Without torchrun, which would end the others at once."""
+    """Without torchrun, which would end the other ranks immediately."""
     (tmp_path / "train.py").write_text(SCRIPT)
     with socket.create_server(("localhost", 0)) as server:
         port = server.getsockname()[1]

@@ -30,7 +30,7 @@ def test_a_late_rank_is_waited_for_and_nothing_stays_in_the_store() -> None:
         calls.count("engine.step()")
         if dist.get_rank() == number % 2:
             time.sleep(0.7)
-        calls.meet("engine.evaluate()")
+        calls.wait_for_all("engine.evaluate()")
     monitor = rank_monitor.current()
     assert monitor is not None
     store = roll_call._store_of(monitor)
@@ -45,10 +45,10 @@ def test_a_rank_that_makes_another_call_is_named() -> None:
     calls.count("engine.step()")
     if dist.get_rank() == 1:
         calls.count("engine.step()")
-        time.sleep(5)  # as in a reduction, for which rank 0 does not come
+        time.sleep(5)  # like a reduction that rank 0 does not join
         return
     with pytest.raises(TrainingError) as raised:
-        calls.meet("engine.evaluate()")
+        calls.wait_for_all("engine.evaluate()")
     message = str(raised.value)
     assert message.startswith("rank 0 waits in engine.evaluate(), which every rank has to call, ")
     assert "rank 1 is at " in message
@@ -56,11 +56,11 @@ def test_a_rank_that_makes_another_call_is_named() -> None:
 
 
 @ranks(2)
-def test_ranks_that_wait_for_each_other_in_two_calls_are_both_told() -> None:
+def test_ranks_that_wait_for_each_other_in_two_calls_both_raise() -> None:
     calls = impatient()
-    mine, other = ("evaluate", "explain") if dist.get_rank() else ("explain", "evaluate")
-    with pytest.raises(TrainingError, match=rf"waits in engine\.{mine}\(.*engine\.{other}\(\)"):
-        calls.meet(f"engine.{mine}()")
+    own, other = ("evaluate", "explain") if dist.get_rank() else ("explain", "evaluate")
+    with pytest.raises(TrainingError, match=rf"waits in engine\.{own}\(.*engine\.{other}\(\)"):
+        calls.wait_for_all(f"engine.{own}()")
     dist.barrier()
 
 
@@ -71,21 +71,21 @@ def test_a_process_that_is_gone_is_not_waited_for() -> None:
     assert monitor is not None
     dist.barrier()
     if dist.get_rank() == 1:
-        # As if rank 1 were another process, which has ended.
+        # Make rank 1 look like a process that has ended.
         process = subprocess.run(
             [sys.executable, "-c", "import os; print(os.getpid())"],
             capture_output=True,
             text=True,
             check=True,
         )
-        where = [rank_monitor._processes_here(), int(process.stdout)]
+        where = [rank_monitor._pid_namespace(), int(process.stdout)]
         monitor._store.set("process/1", json.dumps(where))
         monitor._stopped.set()
         monitor._thread.join()
     dist.barrier()
     if dist.get_rank() == 0:
         with pytest.raises(LostPeerError, match=r"the output of that rank, 1, has the cause"):
-            calls.meet("engine.evaluate()")
+            calls.wait_for_all("engine.evaluate()")
 
 
 @ranks(2)
@@ -105,10 +105,10 @@ def test_an_unfrozen_parameter_of_one_rank_is_an_error_that_names_it() -> None:
         other.step(microbatches(1, TWO_RANKS[1]))
 
 
-def test_a_process_alone_waits_for_nobody() -> None:
+def test_a_single_process_does_not_wait() -> None:
     calls = RollCall(World.current("cpu"))
     calls.count("engine.step()")
-    calls.meet("engine.evaluate()")
+    calls.wait_for_all("engine.evaluate()")
     engine = make_engine()
     train(engine, 1, ONE_RANK)
     assert engine.evaluate(microbatches(0, ONE_RANK[0])) > 0

@@ -11,12 +11,12 @@ import pytest
 import torch.distributed as dist
 
 from distmp.distributed.stopping import (
-    ASK_EVERY,
+    CHECK_EVERY,
     StopSignals,
-    asked_on_some_rank,
-    put_back,
-    stop_while_starting,
-    until_asked,
+    exit_on_stop_signals,
+    restore_handlers,
+    stop_requested_on_any_rank,
+    until_stop_requested,
 )
 from tests.ranks import ranks
 from tests.torchrun import environment, python
@@ -62,7 +62,7 @@ def test_a_second_interrupt_interrupts(sent: tuple[signal.Signals, ...]) -> None
 
 @pytest.fixture
 def handlers() -> Iterator[list[int]]:
-    """Handlers of somebody else; what they receive."""
+    """Install handlers of other code; return the signals that they receive."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -92,7 +92,7 @@ def test_handlers_are_put_back_after_an_error(handlers: list[int]) -> None:
 @pytest.mark.parametrize(
     ("before", "launcher", "received"),
     [
-        pytest.param(signal.SIG_DFL, None, None, id="a process alone goes on"),
+        pytest.param(signal.SIG_DFL, None, None, id="a single process continues"),
         pytest.param(signal.SIG_DFL, "torchrun", HUP, id="torchrun would end it"),
         pytest.param(signal.SIG_IGN, "torchrun", None, id="nohup or distmp launch"),
     ],
@@ -123,32 +123,32 @@ def test_what_has_begun_is_not_ended_by_what_was_for_the_start(
     numbers = (INT, TERM, USR1, USR2)
     outside = {number: signal.getsignal(number) for number in numbers}
     try:
-        stop_while_starting()
+        exit_on_stop_signals()
         with StopSignals() as stop:
             send(USR1)
         assert stop.received == USR1
-        # Its own exit code counts from now on.
+        # The exit code of the work counts from now on.
         send(*numbers)
         with StopSignals() as again:
             send(TERM)
         assert again.received == TERM
         send(*numbers)
     finally:
-        put_back(outside)
+        restore_handlers(outside)
 
 
 @pytest.mark.parametrize("number", [INT, TERM])
 def test_a_rank_that_waits_in_native_code_can_be_ended(number: signal.Signals) -> None:
-    """As it does for other ranks: no handler of Python's runs before the call returns."""
+    """Like a rank that waits for others: no Python handler runs before the call returns."""
     program = f"""
         import ctypes
-        from distmp.distributed.stopping import StopSignals, mortal
+        from distmp.distributed.stopping import StopSignals, default_signal_handlers
         with StopSignals() as stop:
-            with mortal():
+            with default_signal_handlers():
                 pass
             signal.raise_signal({int(number)})
             assert stop.received == {int(number)}
-            with mortal():
+            with default_signal_handlers():
                 print("waiting", flush=True)
                 ctypes.CDLL(None).sleep(600)
     """
@@ -160,7 +160,7 @@ def test_a_rank_that_waits_in_native_code_can_be_ended(number: signal.Signals) -
         assert process.wait(60) == -number
 
 
-def test_signals_that_somebody_uses_are_left_to_him() -> None:
+def test_handlers_of_other_code_are_kept() -> None:
     received: list[int] = []
     before = signal.signal(USR1, lambda number, frame: received.append(number))
     try:
@@ -172,19 +172,19 @@ def test_signals_that_somebody_uses_are_left_to_him() -> None:
 
 
 @ranks(2)
-def test_all_ranks_leave_off_at_the_same_item() -> None:
+def test_all_ranks_stop_at_the_same_item() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
-    assert not asked_on_some_rank(False, group)
-    assert asked_on_some_rank(rank == 1, group)
+    assert not stop_requested_on_any_rank(False, group)
+    assert stop_requested_on_any_rank(rank == 1, group)
     for questions in (0, 1, 3, 100):
-        # Rank 1 is asked to stop before it is questioned for so many times.
+        # `stop_requested` of rank 1 returns True after this many calls.
         answers = iter([*[False] * questions, *[rank == 1] * 10])
-        items = until_asked(range(5 * ASK_EVERY), answers.__next__, group)
-        expected = min(questions, 5) * ASK_EVERY
+        items = until_stop_requested(range(5 * CHECK_EVERY), answers.__next__, group)
+        expected = min(questions, 5) * CHECK_EVERY
         assert list(items) == [*range(expected)]
-        assert items.left_off == (questions < 5)
+        assert items.ended_early == (questions < 5)
 
 
-def test_a_process_alone_leaves_off_too() -> None:
-    assert list(until_asked("abc", lambda: False, None)) == ["a", "b", "c"]
-    assert list(until_asked("abc", lambda: True, None)) == []
+def test_a_single_process_stops_too() -> None:
+    assert list(until_stop_requested("abc", lambda: False, None)) == ["a", "b", "c"]
+    assert list(until_stop_requested("abc", lambda: True, None)) == []

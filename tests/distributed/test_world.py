@@ -50,7 +50,7 @@ def test_ranks_share_the_gpus_that_there_are(
     ("gpus", "local_world_size", "backend"),
     [(0, 2, "gloo"), (1, 2, "gloo"), (2, 2, "cpu:gloo,cuda:nccl"), (4, 2, "cpu:gloo,cuda:nccl")],
 )
-def test_nccl_is_for_ranks_with_a_gpu_of_their_own(
+def test_nccl_needs_one_gpu_per_rank(
     monkeypatch: pytest.MonkeyPatch, gpus: int, local_world_size: int, backend: str
 ) -> None:
     calls: list[tuple[str, object]] = []
@@ -97,7 +97,7 @@ def _port(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TEST_PORT", str(free.getsockname()[1]))
 
 
-# What keeps one rank from starting keeps all of them
+# A failure of one rank fails all ranks
 
 
 def refuse(*ranks: int, message: str = "no") -> str:
@@ -121,7 +121,7 @@ def test_a_problem_of_one_rank_is_raised_on_all() -> None:
 
 
 @ranks(2)
-def test_problems_of_several_ranks_are_told_apart() -> None:
+def test_problems_of_several_ranks_are_listed_by_rank() -> None:
     rank = dist.get_rank()
     with pytest.raises(SetupError) as caught:
         all_or_none(World.current("cpu"), lambda: refuse(0, 1, message=f"no {rank}"))

@@ -12,7 +12,7 @@ import yaml
 
 from benchmarks.figures import ROOT
 from distmp.config import RunConfig
-from distmp.distributed.stopping import ASK_EVERY
+from distmp.distributed.stopping import CHECK_EVERY
 from distmp.engine import spike_check as divergence
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, ConfigError
@@ -38,7 +38,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
     failed = ["1", *map(str, (ConfigError.exit_code, LOST_PEER_EXIT_CODE, HANG_EXIT_CODE))]
     assert codes == ["0", str(STOPPED_EXIT_CODE), "130", ", ".join(failed), *failed]
     for sentence, number in (
-        ("asks all ranks every 8 microbatches", ASK_EVERY == 8),
+        ("asks all ranks every 8 microbatches", CHECK_EVERY == 8),
         ("When three jobs in a row have begun", RESTARTS_WITHOUT_GAIN == 3),
         ("three steps as slow as the slowest of the last 50", time_budget._STEPS_TO_STOP == 3),
         ("slowest of the last 50", time_budget._STEPS_REMEMBERED == 50),

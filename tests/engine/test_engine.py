@@ -59,7 +59,7 @@ StepBatches = list[Batch]
 
 
 def bad_batches(step: int, factor: float = math.inf) -> StepBatches:
-    """Four microbatches of which the third spoils the gradient."""
+    """Return four microbatches; the third makes the gradient non-finite."""
     batches = microbatches(step, ONE_RANK[0])
     batches[2] = batches[2]._replace(factor=factor)
     return batches
@@ -70,7 +70,7 @@ def empty_batches(step: int) -> StepBatches:
 
 
 def same_numbers(one: StepNumbers, other: StepNumbers) -> bool:
-    return repr(one) == repr(other)  # unlike ==, it takes NaN for the same as NaN
+    return repr(one) == repr(other)  # unlike ==, NaN equals NaN
 
 
 # The arithmetic of a step
@@ -335,7 +335,7 @@ def test_skips_in_a_row_are_counted() -> None:
     assert engine.step(bad_batches(0)).numbers.skipped_total == 4
 
 
-# What must leave nothing behind
+# Failed and skipped steps leave no trace
 
 
 class FaultyError(Exception):
@@ -397,9 +397,9 @@ def model_part(engine: Engine) -> dict[str, Tensor]:
 
 
 class Spoilable(nn.Module):
-    """A classifier with a bias, of whose gradient single elements can be spoiled.
+    """A classifier with a bias; single elements of its gradient can be made non-finite.
 
-    Under FSDP each element of it stands on one rank only, and no other gradient depends on it.
+    Under FSDP each element of the bias is on one rank only, and no other gradient depends on it.
     """
 
     def __init__(self) -> None:
@@ -534,7 +534,7 @@ def test_evaluation_over_ranks_with_different_amounts() -> None:
 
 
 class Moded(nn.Module):
-    """Has a part that its owner keeps in evaluation mode."""
+    """A model with a submodule that is always in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -665,7 +665,7 @@ def test_scale_under_another_policy(
     engine.step(bad_batches(0))
     train(engine, 1, ONE_RANK)
     resumed = make_engine(policy=loaded, loss_scale=LossScaleConfig(init=4096))
-    # Into the live tensors, as a checkpoint is read.
+    # Into the live tensors, like a checkpoint.
     state = resumed.state_dict()
     for name, value in snapshot(engine).items():
         if name in state:
@@ -701,7 +701,7 @@ def test_a_state_of_before_consecutive_overflows_were_stored(
 
 
 def frozen_engine(*, unfrozen: bool, after: bool = True) -> Engine:
-    """Build an engine whose first layer was frozen, and perhaps unfrozen again."""
+    """Build an engine whose first layer was frozen, and unfrozen again if requested."""
     model = make_model(seed=4)
     model.first.requires_grad_(unfrozen and not after)
     engine = make_engine(model=model)
@@ -720,7 +720,7 @@ def test_what_was_unfrozen_during_a_run_has_to_be_unfrozen_before_loading(
     still_frozen = frozen_engine(unfrozen=False)
     still_frozen.load_state_dict(state)
     (record,) = caplog.records
-    assert "training first.weight, first.bias, frozen or missing here" in record.getMessage()
+    assert "state of first.weight, first.bias, which this engine does not" in record.getMessage()
     assert "unfrozen again before loading" in record.getMessage()
     assert_same_bits(weights(still_frozen), weights(engine))
     caplog.clear()
@@ -774,13 +774,13 @@ class Unread(dict[str, Tensor]):
 def test_a_step_keeps_to_its_device(
     monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
-    """What is on the device "meta" has no value to be read, and does not mix with the host's."""
-    # The copies to the host: the outcome, and in the first two steps which parameters were used.
+    """Tensors on the device "meta" have no values to read, and cannot be mixed with CPU tensors."""
+    # Copies to the host: the outcome, and in the first two steps which parameters were used.
     monkeypatch.setattr("distmp.engine.engine.StepOutcome", Unread)
     monkeypatch.setattr("distmp.distributed.world.DEVICE_TYPES", ("meta",))
     monkeypatch.setattr(nn.Parameter, "is_meta", False, raising=False)
     monkeypatch.setattr("distmp.buckets.used.on_host", lambda values: [1] * values.numel())
-    # torch has neither autocast nor a kernel for it there.
+    # torch has neither autocast nor this kernel for the device "meta".
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: False)
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **kwargs: stepped.append(kwargs))
     monkeypatch.setattr(optimizer_module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
@@ -888,7 +888,7 @@ def test_an_engine_goes_back_to_a_state_from_before_its_first_step(optimizer: An
     assert_same_bits(snapshot(engine), there)
 
 
-def test_the_nominal_weight_goes_on_with_the_state() -> None:
+def test_the_nominal_weight_is_part_of_the_state() -> None:
     def build() -> Engine:
         return Engine(
             nn.Linear(2, 1),
@@ -917,7 +917,7 @@ def test_the_memory_of_a_step_does_not_grow_with_its_microbatches() -> None:
     )
     microbatch = torch.ones(128, 64)
     peaks = {}
-    for count in (2, 4, 64):  # what is allocated once is there after the first step
+    for count in (2, 4, 64):  # one-time allocations happen in the first step
         with LiveStorages() as live:
             engine.step([microbatch] * count)
         peaks[count] = live.peak

@@ -1,4 +1,4 @@
-"""Why a step was skipped: found by the engine on one and on two real ranks, at no cost else."""
+"""The engine finds why a step was skipped, on one and two real ranks; other steps cost nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ HIGH = LossScaleConfig(init=2.0**20)
 
 
 class Root(nn.Module):
-    """Has a finite value and a gradient that is not."""
+    """Has a finite value and a non-finite gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + (0 * x).sqrt()
@@ -55,12 +55,12 @@ def clean(batch: Batch) -> Batch:
 
 
 def diverging(batch: Batch) -> Batch:
-    """Make the loss infinite, by a factor that is no tensor of the batch."""
+    """Make the loss infinite, by a factor that is not a tensor of the batch."""
     return batch._replace(factor=math.inf)
 
 
 def beyond_fp16(batch: Batch) -> Batch:
-    """Finite in float32, infinite once it is cast to float16."""
+    """Return inputs that are finite in float32 and infinite in float16."""
     return batch._replace(inputs=batch.inputs * 1e6)
 
 
@@ -69,7 +69,7 @@ def steep(batch: Batch) -> Batch:
     return batch._replace(factor=1e8)
 
 
-def spoilt(batch: Batch) -> Batch:
+def made_non_finite(batch: Batch) -> Batch:
     inputs = batch.inputs.clone()
     inputs[0, :2] = math.nan
     return batch._replace(inputs=inputs)
@@ -78,7 +78,7 @@ def spoilt(batch: Batch) -> Batch:
 def step_batches(
     engine: Engine, change: Callable[[Batch], Batch], rank: int | None = 0
 ) -> list[Batch]:
-    """Return three microbatches, of which `change` has been done to the last two of `rank`."""
+    """Return three microbatches; `change` is applied to the last two of `rank`."""
     batches = microbatches(0, ((4, 4, 4), (4, 4, 4)), engine.world.rank)
     if rank not in (None, engine.world.rank):
         return batches
@@ -108,7 +108,7 @@ def test_scale_too_high(policy: str) -> None:
     assert (first.name, first.rank, first.microbatch) == ("head.weight", 0, 0)
     assert first.inf + first.nan > 0
     assert first.inf + first.nan <= make_model().head.weight.numel()
-    # Backing off cures it indeed, at the latest where the parameters' gradients fit.
+    # Backing off helps, at the latest when the gradients of the parameters fit.
     assert report.fitting_scale is not None
     numbers = engine.step(step_batches(engine, clean)).numbers
     while numbers.skipped:
@@ -126,7 +126,7 @@ def test_range_too_wide(policy: str, scale: float) -> None:
 
 
 class TwoHeads(nn.Module):
-    """Gradients of very different size."""
+    """A model with gradients of very different size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def test_activations_beyond_fp16(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["fp32", "bf16", "fp16"])
 def test_bad_input(policy: str) -> None:
     engine = make_engine(policy=policy)
-    report = explained(engine, step_batches(engine, spoilt))
+    report = explained(engine, step_batches(engine, made_non_finite))
     assert (report.cause, report.microbatch) == ("bad_input", 1)
     assert "4 inf or NaN" in report.diagnosis
 
@@ -234,7 +234,7 @@ def test_a_norm_beyond_fp32() -> None:
 
 class Case(NamedTuple):
     change: Callable[[Batch], Batch]
-    rank: int | None  # which is given what `change` makes; None: all
+    rank: int | None  # the rank whose microbatches `change` is applied to; None: all
     cause: str
     ranks: tuple[int, ...]
     microbatch: int
@@ -249,12 +249,12 @@ CASES = {
         Case(steep, None, "range_too_wide", (0, 1), 1),
         Case(beyond_fp16, 1, "forward", (1,), 1),
         Case(diverging, None, "forward", (0, 1), 1),
-        Case(spoilt, 1, "bad_input", (1,), 1),
+        Case(made_non_finite, 1, "bad_input", (1,), 1),
     ],
     32: [
         Case(diverging, 1, "forward", (1,), 1),
-        Case(spoilt, 0, "bad_input", (0,), 1),
-        Case(spoilt, None, "bad_input", (0, 1), 1),
+        Case(made_non_finite, 0, "bad_input", (0,), 1),
+        Case(made_non_finite, None, "bad_input", (0, 1), 1),
     ],
 }
 
@@ -281,13 +281,13 @@ def test_each_cause_on_two_ranks(strategy: str, policy: str) -> None:
         assert report.one_rank_only == (len(case.ranks) == 1)
         assert {entry.rank for entry in report.parameters} == set(case.ranks)
         names = {name for name, _ in make_model().named_parameters()}
-        # A loss that is not finite spoils every gradient; none of them goes unseen.
+        # A non-finite loss makes every gradient non-finite; all of them are reported.
         lost = report.cause in ("forward", "bad_input")
         assert 0 < report.parameters_total <= len(names)
         assert report.parameters_total == len(names) or not lost
         assert {entry.name for entry in report.parameters} <= names
         numels = {name: value.numel() for name, value in make_model().named_parameters()}
-        # Counted on each rank's own gradient, whole also where parameters are sharded.
+        # Counted on the full gradient of each rank, also with sharded parameters.
         assert all(0 < e.inf + e.nan <= numels[e.name] for e in report.parameters)
         reports: list[Any] = [None, None]
         dist.all_gather_object(reports, report)
@@ -296,7 +296,7 @@ def test_each_cause_on_two_ranks(strategy: str, policy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
-def test_training_goes_on_as_if_nobody_had_asked(strategy: str) -> None:
+def test_explain_does_not_change_training(strategy: str) -> None:
     class Noisy(nn.Module):
         """Draws random numbers and keeps running statistics."""
 
@@ -328,7 +328,7 @@ def test_training_goes_on_as_if_nobody_had_asked(strategy: str) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @ranks(2)
-def test_every_rank_gives_up_in_the_same_step_and_says_why(strategy: str) -> None:
+def test_every_rank_raises_in_the_same_step_with_the_cause(strategy: str) -> None:
     rules = LossScaleConfig(init=8.0, min_scale=2.0, hysteresis=2)
     engine = make_engine(policy="fp16", strategy=strategy, loss_scale=rules)
     # 8, 8, 4, 2: the fourth overflow finds the scale at its minimum.
@@ -337,9 +337,9 @@ def test_every_rank_gives_up_in_the_same_step_and_says_why(strategy: str) -> Non
     with pytest.raises(TrainingError) as caught:
         engine.check(engine.step(step_batches(engine, steep, rank=1)))
     message = str(caught.value)
-    told: list[Any] = [None, None]
-    dist.all_gather_object(told, message)
-    assert told[0] == told[1]
+    messages: list[Any] = [None, None]
+    dist.all_gather_object(messages, message)
+    assert messages[0] == messages[1]
     assert message.startswith("precision.loss_scale.min_scale = 2: overflow at the lowest loss")
     assert "'head.weight'" in message
     assert "on rank 1 of 2 only" in message
@@ -353,7 +353,7 @@ LAYOUTS = [("ddp", False), ("ddp", True), ("fsdp", False)]
 
 
 class Glitch(nn.Module):
-    """Computes what `change` makes of its input, in the forward pass with this number only."""
+    """Applies `change` to its input, in the forward pass with this number only."""
 
     def __init__(self, at: int, change: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ class Glitch(nn.Module):
 
 
 class Steep(torch.autograd.Function):
-    """The identity, whose gradient is NaN."""
+    """The identity, with NaN as its gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -377,7 +377,7 @@ class Steep(torch.autograd.Function):
 
 
 def glitching(change: Callable[[Tensor], Tensor], rank: int, **options: Any) -> Engine:
-    """Return an engine whose model goes wrong once, in the second microbatch of this rank."""
+    """Return an engine whose model fails once, in the second microbatch of this rank."""
     model = nn.Sequential(make_model(), Glitch(1 if dist.get_rank() == rank else -1, change))
     return make_engine(model=model, first_step_checks=False, **options)
 
@@ -417,7 +417,7 @@ def test_gradients_that_were_not_finite_once(strategy: str, shards: bool) -> Non
 
 def test_a_batch_that_is_overwritten_after_the_step() -> None:
     engine = make_engine()
-    batches = step_batches(engine, spoilt)
+    batches = step_batches(engine, made_non_finite)
     outcome = engine.step(batches)
     for batch in batches:
         batch.inputs.zero_()
@@ -435,10 +435,10 @@ def test_a_nan_written_into_a_16_bit_parameter(policy: str, shards: bool) -> Non
     weight = engine.module.head.weight
     expected = weight.clone()
     if engine.world.rank == 1:
-        # As a fault of memory would: torch does not see it, and the engine cannot refuse it.
+        # Like a memory fault: torch does not see the write, so the engine cannot refuse it.
         weight.data[0, 0] = math.nan
     report = explained(engine, step_batches(engine, clean))
-    # The step has copied it anew from its FP32 master weight.
+    # The step has restored it from its FP32 master weight.
     assert torch.equal(weight, expected)
     assert (report.cause, report.ranks, report.microbatch) == ("not_repeated", (1,), 0)
     assert "copied from FP32 master weights after every step" in report.advice
@@ -447,7 +447,7 @@ def test_a_nan_written_into_a_16_bit_parameter(policy: str, shards: bool) -> Non
 
 
 class Overwriting(nn.Module):
-    """Writes NaN into a parameter of its own, on one rank, whenever it runs."""
+    """Writes NaN into one of its parameters in every forward, on one rank."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -458,7 +458,7 @@ class Overwriting(nn.Module):
     @torch.no_grad()
     def spoil(self, head: nn.Module, args: Any) -> None:
         if dist.get_rank() == self.rank:
-            head.weight.data[0, 0] = math.nan  # which torch does not count as a write
+            head.weight.data[0, 0] = math.nan  # torch does not count writes to `data`
 
     def forward(self, x: Tensor) -> Tensor:
         return self.classifier(x)
@@ -537,7 +537,7 @@ def test_a_static_scale_gives_up_after_too_many_skips(attribution: bool) -> None
     with pytest.raises(TrainingError) as caught:
         engine.check(outcome)
     message = str(caught.value)
-    assert message.startswith("precision.max_consecutive_skips = 3: so many steps in a row")
+    assert message.startswith("precision.max_consecutive_skips = 3: that many steps in a row")
     assert ("lower precision.loss_scale.init" in message) == attribution
     assert ("'head.weight'" in message) == attribution
 
@@ -554,7 +554,7 @@ def test_without_a_loss_scale_only_the_number_of_skips_counts(policy: str) -> No
         engine.check(engine.step(step_batches(engine, diverging)))
 
 
-# When it is asked, and what is not explained
+# When `explain` is called, and steps that it does not explain
 
 
 def test_asked_one_step_later_with_weights_that_have_moved() -> None:
@@ -569,7 +569,7 @@ def test_asked_one_step_later_with_weights_that_have_moved() -> None:
 
 
 class Unlucky(nn.Module):
-    """Overflows by chance."""
+    """Overflows at random."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -618,11 +618,11 @@ def test_what_is_not_explained() -> None:
     assert off.explain(off.step(step_batches(off, diverging))) is None
 
 
-# What a clean step costs
+# The cost of a clean step
 
 
 class Operations(TorchDispatchMode):
-    """Notes every operation."""
+    """Records every operation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -643,7 +643,7 @@ COLLECTIVES = [
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: Any, names: Any) -> list[str]:
-    """Note every call of these functions from now on."""
+    """Record every call of these functions from now on."""
     called: list[str] = []
 
     def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -689,13 +689,13 @@ def test_one_small_collective_and_at_most_one_read_in_a_clean_step(
     for _ in range(3):
         assert not engine.step(batches).numbers.skipped
     with pytest.MonkeyPatch.context() as monkeypatch:
-        # As on a device, where the outcome of the step before is looked at.
+        # As on a device, where the outcome of the previous step is checked.
         monkeypatch.setattr(Engine, "host_waits", False)
         reads = count_calls(monkeypatch, torch.Tensor, READS)
         collectives = count_calls(monkeypatch, dist, COLLECTIVES)
         with Operations() as operations:
             engine.step(batches)
-    # With ddp there is one bucket; FSDP has collectives of its own, but no all-reduce.
+    # With ddp there is one bucket; FSDP uses other collectives than all-reduce.
     assert collectives.count("all_reduce") == (2 if strategy == "ddp" else 1)
     assert not [name for name in collectives if "object" in name or "broadcast" in name]
     assert reads == ([] if optimizer is fused_adamw else ["item"])
@@ -734,7 +734,7 @@ def test_microbatches_are_kept_for_two_steps_and_not_without_attribution() -> No
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("change", [beyond_fp16, diverging, spoilt, steep])
+@pytest.mark.parametrize("change", [beyond_fp16, diverging, made_non_finite, steep])
 def test_on_cuda_a_step_is_explained_when_the_next_one_has_been_started(
     change: Callable[[Batch], Batch],
 ) -> None:

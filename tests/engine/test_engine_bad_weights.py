@@ -33,9 +33,9 @@ SCALE = 2.0**8
 
 
 def weighed(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the ordinary loss; a `factor` other than 1 stands for the weight."""
+    """Return the usual loss; a `factor` other than 1 replaces the weight."""
     total, weight = loss(model, batch._replace(factor=1.0))
-    # A tensor, whose sign nobody looks at after the first step.
+    # A tensor: its sign is not checked after the first step.
     return total, torch.tensor(weight if batch.factor == 1 else batch.factor)
 
 
@@ -46,7 +46,9 @@ def make_engine(**options: Any) -> Engine:
     return Engine(make_model(), weighed, fused_adamw, **options)
 
 
-def spoilt(engine: Engine, step: int, bad: float, *, rank: int, index: int = 0) -> list[Batch]:
+def made_non_finite(
+    engine: Engine, step: int, bad: float, *, rank: int, index: int = 0
+) -> list[Batch]:
     batches = microbatches(step, TWO_RANKS[step], engine.world.rank)
     if engine.world.rank == rank:
         batches[index] = batches[index]._replace(factor=bad)
@@ -57,7 +59,7 @@ def spoilt(engine: Engine, step: int, bad: float, *, rank: int, index: int = 0) 
 def test_a_first_weight_that_cannot_be_used_is_an_overflow(bad: float) -> None:
     engine = make_engine()
     before = weights(engine)
-    outcome = engine.step(spoilt(engine, 0, bad, rank=0))
+    outcome = engine.step(made_non_finite(engine, 0, bad, rank=0))
     numbers = outcome.numbers
     assert (numbers.overflow, numbers.skipped, numbers.loss_scale) == (True, True, SCALE)
     assert engine.loss_scale.value == SCALE / 2
@@ -84,7 +86,7 @@ def test_a_weight_of_one_rank_that_cannot_be_used_is_skipped_by_all() -> None:
         for bad in BAD:
             for index in range(2):
                 engine, twin = make_engine(**options), make_engine(**options)
-                outcome = engine.step(spoilt(engine, 0, bad, rank=1, index=index))
+                outcome = engine.step(made_non_finite(engine, 0, bad, rank=1, index=index))
                 assert (outcome.numbers.overflow, outcome.numbers.skipped) == (True, True)
                 assert engine.loss_scale.value == (SCALE / 2 if has_scale else 1)
                 report = engine.explain(outcome)
@@ -95,7 +97,7 @@ def test_a_weight_of_one_rank_that_cannot_be_used_is_skipped_by_all() -> None:
                 agreed: list[Any] = [None, None]
                 dist.all_gather_object(agreed, (engine.nominal_weight, numbers))
                 assert agreed[0] == agreed[1]
-                # Neither n0 nor the scale shows in the bits of a step that fits.
+                # Neither n0 nor the scale changes the bits of a step without overflow.
                 train(twin, 1, TWO_RANKS, first=2)
                 assert_same_bits(trained(snapshot(engine)), trained(snapshot(twin)))
     torch.use_deterministic_algorithms(False)

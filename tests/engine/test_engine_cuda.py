@@ -64,7 +64,7 @@ POLICIES = ("fp32", "bf16", "fp16", "bf16-autocast", REDUCED_IN_BF16)
 
 
 def alone_over_nccl() -> World:
-    """Join as the only rank of a run, as under torchrun."""
+    """Join as the only rank of a run, like torchrun."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     world = join(RankEnvironment(), timeout_seconds=60)
     assert "cuda:nccl" in dist.get_backend_config(world.group)

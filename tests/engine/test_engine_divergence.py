@@ -1,4 +1,4 @@
-"""Steps out of bounds in the engine: their updates are left out, on every rank alike."""
+"""Spikes in the engine: their updates are skipped on every rank."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.reference import (
 )
 
 SIZES = ((4, 4), (4, 4))
-# Few steps make a rough statistic: what is to stand out is a hundred times as large.
+# Few steps give rough limits, so a spike of these tests is a hundred times as large.
 SKIPPING = DivergenceConfig(on_spike="skip", warmup_steps=4)
 BAD_STEPS = (6, 8)
 
@@ -56,7 +56,7 @@ def test_a_spike_on_one_rank_is_skipped_on_all() -> None:
                     "optimizer": optimizer,
                     "policy": policy,
                     "nominal_weight": 16.0,
-                    # Low enough for a spike to be finite in float16.
+                    # Low enough that a spike is finite in float16.
                     "loss_scale": LossScaleConfig(init=64.0),
                 }
                 guarded = make_engine(**options, divergence=SKIPPING)
@@ -66,7 +66,7 @@ def test_a_spike_on_one_rank_is_skipped_on_all() -> None:
                     numbers = step(guarded, number, 100.0 if bad else 1.0)
                     assert (numbers.spike, numbers.skipped, numbers.overflow) == (bad, bad, False)
                     assert (numbers.loss > numbers.loss_limit) == bad
-                    # The same training without those steps; the limits are all that it lacks.
+                    # The same training without those steps, except for the limits.
                     if not bad:
                         step(plain, number)
                 assert numbers.skipped_total == len(BAD_STEPS)
@@ -84,7 +84,7 @@ def test_a_loaded_state_judges_as_the_one_that_was_saved() -> None:
     for number, factor in ((6, 100.0), (7, 1.0), (8, 100.0)):
         assert step(resumed, number, factor) == step(engine, number, factor)
     assert_same_bits(snapshot(resumed), snapshot(engine))
-    # A run that had no guard, or shall have none, goes on as well.
+    # Runs without a spike check, before or after loading, continue too.
     unguarded = make_engine()
     unguarded.load_state_dict(state)
     assert not step(unguarded, 6, 100.0).skipped
@@ -93,7 +93,7 @@ def test_a_loaded_state_judges_as_the_one_that_was_saved() -> None:
 
 
 def invisible_nan(model: nn.Module, batch: Batch) -> tuple[Tensor, float]:
-    """A loss that is not finite although its gradient is."""
+    """A non-finite loss with a finite gradient."""
     total, weight = loss(model, batch._replace(factor=1.0))
     return total + (float("nan") if batch.factor != 1 else 0.0), weight
 
@@ -135,6 +135,6 @@ def test_a_run_that_only_skips_spikes_ends_with_advice() -> None:
     with pytest.raises(TrainingError) as caught:
         engine.check(outcome)
     message = str(caught.value)
-    assert message.startswith("precision.max_consecutive_skips = 3: so many steps in a row")
+    assert message.startswith("precision.max_consecutive_skips = 3: that many steps in a row")
     assert "left out as spikes" in message
     assert "lower optim.lr, or raise divergence.loss_threshold" in message

@@ -1,4 +1,4 @@
-"""Engines do what their policy says: in the module, on the wire, in what the optimizer steps."""
+"""Engines apply their policy: in the module, in communication and in the stepped weights."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from tests.reference import (
 
 FP32, BF16 = torch.float32, torch.bfloat16
 STEPS = 8
-# Distance of the weights from a training in FP64, of the way that they have moved: about three
-# times what was seen.
+# Distance of the weights from a training in FP64, relative to how far they have moved: about three
+# times the measured values.
 LIMITS = {
     "fp32": 1e-4,
     "tf32": 1e-4,
@@ -68,7 +68,7 @@ def trained_as_said(text: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     assert {name: p.dtype for name, p in engine.module.named_parameters()} == expected
     stepped = {name: FP32 if chosen.has_masters else dtype for name, dtype in expected.items()}
     assert {name: weight.dtype for name, weight in weights(engine).items()} == stepped
-    # The decision is smaller, and so is what ranks agree on in the first step.
+    # The decision and the collectives of the first step are smaller.
     assert {dtype for dtype, count in collectives.sent if count > 32} == {chosen.reduce_dtype}
     assert all(buffer.dtype == FP32 for buffer in engine._strategy.gradients()[0].tensors)
     state = snapshot(engine)
@@ -132,7 +132,7 @@ def test_a_static_scale_stays() -> None:
         make_engine(policy="fp16-static", loss_scale=LossScaleConfig(init=2.0))
 
 
-def test_rules_of_a_loss_scale_that_is_none_are_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_rules_of_a_disabled_loss_scale_are_reported(caplog: pytest.LogCaptureFixture) -> None:
     rules = LossScaleConfig(init=4096.0, growth_interval=100)
     make_engine(policy="fp16", loss_scale=rules)
     assert caplog.messages == []

@@ -39,7 +39,7 @@ def quarantine(**options: Any) -> Engine:
 
 
 def step_of(engine: Engine, step: int, bad: set[tuple[int, int]], value: float = INF) -> Any:
-    """Take a step in which some (rank, microbatch) are spoilt."""
+    """Take a step in which some (rank, microbatch) have non-finite gradients."""
     rank = engine.world.rank
     return engine.step(
         [
@@ -58,7 +58,7 @@ def test_the_rest_is_the_mean_over_what_remained() -> None:
         {"policy": "fp32", "reproducible": True},
     ):
         engine = quarantine(strategy="ddp", **options)
-        # The same step with microbatches of nothing in their place.
+        # The same step with empty microbatches in their place.
         reference = make_engine(strategy="ddp", max_norm=1.3, **options)
         for step, bad in enumerate([set(), {(0, 0)}, {(1, 1)}, {(0, 1), (1, 1)}, {(1, 0), (1, 1)}]):
             value = [INF, float("nan"), -INF][step % 3]
@@ -102,7 +102,7 @@ def test_a_dropped_microbatch_lowers_the_scale_as_any_overflow_does() -> None:
     assert engine.loss_scale.value == 2.0**10
 
 
-def test_at_the_lowest_scale_training_goes_on_with_the_rest() -> None:
+def test_at_the_lowest_scale_training_continues_with_the_other_microbatches() -> None:
     config = LossScaleConfig(init=1.0, min_scale=1.0)
     engine = quarantine(policy="fp16", loss_scale=config)
     for step in range(3):
@@ -122,7 +122,7 @@ def test_clean_steps_are_those_of_the_ordinary_mode() -> None:
 
 
 class Normalised(Classifier):
-    """Also counts in integers, and notes its inputs, which a bad microbatch spoils."""
+    """Has an integer buffer and a buffer of its inputs, which a bad microbatch makes non-finite."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_buffers_go_back_to_before_a_microbatch_that_is_dropped() -> None:
                 if (rank, index) in bad:
                     batch.inputs[0, 0] = [INF, float("nan")][step % 2]
             assert engine.step(batches).numbers.dropped == 2
-            # As ever the buffers are those of rank 0.
+            # As always, the buffers are those of rank 0.
             for index, batch in enumerate(microbatches(step, ((3, 5), (2, 4)), 0)):
                 if (0, index) not in bad:
                     plain(batch.inputs)

@@ -1,4 +1,4 @@
-"""The engine of a plain script joins the ranks that a launcher has started, or says why not."""
+"""The engine of a script joins the ranks that a launcher has started, or raises an error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str) -> No
     result = run(torchrun(script, "ddp", "fail"), cwd=Path(script).parent)
     assert result.returncode != 0
     assert "rank 1 has a reason" in result.stderr
-    # The other rank comes to its message unless torchrun ends it first.
+    # The other rank prints its message unless torchrun ends it before.
     if "TrainingError" in result.stderr:
         assert "rank 0 of 2 stops because another rank has ended" in result.stderr
 
@@ -153,6 +153,6 @@ def test_the_device_is_that_of_the_local_rank(monkeypatch: pytest.MonkeyPatch) -
     from distmp.distributed.world import _device_of_rank
 
     assert _device_of_rank(None, 2) == torch.device("cuda", 2)
-    assert _device_of_rank("cuda", 0) == torch.device("cuda", 2)  # chosen before, by set_device
+    assert _device_of_rank("cuda", 0) == torch.device("cuda", 2)  # set before by set_device
     assert _device_of_rank("cuda:1", 2) == torch.device("cuda", 1)
     assert _device_of_rank("cpu", 2) == torch.device("cpu")

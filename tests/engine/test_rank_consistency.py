@@ -17,7 +17,7 @@ from distmp.config import RankConsistencyConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine import Engine, rank_consistency
-from distmp.engine.rank_consistency import ROW, ROWS_AT_ONCE, compare, digests
+from distmp.engine.rank_consistency import ROW, ROWS_PER_BLOCK, compare, digests
 from distmp.errors import ConfigError, TrainingError
 from distmp.telemetry import Console
 from distmp.training.trainer import Trainer
@@ -47,8 +47,8 @@ DTYPES = (
     torch.bool,
     torch.complex64,
 )
-# Around the borders of rows and of what is taken at once.
-SIZES = (1, 2, 3, ROW - 1, ROW, ROW + 1, ROWS_AT_ONCE["cpu"] * ROW + 5)
+# Around the borders of rows and blocks.
+SIZES = (1, 2, 3, ROW - 1, ROW, ROW + 1, ROWS_PER_BLOCK["cpu"] * ROW + 5)
 
 
 def digest(tensor: Tensor) -> int:
@@ -64,7 +64,7 @@ def random_bits(size: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def splitmix(state: int) -> int:
-    """The reference of splitmix64's finalizer, in Python's integers."""
+    """Reference of splitmix64's finalizer, with Python integers."""
     state &= 2**64 - 1
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB % 2**64
@@ -86,7 +86,7 @@ def expected_digest(words: Sequence[int]) -> int:
 
 
 @pytest.mark.parametrize("size", [0, *SIZES])
-def test_a_digest_is_what_its_definition_says(size: int) -> None:
+def test_a_digest_matches_its_definition(size: int) -> None:
     values = random_bits(size, torch.float32)
     words = struct.unpack(f"<{size}i", values.numpy().tobytes())
     assert digest(values) == expected_digest(words)
@@ -155,7 +155,7 @@ def test_neither_strides_nor_grouping_change_it(monkeypatch: pytest.MonkeyPatch)
     before = digest(values)
     assert digest(values.t().contiguous().t()) == before
     assert digest(torch.stack([values, values], dim=-1)[..., 1]) == before
-    monkeypatch.setitem(ROWS_AT_ONCE, "cpu", 256)
+    monkeypatch.setitem(ROWS_PER_BLOCK, "cpu", 256)
     assert digest(values) == before
 
 
@@ -317,7 +317,7 @@ def test_each_kind_of_difference_stops_the_run_or_is_repaired() -> None:
 
 @pytest.mark.parametrize(("policy", "optimizer"), [("fp16", fused_adamw), ("fp32", sgd)])
 @ranks(4, timeout=110)
-def test_a_repaired_run_goes_on_as_one_that_was_never_broken(
+def test_a_repaired_run_continues_like_an_undisturbed_one(
     policy: str, optimizer: Callable[..., torch.optim.Optimizer]
 ) -> None:
     options = {"policy": policy, "optimizer": optimizer, "strategy": "ddp"}
@@ -342,7 +342,10 @@ def test_the_repair_is_said_once() -> None:
     handler.emit = lambda record: said.append((record.levelname, record.getMessage()))  # type: ignore[method-assign]
     logging.getLogger("distmp").addHandler(handler)
     difference = rank_consistency.check(engine, "repair")
-    expected = ("ERROR", f"ranks were out of step: {difference}; all ranks go on as rank 0")
+    expected = (
+        "ERROR",
+        f"ranks differed: {difference}; all ranks continue with the values of rank 0",
+    )
     assert "'first.bias' of rank 1" in expected[1]
     assert said == ([expected] if engine.world.rank == 0 else [])
 
@@ -353,7 +356,7 @@ def test_a_rank_with_other_optimizer_state_cannot_be_repaired() -> None:
     if engine.world.rank == 1:
         weight = engine.optimizer.param_groups[0]["params"][0]
         engine.optimizer.state[weight]["extra"] = torch.ones(2)
-    with pytest.raises(TrainingError, match="not even have the same tensors"):
+    with pytest.raises(TrainingError, match="names, shapes or dtypes differ"):
         rank_consistency.check(engine, "repair")
 
 
@@ -388,7 +391,7 @@ def test_a_process_alone_compares_nothing() -> None:
     assert rank_consistency.check(make_engine()) is None
 
 
-# A whole run
+# A full run
 
 
 def _trainer(directory: str, *arguments: str) -> Trainer:
@@ -411,7 +414,7 @@ def _train(trainer: Trainer) -> None:
 
 
 def _corrupt_after(trainer: Trainer, step: int) -> None:
-    """Let rank 1 have another weight after a step, too far off for rounding to bring it back."""
+    """Change a weight of rank 1 after a step, by more than rounding could undo."""
     original = trainer.engine.step
 
     def stepped(*args: object, **options: object) -> object:

@@ -40,7 +40,7 @@ def decision(
 def reference_limits(
     seen: list[tuple[float, float]], config: DivergenceConfig, window: int
 ) -> tuple[float, float]:
-    """The limits in plain numpy, from all usable (loss, norm) so far."""
+    """Return the limits, computed with numpy from all usable (loss, norm) so far."""
     if len(seen) < config.warmup_steps:
         return math.inf, math.inf
     losses = np.array([loss for loss, _ in seen[-window:]])
@@ -102,7 +102,7 @@ def test_limits_are_those_of_a_plain_reference(
             guard.remember(step)
             if counts:
                 usable.append((loss, norm))
-            # Another guard goes on from the state as if it had been there.
+            # Another spike check continues from the state.
             if len(usable) % 5 == 0:
                 another = DivergenceGuard(config, CPU)
                 another.load_state_dict(guard.state_dict())
@@ -136,7 +136,7 @@ def test_a_third_of_a_window_of_spikes_does_not_move_the_limits_far() -> None:
         assert guard.check(step).spike
         guard.remember(step)
     assert float(guard.check(decision(2.0, 1.0)).loss_limit) < before + 0.3
-    # A run that stays where it is, is left in peace.
+    # A run that stays at its level has no spikes.
     for _ in range(divergence.WINDOW // 3):
         guard.remember(decision(9.0, 1.0))
     assert not guard.check(decision(9.0, 1.0)).spike

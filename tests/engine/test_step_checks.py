@@ -1,4 +1,4 @@
-"""Mistakes in what a step is called with, and what the loss function returns."""
+"""Mistakes in the arguments of a step and the results of the loss function."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make(
     )
 
 
-# What a step is called with
+# Arguments of a step
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_tuples_and_lists_of_batches_are_taken() -> None:
     assert engine.step([pair()]).numbers.weight == 4
 
 
-# What the loss function returns
+# Results of the loss function
 
 
 @pytest.mark.parametrize(
@@ -107,11 +107,11 @@ def test_missing_keys_are_named_with_those_that_are_there() -> None:
     inputs, targets = pair()
     with pytest.raises(ConfigError) as error:
         make(loss).step([{"inputs": inputs, "targets": targets}])
-    message = "batch = ['inputs', 'targets']: the loss function looks for 'labels'"
+    message = "batch = ['inputs', 'targets']: the loss function reads the key 'labels'"
     assert str(error.value) == message
 
 
-def test_a_key_error_of_something_else_is_left_alone() -> None:
+def test_an_unrelated_key_error_passes_through() -> None:
     def look_up(name: str) -> Any:
         return {}[name]
 
@@ -159,7 +159,7 @@ def test_ids_above_the_vocabulary_are_named_in_later_steps() -> None:
         engine.step([words(0, target=11)])
 
 
-# What is probably not meant
+# Likely mistakes
 
 MEAN = "the loss looks like a mean"
 
@@ -198,7 +198,7 @@ def contrastive(model: nn.Module, batch: Pair) -> tuple[Tensor, float]:
         (contrastive, 8, False),
     ],
 )
-def test_a_mean_is_told_from_a_sum(
+def test_a_mean_is_distinguished_from_a_sum(
     loss: Any, samples: int, warned: bool, recwarn: pytest.WarningsRecorder
 ) -> None:
     engine = make(loss)
@@ -208,7 +208,7 @@ def test_a_mean_is_told_from_a_sum(
 
 
 def test_looking_for_a_mean_changes_nothing(recwarn: pytest.WarningsRecorder) -> None:
-    """Buffers, random numbers and weights are those of an engine that does not look."""
+    """Buffers, random numbers and weights are those of an engine without the check."""
 
     def trained(**options: Any) -> list[Tensor]:
         torch.manual_seed(3)
@@ -223,7 +223,7 @@ def test_looking_for_a_mean_changes_nothing(recwarn: pytest.WarningsRecorder) ->
     assert not recwarn
 
 
-def test_a_loss_that_refuses_equal_samples_is_left_alone(
+def test_a_loss_that_refuses_equal_samples_is_not_checked(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     def loss(model: nn.Module, batch: Pair) -> Any:
@@ -250,7 +250,7 @@ def test_the_same_data_on_all_ranks_is_warned_of() -> None:
 
 
 class WithLoss(nn.Linear):
-    """Returns its own loss, in the type that it computes in."""
+    """Returns its own loss, in its compute dtype."""
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         return F.cross_entropy(super().forward(inputs), targets, reduction="sum")
@@ -323,7 +323,7 @@ def test_steps_without_weight_are_warned_of() -> None:
         engine.step([pair()])
 
 
-def test_whoever_checks_is_not_warned() -> None:
+def test_a_loop_that_calls_check_is_not_warned() -> None:
     engine = make(max_consecutive_skips=12)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -357,6 +357,6 @@ def test_only_rank_0_warns_and_all_ranks_look_for_the_cause() -> None:
         warnings.simplefilter("always")
         for _ in range(10):
             engine.step([spoiled() if rank == 1 else pair()])
-    mine = [entry for entry in found if "in a row were skipped" in str(entry.message)]
-    assert len(mine) == (rank == 0)
-    assert all("on rank 1 of 2 only" in str(entry.message) for entry in mine)
+    of_skips = [entry for entry in found if "in a row were skipped" in str(entry.message)]
+    assert len(of_skips) == (rank == 0)
+    assert all("on rank 1 of 2 only" in str(entry.message) for entry in of_skips)

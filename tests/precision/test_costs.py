@@ -40,4 +40,6 @@ def test_the_engine_says_what_a_policy_costs(caplog: pytest.LogCaptureFixture) -
         assert caplog.messages == []
         make_engine(policy="bf16-pure,name=cheap")
     (message,) = caplog.messages
-    assert message.startswith("precision cheap loses some: param=bfloat16: without FP32 master")
+    assert message.startswith(
+        "precision cheap reduces accuracy: param=bfloat16: without FP32 master"
+    )

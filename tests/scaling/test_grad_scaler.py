@@ -663,7 +663,7 @@ def test_groups_and_meshes() -> None:
     else:
         dist.new_group([0, 1])
         return
-    with pytest.raises(ConfigError, match="does not hold this rank"):
+    with pytest.raises(ConfigError, match="does not contain this rank"):
         DistributedGradScaler("cpu", group=foreign)
 
 

@@ -278,7 +278,7 @@ def test_unscaling_on_one_rank_is_refused_where_it_rounds_otherwise() -> None:
 
 
 @ranks(3)
-def test_ranks_that_call_alike_are_named_together() -> None:
+def test_ranks_with_equal_calls_are_named_together() -> None:
     work = Work()
     work.backward()
     call = work.clip_first if dist.get_rank() == 1 else work.step_first
@@ -325,7 +325,7 @@ class LateCopy(HostCopy):
 
 def differ_on_a_device(first: list[Calls], second: list[Calls]) -> Any:
     with (
-        mock.patch("distmp.scaling.agreement.HostCopy", LateCopy),
+        mock.patch("distmp.scaling.reduced_flags.HostCopy", LateCopy),
         mock.patch("distmp.scaling.grad_scaler.HostCopy", LateCopy),
     ):
         work, weights, message, iteration = Work(fused=True), [], None, 0
@@ -406,7 +406,7 @@ def test_a_steady_step_costs_one_reduction_and_no_key_of_the_store() -> None:
     with (
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reduce,
         mock.patch.object(monitor, "_store", wraps=monitor._store) as store,
-        mock.patch.object(rank_monitor, "store_of_its_own") as connect,
+        mock.patch.object(rank_monitor, "open_store") as connect,
     ):
         for _ in range(10):
             work.backward()

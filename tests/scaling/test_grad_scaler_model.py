@@ -278,7 +278,7 @@ class ThreadRanks:
         self._lock = threading.Lock()
         self._barrier = threading.Barrier(world_size, action=self._add, timeout=10)
         self.reductions = 0
-        self.latest = None
+        self.latest_decision = None
 
     def _add(self) -> None:
         self._result = torch.stack(self._given).sum(0)
@@ -288,7 +288,7 @@ class ThreadRanks:
     def check_group(self) -> None:
         pass
 
-    def sum_(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         with self._lock:
             self._given.append(values)
         self._barrier.wait()

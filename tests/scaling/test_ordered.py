@@ -38,12 +38,12 @@ def test_squares_of_chunks() -> None:
     found = chunk_squares(flat)
     expected = flat.double().square().view(5, CHUNK).sum(1)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
-    # Each chunk by itself, whatever comes with it.
+    # Each chunk by itself, independent of the others.
     assert torch.equal(found, torch.cat([chunk_squares(one) for one in flat.split(CHUNK)]))
 
 
 SEEDS = range(12)
-"""Sums in another order have other bits often, not always."""
+"""Sums in another order often have different bits, not always."""
 
 
 def buckets(seed: int) -> list[Tensor]:
@@ -58,7 +58,7 @@ def leaf_numbers(seed: int) -> Tensor:
 
 
 def total_on_this_rank(seed: int, *, overflow: bool = False) -> list[float]:
-    """Measure what is this rank's, each bucket padded with zeros so that it can be divided."""
+    """Return the total with this rank's part; buckets are padded with zeros to divide them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     shards = []

@@ -119,7 +119,7 @@ def test_one_element_that_is_not_finite(value: float, place: int, max_norm: floa
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf, -4.0])
 def test_a_weight_that_is_not_finite_or_negative(weight: float) -> None:
     found = decision(random_gradients(1), weight=weight)
-    # Not empty, or the loss scale would stay.
+    # Not empty: an empty step would not change the loss scale.
     assert (found.empty, found.overflow, found.found_inf) == (False, True, 1)
 
 

@@ -40,7 +40,7 @@ def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_pa
     assert done.returncode != 0
     messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
     assert len(messages) == 1, done.stderr
-    assert "precision.max_consecutive_skips = 3: so many steps in a row" in messages[0]
+    assert "precision.max_consecutive_skips = 3: that many steps in a row" in messages[0]
     assert "loss scale 2^24 was too high" in messages[0]
     assert "first in the gradient of '" in messages[0]
     assert "on all 2 ranks" in messages[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distmp.data.loading import evaluation_batches
-from distmp.distributed.stopping import until_asked
+from distmp.distributed.stopping import until_stop_requested
 from distmp.training.callbacks.callback import Callback, PendingStep
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def _mean_loss(trainer: Trainer, samples: int | None) -> float | None:
     dataset = trainer.components.datasets.validation
     if dataset is None:
         return None
-    batches = until_asked(
+    batches = until_stop_requested(
         evaluation_batches(
             dataset,
             samples=samples,
@@ -58,7 +58,7 @@ def _mean_loss(trainer: Trainer, samples: int | None) -> float | None:
         trainer.world.group,
     )
     loss = trainer.engine.evaluate(batches)
-    if batches.left_off:
+    if batches.ended_early:
         trainer.stop_unfinished()
         return None
     return loss
