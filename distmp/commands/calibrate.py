@@ -17,7 +17,7 @@ import torch
 from distmp.config import RunConfig
 from distmp.diagnosis.gradient_recorder import GradientRecorder
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.world import World, all_or_none, join, leave
+from distmp.distributed.world import World, join, leave
 from distmp.errors import ConfigError
 from distmp.parallel.settings import ShardingConfig
 from distmp.precision import PolicyLike, Resolution, policy, resolve
@@ -94,18 +94,17 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
     """
     if world.group is None:
         config = _for_one_process(config)
-    parts = all_or_none(world, lambda: prepare(config, world))
-    checkpoint = all_or_none(world, lambda: find_checkpoint(config))
+    parts = world.ranks.all_or_none(lambda: prepare(config, world))
+    checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
     if checkpoint is None:
-        all_or_none(world, lambda: start_from_weights(config, parts.model))
+        world.ranks.all_or_none(lambda: start_from_weights(config, parts.model))
     measured_in, reason = _policy(config.precision.policy, world.device)
-    engine = all_or_none(
-        world,
+    engine = world.ranks.all_or_none(
         lambda: build_engine(config, parts, world, policy=measured_in, attribution=False),
     )
     progress = Progress()
     if checkpoint is not None:
-        progress = all_or_none(world, lambda: restore(engine, checkpoint))
+        progress = world.ranks.all_or_none(lambda: restore(engine, checkpoint))
     batches = training_batches(config, parts, world, progress)
     with closing(batches), GradientRecorder(engine.module, world.device) as recorder:
         for _ in range(config.calibrate_steps):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.distributed.waiting import collective_waits
 
 # torch 2.13 renamed these functions and warns about the old names.
@@ -18,7 +18,7 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 def all_gather(gathered: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to gather the shards of all ranks, in rank order, into `gathered`."""
-    activity.collective = "all_gather"
+    current_phase.collective = "all_gather"
     return _started(_all_gather(gathered, shard, group=group, async_op=True), gathered)
 
 
@@ -33,19 +33,19 @@ def has_native_reduce_scatter(device: torch.device) -> bool:
 
 def reduce_scatter(shard: Tensor, full: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to sum `full` over ranks; each rank receives its part of the sum in `shard`."""
-    activity.collective = "reduce_scatter"
+    current_phase.collective = "reduce_scatter"
     return _started(_reduce_scatter(shard, full, group=group, async_op=True), full)
 
 
 def all_reduce(full: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to sum `full` over ranks, in place."""
-    activity.collective = "all_reduce"
+    current_phase.collective = "all_reduce"
     return _started(dist.all_reduce(full, group=group, async_op=True), full)
 
 
 def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     """Start to send part r of `sent` to rank r, and to receive part r of `received` from it."""
-    activity.collective = "all_to_all"
+    current_phase.collective = "all_to_all"
     return _started(dist.all_to_all_single(received, sent, group=group, async_op=True), sent)
 
 

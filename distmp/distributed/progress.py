@@ -50,7 +50,7 @@ class CurrentPhase(NamedTuple):
         return f"step {self.step}, {self.place}" if self.step else self.place
 
 
-class Activity:
+class PhaseTracker:
     """Holds the current phase of the main thread.
 
     Attributes:
@@ -96,5 +96,5 @@ class Activity:
             self.observer(current)
 
 
-activity = Activity()
+current_phase = PhaseTracker()
 """The current phase of this process."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -38,6 +37,11 @@ class World:
     world_size: int
     device: torch.device
     group: dist.ProcessGroup | None
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of the group, which act together or fail together."""
+        return Ranks(self.group)
 
     @classmethod
     def current(cls, device: torch.device | str | None = None) -> World:
@@ -210,16 +214,6 @@ def _check_group() -> None:
             "only this one; initialize it with all of them, or set WORLD_SIZE=1 for processes that "
             "train independently",
         )
-
-
-def all_or_none(world: World, work: Callable[[], T]) -> T:
-    """Run `work` on every rank, or raise on every rank, see `Ranks.all_or_none`."""
-    return Ranks(world.group).all_or_none(work)
-
-
-def from_rank_0(world: World, work: Callable[[], T]) -> T:
-    """Run `work` on rank 0 and return its result on every rank, see `Ranks.from_rank_0`."""
-    return Ranks(world.group).from_rank_0(work)
 
 
 def keep_until_exit(group: dist.ProcessGroup | None) -> None:

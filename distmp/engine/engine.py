@@ -29,7 +29,7 @@ from distmp.distributed.compare_ranks import (
 )
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.own_time import StepClock
-from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, activity
+from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_phase
 from distmp.distributed.world import world_of_process
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
@@ -292,19 +292,19 @@ class Engine:
 
     def _take_step(self, microbatches: Sequence[Any], stop: bool) -> StepOutcome:
         self._calls.counts["engine.step"] += 1
-        activity.enter("beginning of the step")
+        current_phase.enter("beginning of the step")
         rate = self._learning_rates.set(self._counts[0], self._max_applied)
         scale = self.loss_scale.value
         self._buffers.begin_step()
         stats = self._accumulate(microbatches, scale)
-        activity.enter(DECISION)
+        current_phase.enter(DECISION)
         self.clock.end()
         total, differ = self._sum_over_ranks(stats, stop=stop)
         self.clock.begin()
         decision = decide_step(total, scale, self.nominal_weight or 1.0, self.max_norm)
         spike_check = self.divergence.check(decision)
         decision = decision.skipping(spike_check.skip | differ)
-        activity.enter(UPDATE)
+        current_phase.enter(UPDATE)
         self._update(decision)
         self._buffers.end_step(decision.found_inf)
         self._strategy.end_step(decision.found_inf)
@@ -332,15 +332,15 @@ class Engine:
                 torch.manual_seed(seed + self.world.rank * len(microbatches) + index)
             if self.config.attribution:
                 stats.generators.append(generator_states(self.device))
-            activity.enter("forward of microbatch", index + 1)
+            current_phase.enter("forward of microbatch", index + 1)
             loss, weight = self._forward(batch)
             if index == 0 and self.nominal_weight is None:
                 self.nominal_weight = self._agree_on_nominal_weight(weight, len(microbatches))
-            activity.enter("backward of microbatch", index + 1)
+            current_phase.enter("backward of microbatch", index + 1)
             self._backward(loss, scale)
             # Copied: the loss of torch's mse_loss keeps the memory of all terms of its sum alive.
             stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
-        activity.enter("reduction of the gradients")
+        current_phase.enter("reduction of the gradients")
         strategy.finish_gradients()
         if not self._has_gradients:
             self._check_gradients(stats)
@@ -670,7 +670,7 @@ class Engine:
             check_evaluated(microbatches)
             total = torch.zeros(2, dtype=torch.float64, device=self.device)
             with _evaluation_mode(self.module):
-                for batch in activity.each(VALIDATION, microbatches):
+                for batch in current_phase.each(VALIDATION, microbatches):
                     loss_sum, weight = self._forward(batch)
                     total += torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])
             if self.world.group is not None:

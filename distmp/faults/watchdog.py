@@ -26,7 +26,7 @@ from typing import NoReturn
 import psutil
 import torch.distributed as dist
 
-from distmp.distributed.progress import Activity
+from distmp.distributed.progress import PhaseTracker
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
 from distmp.faults import hang_report, stacks
 from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
@@ -50,7 +50,7 @@ class Watchdog:
 
     Args:
         peers: Exchanges messages with the ranks.
-        activity: The progress of this rank's main thread.
+        current_phase: The progress of this rank's main thread.
         seconds: Time without progress after which a rank hangs.
         first_seconds: The same until the end of the first step, which compiles and starts up.
         interval_seconds: Time between two heartbeats.
@@ -59,13 +59,13 @@ class Watchdog:
     def __init__(
         self,
         peers: Peers,
-        activity: Activity,
+        current_phase: PhaseTracker,
         seconds: float,
         first_seconds: float,
         interval_seconds: float = INTERVAL_SECONDS,
     ) -> None:
         self.peers = peers
-        self._activity = activity
+        self._activity = current_phase
         self._seconds = seconds
         self._first_seconds = max(seconds, first_seconds)
         self._interval = interval_seconds

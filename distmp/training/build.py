@@ -10,8 +10,8 @@ from typing import Any
 
 from distmp.checkpoint import store
 from distmp.config import RunConfig
-from distmp.distributed.progress import activity
-from distmp.distributed.world import World, all_or_none, from_rank_0
+from distmp.distributed.progress import current_phase
+from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.models.architecture import architecture
 from distmp.telemetry import Console
@@ -72,18 +72,20 @@ def build_run(config: RunConfig, world: World, console: Console) -> Run:
     Raises:
         SetupError: On every rank, if some rank cannot run this configuration.
     """
-    callbacks = all_or_none(world, lambda: load_callbacks(config.callbacks))
-    components = all_or_none(world, lambda: prepare(config, world))
+    callbacks = world.ranks.all_or_none(lambda: load_callbacks(config.callbacks))
+    components = world.ranks.all_or_none(lambda: prepare(config, world))
     restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
-    checkpoint = all_or_none(world, lambda: restarts.checkpoint(lambda: find_checkpoint(config)))
+    checkpoint = world.ranks.all_or_none(
+        lambda: restarts.checkpoint(lambda: find_checkpoint(config))
+    )
     if checkpoint is None:
-        all_or_none(world, lambda: start_from_weights(config, components.model))
+        world.ranks.all_or_none(lambda: start_from_weights(config, components.model))
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
     parameters = sum(parameter.numel() for parameter in components.model.parameters())
-    engine = all_or_none(world, lambda: _engine(config, components, world))
+    engine = world.ranks.all_or_none(lambda: _engine(config, components, world))
     fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
     fingerprint["model"] = architecture(components.model, config.model)
-    changes = all_or_none(world, lambda: _compare(config, fingerprint, checkpoint))
+    changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
     directory = _choose_directory(config, world, restarts, checkpoint)
     for line in _introduction(config, world, components, engine, parameters):
         console.message(line)
@@ -145,7 +147,7 @@ def _choose_directory(
             return newest
         return create_run(config.run_dir, place)
 
-    return RunDirectory(Path(from_rank_0(world, choose)), place)
+    return RunDirectory(Path(world.ranks.from_rank_0(choose)), place)
 
 
 def _introduction(
@@ -198,8 +200,8 @@ def _continue_from(
     changes: Changes,
 ) -> Progress:
     """Report what changed since the checkpoint, and load it."""
-    activity.enter("loading a checkpoint", transfers=True)
+    current_phase.enter("loading a checkpoint", transfers=True)
     if world.rank == 0:
         changes.report(console.message)
     same_optimizer = "optim.name" not in changes.dangerous
-    return all_or_none(world, lambda: restore(engine, checkpoint, optimizer=same_optimizer))
+    return world.ranks.all_or_none(lambda: restore(engine, checkpoint, optimizer=same_optimizer))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distmp.distributed import rendezvous_store
 from distmp.distributed.lost_peers import is_lost_connection
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
@@ -52,7 +52,9 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
         )
     peers = Peers(rendezvous_store.PrefixStore("peers", store), world.rank, world.world_size)
     never = float("inf")
-    _watchdog = Watchdog(peers, activity, seconds or never, first_seconds if seconds else never)
+    _watchdog = Watchdog(
+        peers, current_phase, seconds or never, first_seconds if seconds else never
+    )
     _watchdog.start()
 
 
@@ -85,7 +87,7 @@ def _report(environment: RankEnvironment, error: Exception, config: Any) -> int:
         return _report_once(environment, error, str(error), str(error), error.exit_code)
     if environment.world_size > 1 and is_lost_connection(error):
         return _lost(environment)
-    if message := advice(error, config, environment.world_size, str(activity.now)):
+    if message := advice(error, config, environment.world_size, str(current_phase.now)):
         return _report_once(environment, error, f"{where} {message}", message, 1)
     stack = "".join(traceback.format_exception(error)).rstrip()
     cause = f"{type(error).__name__}: {error}"
@@ -97,7 +99,7 @@ def _report_once(
 ) -> int:
     """Print `text`, unless another rank has reported why the run ends."""
     cause = " ".join(cause.split())
-    ending = Ending(environment.rank, activity.now.step, cause, exit_code)
+    ending = Ending(environment.rank, current_phase.now.step, cause, exit_code)
     if not _is_first(environment, error, ending):
         ended = wait_to_be_ended()
         if ended or _watchdog is not None or isinstance(error, SetupError):
@@ -126,7 +128,7 @@ def _lost(environment: RankEnvironment) -> int:
         f"rank {environment.rank} of {environment.world_size} stopped because it lost another "
         "rank, which left no message"
     )
-    ending = Ending(environment.rank, activity.now.step, cause, LOST_PEER_EXIT_CODE)
+    ending = Ending(environment.rank, current_phase.now.step, cause, LOST_PEER_EXIT_CODE)
     deadline = time.monotonic() + MESSAGE_SECONDS
     with contextlib.suppress(dist.DistError):
         while _watchdog is not None and time.monotonic() < deadline:

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distmp.distributed import rendezvous_store
-from distmp.distributed.world import World, all_or_none
+from distmp.distributed.world import World
 from distmp.errors import DistmpError
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.files import replacing
@@ -63,7 +63,7 @@ def record(path: Path, world: World, configuration: Mapping[str, Any], first_ste
         except OSError as error:
             logger.warning("cannot write %s: %s; training continues without it", path, error)
 
-    all_or_none(world, write)
+    world.ranks.all_or_none(write)
 
 
 def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from distmp.checkpoint import store
-from distmp.distributed.progress import activity
-from distmp.distributed.world import all_or_none
+from distmp.distributed.progress import current_phase
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import TrainingError
 from distmp.training.callbacks.callback import Rollback, StepResult
@@ -36,7 +35,7 @@ def roll_back(trainer: Trainer, result: StepResult) -> Rollback:
     assert result.spike is not None
     before = trainer.progress
     check_limit(result.step, result.spike.problem, before.rollbacks, trainer.config.divergence)
-    activity.enter("going back to a checkpoint", transfers=True)
+    current_phase.enter("going back to a checkpoint", transfers=True)
     trainer.checkpointing.writer.finish()
     checkpoint = checkpoint_before(trainer.directory.checkpoints, result.step)
     progress = _restore(trainer, checkpoint)
@@ -75,7 +74,7 @@ def _restore(trainer: Trainer, checkpoint: store.StoredCheckpoint) -> Progress:
     """
     guard = trainer.engine.divergence
     statistics = {name: value.clone() for name, value in guard.state_dict().items()}
-    progress = all_or_none(trainer.world, lambda: restore(trainer.engine, checkpoint))
+    progress = trainer.world.ranks.all_or_none(lambda: restore(trainer.engine, checkpoint))
     guard.load_state_dict(statistics)
     return progress
 

@@ -12,9 +12,9 @@ from types import TracebackType
 import torch
 
 from distmp.config import RunConfig
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
-from distmp.distributed.world import World, from_rank_0
+from distmp.distributed.world import World
 from distmp.telemetry import Console, StepTimer
 from distmp.training import rollback
 from distmp.training.build import build_run
@@ -86,7 +86,7 @@ class Trainer:
                     "continue with --resume auto"
                 )
         if not finished:
-            from_rank_0(self.world, self._check_gain)
+            self.world.ranks.from_rank_0(self._check_gain)
         return finished
 
     @contextmanager
@@ -150,7 +150,7 @@ class Trainer:
         step = self.progress.step + 1
         for callback in self._each("on_step_begin"):
             callback.on_step_begin(self, step)
-        activity.begin_step(step, first=first)
+        current_phase.begin_step(step, first=first)
         self._seed_step()
 
     def read_step(self) -> None:
@@ -161,7 +161,7 @@ class Trainer:
         step, self.pending = self.pending, None
         if step is None:
             return
-        activity.enter("results of the step")
+        current_phase.enter("results of the step")
         numbers = step.outcome.numbers
         with self.timer.paused():
             overflow = self.engine.explain(step.outcome)
@@ -239,5 +239,5 @@ class Trainer:
         """Yield the callbacks in order; if one of the user's hangs, the report names it."""
         for callback in self.callbacks:
             if callback in self._users_callbacks:
-                activity.enter(f"{hook} of callback {type(callback).__name__}")
+                current_phase.enter(f"{hook} of callback {type(callback).__name__}")
             yield callback

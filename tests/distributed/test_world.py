@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.world import World, all_or_none, join, leave, local_device
+from distmp.distributed.world import World, join, leave, local_device
 from distmp.errors import ConfigError, SetupError, TrainingError
 from tests.ranks import ranks
 
@@ -109,13 +109,13 @@ def refuse(*ranks: int, message: str = "no") -> str:
 @ranks(2)
 def test_work_that_succeeds_everywhere_returns_its_result() -> None:
     world = World.current("cpu")
-    assert all_or_none(world, refuse) == f"made by {world.rank}"
+    assert world.ranks.all_or_none(refuse) == f"made by {world.rank}"
 
 
 @ranks(2)
 def test_a_problem_of_one_rank_is_raised_on_all() -> None:
     with pytest.raises(SetupError) as caught:
-        all_or_none(World.current("cpu"), lambda: refuse(1))
+        World.current("cpu").ranks.all_or_none(lambda: refuse(1))
     assert str(caught.value) == "data.path = 'x': no"
     assert caught.value.exit_code == ConfigError.exit_code == 2
 
@@ -124,7 +124,7 @@ def test_a_problem_of_one_rank_is_raised_on_all() -> None:
 def test_problems_of_several_ranks_are_listed_by_rank() -> None:
     rank = dist.get_rank()
     with pytest.raises(SetupError) as caught:
-        all_or_none(World.current("cpu"), lambda: refuse(0, 1, message=f"no {rank}"))
+        World.current("cpu").ranks.all_or_none(lambda: refuse(0, 1, message=f"no {rank}"))
     assert str(caught.value) == "rank 0: data.path = 'x': no 0; rank 1: data.path = 'x': no 1"
 
 
@@ -133,10 +133,10 @@ def test_alone_the_message_is_the_problem() -> None:
         raise TrainingError("cannot")
 
     with pytest.raises(SetupError, match=r"^cannot$") as caught:
-        all_or_none(World.current("cpu"), fail)
+        World.current("cpu").ranks.all_or_none(fail)
     assert caught.value.exit_code == 1
 
 
 def test_faults_that_are_not_ours_pass_through() -> None:
     with pytest.raises(ZeroDivisionError):
-        all_or_none(World.current("cpu"), lambda: 1 // 0)
+        World.current("cpu").ranks.all_or_none(lambda: 1 // 0)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.distributed.progress import Activity
+from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.rendezvous_store import HashStore
 from distmp.faults import stacks, watchdog
 from distmp.faults.hang_report import HangReport, SilentRank, report
@@ -213,8 +213,8 @@ def test_another_process_shows_its_stack() -> None:
     assert stacks.of_process(2**22 + 1, 3) == ""
 
 
-def watch(peers: Peers, activity: Activity, seconds: float = 100.0) -> Watchdog:
-    return Watchdog(peers, activity, seconds, seconds, interval_seconds=0.02)
+def watch(peers: Peers, current_phase: PhaseTracker, seconds: float = 100.0) -> Watchdog:
+    return Watchdog(peers, current_phase, seconds, seconds, interval_seconds=0.02)
 
 
 def until(condition: object) -> None:
@@ -225,12 +225,12 @@ def until(condition: object) -> None:
 
 
 def test_a_rank_publishes_heartbeats_until_it_leaves() -> None:
-    store, activity = HashStore(), Activity()
+    store, current_phase = HashStore(), PhaseTracker()
     peers = Peers(store, 0, 1)
-    monitor = watch(peers, activity)
+    monitor = watch(peers, current_phase)
     monitor.start()
-    activity.begin_step(5, first=False)
-    activity.enter("forward of microbatch", 2)
+    current_phase.begin_step(5, first=False)
+    current_phase.enter("forward of microbatch", 2)
     until(lambda: peers.statuses()[0].doing == "step 5, forward of microbatch 2")
     first = peers.statuses()[0].count
     until(lambda: peers.statuses()[0].count > first)
@@ -243,28 +243,28 @@ def test_a_rank_publishes_heartbeats_until_it_leaves() -> None:
 
 
 def test_transferred_bytes_are_progress_in_phases_that_transfer(tmp_path: Path) -> None:
-    activity = Activity()
-    monitor = watch(Peers(HashStore(), 0, 1), activity)
+    current_phase = PhaseTracker()
+    monitor = watch(Peers(HashStore(), 0, 1), current_phase)
     for transfers in (False, True):
-        activity.enter("saving a checkpoint", transfers=transfers)
+        current_phase.enter("saving a checkpoint", transfers=transfers)
         monitor._detect_transfer()
-        before = activity.now.since
+        before = current_phase.now.since
         monitor._detect_transfer()
-        assert activity.now.since == before
+        assert current_phase.now.since == before
         (tmp_path / "file").write_bytes(bytes(2 * watchdog.TRANSFER_BYTES))
         monitor._detect_transfer()
-        assert (activity.now.since > before) is transfers
+        assert (current_phase.now.since > before) is transfers
 
 
 def test_a_process_that_was_stopped_does_not_hang() -> None:
-    activity = Activity()
-    monitor = watch(Peers(HashStore(), 0, 1), activity)
-    activity.now = activity.now._replace(since=activity.now.since - 1000)
+    current_phase = PhaseTracker()
+    monitor = watch(Peers(HashStore(), 0, 1), current_phase)
+    current_phase.now = current_phase.now._replace(since=current_phase.now.since - 1000)
     monitor._detect_pause()
-    assert time.monotonic() - activity.now.since > 999
+    assert time.monotonic() - current_phase.now.since > 999
     monitor._last_turn -= 1000
     monitor._detect_pause()
-    assert time.monotonic() - activity.now.since < 900
+    assert time.monotonic() - current_phase.now.since < 900
 
 
 def test_the_first_cause_counts() -> None:
@@ -287,7 +287,7 @@ def test_a_process_that_is_gone_is_named_unless_it_had_left(
         peers.beat(Status(1, 0.0, LIMIT, ""))
         peers.introduce(RankPlace(socket.gethostname(), pid, 0))
     others.leave()
-    monitor = watch(own, Activity())
+    monitor = watch(own, PhaseTracker())
     assert not monitor.end_for_lost_ranks()
     others.beat(Status(2, 0.0, LIMIT, ""))
     assert monitor.end_for_lost_ranks()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from distmp.checkpoint import store
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore, of_attempt
 from distmp.errors import TrainingError
 from distmp.faults.peers import Ending, Peers
@@ -103,8 +103,8 @@ def _kill_in_step(seconds: float) -> None:
     records = Path("run/steps.jsonl")
     reached = len(records.read_text().splitlines()) if records.exists() else 0
     first = 0
-    while not first or activity.now.step < max(first, reached) + 3:
-        first = first or activity.now.step
+    while not first or current_phase.now.step < max(first, reached) + 3:
+        first = first or current_phase.now.step
         time.sleep(0.001)
     _kill_after(seconds, "step")
 

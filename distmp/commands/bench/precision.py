@@ -19,7 +19,7 @@ import torch
 from distmp.commands.bench.comparison import Comparison, PolicyRefused, PolicyResult, draw, report
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.world import World, all_or_none, join, leave
+from distmp.distributed.world import World, join, leave
 from distmp.errors import ConfigError, SetupError
 from distmp.precision import policy, resolve
 from distmp.telemetry.memory import begin_peak, peak_since
@@ -112,11 +112,10 @@ def measure(
     Returns:
         Time, memory and losses, or why the run cannot use the policy.
     """
-    parts = all_or_none(world, lambda: prepare(config, world))
+    parts = world.ranks.all_or_none(lambda: prepare(config, world))
     start = begin_peak(world.device)
     try:
-        engine = all_or_none(
-            world,
+        engine = world.ranks.all_or_none(
             lambda: build_engine(config, parts, world, policy=name, attribution=False),
         )
     except SetupError as error:

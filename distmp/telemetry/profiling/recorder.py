@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distmp.distributed.progress import CurrentPhase, activity
+from distmp.distributed.progress import CurrentPhase, current_phase
 from distmp.distributed.world import World
 from distmp.telemetry.profiling import breakdown, cuda_memory, memory
 from distmp.telemetry.profiling.settings import ProfileConfig
@@ -93,10 +93,10 @@ class StepProfiler:
                 self._log(f"profile: nothing was recorded, step {self._window[0]} did not run")
         elif self._profile is not None:
             # No collective: the other ranks may be gone or in other code.
-            failed_in = activity.now
+            failed_in = current_phase.now
             self._stop()
             # The error message contains the phase in which the error was raised.
-            activity.now = failed_in
+            current_phase.now = failed_in
             logger.warning("profile: the recording up to the error is in %s", self._directory)
 
     def _start(self) -> None:
@@ -108,15 +108,15 @@ class StepProfiler:
             cuda_memory.start()
         self._profile = profile(activities=activities, record_shapes=True, profile_memory=True)
         self._profile.start()
-        activity.observer = self._ranges
+        current_phase.observer = self._ranges
 
     def _stop(self) -> RankSummary | None:
         """Stop recording, write the files of this rank, and return its summary."""
         assert self._profile is not None
         recorded, self._profile = self._profile, None
-        activity.observer = None
+        current_phase.observer = None
         self._ranges.close()
-        activity.enter("writing a profile", transfers=True)
+        current_phase.enter("writing a profile", transfers=True)
         if self._on_cuda:
             # After an error the device may fail.
             with contextlib.suppress(RuntimeError):

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from distmp.checkpoint.writer import CheckpointWriter
-from distmp.distributed.progress import SAVING, activity
+from distmp.distributed.progress import SAVING, current_phase
 from distmp.training.callbacks.callback import Callback, PendingStep
 from distmp.training.callbacks.exits import exit_context
 
@@ -75,11 +75,11 @@ class Checkpointing(Callback):
 
     def save_now(self, trainer: Trainer) -> None:
         """Save the current state, unless it is saved, and wait until it is written."""
-        activity.enter(SAVING, transfers=True)
+        current_phase.enter(SAVING, transfers=True)
         self.writer.save_now(trainer.progress.step, trainer.engine.state_dict(), _numbers(trainer))
 
     def _save(self, trainer: Trainer) -> None:
-        activity.enter(SAVING, transfers=True)
+        current_phase.enter(SAVING, transfers=True)
         with trainer.timer.paused():
             self.writer.save(
                 trainer.progress.step,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.telemetry import draw_curves, read_records
 from distmp.training.callbacks.callback import Callback
 from distmp.training.run_directory import try_to_write
@@ -19,7 +19,7 @@ class Curves(Callback):
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
         """Draw the curves of all steps up to now, on rank 0."""
-        activity.enter("drawing curves")
+        current_phase.enter("drawing curves")
         if trainer.world.rank != 0 or not trainer.config.log.curves:
             return
 

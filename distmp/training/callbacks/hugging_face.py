@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.errors import CheckpointError
 from distmp.training.callbacks.callback import Callback
 
@@ -24,7 +24,7 @@ class HuggingFaceExport(Callback):
         # Imported here: most runs do not need it.
         from distmp.export.export import live_weights, write
 
-        activity.enter("saving the model", transfers=True)
+        current_phase.enter("saving the model", transfers=True)
         folder, writes = trainer.directory.model, trainer.world.rank == 0
         weights = live_weights(trainer.engine.state_dict(), keep=writes)
         if not writes:

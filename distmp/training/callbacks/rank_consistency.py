@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from distmp.distributed.progress import COMPARISON, activity
+from distmp.distributed.progress import COMPARISON, current_phase
 from distmp.engine import rank_consistency
 from distmp.training.callbacks.callback import Callback, PendingStep
 
@@ -19,6 +19,6 @@ class RankConsistency(Callback):
         """Compare weights, optimizer state and loss scale of all ranks, if it is due."""
         settings = trainer.config.rank_consistency
         if settings.every and step.step % settings.every == 0:
-            activity.enter(COMPARISON)
+            current_phase.enter(COMPARISON)
             with trainer.timer.paused():
                 rank_consistency.check(trainer.engine, settings.on_difference)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distmp.data.text import decode, encode
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.models.sampling import generate
 from distmp.training.callbacks.callback import Callback
 
@@ -22,7 +22,7 @@ class TextSample(Callback):
         """Print the sample of the section `sample`."""
         if not finished:
             return
-        activity.enter("writing a sample")
+        current_phase.enter("writing a sample")
         text = _generate_text(trainer)
         if text is not None:
             trainer.console.message(f"a sample of what it writes:\n{text}")

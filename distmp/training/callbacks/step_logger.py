@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distmp.distributed.world import all_or_none
 from distmp.telemetry import StepLog, StepRecord, peak_memory_bytes, trackers
 from distmp.telemetry.trackers import Trackers
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult
@@ -28,7 +27,7 @@ class StepLogger(Callback):
         self._log = StepLog(
             run.directory.records if run.world.rank == 0 else None,
             run.progress.step,
-            all_or_none(run.world, lambda: _start_trackers(run)),
+            run.world.ranks.all_or_none(lambda: _start_trackers(run)),
             run.console,
             run.config.steps,
         )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.telemetry.profiling.recorder import StepProfiler
@@ -34,7 +34,7 @@ class Slow:
         self._place = place
 
     def at(self, place: str) -> None:
-        recorded = activity.now.step in ProfileConfig(WINDOW).window
+        recorded = current_phase.now.step in ProfileConfig(WINDOW).window
         if recorded and place == self._place and World.current("cpu").rank == 1:
             time.sleep(SLEEP_SECONDS)
 
@@ -56,11 +56,11 @@ def train(
     with StepProfiler(ProfileConfig(steps), folder, engine.world, lines.append) as profiler:
         for step in range(1, STEPS + 1):
             profiler.before(step)
-            activity.begin_step(step, first=step == 1)
+            current_phase.begin_step(step, first=step == 1)
             slow.at("data")
             batches = microbatches(step, TWO_RANKS[0], engine.world.rank)
             outcomes.append(engine.step(batches).numbers)
-    assert activity.observer is None
+    assert current_phase.observer is None
     return [number for one in outcomes for number in (one.loss, one.grad_norm)], lines
 
 
@@ -124,9 +124,9 @@ def recorded(folder: Path, steps: str, first: int, last: int, fails_in: int = 0)
     with StepProfiler(ProfileConfig(steps), folder, CPU, lines.append) as profiler:
         for step in range(first, last + 1):
             profiler.before(step)
-            activity.begin_step(step, first=step == first)
+            current_phase.begin_step(step, first=step == first)
             torch.zeros(1 << 20, dtype=torch.uint8)
-            activity.enter("update")
+            current_phase.enter("update")
             kept = [torch.zeros(2 << 20, dtype=torch.uint8) for _ in range(3)]
             if step == fails_in:
                 raise ValueError("a fault")
@@ -172,7 +172,7 @@ def test_a_run_that_rolls_back_is_recorded_once(tmp_path: Path) -> None:
         for steps in ((1, 2), (1, 2, 3)):
             for step in steps:
                 profiler.before(step)
-                activity.begin_step(step, first=False)
+                current_phase.begin_step(step, first=False)
             profiler.finish()
     (line,) = lines
     assert line.startswith("profile of step 2 on one rank")
@@ -183,8 +183,8 @@ def test_a_run_that_fails_writes_its_recording(
 ) -> None:
     with pytest.raises(ValueError, match="a fault"):
         recorded(tmp_path, "2:4", 1, 4, fails_in=3)
-    assert activity.observer is None
-    assert str(activity.now) == "step 3, update"
+    assert current_phase.observer is None
+    assert str(current_phase.now) == "step 3, update"
     events = json.loads((tmp_path / "trace-rank0.json").read_text())["traceEvents"]
     assert {"step 2", "step 3"} <= {event["name"] for event in events}
     assert json.loads((tmp_path / "memory-rank0.json").read_text())["peak_bytes"] == 6 << 20
@@ -210,7 +210,7 @@ def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
     with StepProfiler(ProfileConfig("3:4"), tmp_path, engine.world, lines.append) as profiler:
         for step in range(1, 6):
             profiler.before(step)
-            activity.begin_step(step, first=step == 1)
+            current_phase.begin_step(step, first=step == 1)
             if step > 2:
                 time.sleep(SLEEP_SECONDS)
             kept = torch.zeros(1 << 26, dtype=torch.uint8, device="cuda")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distmp.config import load
 from distmp.data.order import sample_indices
-from distmp.distributed.progress import activity
+from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
 from distmp.engine import Engine
@@ -81,7 +81,7 @@ class Recorder(Callback):
 
     def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
         # What a hang report names.
-        assert activity.now.phase == f"on_step_end of callback {type(self).__name__}"
+        assert current_phase.now.phase == f"on_step_end of callback {type(self).__name__}"
         order.append(self.name)
         self.results.append(result)
         self.calls.append(f"end {result.step}")
