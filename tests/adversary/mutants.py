@@ -179,7 +179,7 @@ MUTANTS = [
     Mutant(
         "evaluation leaves the model in evaluation mode",
         "distmp/engine/engine.py",
-        "part.training = True",
+        "submodule.training = True",
         "pass",
     ),
     Mutant(
