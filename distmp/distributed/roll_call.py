@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distmp.distributed import rank_monitor
 from distmp.distributed.rank_monitor import RankMonitor, RankStatus
 from distmp.distributed.world import World
-from distmp.errors import LostPeerError, TrainingError
+from distmp.errors import DistmpError, LostPeerError, TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -82,7 +82,10 @@ class RollCall:
             store.set(f"{counter}/all", "")
         self._unanswered.clear()
         while not _wait_for_key(store, f"{counter}/all"):
-            self._check_other_ranks(monitor)
+            error = self._missing_ranks_error(monitor)
+            # The last rank may have arrived, and continued to its next call, during the query.
+            if error is not None and not store.check([f"{counter}/all"]):
+                raise error
         _last_keys[monitor] = (counter, f"{counter}/all")
 
     def check_failed_everywhere(self, failures: int, problem: BaseException) -> None:
@@ -116,7 +119,8 @@ class RollCall:
     def _monitor(self) -> RankMonitor | None:
         return None if self._world.group is None else rank_monitor.current()
 
-    def _check_other_ranks(self, monitor: RankMonitor) -> None:
+    def _missing_ranks_error(self, monitor: RankMonitor) -> DistmpError | None:
+        """Query the status of the other ranks; return an error if one of them cannot arrive."""
         statuses = monitor.query(range(self._world.world_size))
         in_other_call = {
             rank: status
@@ -124,7 +128,7 @@ class RollCall:
             if status is not None and _cannot_arrive(status, monitor)
         }
         if in_other_call:
-            raise TrainingError(
+            return TrainingError(
                 f"rank {self._world.rank} waits in {monitor.engine_call}, which every rank has to "
                 f"call, and {rank_monitor.describe_ranks(in_other_call)}; make the same calls in "
                 "the same order on every rank"
@@ -133,10 +137,11 @@ class RollCall:
         self._unanswered = {rank: self._unanswered.get(rank, 0) + 1 for rank in silent}
         lost = [rank for rank, queries in self._unanswered.items() if queries >= MAX_UNANSWERED]
         if lost := lost or [rank for rank in silent if monitor.has_exited(rank)]:
-            raise LostPeerError(
+            return LostPeerError(
                 f"rank {self._world.rank} of {self._world.world_size} stops because another rank "
                 f"has ended; the output of that rank, {lost[0]}, has the cause"
             )
+        return None
 
 
 def _cannot_arrive(other: RankStatus, own: RankMonitor) -> bool:

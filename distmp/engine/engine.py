@@ -1,4 +1,4 @@
-"""One correct distributed mixed-precision step, readable from top to bottom."""
+"""The engine: one mixed-precision optimizer step over all ranks, readable from top to bottom."""
 
 from __future__ import annotations
 

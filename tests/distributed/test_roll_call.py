@@ -6,11 +6,15 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 from distmp.distributed import rank_monitor, roll_call
+from distmp.distributed.rank_monitor import RankStatus
 from distmp.distributed.roll_call import RollCall
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
@@ -37,6 +41,36 @@ def test_a_late_rank_is_waited_for_and_nothing_stays_in_the_store() -> None:
     assert store is not None
     left = [n for n in range(1, 11) if store.check([f"{n}/engine.evaluate()"])]
     assert left == [10]
+
+
+@ranks(2)
+def test_a_rank_that_arrives_during_the_query_and_continues_is_no_error(tmp_path: Path) -> None:
+    calls = impatient()
+    monitor = rank_monitor.current()
+    assert monitor is not None
+    queried, continued = tmp_path / "queried", tmp_path / "continued"
+    if dist.get_rank() == 1:
+        wait_for(queried)
+        calls.wait_for_all("engine.evaluate()")
+        calls.count("engine.step()")
+        continued.touch()
+    else:
+        query = monitor.query
+
+        def slow_query(others: Sequence[int]) -> dict[int, RankStatus | None]:
+            queried.touch()
+            wait_for(continued)
+            return query(others)
+
+        with mock.patch.object(monitor, "query", slow_query):
+            calls.wait_for_all("engine.evaluate()")
+        calls.count("engine.step()")
+    calls.wait_for_all("engine.explain()")
+
+
+def wait_for(path: Path) -> None:
+    while not path.exists():
+        time.sleep(0.01)
 
 
 @ranks(2)

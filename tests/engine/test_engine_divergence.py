@@ -136,5 +136,5 @@ def test_a_run_that_only_skips_spikes_ends_with_advice() -> None:
         engine.check(outcome)
     message = str(caught.value)
     assert message.startswith("precision.max_consecutive_skips = 3: that many steps in a row")
-    assert "left out as spikes" in message
+    assert "were skipped as spikes" in message
     assert "lower optim.lr, or raise divergence.loss_threshold" in message
