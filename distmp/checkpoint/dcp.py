@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import (
     FileSystemBase,
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from distmp.checkpoint.location import Location, RemotePath
 from distmp.checkpoint.manifest import FileSum
-from distmp.distributed.ranks import Ranks
+from distmp.distributed.ranks import Failure, Ranks, checkpoint_error, describe
 
 
 def write(
@@ -39,7 +40,7 @@ def write(
     """
     files = _Files({})
     _silence(ranks)
-    with ranks.one_error(goal):
+    with _one_error(ranks, goal):
         state_dict_saver.save(
             dict(tensors),
             process_group=ranks.group,
@@ -71,13 +72,25 @@ def read(
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
     _silence(ranks)
-    with ranks.one_error(goal):
+    with _one_error(ranks, goal):
         state_dict_loader.load(
             dict(tensors),
             process_group=ranks.group,
             storage_reader=_Reader(path, index, _Files(opened)),
             planner=DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
         )
+
+
+@contextmanager
+def _one_error(ranks: Ranks, goal: str) -> Iterator[None]:
+    """Turn the error of torch.distributed.checkpoint, which all ranks raise, into ours."""
+    try:
+        yield
+    except CheckpointException as error:
+        failures = {
+            rank: Failure(describe(wrapped[0]), 1) for rank, wrapped in error.failures.items()
+        }
+        raise checkpoint_error(goal, failures, ranks.world_size) from error
 
 
 class _SummedFile:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from distmp.errors import CheckpointError, DistmpError, SetupError
 
@@ -106,7 +104,7 @@ class Ranks:
         Raises:
             CheckpointError: On every rank, if `work` raised an exception on any of them.
         """
-        return self.all_or_none(work, catch=Exception, error=partial(_checkpoint_error, goal))
+        return self.all_or_none(work, catch=Exception, error=partial(checkpoint_error, goal))
 
     def on_rank_0(self, goal: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank.
@@ -114,22 +112,7 @@ class Ranks:
         Raises:
             CheckpointError: On every rank, if `work` raised an exception.
         """
-        return self.from_rank_0(work, catch=Exception, error=partial(_checkpoint_error, goal))
-
-    @contextmanager
-    def one_error(self, goal: str) -> Iterator[None]:
-        """Convert the error of torch.distributed.checkpoint, which all ranks raise.
-
-        Raises:
-            CheckpointError: In place of a CheckpointException.
-        """
-        try:
-            yield
-        except CheckpointException as error:
-            failures = {
-                rank: Failure(describe(wrapped[0]), 1) for rank, wrapped in error.failures.items()
-            }
-            raise _checkpoint_error(goal, failures, self.world_size) from error
+        return self.from_rank_0(work, catch=Exception, error=partial(checkpoint_error, goal))
 
     def _raise_together(
         self, by_rank: list[Failure | None], error: CombinedError, cause: Exception | None
@@ -154,7 +137,8 @@ def _attempt(
         return None, Failure(describe(error), exit_code), error
 
 
-def _checkpoint_error(goal: str, failures: dict[int, Failure], world_size: int) -> CheckpointError:
+def checkpoint_error(goal: str, failures: dict[int, Failure], world_size: int) -> CheckpointError:
+    """Return the error "cannot <goal>: ..." for the failures of some ranks."""
     first, failure = min(failures.items())
     messages = {failure.message for failure in failures.values()}
     if len(failures) == world_size and len(messages) == 1:

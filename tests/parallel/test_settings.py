@@ -37,7 +37,7 @@ def world(size: int) -> World:
         ("--activation-checkpointing all", "activation_checkpointing = 'all'"),
         (
             "--rank-consistency.every 5 --strategy fsdp1",
-            "rank_consistency.every = 5: FSDP1 does not tell",
+            "rank_consistency.every = 5: FSDP1 does not expose",
         ),
     ],
 )
