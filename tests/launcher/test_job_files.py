@@ -49,7 +49,7 @@ def test_the_files_in_launch_are_generated_by_the_documented_command(
     monkeypatch.chdir(ROOT)
     assert command.main(default(kind)) == 0
     assert capsys.readouterr().out == (ROOT / FILES[kind]).read_text()
-    page = (ROOT / "docs" / "launching.md").read_text()
+    page = (ROOT / "docs" / "schedulers.md").read_text()
     assert f"distmp launch {shlex.join(default(kind))} > {FILES[kind]}\n" in page
 
 
@@ -82,7 +82,7 @@ def test_another_kind_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_page_agrees_with_the_files(kind: str) -> None:
-    page = (ROOT / "docs" / "launching.md").read_text()
+    page = (ROOT / "docs" / "schedulers.md").read_text()
     section = page.partition(f"\n## {kind.capitalize()}\n")[2].partition("\n## ")[0]
     text = (ROOT / FILES[kind]).read_text()
     names = ["--resume=auto", "image", "claimName", "terminationGracePeriodSeconds", "--signal"]
