@@ -41,7 +41,7 @@ def discard(directory: Location, step: int) -> None:
         for entry in place.entries():
             if entry.step == step and not entry.finished:
                 place.discard(entry.path)
-    except Exception as error:  # noqa: BLE001  (whatever a file system of fsspec raises)
+    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
         logger.warning(
             "cannot remove the unfinished checkpoint of step %d in %s: %s", step, directory, error
         )
@@ -66,7 +66,7 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
         surplus = retention.surplus(sizes)
         for old in surplus:
             place.remove(found[old])
-    except Exception as error:  # noqa: BLE001  (whatever a file system of fsspec raises)
+    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
         return
     kept = sum(size for s, size in sizes.items() if s not in surplus)

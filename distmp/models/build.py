@@ -56,7 +56,9 @@ def _transformer_config(
     vocabulary = config.vocabulary_size or vocabulary_size
     if vocabulary is None:
         raise ConfigError(
-            "model.vocabulary_size", None, "set it: the data does not say how many token ids it has"
+            "model.vocabulary_size",
+            None,
+            "set it: the data does not define the number of token ids",
         )
     if vocabulary_size is not None and vocabulary < vocabulary_size:
         raise ConfigError(

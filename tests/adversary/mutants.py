@@ -178,7 +178,7 @@ MUTANTS = [
     Mutant(
         "evaluation leaves the model in evaluation mode",
         "distmp/engine/engine.py",
-        "part.training = True",
+        "submodule.training = True",
         "pass",
     ),
     Mutant(
