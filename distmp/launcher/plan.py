@@ -73,7 +73,7 @@ class Endpoint:
     """The rendezvous endpoint of a run.
 
     Attributes:
-        head: Name of the first machine, as given by the user or the job.
+        head: Name or address of the first machine, as given by the user or the job.
         address: The address of the first machine.
         port: The port of the rendezvous store.
         is_host: Whether this machine is the first one.

@@ -89,8 +89,8 @@ def _build_from_callable(config: ModelConfig) -> nn.Module:
 
 
 def _load_callable(setting: str, path: str) -> Callable[..., Any]:
-    found = load_object(setting, path)
-    if not callable(found):
-        raise ConfigError(setting, path, f"is a {type(found).__name__}; name something callable")
-    function: Callable[..., Any] = found
+    loaded = load_object(setting, path)
+    if not callable(loaded):
+        raise ConfigError(setting, path, f"is a {type(loaded).__name__}; name a callable")
+    function: Callable[..., Any] = loaded
     return function

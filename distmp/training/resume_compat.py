@@ -42,7 +42,7 @@ RUN_FACTS = {
     "digest of the data": RunFact("data", "digest", ResumeRule("dangerous", _OTHER_SAMPLES)),
     "number of ranks": RunFact("ranks", "number", ResumeRule("harmless")),
     "device": RunFact("ranks", "device", ResumeRule("harmless")),
-    "precision in force": RunFact(
+    "resolved precision": RunFact(
         "ranks",
         "precision",
         ResumeRule("consequential", "forward, backward and reductions round differently"),

@@ -113,7 +113,7 @@ def test_callable_gets_its_options() -> None:
     ("name", "message"),
     [
         ("number", "returned a int; return a torch.nn.Module"),
-        ("HERE", "is a str; name something callable"),
+        ("HERE", "is a str; name a callable"),
         ("nothing", "has no 'nothing'"),
     ],
 )
