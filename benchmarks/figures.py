@@ -20,7 +20,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart": steps.quickstart,
     "step-tail": steps.step_tail,
     "peers": steps.peers,
-    "peers-accelerate": steps.beside_accelerate,
+    "peers-accelerate": steps.relative_to_accelerate,
     "accumulation-error": accumulation.accumulation_error,
     "accumulation-passes": accumulation.accumulation_passes,
     "accumulation-step": accumulation.accumulation_step,

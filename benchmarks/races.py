@@ -16,17 +16,17 @@ from benchmarks.report import Spread, ratios, table
 # dtypes, because it is a mean over many tokens; some bits of FP32, because a loss is a long sum.
 TOLERANCE = {"float32": 2.0**-20, "float16": 2.0**-13, "bfloat16": 2.0**-10}
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
-def loss_difference(race: Found, loop: Found) -> float:
+def loss_difference(race: Result, loop: Result) -> float:
     """Return the largest relative difference of a loop's losses from FP32."""
     pairs = zip(loop["losses"], race["reference"], strict=True)
     differences = [abs(one - reference) / abs(reference) for one, reference in pairs]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
-def check_same_work(name: str, race: Found, loop: Found) -> None:
+def check_same_work(name: str, race: Result, loop: Result) -> None:
     """Check that a loop has the losses of the reference.
 
     Raises:
@@ -40,57 +40,57 @@ def check_same_work(name: str, race: Found, loop: Found) -> None:
         )
 
 
-def rendered(name: str, race: Found) -> str:
+def rendered(name: str, race: Result) -> str:
     """Return the table and the summary of a race as Markdown."""
     missing = [f"- {loop} is excluded: {reason}." for loop, reason in race["absent"].items()]
     peers = _peers(race)
     if not peers:
         return "\n".join([f"No peers to compare with in {name}.", "", *missing])
-    fastest, leanest = best_peers(race)
+    fastest, smallest = best_peers(race)
     rows: list[dict[str, object]] = []
-    for loop, found in race["loops"].items():
-        counts = same_dtype(race, found)
-        time_ratio = ratios(found["seconds"], peers[fastest]["seconds"])
-        memory_ratio = found["memory"] / peers[leanest]["memory"]
+    for loop, result in race["loops"].items():
+        counts = same_dtype(race, result)
+        time_ratio = ratios(result["seconds"], peers[fastest]["seconds"])
+        memory_ratio = result["memory"] / peers[smallest]["memory"]
         rows.append(
             {
-                name: loop if counts else f"{loop}: computes in {found['computes']}",
-                "tokens/s": Spread.of([race["tokens"] / one for one in found["seconds"]]),
+                name: loop if counts else f"{loop}: computes in {result['computes']}",
+                "tokens/s": Spread.of([race["tokens"] / one for one in result["seconds"]]),
                 "time relative to the fastest": time_ratio if counts else "",
-                "peak memory, MB": f"{found['memory'] / 1e6:.0f}",
+                "peak memory, MB": f"{result['memory'] / 1e6:.0f}",
                 "memory relative to the smallest": f"{memory_ratio:.2f}" if counts else "",
-                "loss difference from FP32": f"{loss_difference(race, found):.0e}",
+                "loss difference from FP32": f"{loss_difference(race, result):.0e}",
             }
         )
     lines = [
-        f"- {loop}: {_speed(found, peers[fastest], fastest)}; "
-        f"{_memory(found, peers[leanest], leanest)}."
-        for loop, found in race["loops"].items()
+        f"- {loop}: {_speed(result, peers[fastest], fastest)}; "
+        f"{_memory(result, peers[smallest], smallest)}."
+        for loop, result in race["loops"].items()
         if is_ours(loop)
     ]
     work = f"Transformer of size {race['size']}, {race['tokens']:,} tokens a step."
     return "\n\n".join([table(rows), work, "\n".join([*lines, *missing])])
 
 
-def best_peers(race: Found) -> tuple[str, str]:
+def best_peers(race: Result) -> tuple[str, str]:
     """Return the fastest peer with the same compute dtype, and the one with the least memory."""
     peers = _peers(race)
     fastest = min(peers, key=lambda loop: Spread.of(peers[loop]["seconds"]).median)
     return fastest, min(peers, key=lambda loop: peers[loop]["memory"])
 
 
-def _peers(race: Found) -> dict[str, Found]:
+def _peers(race: Result) -> dict[str, Result]:
     return {
-        loop: found
-        for loop, found in race["loops"].items()
-        if not is_ours(loop) and same_dtype(race, found)
+        loop: result
+        for loop, result in race["loops"].items()
+        if not is_ours(loop) and same_dtype(race, result)
     }
 
 
-def beside(peer: str, found: dict[str, Found]) -> str:
+def relative_to(peer: str, races: dict[str, Result]) -> str:
     """Return time and memory of distmp's loops relative to a peer, as a Markdown table."""
     rows: list[dict[str, object]] = []
-    for name, race in found.items():
+    for name, race in races.items():
         theirs = race["loops"].get(peer)
         for loop, ours in race["loops"].items():
             if theirs is None or not is_ours(loop):
@@ -109,12 +109,12 @@ def is_ours(loop: str) -> bool:
     return loop.startswith("distmp")
 
 
-def same_dtype(race: Found, loop: Found) -> bool:
+def same_dtype(race: Result, loop: Result) -> bool:
     """Return whether a loop computed in the requested dtype."""
     return bool(loop["computes"] == race["computes"])
 
 
-def _speed(ours: Found, theirs: Found, name: str) -> str:
+def _speed(ours: Result, theirs: Result, name: str) -> str:
     shares = [one / other for one, other in zip(ours["seconds"], theirs["seconds"], strict=True)]
     percent = round(100 * (ratios(ours["seconds"], theirs["seconds"]).median - 1))
     if percent == 0:
@@ -127,7 +127,7 @@ def _speed(ours: Found, theirs: Found, name: str) -> str:
     )
 
 
-def _memory(ours: Found, theirs: Found, name: str) -> str:
+def _memory(ours: Result, theirs: Result, name: str) -> str:
     percent = round(100 * (ours["memory"] / theirs["memory"] - 1))
     if percent == 0:
         return f"as much memory as the smallest peer, {name}"

@@ -68,7 +68,7 @@ class PrecisionConfig:
 
     policy: str | dict[str, Any] = field(
         default="auto",
-        # A run that resumes compares the policy in force.
+        # A run that resumes compares the resolved policy.
         metadata=HARMLESS,
     )
     """fp32, tf32, bf16, bf16-autocast, bf16-pure, fp16, fp16-autocast, fp16-static, or auto for the
@@ -215,7 +215,7 @@ class RunConfig:
     )
     data: DataConfig = field(
         default_factory=DataConfig,
-        metadata=dangerous("the position in the data belongs to other samples"),
+        metadata=dangerous("the position in the data refers to other samples"),
     )
     batch: BatchConfig = field(default_factory=BatchConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
@@ -248,7 +248,7 @@ class RunConfig:
         if self.steps < 1:
             raise ConfigError("steps", self.steps, "use 1 or more steps")
         if not 0 <= self.seed < 2**63:
-            raise ConfigError("seed", self.seed, "use a whole number from 0 to 2^63 - 1")
+            raise ConfigError("seed", self.seed, "use an integer from 0 to 2^63 - 1")
         if not self.run_dir:
             raise ConfigError("run_dir", self.run_dir, "name a folder")
         if self.resume == "":

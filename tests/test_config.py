@@ -33,7 +33,7 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--steps", "-3"], "steps = -3: use 1 or more steps"),
-        (["--steps", "many"], "steps = 'many': must be a whole number"),
+        (["--steps", "many"], "steps = 'many': must be an integer"),
         (["--seed", "-1"], "seed = -1"),
         (["--strategy", "fdsp"], "strategy = 'fdsp': did you mean 'fsdp'?"),
         (["--precision.policy", "bf61"], "precision.policy = 'bf61': did you mean 'bf16'?"),

@@ -50,17 +50,17 @@ def step_tail(result: dict[str, Any]) -> str:
 
 def peers(result: dict[str, Any]) -> str:
     """Return the tables of `benchmarks.peers`, their summaries, and a line on the machine."""
-    found = [races.rendered(name, race) for name, race in result["races"].items()]
+    tables = [races.rendered(name, race) for name, race in result["races"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
-        "\n\n".join(found) + f"\n\nIn all races {result['ranks']} ranks with "
+        "\n\n".join(tables) + f"\n\nIn all races {result['ranks']} ranks with "
         f"{result['microbatches']} microbatches a step; median (least to most) of "
         f"{result['turns']} alternating turns of one step, ratios turn by turn; losses of "
         f"{result['steps']} steps. {versions}; {machine_line(result)}"
     )
 
 
-def beside_accelerate(result: dict[str, Any]) -> str:
+def relative_to_accelerate(result: dict[str, Any]) -> str:
     """Return the table of distmp's loops relative to accelerate's, from `benchmarks.peers`."""
-    found = races.beside("accelerate", result["races"])
-    return f"{found}\n\naccelerate {result['versions']['accelerate']}, {machine_line(result)}"
+    table = races.relative_to("accelerate", result["races"])
+    return f"{table}\n\naccelerate {result['versions']['accelerate']}, {machine_line(result)}"

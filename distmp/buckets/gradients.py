@@ -11,7 +11,7 @@
 #   would even write into the bucket. `begin_step` therefore clears `.grad` of every parameter.
 # - The first gradient of a step is copied into the bucket, later ones are added. No pass over
 #   memory is needed to zero a bucket, except for parameters without a gradient (`_zero_missing`).
-# - The FP32 gradients of all parameters never exist at the same time beside the buckets.
+# - Outside of the buckets, the FP32 gradients of all parameters never exist at the same time.
 #
 # Hooks of a parameter run in order of registration. A post-accumulate hook that was registered
 # before ours sees the gradient of one microbatch, one that was registered after ours sees None. No

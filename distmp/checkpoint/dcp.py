@@ -194,8 +194,8 @@ class _Reader(FileSystemReader):
 def _silence(ranks: Ranks) -> None:
     """Silence warnings of DCP that users cannot act on.
 
-    One says that a run without a process group has none, the other is a deprecation inside torch
-    2.10. The filters stay: restoring them would undo changes that other threads make meanwhile.
+    One reports that there is no process group, the other a deprecation inside torch 2.10. The
+    filters stay: restoring them would undo changes that other threads make in the meantime.
     """
     warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
     if not ranks.distributed:

@@ -68,7 +68,7 @@ def read_index(
     try:
         data = file.read_bytes() if opened is None else _read_again(opened)
         if files is None:
-            sizes = {found.name: found.stat().st_size for found in path.iterdir()}
+            sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
             _refuse_absurd(data)
         else:
             sizes = {name: written.size for name, written in files.items()}

@@ -16,17 +16,17 @@ def latest(directory: Location) -> Location | None:
 
     It may be damaged; see `recovery.usable`.
     """
-    found = checkpoints(directory)
-    return found[max(found)] if found else None
+    by_step = checkpoints(directory)
+    return by_step[max(by_step)] if by_step else None
 
 
 def checkpoints(directory: Location) -> dict[int, Location]:
     """Return the complete checkpoints in `directory` by step, in ascending order."""
-    found: dict[int, Location] = {}
+    by_step: dict[int, Location] = {}
     for entry in storage(directory).entries():
-        if entry.finished and entry.step not in found and is_checkpoint(entry.path):
-            found[entry.step] = entry.path
-    return dict(sorted(found.items()))
+        if entry.finished and entry.step not in by_step and is_checkpoint(entry.path):
+            by_step[entry.step] = entry.path
+    return dict(sorted(by_step.items()))
 
 
 def final_path(directory: Location, step: int) -> Location:
@@ -41,7 +41,7 @@ def discard(directory: Location, step: int) -> None:
         for entry in place.entries():
             if entry.step == step and not entry.finished:
                 place.discard(entry.path)
-    except Exception as error:  # noqa: BLE001  (whatever a file system of fsspec raises)
+    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
         logger.warning(
             "cannot remove the unfinished checkpoint of step %d in %s: %s", step, directory, error
         )
@@ -50,23 +50,23 @@ def discard(directory: Location, step: int) -> None:
 def tidy(directory: Location, step: int, retention: Retention) -> None:
     """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
-    A failure is logged and not raised: the new checkpoint is complete all the same.
+    A failure is logged and not raised: the new checkpoint is complete anyway.
     """
     place = storage(directory)
     try:
         place.clean()
-        found = {entry.step: entry.path for entry in reversed(place.entries()) if entry.finished}
-        for later in [s for s in found if s > step]:
-            path = found.pop(later)
+        by_step = {e.step: e.path for e in reversed(place.entries()) if e.finished}
+        for later in [s for s in by_step if s > step]:
+            path = by_step.pop(later)
             aside = place.set_aside(path)
             logger.warning(
                 "the run went back to step %d: %s is abandoned and renamed to %s", step, path, aside
             )
-        sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in found.items()}
+        sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in by_step.items()}
         surplus = retention.surplus(sizes)
         for old in surplus:
-            place.remove(found[old])
-    except Exception as error:  # noqa: BLE001  (whatever a file system of fsspec raises)
+            place.remove(by_step[old])
+    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
         return
     kept = sum(size for s, size in sizes.items() if s not in surplus)

@@ -113,18 +113,18 @@ def resolve(
     )
     if is_checkpoint:
         return _verify_named(directory, group)
-    found = usable(directory, group=group)
-    if found.checkpoint is None and found.damaged:
+    result = usable(directory, group=group)
+    if result.checkpoint is None and result.damaged:
         raise CheckpointError(
-            f"no checkpoint in {directory} can be used: {'; '.join(found.damaged)}"
+            f"no checkpoint in {directory} can be used: {'; '.join(result.damaged)}"
         )
-    if found.checkpoint is None and resume != "auto":
+    if result.checkpoint is None and resume != "auto":
         problem = "is not a checkpoint and contains none" if exists else "does not exist"
         raise ConfigError(setting, resume, f"{directory.absolute()} {problem}")
     if ranks.rank == 0:
-        for message in found.damaged + found.unfinished:
-            logger.warning("%s; continuing from %s", message, found.checkpoint or "the beginning")
-    return found.checkpoint
+        for message in result.damaged + result.unfinished:
+            logger.warning("%s; continuing from %s", message, result.checkpoint or "the beginning")
+    return result.checkpoint
 
 
 def _verify_named(path: Location, group: dist.ProcessGroup | None) -> StoredCheckpoint:

@@ -24,7 +24,7 @@ from distmp.utils.flat_shard import FlatShard
 PINNED_IN_PLACE_BYTES = 1 << 20
 
 # Note [Copying while training continues]
-# Weights and optimizer state are nearly the whole state, and only the optimizer's update changes
+# Weights and optimizer state are almost all of the state, and only the optimizer's update changes
 # them. So they are "held": copied while the next step runs forward and backward, and only its
 # update waits for the end of the copy. Buffers of the model and counts may change at any time; they
 # are small and copied before `Snapshot` returns (on CUDA: enqueued on the current stream).
@@ -34,9 +34,9 @@ PINNED_IN_PLACE_BYTES = 1 << 20
 #     CUDA side stream               device-to-host copies
 #
 # Order on CUDA: the side stream first waits for the current stream, whose last update may still be
-# running, then copies; `release` makes the current stream wait for the event behind the copies.
-# The host waits for neither: the update is enqueued at once and starts after the copies. Only the
-# writing thread synchronizes with the event, before it reads host memory.
+# running, then copies; `release` makes the current stream wait for an event recorded after
+# the copies. The host waits for neither: the update is enqueued immediately and starts after the
+# copies. Only the writing thread synchronizes with the event, before it reads host memory.
 #
 # Order for tensors in host memory: `complete` copies them in the writing thread, and `release`
 # blocks the training thread until that is done. `_copied` and `_released` are separate events since
@@ -277,7 +277,7 @@ def _copy(name: str, part: int, source: Tensor, buffers: HostBuffers) -> _Copy:
 
 
 def _copy_on_device(copies: list[_Copy], device: torch.device) -> torch.cuda.Event:
-    """Enqueue copies on the side stream, behind the current stream; return the event at their end.
+    """Enqueue copies on the side stream after the current stream; return an event recorded after.
 
     See Note [Copying while training continues].
     """

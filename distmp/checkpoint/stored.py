@@ -136,7 +136,7 @@ class StoredCheckpoint:
     ) -> list[str]:
         """Copy the stored values into `tensors`, in place. Collective over all ranks.
 
-        Calls `verify` first if nobody has.
+        Calls `verify` first if it was not called before.
 
         Args:
             tensors: Plain tensors, DTensors and `FlatShard`s by name, with the same names on all

@@ -4,8 +4,8 @@ A save copies the state to host memory (see `snapshot`). A separate thread write
 `store.save`, whose collectives use a separate group. That thread waits for the disk, or copies and
 sums bytes in native code, so it rarely holds the interpreter lock.
 
-A failed save does not end training by itself: it is reported at once, and the run continues or
-stops as `checkpoint.on_failure` says. Earlier checkpoints are unchanged.
+A failed save is reported immediately. `checkpoint.on_failure` selects whether the run continues or
+stops. Earlier checkpoints are unchanged.
 """
 
 from __future__ import annotations

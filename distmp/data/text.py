@@ -105,7 +105,7 @@ def _walk(folder: Path, skipped_folders: Collection[str], setting: str) -> Itera
 
 
 def _readable_size(folder: Path, name: str, setting: str) -> int:
-    """Return the size of a file in bytes. Opens it, as permissions alone do not tell enough."""
+    """Return the size of a file in bytes. Opens it: permissions alone do not suffice."""
     try:
         with open(folder / name, "rb", buffering=0) as file:
             return os.fstat(file.fileno()).st_size

@@ -13,7 +13,7 @@ PRECISION_VARIABLE = "ACCELERATE_MIXED_PRECISION"
 def check_started(variables: Mapping[str, str]) -> None:
     """Refuse to run as the only one of several requested processes.
 
-    `accelerate launch --cpu` starts one process whatever `--num-processes` is. MASTER_ADDR without
+    `accelerate launch --cpu` starts one process for any `--num-processes`. MASTER_ADDR without
     RANK shows that more were requested.
 
     Raises:

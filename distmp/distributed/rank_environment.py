@@ -49,7 +49,7 @@ class RankEnvironment:
     def from_variables(cls, variables: Mapping[str, str] = os.environ) -> RankEnvironment:
         """Read torchrun's variables; without them this is a single process.
 
-        WORLD_SIZE=1 without RANK is a single process, whatever else was started beside it.
+        WORLD_SIZE=1 without RANK is a single process, even if a launcher started others.
 
         Raises:
             ConfigError: If some of the variables are missing, a value is impossible, accelerate

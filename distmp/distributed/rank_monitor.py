@@ -1,8 +1,8 @@
 """Finds the ranks that are missing in a decision or in a call of an engine.
 
 A rank that waits in a decision cannot see why: another rank may be late, in other code, or dead.
-Each rank runs a thread that reports, through the store of the default process group, where the
-thread that calls the scaler or the engine is. Waiting ranks query the others after
+Each rank runs a thread that reports, through the store of the default process group, which line the
+thread that calls the scaler or the engine executes. Waiting ranks query the others after
 `PATIENCE_SECONDS`, and when the reduction fails. A step adds no communication; a rank reads one key
 of the store per second.
 """
@@ -35,13 +35,13 @@ from distmp.utils.frames import collective, user_line, user_line_of_error
 PATIENCE_SECONDS = 60.0
 # How often a rank checks for queries.
 INTERVAL_SECONDS = 1.0
-# How long a live rank takes to answer at most.
+# Longest time that a live rank takes to answer.
 ANSWER_SECONDS = 5.0
 # Timeout of an operation of the store.
 STORE_SECONDS = 5.0
 # Timeout of `RankMonitor.exchange`.
 EXCHANGE_SECONDS = 60.0
-# Length of the error message that a rank leaves for the others when it ends.
+# Maximum length of the error message that a rank stores for the others when it ends.
 MAX_ERROR_CHARACTERS = 200
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class PendingDecision:
 
 
 def _query_key(number: int) -> str:
-    return f"question/{number}"
+    return f"query/{number}"
 
 
 class RankMonitor:
@@ -238,7 +238,7 @@ class RankMonitor:
     def query(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
         """Return the status of other ranks; None for a rank that does not answer."""
         ranks = [rank for rank in ranks if rank != self._rank]
-        number = self._store.add("questions", 1)
+        number = self._store.add("queries", 1)
         self._store.set(_query_key(number), "true")
         answers = self._collect(f"answer/{number}", ranks, ANSWER_SECONDS)
         statuses: dict[int, RankStatus | None] = dict.fromkeys(ranks)

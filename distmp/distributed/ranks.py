@@ -1,4 +1,4 @@
-"""All ranks act, or all fail together: a failure of one rank raises the same error on all."""
+"""Runs work on all ranks; a failure of one rank raises the same error on all of them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _setup_error(failures: dict[int, Failure], world_size: int) -> SetupError:
 
 
 class Ranks:
-    """The ranks of a group, which act together. A process without a group is a single rank.
+    """The ranks of a group, which fail together. A process without a group is a single rank.
 
     Args:
         group: None uses the default group, if there is one.

@@ -1,9 +1,9 @@
-"""Makes calls of an engine that need all ranks begin only when all ranks have made them.
+"""Delays collective calls of an engine until all ranks have made them.
 
-If a rank evaluates while the others take a step, its reduction is matched with a different one of
-theirs, which aborts the process under gloo and gives wrong results or a hang under NCCL. So a rank
-announces the call through the store of the process group and waits for the others. If they do not
-arrive it queries their status. A step is only counted: it neither waits nor writes.
+If a rank evaluates while the others take a step, its reduction is matched with a different
+reduction, which aborts the process under gloo and gives wrong results or a hang under NCCL. So a
+rank announces the call through the store of the process group and waits for the others. If they do
+not arrive, it queries their status. A step is only counted: it neither waits nor writes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RollCall:
         """Wait until all ranks have reached this point of the call that was counted last.
 
         Args:
-            part: Appended to the call in messages: what only ranks do that reach this point.
+            part: Appended to the call in messages: what a rank does that reaches this point.
 
         Raises:
             TrainingError: If a rank makes a different call, or has ended.

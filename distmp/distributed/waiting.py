@@ -1,7 +1,7 @@
 """Measures how long this rank waits for the others in collectives.
 
-Ranks end a step together, so all of them seem as slow as the slowest. The time that they wait tells
-them apart: the slowest rank waits least.
+Ranks end a step together, so all of them seem as slow as the slowest. The time that they wait
+distinguishes them: the slowest rank waits least.
 """
 
 from __future__ import annotations

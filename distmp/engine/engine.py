@@ -92,7 +92,7 @@ class Engine:
     """Takes optimizer steps in mixed precision over all ranks.
 
     All ranks apply or skip each step together. The gradient is that of the global mean loss,
-    however samples or tokens are distributed over microbatches and ranks.
+    regardless of how samples or tokens are distributed over microbatches and ranks.
 
     Args:
         model: Trained in place. All ranks start from rank 0's parameters and buffers.
@@ -113,7 +113,7 @@ class Engine:
         world: Rank, number of ranks, device and process group of this process.
         device: The device that this rank trains on.
         module: The prepared model; call it for inference.
-        optimizer: The optimizer that the argument `optimizer` has built.
+        optimizer: The optimizer that the argument `optimizer` built.
         policy: The precision policy.
         policy_reason: Why this policy was selected.
         strategy: Name of the strategy.
@@ -488,7 +488,7 @@ class Engine:
     # Checks around the step
 
     def _check_unchanged(self) -> None:
-        """Refuse changes of model and optimizer that would not be trained; adopt unfrozen ones."""
+        """Refuse changes of model and optimizer that have no effect; adopt unfrozen parameters."""
         self._stepped.check(self.optimizer)
         self._strategy.check_model()
         self._adopt_unfrozen()
@@ -558,7 +558,7 @@ class Engine:
         cause = self.explain(outcome) or advice(outcome.numbers)
         self._warn(
             f"{WARN_AFTER_SKIPS} steps in a row were skipped, so nothing is trained: {cause}; call "
-            "engine.check(outcome) after each step to end training when that continues",
+            "engine.check(outcome) after each step to end training if this continues",
             stacklevel=5,
         )
 
@@ -700,7 +700,7 @@ class Engine:
             stored: Shape and dtype of every stored tensor, by its name in `state_dict`.
 
         Returns:
-            The live tensors to fill before `finish_loading`: all of `state_dict`, except what
+            The live tensors to load before `finish_loading`: all of `state_dict`, except what
             states of older versions lack and the state of parameters that no rank has used.
         """
         self._calls.count("prepare_to_load")
@@ -708,7 +708,7 @@ class Engine:
         return self._state.prepare(stored, self.nominal_weight)
 
     def finish_loading(self, live: Mapping[str, Tensor]) -> None:
-        """Continue from values that were filled into the live tensors.
+        """Continue from values that were loaded into the live tensors.
 
         Args:
             live: What `prepare_to_load` returned.

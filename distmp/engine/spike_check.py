@@ -122,7 +122,7 @@ class DivergenceGuard:
 
     def __init__(self, config: DivergenceConfig | None, device: torch.device) -> None:
         self.config = config
-        # Losses and logarithms of norms, the latest last, and the number of steps ever remembered.
+        # Losses and logarithms of norms, the latest last, and the number of steps seen.
         self._values = torch.zeros(2, WINDOW, dtype=torch.float64, device=device)
         self._seen = torch.zeros((), dtype=torch.int64, device=device)
         if config is not None:

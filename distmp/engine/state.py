@@ -168,7 +168,7 @@ class EngineState:
             tensor.copy_(state[name])
 
     def finish(self, live: Mapping[str, Tensor]) -> float | None:
-        """Update what is derived from the values that were filled into the live tensors.
+        """Update what is derived from the values that were loaded into the live tensors.
 
         Args:
             live: The result of `prepare`.

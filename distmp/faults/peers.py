@@ -42,7 +42,7 @@ class Status:
 
 @dataclass(frozen=True)
 class Answer:
-    """A rank's answer to a question about its state.
+    """A rank's answer to a query of its state.
 
     Attributes:
         doing: The current phase as text.

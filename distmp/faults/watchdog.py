@@ -33,7 +33,7 @@ from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
 from distmp.utils.frames import collective
 
 INTERVAL_SECONDS = 1.0
-# Number of heartbeats within which a rank answers a question, unless it is blocked.
+# Number of heartbeats within which a rank answers a query, unless it is blocked.
 ANSWER_INTERVALS = 4
 # Time for the main thread to end by itself after the run has failed on another rank.
 GRACE_SECONDS = 3.0

@@ -37,7 +37,7 @@ _SSH_FAILED = 255
 # After one host has failed: time for the others to detect and report it, and then to stop.
 _NOTICE_SECONDS = 20.0
 _STOP_SECONDS = 60.0
-# Time to show an agent's last output, unless a process that it left behind keeps the pipe open.
+# Timeout for an agent's last output: an orphaned process may keep its pipe open.
 _OUTPUT_SECONDS = 10.0
 
 
@@ -253,7 +253,7 @@ class _Agent:
 
 @contextmanager
 def _agent(name: str, command: list[str]) -> Iterator[_Agent]:
-    """Run an agent. It exits when its standard input closes, so that none is left behind."""
+    """Run an agent. It exits when its standard input closes, at the latest with this process."""
     try:
         process = subprocess.Popen(
             command,

@@ -23,7 +23,7 @@ _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 class Job:
     """The machines of a run and this machine's place among them, read from the environment.
 
-    A value that the environment does not give is None.
+    A value that the environment does not provide is None.
 
     Attributes:
         environment: One of `ENVIRONMENTS`.
@@ -106,7 +106,7 @@ def _refuse_unsupported(variables: Variables) -> None:
             )
 
 
-# The variable with the number of processes: what sets it, and the variable with their ranks.
+# By the variable with the number of processes: its launcher, and the variable with the rank.
 _UNSUPPORTED = {
     "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
     "MV2_COMM_WORLD_SIZE": ("mpirun", "MV2_COMM_WORLD_RANK"),
@@ -184,7 +184,7 @@ def _slurm(variables: Variables, hostname: str) -> Job:
 
 
 def _slurm_allocation(variables: Variables, job: str) -> Job:
-    """A batch script, which runs on the first machine of its job, or a shell of salloc."""
+    """Return the job of a batch script, which runs on its first machine, or of a salloc shell."""
     names = [name for name in ("SLURM_JOB_NUM_NODES", "SLURM_NNODES") if name in variables]
     nodes = ExplainedValue(
         _number(variables, names[0], least=1) if names else 1, names[0] if names else "one machine"
@@ -308,7 +308,7 @@ def _required(variables: Variables, name: str) -> str:
 def _number(variables: Variables, name: str, least: int = 0) -> int:
     text = _required(variables, name)
     if not text.isascii() or not text.isdecimal() or int(text) < least:
-        raise ConfigError(name, text, f"must be a whole number of {least} or more")
+        raise ConfigError(name, text, f"must be an integer of {least} or more")
     return int(text)
 
 

@@ -73,7 +73,7 @@ class Endpoint:
     """The rendezvous endpoint of a run.
 
     Attributes:
-        head: The first machine, as it was named.
+        head: Name or address of the first machine, as given by the user or the job.
         address: The address of the first machine.
         port: The port of the rendezvous store.
         is_host: Whether this machine is the first one.
@@ -83,7 +83,7 @@ class Endpoint:
         min_nodes: Number of machines with which the run starts.
         hosts: All machines, if known.
         join_timeout_seconds: How long machines wait for each other.
-        read_timeout_seconds: How long the first machine may be silent during the run.
+        read_timeout_seconds: How long the first machine may be unreachable during the run.
     """
 
     head: str
@@ -194,7 +194,7 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
 
 
 def _has_port(endpoint: str | None) -> bool:
-    """Whether an endpoint has a fixed port: with port 0 torchrun uses any free port."""
+    """Return whether an endpoint has a fixed port: with port 0 torchrun uses any free port."""
     return endpoint is not None and not endpoint.strip().endswith(":0")
 
 
@@ -339,7 +339,7 @@ def address_of(
 
 
 def _is_local_run(head: str, job: Job, network: Network) -> bool:
-    """Whether a loopback address is intended, because all "machines" are this one."""
+    """Return whether a loopback address is intended, because all "machines" are this one."""
     if head == "localhost" or re.fullmatch(r"[0-9.]+|.*:.*", head):
         return True
     try:
@@ -365,7 +365,7 @@ def _is_host(
             "--rdzv-endpoint",
             address,
             f"this is the first host ({rank.reason} = 0) and has no such address; it has: "
-            f"{network.describe_interfaces()}. Behind address translation, add --rdzv-conf "
+            f"{network.describe_interfaces()}. With network address translation, add --rdzv-conf "
             "is_host=true here",
         )
     return rank.value == 0, f"{rank.reason} = {rank.value}"
@@ -417,7 +417,7 @@ def _interface(
 
 
 def _check_interface(given: str, local_address: str, network: Network) -> None:
-    """Refuse interfaces that gloo cannot use: it would fail late, or wait without end."""
+    """Refuse interfaces that gloo cannot use: it would fail late or hang."""
     for name in given.split(","):
         if name not in network.interfaces:
             problem = "this machine has no such interface"
@@ -450,7 +450,7 @@ def join_timeout_seconds(conf: Mapping[str, str]) -> int:
 def _seconds(conf: Mapping[str, str], key: str, default: int) -> int:
     text = conf.get(key, str(default))
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"--rdzv-conf {key}", text, "use a whole number of seconds above 0")
+        raise ConfigError(f"--rdzv-conf {key}", text, "use an integer above 0, in seconds")
     return int(text)
 
 

@@ -56,7 +56,9 @@ def _transformer_config(
     vocabulary = config.vocabulary_size or vocabulary_size
     if vocabulary is None:
         raise ConfigError(
-            "model.vocabulary_size", None, "set it: the data does not say how many token ids it has"
+            "model.vocabulary_size",
+            None,
+            "set it: the data does not define the number of token ids",
         )
     if vocabulary_size is not None and vocabulary < vocabulary_size:
         raise ConfigError(
@@ -87,8 +89,8 @@ def _build_from_callable(config: ModelConfig) -> nn.Module:
 
 
 def _load_callable(setting: str, path: str) -> Callable[..., Any]:
-    found = load_object(setting, path)
-    if not callable(found):
-        raise ConfigError(setting, path, f"is a {type(found).__name__}; name something callable")
-    function: Callable[..., Any] = found
+    loaded = load_object(setting, path)
+    if not callable(loaded):
+        raise ConfigError(setting, path, f"is a {type(loaded).__name__}; name a callable")
+    function: Callable[..., Any] = loaded
     return function

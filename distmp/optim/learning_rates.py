@@ -123,15 +123,15 @@ class LearningRates:
     def _check_untouched(self) -> None:
         """Refuse rates that were set outside of the schedule since the last step."""
         for index, (rate, version) in enumerate(self._assigned):
-            found = self._groups[index]["lr"]
-            if found is rate and _version(found) == version:
+            current = self._groups[index]["lr"]
+            if current is rate and _version(current) == version:
                 continue
-            _check_rate(index, found)
-            if found is not rate and float(found) == float(rate):  # that of a state that was loaded
+            _check_rate(index, current)
+            if current is not rate and float(current) == float(rate):  # from a loaded state
                 continue
             raise ConfigError(
                 f"optimizer.param_groups[{index}]['lr']",
-                float(found),
+                float(current),
                 f"was set outside of the schedule ({type(self._schedule).__name__}), which sets "
                 "the learning rate in every step; build the engine without `schedule` to set rates "
                 "or step a torch scheduler on engine.optimizer yourself",

@@ -84,11 +84,11 @@ def _check_elementwise(kind: type[torch.optim.Optimizer], setting: str, value: o
         raise ConfigError(
             setting,
             value,
-            f"{name} looks at whole parameters, of which a rank has only a share; use strategy "
+            f"{name} needs full parameters, but a rank has only a shard of each; use strategy "
             "ddp without shard_optimizer, or an element-wise optimizer such as AdamW",
         )
     logger.warning(
-        "%s = %r gives %s flat shares of parameters: this is correct only if it updates every "
+        "%s = %r passes flat shards of parameters to %s: this is correct only if it updates every "
         "element independently",
         setting,
         value,

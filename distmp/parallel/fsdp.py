@@ -22,7 +22,7 @@ FP32.
 # dtypes differ, as they would for a parameter that is first used in the last microbatch. And only
 # `_ReduceScatter` may round: it rounds each value to the communication dtype once and sums over
 # ranks in FP32. With a 16-bit `reduce_dtype` in FSDP's policy, the backend would sum in 16 bits. So
-# FSDP's policy always says FP32, and `_ReduceScatter` knows the communication dtype.
+# FSDP's policy is always FP32, and `_ReduceScatter` knows the communication dtype.
 #
 # FSDP calls our collectives on its own CUDA streams, and `_ReduceScatter` waits there, so it does
 # not hold up backward. Its temporary buffers belong to FSDP's reduce-scatter stream, so their
@@ -48,7 +48,7 @@ FP32.
 #
 # If forward or backward raises an exception, the step leaves gathered parameters in the model,
 # collectives in flight and gradients in four places: the `.grad` of shards, the `.grad` of gathered
-# parameters, FSDP's accumulator beside it and the partial sums of "hybrid". `zero_grad` clears the
+# parameters, FSDP's accumulator and the partial sums of "hybrid". `zero_grad` clears the
 # first only, and `reset_iter_state` (torch 2.13) only the partial sums, so a NaN of the abandoned
 # step would reach the next one. `_unfinished` is set from the first microbatch until the gradients
 # are final. If it is still set in `begin_step`, `_discard` resets FSDP's state, which waits for

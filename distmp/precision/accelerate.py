@@ -1,8 +1,8 @@
 """Arguments for Hugging Face accelerate, built from a policy.
 
-accelerate has one word for precision, `mixed_precision`. It means autocast with DDP; autocast,
+accelerate has one setting for precision, `mixed_precision`. It means autocast with DDP; autocast,
 16-bit parameters and 16-bit reduction with FSDP1; and the latter two with FSDP2. These functions
-set every field as the policy says, or refuse the policy.
+set every field as the policy requires, or refuse the policy.
 """
 
 from __future__ import annotations

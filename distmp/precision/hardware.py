@@ -36,7 +36,7 @@ def resolve(requested: PolicyLike, device: torch.device | str) -> Resolution:
     """Resolve "auto" to the policy that `device` computes natively; return other policies as is.
 
     A requested policy runs on every device with its dtypes. If the device only emulates them, or
-    has no TF32, the reason says so.
+    has no TF32, the reason states it.
 
     Args:
         requested: A policy, the name of a preset, its text or mapping (see `distmp.policy`), or

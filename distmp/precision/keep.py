@@ -265,10 +265,10 @@ def _sharing(module: nn.Module, kept: dict[str, nn.Module]) -> dict[str, nn.Modu
     return sharing
 
 
-def _outermost(module: nn.Module, found: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def _outermost(module: nn.Module, modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the modules that are not inside another one of them, in order of registration."""
-    tops = {id(part) for part in found.values()}
-    inside = {id(part) for top in found.values() for part in top.modules() if part is not top}
+    tops = {id(part) for part in modules.values()}
+    inside = {id(part) for top in modules.values() for part in top.modules() if part is not top}
     return {
         name: part
         for name, part in module.named_modules()

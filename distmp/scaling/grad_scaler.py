@@ -86,9 +86,9 @@ class DistributedGradScaler(torch.amp.GradScaler):
     between ranks, all ranks skip, and raise an error at `update`. If ranks call the scaler
     differently, all ranks skip the first decision that differs and raise the same error, which
     shows the calls of each rank. If a rank leaves out a step after a common decision, the next
-    decision raises an error which says that weights differ. If a rank does not reach a decision, a
-    warning after a minute, and the error of the failed reduction, name the rank and its line of
-    code.
+    decision raises an error which reports that weights differ. If a rank does not reach a
+    decision, a warning after a minute, and the error of the failed reduction, name the rank and its
+    line of code.
 
     The first `step` of an iteration decides for its optimizer, for every optimizer that was
     unscaled before and, if one of these is registered, for all registered ones, which therefore
@@ -196,7 +196,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         self._unchecked: list[_Unchecked] = []
         # The argument of the latest `update(new_scale)`.
         self._new_scale: float | None = None
-        # From now on, other ranks can ask for the latest call of this one.
+        # From now on, other ranks can query the latest call of this one.
         self._monitor: RankMonitor | None = rank_monitor.current()
         self._begin_iteration()
         self.register(*optimizers)
@@ -384,7 +384,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     @property
     def total_skips(self) -> int:
-        """ReducedFlags number of iterations with a skipped step, up to the last `update`."""
+        """Total number of iterations with a skipped step, up to the last `update`."""
         return self._counts().total_skips
 
     # The decision
@@ -807,7 +807,7 @@ class _Counts(NamedTuple):
     Attributes:
         overflows_in_a_row: Number of consecutive overflows.
         consecutive_skips: Number of consecutive iterations with a skipped step.
-        total_skips: ReducedFlags number of iterations with a skipped step.
+        total_skips: Total number of iterations with a skipped step.
     """
 
     overflows_in_a_row: int
@@ -820,7 +820,7 @@ class _Unchecked(NamedTuple):
 
     Attributes:
         decision: The decision of this rank.
-        place: Identifies the reduction in questions to other ranks.
+        place: Identifies the reduction in queries to other ranks.
         differ: Whether ranks differ, in an asynchronous copy to the host.
     """
 

@@ -63,8 +63,8 @@ class RankLog:
         # Several processes write to it, so every write must append.
         fcntl.fcntl(self._early, fcntl.F_SETFL, os.O_APPEND)
         self.write(f"{header}\n")
-        # The temporary file is already unlinked, so that none is left behind; its descriptor still
-        # gives access to it.
+        # The temporary file is already unlinked, so it is deleted when the process ends; its
+        # descriptor still gives access to it.
         self._redirect(f"/proc/self/fd/{self._early.fileno()}", self._early.fileno())
 
     def write(self, text: str) -> None:

@@ -33,4 +33,4 @@ def overridden_options(
         yield f"accelerate launch requested compilation with {backend}; set compile instead"
     steps = variables.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
     if steps != "1":
-        yield f"accelerate launch requested {steps} accumulation steps; the section batch decides"
+        yield f"accelerate launch requested {steps} accumulation steps; section batch overrides it"

@@ -1,4 +1,4 @@
-"""Builds everything that a training run works with, from its configuration."""
+"""Builds the components of a training run from its configuration."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from distmp.utils import settings
 
 @dataclass(frozen=True)
 class Run:
-    """What a training run works with, on one rank, in the state in which the run begins.
+    """The components of a training run on one rank, in their state before the first step.
 
     Attributes:
         config: The configuration.
         world: The ranks.
         console: Prints messages; quiet on all ranks but the first.
         components: Data, loss, and the model before it was distributed.
-        engine: Takes the steps. The state of the checkpoint, if any, has been loaded.
+        engine: Takes the optimizer steps. The state of the checkpoint, if any, has been loaded.
         callbacks: The callbacks of the setting `callbacks`.
-        fingerprint: What a checkpoint stores about the run besides its progress.
+        fingerprint: Properties of the run that a checkpoint stores, see `run_fingerprint`.
         directory: The folder of the run.
         restarts: Earlier attempts of this job.
         checkpoint: The checkpoint that was loaded; None for a new run.
@@ -67,7 +67,7 @@ class Run:
 
 
 def build_run(config: RunConfig, world: World, console: Console) -> Run:
-    """Build a run, load its checkpoint, and print what is about to run. Collective.
+    """Build a run, load its checkpoint, and print a summary. Collective over all ranks.
 
     Raises:
         SetupError: On every rank, if some rank cannot run this configuration.
@@ -87,7 +87,7 @@ def build_run(config: RunConfig, world: World, console: Console) -> Run:
     fingerprint["model"] = architecture(components.model, config.model)
     changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
     directory = _choose_directory(config, world, restarts, checkpoint)
-    for line in _introduction(config, world, components, engine, parameters):
+    for line in _summary(config, world, components, engine, parameters):
         console.message(line)
     _record_start(config, world, console, directory, checkpoint)
     progress = Progress()
@@ -132,8 +132,8 @@ def _compare(
 def _choose_directory(
     config: RunConfig, world: World, restarts: Restarts, checkpoint: store.StoredCheckpoint | None
 ) -> RunDirectory:
-    """Continue in the folder that the checkpoint belongs to, or make one; rank 0 decides."""
-    place = config.checkpoint.path
+    """Return the folder of the run that wrote the checkpoint, or create one, on rank 0."""
+    checkpoint_path = config.checkpoint.path
 
     def choose() -> str:
         directory = restarts.directory or continued_or_new()
@@ -141,19 +141,19 @@ def _choose_directory(
         return str(directory.path)
 
     def continued_or_new() -> RunDirectory:
-        newest = latest_run(config.run_dir, place)
+        newest = latest_run(config.run_dir, checkpoint_path)
         if checkpoint is not None and newest is not None and newest.owns(checkpoint.path):
             newest.path.mkdir(parents=True, exist_ok=True)
             return newest
-        return create_run(config.run_dir, place)
+        return create_run(config.run_dir, checkpoint_path)
 
-    return RunDirectory(Path(world.ranks.from_rank_0(choose)), place)
+    return RunDirectory(Path(world.ranks.from_rank_0(choose)), checkpoint_path)
 
 
-def _introduction(
+def _summary(
     config: RunConfig, world: World, components: RunComponents, engine: Engine, parameters: int
 ) -> Iterator[str]:
-    """Yield lines about the run, with the reason of every automatic choice."""
+    """Yield lines about the run, with the reason for every automatic choice."""
     batch = config.batch
     yield f"data: {components.datasets.description}"
     yield (
@@ -176,7 +176,7 @@ def _record_start(
     directory: RunDirectory,
     checkpoint: store.StoredCheckpoint | None,
 ) -> None:
-    """Write the configuration and the manifest, and print where the run works."""
+    """Write the configuration and the manifest, and print the folder of the run."""
     console.message(f"run directory: {directory.path}")
     if checkpoint is not None:
         console.message(f"continuing from {checkpoint}")

@@ -1,4 +1,4 @@
-"""Reports why a run ends: the first cause, once, and none of the errors that follow from it.
+"""Reports why a run ends: the first cause, without the errors that follow from it.
 
 The first rank that writes its cause into the launcher's store reports it. The others report nothing
 and wait for the launcher to end them, so that it sees the rank that failed first end first.
@@ -35,7 +35,7 @@ _watchdog: Watchdog | None = None
 
 
 def watch(world: World, seconds: float, first_seconds: float) -> None:
-    """Start to watch this rank and the others. Every rank has to call it.
+    """Start watching this rank and the others. Every rank has to call it.
 
     Args:
         world: The ranks.
@@ -46,9 +46,9 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
     stop_watching()
     store: rendezvous_store.Store = rendezvous_store.HashStore()
     if world.group is not None:
-        everything = rendezvous_store.connect(STORE_SECONDS)
+        job_store = rendezvous_store.connect(STORE_SECONDS)
         store = rendezvous_store.of_attempt(
-            everything, rendezvous_store.restarts(), world.world_size
+            job_store, rendezvous_store.restarts(), world.world_size
         )
     peers = Peers(rendezvous_store.PrefixStore("peers", store), world.rank, world.world_size)
     never = float("inf")
@@ -59,7 +59,7 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
 
 
 def stop_watching() -> None:
-    """Stop to watch this rank: it ends by itself."""
+    """Stop watching this rank before it exits."""
     global _watchdog
     watchdog, _watchdog = _watchdog, None
     if watchdog is not None:
@@ -67,7 +67,7 @@ def stop_watching() -> None:
 
 
 def report(environment: RankEnvironment, error: Exception, config: Any = None) -> int:
-    """Report once for all ranks why they end; return the exit code of this one.
+    """Report why the ranks end, once for all of them; return the exit code of this rank.
 
     Args:
         environment: Rank and number of ranks.
@@ -115,8 +115,8 @@ def _is_first(environment: RankEnvironment, error: Exception, ending: Ending) ->
         with contextlib.suppress(dist.DistError):
             return _watchdog.peers.end(ending)
         return True
-    # Before ranks are connected, each finds errors in the common configuration by itself: the first
-    # rank of each machine reports them, or rank 0 those that all ranks found together.
+    # Before ranks are connected, each checks the common configuration independently: the first rank
+    # of each machine reports its errors. A SetupError is the same on all ranks: rank 0 reports it.
     if isinstance(error, SetupError):
         return environment.rank == 0
     return environment.local_rank == 0 or not isinstance(error, DistmpError)
@@ -143,7 +143,7 @@ def _lost(environment: RankEnvironment) -> int:
 
 
 def wait_to_be_ended() -> bool:
-    """Wait for the launcher, which saw another rank fail, to end this one; return if it did."""
+    """Wait for the launcher, which saw another rank fail, to end this one; return True if so."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
         if StopSignals.last == signal.SIGTERM:

@@ -132,9 +132,9 @@ def revision(folder: Path, tracked: str | None = None) -> dict[str, Any] | None:
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "-C", str(folder), *arguments]
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
-        if done.returncode == 0:
-            return done.stdout.strip()
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS)
+        if result.returncode == 0:
+            return result.stdout.strip()
     return None
 
 

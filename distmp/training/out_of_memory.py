@@ -1,4 +1,4 @@
-"""Advice after a run ran out of memory: what holds it, and which settings need less."""
+"""Explains an out-of-memory error: the memory in use, and the settings that need less."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.utils.cgroups import memory_limit
 from distmp.utils.units import bytes_text
 
-# Messages of errors without a class of their own: torch's host allocator, cuBLAS, NCCL and the
+# Messages of errors that have no specific class: torch's host allocator, cuBLAS, NCCL and the
 # CUDA driver.
-_SIGNS = (
+_MESSAGES = (
     "can't allocate memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDA error: out of memory",
@@ -67,7 +67,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an error means that GPU or main memory ran out."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def _requested_bytes(message: str) -> float | None:

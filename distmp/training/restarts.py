@@ -1,6 +1,6 @@
-"""Restarts of a run: in which folder, from which checkpoint, and how often.
+"""Selects the folder and the checkpoint of a restart, and limits the number of restarts.
 
-Attempts within a job exchange notes through the store of torchrun's agent, which belongs to the job
+Attempts within a job share values through the store of torchrun's agent, which belongs to the job
 and outlives its ranks. Jobs that a scheduler starts one after the other use the run's manifest.
 """
 
@@ -20,18 +20,18 @@ from distmp.telemetry import RecordError, read_records
 from distmp.training import manifest
 from distmp.training.run_directory import RunDirectory
 
-# A run is not restarted after this many consecutive starts that gained no step.
+# A run is not restarted after this many consecutive starts that completed no further step.
 RESTARTS_WITHOUT_GAIN = 3
 STORE_SECONDS = 60.0
 
 
 class Restarts:
-    """The attempts of a job at a run; without a launcher that restarts, there is one.
+    """The attempts of a job to finish a run: one, unless a launcher restarts the ranks.
 
     Args:
-        store: Keeps notes from attempt to attempt; None without such a store.
+        store: Shared by the attempts; None if there is no such store.
         count: Restarts up to now.
-        most: Largest number of restarts.
+        max_restarts: Maximum number of restarts.
         world_size: Number of ranks.
         checkpoint_path: Setting `checkpoint.path`.
 
@@ -43,16 +43,16 @@ class Restarts:
         self,
         store: rendezvous_store.Store | None,
         count: int,
-        most: int,
+        max_restarts: int,
         world_size: int,
         checkpoint_path: str | None = None,
     ) -> None:
         self.count = count
-        self.most = most
+        self.max_restarts = max_restarts
         self._world_size = world_size
         self._store = store
-        self._notes = None if store is None else rendezvous_store.PrefixStore("distmp/job", store)
-        path = self._recall("directory") if count > 0 else None
+        self._values = None if store is None else rendezvous_store.PrefixStore("distmp/job", store)
+        path = self._stored_value("directory") if count > 0 else None
         self.directory = None if path is None else RunDirectory(Path(path), checkpoint_path)
 
     @classmethod
@@ -60,8 +60,8 @@ class Restarts:
         """Return the attempts of the job that this process belongs to."""
         kept = rendezvous_store.is_hosted_by_agent() and rendezvous_store.max_restarts() > 0
         store = rendezvous_store.connect(STORE_SECONDS) if kept else None
-        count, most = rendezvous_store.restarts(), rendezvous_store.max_restarts()
-        return cls(store, count, most, world_size, checkpoint_path)
+        count, max_restarts = rendezvous_store.restarts(), rendezvous_store.max_restarts()
+        return cls(store, count, max_restarts, world_size, checkpoint_path)
 
     def checkpoint(
         self, configured: Callable[[], StoredCheckpoint | None]
@@ -73,36 +73,36 @@ class Restarts:
         """
         if self.directory is None:
             return configured()
-        first = self._recall("first checkpoint")
+        first = self._stored_value("first checkpoint")
         own = None
         # Until this job has saved, the folder may contain later checkpoints than the one that the
         # job started from; the folder of a new run contains only its own.
-        if first is None or self._recall("saved"):
+        if first is None or self._stored_value("saved"):
             own = checkpoints.resolve("auto", self.directory.checkpoints)
         if own is not None or not first:
             return own
         return checkpoints.resolve(first, self.directory.checkpoints)
 
     def begin(self, directory: RunDirectory, checkpoint: StoredCheckpoint | None) -> None:
-        """Note the folder and the checkpoint of this attempt. Rank 0 calls it.
+        """Store the folder and the checkpoint of this attempt. Rank 0 calls it.
 
         Raises:
-            TrainingError: If the last restarts gained no step.
+            TrainingError: If the last restarts completed no further step.
         """
         if self.directory is None:
-            self._note("first checkpoint", None if checkpoint is None else str(checkpoint))
-            self._note("directory", str(directory.path))
+            self._store_value("first checkpoint", None if checkpoint is None else str(checkpoint))
+            self._store_value("directory", str(directory.path))
             return
-        reached, best = _last_step(directory), self._recall("reached")
-        futile = 0 if best is None or reached > best else self._recall("futile") + 1
-        self._note("reached", reached if best is None else max(reached, best))
-        self._note("futile", futile)
+        reached, best = _last_step(directory), self._stored_value("reached")
+        futile = 0 if best is None or reached > best else self._stored_value("futile") + 1
+        self._store_value("reached", reached if best is None else max(reached, best))
+        self._store_value("futile", futile)
         if futile >= RESTARTS_WITHOUT_GAIN:
             self.give_up(TrainingError.exit_code)
-            raise _futile(futile + 1, reached, self.cause(), "Fix the cause", directory)
+            raise _no_gain(futile + 1, reached, self.cause(), "Fix the cause", directory)
 
     def check_gain(self, directory: RunDirectory, step: int, cause: str) -> None:
-        """Check that the last jobs of a run that was stopped gained a step. Rank 0 calls it.
+        """Check that the last jobs of a stopped run completed a step. Rank 0 calls it.
 
         Args:
             directory: Folder of the run.
@@ -116,26 +116,26 @@ class Restarts:
         if starts >= RESTARTS_WITHOUT_GAIN:
             self.give_up(TrainingError.exit_code)
             remedy = "Give a job more time than startup, one step and one save take"
-            raise _futile(starts, step, cause, remedy, directory)
+            raise _no_gain(starts, step, cause, remedy, directory)
 
     def note_saved(self) -> None:
-        """Note that this job has saved a checkpoint."""
-        self._note("saved", True)
+        """Store that this job has saved a checkpoint."""
+        self._store_value("saved", True)
 
     def give_up(self, exit_code: int) -> None:
-        """Make all later attempts end at once, with an exit code."""
-        self._note("given up", exit_code)
+        """Make all later attempts exit immediately, with an exit code."""
+        self._store_value("given up", exit_code)
 
     def given_up(self) -> int | None:
-        """Return the exit code with which this attempt has to end at once; None if it may run."""
-        return self._recall("given up")
+        """Return the exit code if this attempt must exit immediately; None if it may run."""
+        return self._stored_value("given up")
 
     def describe_attempt(self, step: int) -> str | None:
         """Return a message about this attempt, or None for the first one."""
         if self.count == 0:
             return None
         where = f"continuing from step {step}" if step else "there was no checkpoint yet"
-        return f"restart {self.count} of {self.most}: {self.cause()}; {where}"
+        return f"restart {self.count} of {self.max_restarts}: {self.cause()}; {where}"
 
     def cause(self) -> str:
         """Return why the last attempt ended."""
@@ -148,17 +148,17 @@ class Restarts:
                 return ending.cause
         return "ranks were killed, or their machine was lost"
 
-    def _note(self, key: str, value: Any) -> None:
-        if self._notes is not None:
-            self._notes.set(key, json.dumps(value))
+    def _store_value(self, key: str, value: Any) -> None:
+        if self._values is not None:
+            self._values.set(key, json.dumps(value))
 
-    def _recall(self, key: str) -> Any:
-        if self._notes is None or not self._notes.check([key]):
+    def _stored_value(self, key: str) -> Any:
+        if self._values is None or not self._values.check([key]):
             return None
-        return json.loads(self._notes.get(key))
+        return json.loads(self._values.get(key))
 
 
-def _futile(
+def _no_gain(
     times: int, step: int, cause: str, remedy: str, directory: RunDirectory
 ) -> TrainingError:
     return TrainingError(

@@ -1,7 +1,7 @@
 """Compares a run with the one that wrote its checkpoint, and decides whether it may resume.
 
-What a changed setting means is declared at the setting, see `distmp.utils.resume_rules`. What is
-compared besides settings is in `RUN_FACTS`.
+Each setting declares the effect of a change, see `distmp.utils.resume_rules`. `RUN_FACTS` lists the
+other properties of a run that are compared.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from distmp.config import RunConfig
 from distmp.errors import ConfigError
 from distmp.utils.resume_rules import ResumeRule, resume_rules
 
-_OTHER_SAMPLES = "the position in the data belongs to other samples"
+_OTHER_SAMPLES = "the position in the data refers to other samples"
 
 
 class RunFact(NamedTuple):
-    """Something about a run that is compared and that is no setting.
+    """A property of a run that is compared and is not a setting.
 
     Attributes:
         section: Section of the run's fingerprint that holds it.
         key: Name within that section.
-        rule: What a change means.
+        rule: The effect of a change.
     """
 
     section: str
@@ -37,12 +37,12 @@ class RunFact(NamedTuple):
 RUN_FACTS = {
     "samples in the data": RunFact("data", "samples", ResumeRule("dangerous", _OTHER_SAMPLES)),
     "vocabulary of the data": RunFact(
-        "data", "vocabulary", ResumeRule("dangerous", "token ids mean something else")
+        "data", "vocabulary", ResumeRule("dangerous", "token ids have another meaning")
     ),
     "digest of the data": RunFact("data", "digest", ResumeRule("dangerous", _OTHER_SAMPLES)),
     "number of ranks": RunFact("ranks", "number", ResumeRule("harmless")),
     "device": RunFact("ranks", "device", ResumeRule("harmless")),
-    "precision in force": RunFact(
+    "resolved precision": RunFact(
         "ranks",
         "precision",
         ResumeRule("consequential", "forward, backward and reductions round differently"),
@@ -51,7 +51,7 @@ RUN_FACTS = {
     "version of torch": RunFact("versions", "torch", ResumeRule("harmless")),
     "version of Python": RunFact("versions", "python", ResumeRule("harmless")),
 }
-"""Facts by the name that messages give them."""
+"""Facts by their name in messages."""
 
 _MISSING = object()
 # A setting that exists in one of two versions of distmp only.

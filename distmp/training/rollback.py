@@ -1,7 +1,7 @@
 """Returns a run to an earlier checkpoint and continues it with later data.
 
-This is part of the loop and no callback: it replaces the state, the position in the data and the
-step that the loop is at.
+This is not a callback, because it replaces the state, the position in the data and the current step
+of the loop.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 def roll_back(trainer: Trainer, result: StepResult) -> Rollback:
     """Load a checkpoint from before a step, and skip the data up to that step.
 
-    The new position is saved at once, so that the run does not train on the skipped data again,
-    whatever ends it. Collective over all ranks.
+    The new position is saved immediately, so that a restart does not train on the skipped data.
+    Collective over all ranks.
 
     Args:
         trainer: The trainer, whose state, progress and checkpoints change.
         result: The step that is out of bounds.
 
     Raises:
-        TrainingError: On every rank, if the run may not or cannot go back.
+        TrainingError: On every rank, after `divergence.max_rollbacks` rollbacks, or if there is no
+            checkpoint to go back to.
     """
     assert result.spike is not None
     before = trainer.progress
@@ -51,19 +52,19 @@ def roll_back(trainer: Trainer, result: StepResult) -> Rollback:
     return Rollback(result.step, progress.step, result.spike.problem, samples_skipped)
 
 
-def message(rollback: Rollback, progress: Progress, most: int) -> str:
+def message(rollback: Rollback, progress: Progress, max_rollbacks: int) -> str:
     """Return the line that reports a rollback.
 
     Args:
         rollback: The rollback.
-        progress: Where the run is now.
-        most: Setting `divergence.max_rollbacks`.
+        progress: The progress after the rollback.
+        max_rollbacks: Setting `divergence.max_rollbacks`.
     """
     first_sample = progress.samples - rollback.samples_skipped
     return (
         f"step {rollback.from_step}: {rollback.problem}; back to step {rollback.to_step}, "
         f"continuing with sample {progress.samples} instead of {first_sample} (rollback "
-        f"{progress.rollbacks} of at most {most})"
+        f"{progress.rollbacks} of at most {max_rollbacks})"
     )
 
 

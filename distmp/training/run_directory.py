@@ -40,7 +40,7 @@ class RunDirectory:
 
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
-    """Return the newest folder made for `run_dir`: `run_dir` itself, or the highest `run_dir-N`.
+    """Return the newest folder created for `run_dir`: `run_dir` itself, or the highest `run_dir-N`.
 
     Args:
         run_dir: Setting `run_dir`.
@@ -91,7 +91,7 @@ def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
 
 
 def try_to_write(path: Path, write: Callable[[Path], object], log: Callable[[str], object]) -> None:
-    """Write a file that training can do without; log a message if that fails."""
+    """Write an optional file; log a message if that fails."""
     try:
         write(path)
     except OSError as error:

@@ -21,13 +21,13 @@ from distmp.utils.settings.flat import digest, flat
 def run_fingerprint(
     config: RunConfig, datasets: Datasets, world: World, policy: PrecisionPolicy
 ) -> dict[str, Any]:
-    """Return what a checkpoint stores about its run, in types of JSON.
+    """Return what a checkpoint stores about its run, as JSON types.
 
     Args:
         config: The resolved configuration.
         datasets: The data of the run.
         world: The ranks.
-        policy: The precision policy in force.
+        policy: The resolved precision policy.
     """
     configuration, installed = to_json(config), versions()
     return {

@@ -58,10 +58,10 @@ class Progress:
 
 
 def prepare(config: RunConfig, world: World) -> RunComponents:
-    """Build what needs no other rank.
+    """Build data, model and loss without communication.
 
     Raises:
-        ConfigError: If data, model or batch do not work as configured.
+        ConfigError: If the settings of data, model or batch are invalid.
     """
     microbatches = microbatches_per_rank(
         config.batch.global_batch_size, config.batch.microbatch_size, world.world_size
@@ -79,7 +79,7 @@ def start_from_weights(config: RunConfig, model: nn.Module) -> None:
     """Load the weights that `model.weights` names, if any, into the model.
 
     Raises:
-        ConfigError: If they cannot be read or do not fit.
+        ConfigError: If they cannot be read or do not match the model.
     """
     if config.model.weights is not None:
         # Imported here: most runs do not need it.
@@ -108,7 +108,7 @@ def build_engine(
         first_step_checks: Whether the engine checks for common mistakes in the first step.
 
     Raises:
-        ConfigError: If model, policy, strategy and optimizer do not fit together.
+        ConfigError: If model, policy, strategy and optimizer are not compatible.
     """
     settings = replace(
         config.engine(parts.microbatches),
@@ -149,7 +149,7 @@ def find_checkpoint(config: RunConfig) -> store.StoredCheckpoint | None:
     Collective over all ranks. Damaged checkpoints are logged and skipped.
 
     Raises:
-        CheckpointError: If there is none where `resume` says, or it is damaged.
+        CheckpointError: If `resume` names a checkpoint that is missing or damaged.
     """
     if config.resume is None:
         return None
@@ -172,11 +172,11 @@ def restore(
         optimizer: Whether to load the optimizer state; otherwise it starts from scratch.
 
     Raises:
-        CheckpointError: If the checkpoint cannot be read or does not fit the engine.
+        CheckpointError: If the checkpoint cannot be read or does not match the engine.
     """
     left_out = () if optimizer else ("optimizer/",)
     live = engine.prepare_to_load(
-        {name: kind for name, kind in checkpoint.tensors.items() if not name.startswith(left_out)}
+        {name: spec for name, spec in checkpoint.tensors.items() if not name.startswith(left_out)}
     )
     checkpoint.load(
         {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}

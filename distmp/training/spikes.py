@@ -1,4 +1,4 @@
-"""What is done about a step whose loss or gradient norm is out of bounds."""
+"""Selects the action for a step whose loss or gradient norm is out of bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distmp.engine.spike_check import DivergenceConfig
 
 
 class SpikeAction(NamedTuple):
-    """What follows from a step that is out of bounds.
+    """The action for a step that is out of bounds.
 
     Attributes:
         problem: What is out of bounds, as text.

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import psutil
 
-# The next steps are expected to take as long as the slowest of the last ones; their number.
+# The next steps are expected to take as long as the slowest of this many recent ones.
 _STEPS_REMEMBERED = 50
 # On a GPU, a request to stop is read two steps after it was launched.
 _STEPS_TO_STOP = 3
@@ -23,9 +23,9 @@ _END_SECONDS = 5.0
 
 
 class TimeBudget:
-    """Decides when a run has to stop so that it ends, checkpoint included, within its time.
+    """Decides when a run has to stop to save its last checkpoint and exit within its time limit.
 
-    The remaining time has to suffice for three steps as slow as the slowest of the last 50, one and
+    The remaining time has to cover three steps as slow as the slowest of the last 50, one and
     a half times the longest save, and five seconds.
 
     Args:

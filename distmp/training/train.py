@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
 
     Returns:
         0 after the last step; 75 after an orderly stop before it, or 130 if that was Ctrl-C; 2 for
-        a configuration that cannot run; 3 if another rank was lost; 4 if ranks hang; 1 for any
+        an invalid configuration; 3 if another rank was lost; 4 if ranks hang; 1 for any
         other failure.
     """
     with RankLog() as log:
@@ -106,7 +106,7 @@ def _train(
     if (given_up := restarts.given_up()) is not None:
         if given_up == STOPPED_EXIT_CODE:
             if environment.rank == 0:
-                sys.stdout.write("the run was stopped in order and is not restarted\n")
+                sys.stdout.write("the run was stopped after a checkpoint and is not restarted\n")
             else:
                 # If this rank ended first, the launcher would end rank 0 before it prints this.
                 failures.wait_to_be_ended()

@@ -1,4 +1,4 @@
-"""The training loop. What happens around its steps is in `distmp.training.callbacks`."""
+"""The training loop. Features around its steps are callbacks, see `distmp.training.callbacks`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Trainer:
     """Runs one `RunConfig` on the ranks of `world`.
 
     Args:
-        config: What to train, and how.
+        config: The configuration of the run.
         world: The ranks.
         console: Prints messages; quiet on all ranks but the first.
         callbacks: Called after those of `config.callbacks`. Every rank passes the same ones.
@@ -74,7 +74,7 @@ class Trainer:
         self._unfinished = False
 
     def run(self, stop: StopSignals) -> bool:
-        """Train to the end or to a request to stop; return whether the end was reached."""
+        """Train until the last step or a request to stop; return whether all steps are done."""
         with self.active(stop):
             self.train()
             finished = self.progress.step >= self.config.steps and not self._unfinished
@@ -91,7 +91,7 @@ class Trainer:
 
     @contextmanager
     def active(self, stop: StopSignals) -> Iterator[None]:
-        """Begin the callbacks, and have them exit in the end, also after an error.
+        """Call `on_train_begin` of all callbacks, and at the end `on_exit`, also after an error.
 
         Args:
             stop: Receives requests to stop.
@@ -99,7 +99,9 @@ class Trainer:
         self._stop = stop
         with ExitStack() as exits:
             # The callbacks of users exit last; the last one that is pushed exits first.
-            users_last = sorted(self.callbacks, key=lambda found: found in self._users_callbacks)
+            users_last = sorted(
+                self.callbacks, key=lambda callback: callback in self._users_callbacks
+            )
             for callback in reversed(users_last):
                 exits.push(self._exit_of(callback))
             for callback in self._each("on_train_begin"):
@@ -110,7 +112,7 @@ class Trainer:
         return lambda _kind, error, _traceback: callback.on_exit(self, error)
 
     def train(self) -> None:
-        """Run the steps that are left, or those until some rank was asked to stop."""
+        """Run the remaining steps, or until any rank is asked to stop."""
         self._train_steps()
         while self.rollback_from is not None:
             self._roll_back(self.rollback_from)
@@ -124,13 +126,13 @@ class Trainer:
         batches = training_batches(self.config, self.components, self.world, self.progress)
         first = True
         with closing(batches):
-            while self.progress.step < self.config.steps and not self._has_to_leave():
+            while self.progress.step < self.config.steps and not self._has_to_stop():
                 self._begin_step(first=first)
                 first = False
                 outcome = self.engine.step(next(batches), stop=self.is_asked_to_stop())
                 self.progress.step += 1
                 self.progress.samples += self.config.batch.global_batch_size
-                # The step before: where the host runs ahead of the device, it has ended by now.
+                # The previous step: if the host does not wait for the device, it has ended by now.
                 self.read_step()
                 self.pending = launched = PendingStep(
                     self.progress.step, self.progress.samples, outcome, self.timer.lap()
@@ -140,8 +142,8 @@ class Trainer:
                 for callback in self._each("on_step_launched"):
                     callback.on_step_launched(self, launched)
                 if self.engine.host_waits or launched.validation_loss is not None:
-                    # The host has waited already, and a step that was skipped can be repeated for
-                    # its explanation only before the weights change.
+                    # The host has waited already, and a skipped step can be replayed only before
+                    # the weights change.
                     self.read_step()
         if self.rollback_from is None:
             self.read_step()
@@ -183,8 +185,8 @@ class Trainer:
         self.rollback_from = None
         for callback in self._each("on_rollback"):
             callback.on_rollback(self, done)
-        most = self.config.divergence.max_rollbacks
-        self.console.message(rollback.message(done, self.progress, most))
+        limit = self.config.divergence.max_rollbacks
+        self.console.message(rollback.message(done, self.progress, limit))
 
     def report_validation(self, loss: float) -> None:
         """Pass the loss on held-out data to the record of the step and to all callbacks."""
@@ -194,7 +196,7 @@ class Trainer:
             callback.on_validation(self, loss)
 
     def report_save(self, step: int, seconds: float) -> None:
-        """Note that a checkpoint is complete, and pass it to all callbacks."""
+        """Report a complete checkpoint to all callbacks."""
         self.restarts.note_saved()
         for callback in self._each("on_save"):
             callback.on_save(self, step, seconds)
@@ -204,7 +206,7 @@ class Trainer:
         return self._stop_reason() is not None
 
     def stop_unfinished(self) -> None:
-        """Leave after this step, with work undone: the run has to be resumed. On every rank."""
+        """Stop after this step as unfinished: the run has to be resumed. Call it on every rank."""
         self._stopping = self._unfinished = True
 
     def _stop_reason(self) -> str | None:
@@ -216,11 +218,11 @@ class Trainer:
     def _why_stopped(self) -> str:
         return self._stop_reason() or "another rank was asked to stop"
 
-    def _has_to_leave(self) -> bool:
+    def _has_to_stop(self) -> bool:
         return self._stopping or self.rollback_from is not None
 
     def _check_gain(self) -> None:
-        """Refuse further starts by the scheduler if they do not get the run any further."""
+        """Raise if the last jobs that a scheduler started made no progress."""
         if self._stop.received == signal.SIGINT:
             return
         seconds = time.time() - job_started()

@@ -17,7 +17,7 @@ def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> N
     """Check that the values of a dataclass instance have the annotated types.
 
     It is for objects built in Python; `distmp.utils.settings.from_mapping` checks values from
-    files. NumPy scalars count as Python numbers. The class itself checks the words of a Literal.
+    files. NumPy scalars count as Python numbers. The class itself checks the values of a Literal.
 
     Args:
         config: The dataclass instance.
@@ -36,8 +36,8 @@ def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> N
             _has_type(member, value) for member in members
         ):
             setting = f"{section}.{name}" if section else name
-            words = " or ".join(map(_expected_in_python, members))
-            raise ConfigError(setting, value, f"must be {words}{hint(annotation, value)}")
+            allowed = " or ".join(map(_expected_in_python, members))
+            raise ConfigError(setting, value, f"must be {allowed}{hint(annotation, value)}")
 
 
 def _has_type(annotation: Any, value: Any) -> bool:
@@ -97,9 +97,9 @@ def _right_length(annotation: Any, value: Sequence[Any]) -> bool:
     return items[-1] is Ellipsis or len(items) == len(value)
 
 
-_WORDS = {
+_DESCRIPTIONS = {
     bool: "true or false",
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     str: "text",
     type(None): "null",
@@ -118,7 +118,7 @@ def expected(annotation: Any) -> str:
         items = get_args(annotation)
         number = "" if items[-1] is Ellipsis else f" of length {len(items)}"
         return f"a list{number}, each item {expected(items[0])}"
-    return _WORDS.get(annotation, "a section of 'name: value' lines")
+    return _DESCRIPTIONS.get(annotation, "a section of 'name: value' lines")
 
 
 def hint(annotation: Any, value: Any) -> str:

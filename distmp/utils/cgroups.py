@@ -1,4 +1,4 @@
-"""Limits of processor time and memory by the control groups of this process, versions 1 and 2."""
+"""Reads the CPU and memory limits of this process from its control groups, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NO_LIMIT_BYTES = 1 << 60
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
-    """Return the limit of processor time in cores, or None without a limit.
+    """Return the CPU limit in cores, or None without a limit.
 
     Args:
         root: Folder that contains `proc` and `sys`.
@@ -27,7 +27,7 @@ def core_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Return the limit of memory in bytes, or None without a limit.
+    """Return the memory limit in bytes, or None without a limit.
 
     Args:
         root: Folder that contains `proc` and `sys`.

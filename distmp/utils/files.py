@@ -22,7 +22,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         A binary file, open for writing.
     """
     path = Path(path)
-    # Same folder, hence same file system, hence an atomic rename.
+    # In the same folder, so on the same file system: the rename is atomic.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:

@@ -1,4 +1,4 @@
-"""Locates a Python thread: its frames, the line of the user's code, and a collective."""
+"""Finds what a Python thread executes: its frames, the line of user code, the collective."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def load_object(setting: str, path: str) -> Any:
     if working_directory not in sys.path:
         sys.path.insert(0, working_directory)
     try:
-        found: Any = importlib.import_module(module_name)
+        loaded: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not (module_name + ".").startswith(error.name + "."):
             raise
@@ -37,7 +37,7 @@ def load_object(setting: str, path: str) -> Any:
             setting, path, f"there is no module {error.name!r} on the Python path"
         ) from None
     for part in attribute.split("."):
-        if not hasattr(found, part):
+        if not hasattr(loaded, part):
             raise ConfigError(setting, path, f"module {module_name!r} has no {attribute!r}")
-        found = getattr(found, part)
-    return found
+        loaded = getattr(loaded, part)
+    return loaded

@@ -1,4 +1,4 @@
-"""What a changed setting means for a run that resumes; declared in the metadata of its field.
+"""Effects of changed settings on a run that resumes, declared in the metadata of their fields.
 
     lr: float = field(default=1e-3, metadata=consequential("learning rates change from here on"))
 
@@ -18,13 +18,13 @@ _KEY = "resume"
 
 
 class ResumeRule(NamedTuple):
-    """What a change means.
+    """The effect of a change on a run that resumes.
 
     Attributes:
         kind: "ignored": the setting concerns how a run starts and is not compared. "harmless": no
             effect on the weights except for rounding; the change is logged. "consequential":
-            allowed, with a warning. "dangerous": makes it another run; refused unless forced.
-        effect: What follows from the change, for the message.
+            allowed, with a warning. "dangerous": an error unless forced.
+        effect: Description of the effect, for the message.
     """
 
     kind: Literal["ignored", "harmless", "consequential", "dangerous"]

@@ -1,4 +1,4 @@
-"""Formats numbers for people. Every result is ASCII."""
+"""Formats numbers for messages. Every result is ASCII."""
 
 from __future__ import annotations
 

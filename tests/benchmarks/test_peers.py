@@ -212,13 +212,13 @@ def test_a_result_names_versions_and_machine() -> None:
 
 def test_distmp_relative_to_one_of_its_peers() -> None:
     found = {"ddp fp16": race(), "fsdp fp16": {**race(), "loops": {}}}
-    table = races.beside("torch DDP", found)
+    table = races.relative_to("torch DDP", found)
     head = "| race | loop | time relative to torch DDP | memory relative to torch DDP |"
     assert table.splitlines()[0] == head
     assert table.splitlines()[2:] == [
         "| ddp fp16 | distmp `fp16` | 0.9 (0.5 to 1.1) | 1.10 |",
     ]
-    assert races.beside("accelerate", found).splitlines()[2:] == [
+    assert races.relative_to("accelerate", found).splitlines()[2:] == [
         "| ddp fp16 | distmp `fp16` | accelerate computes in float32 | "
         "accelerate computes in float32 |",
     ]

@@ -161,13 +161,13 @@ def test_launchers_that_are_not_read_are_refused(
     ("variables", "setting", "problem"),
     [
         ({**SRUN, "SLURM_NODEID": "2"}, "SLURM_NODEID", "there are 2 machines"),
-        ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID", "whole number"),
+        ({**SRUN, "SLURM_NODEID": "x"}, "SLURM_NODEID", "an integer"),
         ({**SRUN, "SLURM_STEP_NODELIST": "n[08"}, "SLURM_STEP_NODELIST", "list of machines"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, "SLURM_STEP_TASKS_PER_NODE", "one task"),
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}, "SLURM_STEP_NODELIST", "not set"),
         ({**POD, "HOSTNAME": "my-pod"}, "JOB_COMPLETION_INDEX", "does not end in -1"),
         ({**POD, "JOB_COMPLETION_INDEX": ""}, "JOB_COMPLETION_INDEX", "not set"),
-        ({**HYDRA, "PMI_SIZE": "x"}, "PMI_SIZE", "whole number"),
+        ({**HYDRA, "PMI_SIZE": "x"}, "PMI_SIZE", "an integer"),
     ],
 )
 def test_contradictions_are_one_message(

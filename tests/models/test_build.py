@@ -67,7 +67,7 @@ def test_vocabulary_and_length_may_be_larger_than_those_of_the_data() -> None:
 @pytest.mark.parametrize(
     ("values", "vocabulary", "setting", "message"),
     [
-        ({}, None, "model.vocabulary_size", "the data does not say"),
+        ({}, None, "model.vocabulary_size", "the data does not define"),
         ({"vocabulary_size": 256}, 257, "model.vocabulary_size", "the data has 257"),
         ({"sequence_length": 8}, 257, "model.sequence_length", "data.sequence_length = 16"),
     ],
@@ -113,7 +113,7 @@ def test_callable_gets_its_options() -> None:
     ("name", "message"),
     [
         ("number", "returned a int; return a torch.nn.Module"),
-        ("HERE", "is a str; name something callable"),
+        ("HERE", "is a str; name a callable"),
         ("nothing", "has no 'nothing'"),
     ],
 )

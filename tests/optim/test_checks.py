@@ -107,7 +107,7 @@ def test_optimizers_that_cannot_step_shards_are_named(name: str) -> None:
 
 @ranks(2)
 def test_the_strategy_that_shards_is_named() -> None:
-    with pytest.raises(ConfigError, match="Adafactor looks at whole parameters") as caught:
+    with pytest.raises(ConfigError, match="Adafactor needs full parameters") as caught:
         make_engine(strategy="fsdp1", optimizer=on_tensors(torch.optim.Adafactor))
     assert (caught.value.setting, caught.value.value) == ("strategy", "fsdp1")
 

@@ -60,7 +60,7 @@ def test_optimizers_that_look_at_whole_matrices_are_refused(name: str) -> None:
     if kind is None:
         pytest.skip(f"this torch has no {name}")
     matrices = [entry for entry in shares() if entry[0] != "vector"]
-    with pytest.raises(ConfigError, match=rf"shard_optimizer.*{name} looks at whole parameters"):
+    with pytest.raises(ConfigError, match=rf"shard_optimizer.*{name} needs full parameters"):
         build_on_shares(lambda parameters: kind([p for _, p in parameters]), matrices, SHAPES)
 
 
@@ -79,5 +79,5 @@ def test_an_optimizer_of_others_that_is_known_to_look_at_whole_parameters_is_ref
         def __init__(self, parameters: Any) -> None:
             super().__init__(parameters, {})
 
-    with pytest.raises(ConfigError, match="FusedLAMB looks at whole parameters"):
+    with pytest.raises(ConfigError, match="FusedLAMB needs full parameters"):
         build_on_shares(FusedLAMB, shares(), SHAPES)

@@ -268,7 +268,7 @@ def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
         # torchrun turns every failure into exit code 1; the ranks that it restarted did not train.
         assert done.returncode == 1
         assert "exitcode  : 75" in done.stderr
-        assert "the run was stopped in order and is not restarted" in done.stdout
+        assert "the run was stopped after a checkpoint and is not restarted" in done.stdout
     else:
         assert done.returncode == 75, done.stderr
         assert "distmp launch: stopped after a checkpoint" in done.stderr

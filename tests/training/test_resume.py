@@ -272,7 +272,7 @@ def test_allowed_changes_are_reported_once_each(
         "changed: steps: 3 -> 6",
         "changed: precision.loss_scale.growth_interval: 2000 -> 100",
         "changed: optim.lr: 0.01 -> 0.02",
-        "changed: precision in force: fp32 -> fp16",
+        "changed: resolved precision: fp32 -> fp16",
     ]
 
 

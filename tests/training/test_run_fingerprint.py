@@ -79,7 +79,7 @@ def test_nested_settings_and_facts_are_compared() -> None:
     assert [line.split(" (")[0] for line in found.consequential.values()] == [
         "precision.loss_scale.init: 4.0 -> 8.0",
         "optim.lr: 0.001 -> 0.0003",
-        "precision in force: fp32 -> bf16",
+        "resolved precision: fp32 -> bf16",
     ]
     assert found.dangerous == {}
 

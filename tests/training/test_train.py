@@ -128,7 +128,7 @@ def test_a_run_leaves_everything_in_its_folder(
     assert store.latest(folder / "checkpoints") == folder / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
         assert expected in output
-    assert "a sample of what it writes:\ndef " in output
+    assert "sample of generated text:\ndef " in output
     # A second run of the same name gets its own folder.
     assert main(arguments) == 0
     assert (tmp_path / "runs" / "here-2" / "steps.jsonl").exists()
@@ -196,7 +196,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "wrong type": (
         lambda tmp: ["--config", _file(tmp / "c.yaml", "steps: soon\n")],
-        "steps = 'soon': must be a whole number",
+        "steps = 'soon': must be an integer",
     ),
     "negative steps": (lambda tmp: ["--steps=-1"], "steps = -1: use 1 or more"),
     "missing data folder": (

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class PendingStep:
-    """A step that `Engine.step` has launched and whose numbers nobody has read.
+    """A step that `Engine.step` has launched and whose numbers have not been read.
 
     Attributes:
         step: Number of the step, counted from 1.
         samples: Samples consumed by all ranks together, this step included.
         outcome: The numbers of the step. Reading them makes the host wait for the device.
-        seconds: Time since the step before was launched, without pauses.
+        seconds: Time since the previous step was launched, without pauses.
         validation_loss: Mean loss on held-out data after this step; None if it was not validated.
     """
 
@@ -42,9 +42,9 @@ class StepResult:
         numbers: Loss, gradient norm, learning rate and the rest of the step, as plain numbers.
         seconds: Time that this rank took for the step, without pauses.
         overflow: Why the step was skipped, if a gradient was not finite and attribution is on.
-        spike: What is done about a loss or norm that is out of bounds; None if nothing is.
+        spike: The action for a loss or norm that is out of bounds; None without one.
         validation_loss: Mean loss on held-out data after this step; None if it was not validated.
-        rank_seconds: Own seconds per step of each rank, in the steps in which they are compared.
+        rank_seconds: Compute seconds per step of each rank; None in steps without a comparison.
     """
 
     step: int
@@ -83,7 +83,7 @@ class Rollback(NamedTuple):
 
 
 class Callback:
-    """Base class of what happens around the steps of a run. Override the hooks that you need.
+    """Base class of callbacks of the training loop. Override the hooks that you need.
 
     Callbacks are called in order: first those of the setting `callbacks`, then those given to
     `Trainer`. The built-in callbacks log and validate a step before them and save it after them.
@@ -92,11 +92,11 @@ class Callback:
 
     Ranks: every hook is called on every rank, in the same step and in the same order, except for
     `stop_reason`, `on_save` and `on_exit`. A hook may call collectives if it does so on every rank.
-    For something that only one rank does, test `trainer.world.rank`.
+    To do something on one rank only, check `trainer.world.rank`.
 
     Speed: `Engine.step` returns while a GPU still computes the step. The loop therefore reads the
     numbers of a step after it has launched the next one, and calls `on_step_end` then. Work that is
-    not part of training belongs into `with trainer.timer.paused():`, which leaves it out of the
+    not part of training belongs in `with trainer.timer.paused():`, which excludes it from the
     time of the step.
 
     Errors: an exception ends the run on all ranks, with the traceback of the rank that raised it
@@ -117,8 +117,8 @@ class Callback:
     def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
         """Called when `Engine.step` has returned; a GPU may still be computing the step.
 
-        This is the place for what needs the model as it is after this step, such as a validation
-        or a save. `trainer.read_step()` reads the numbers of the step at once, and the host waits.
+        Use it for work that needs the model after this step, such as a validation or a
+        save. `trainer.read_step()` reads the numbers of the step immediately, and the host waits.
 
         Args:
             trainer: The trainer.
@@ -129,8 +129,8 @@ class Callback:
         """Called with the numbers of a step, once for each step and in order.
 
         On a GPU the next step has been launched by then, so that the weights are no longer those
-        of this step. Skipped steps are reported like all others. After a rollback the numbers of
-        the steps restart behind the checkpoint, see `on_rollback`.
+        of this step. Skipped steps are reported like all others. After a rollback the step
+        numbers continue from that of the checkpoint, see `on_rollback`.
 
         Args:
             trainer: The trainer.
@@ -158,7 +158,7 @@ class Callback:
         """
 
     def on_rollback(self, trainer: Trainer, rollback: Rollback) -> None:
-        """Called when the run has gone back to a checkpoint. Drop what you know of later steps.
+        """Called when the run has gone back to a checkpoint. Discard data of later steps.
 
         Args:
             trainer: The trainer, with the state of the checkpoint.

@@ -1,4 +1,4 @@
-"""Saves the state of a run, when it is due and at the end."""
+"""Saves the state of a run at intervals and at the end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 class Checkpointing(Callback):
     """Writes the checkpoints of a run.
 
-    A rollback needs it too: `writer` waits for a save, and `save_now` saves the new data position.
+    A rollback uses it too: `writer` waits for a save, and `save_now` saves the new data position.
 
     Args:
-        run: The run, in the state in which it begins.
+        run: The run, in its state before the first step.
 
     Attributes:
         writer: Writes checkpoints in the background.
@@ -53,14 +53,14 @@ class Checkpointing(Callback):
         """Save if it is due; the last step is saved at the end."""
         if step.step == trainer.config.steps or not self.writer.is_due(step.step):
             return
-        # The step is read first: a step that was skipped can be repeated for its explanation only
-        # before the weights change, and one that the run goes back from is not saved.
+        # The step is read first: a skipped step can be replayed only before the weights change, and
+        # a step that causes a rollback is not saved.
         trainer.read_step()
         if trainer.rollback_from is None:
             self._save(trainer)
 
     def stop_reason(self, trainer: Trainer) -> str | None:
-        """Stop if a save failed and `checkpoint.on_failure` says so."""
+        """Stop if a save failed and `checkpoint.on_failure` is "stop"."""
         return "a checkpoint could not be written" if self.writer.wants_stop else None
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:

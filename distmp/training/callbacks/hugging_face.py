@@ -1,4 +1,4 @@
-"""Saves a Hugging Face model in the format of Hugging Face at the end of a run."""
+"""Saves a Hugging Face model in its own format at the end of a run."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ class HuggingFaceExport(Callback):
         except CheckpointError as error:
             trainer.console.message(f"{error}; distmp export writes it from the checkpoint")
         else:
-            trainer.console.message(f"model in the format of Hugging Face: {folder}")
+            trainer.console.message(f"model in the Hugging Face format: {folder}")

@@ -26,8 +26,8 @@ def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) 
 
     The order matters: a profile ends before anything else happens at the end; `StepLogger` needs
     what `StragglerDetection` adds to a result, and writes a record before a callback of the user
-    can fail; a step is compared, validated and seen by users before it is saved, so that a
-    checkpoint contains what they did; the rest happens after the last save.
+    can fail; a step is compared, validated and passed to the user's callbacks before it is saved,
+    so that a checkpoint contains their changes; the others run after the last save.
     """
     return [
         Profiling(run),

@@ -1,4 +1,4 @@
-"""Compares the bits that ranks have in common, every `rank_consistency.every` steps."""
+"""Compares the bits of replicated state between ranks, every `rank_consistency.every` steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shows a text that the trained model writes."""
+"""Prints a text that the trained model generates."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class TextSample(Callback):
         """Print the sample of the section `sample`."""
         if not finished:
             return
-        current_phase.enter("writing a sample")
+        current_phase.enter("generating a sample")
         text = _generate_text(trainer)
         if text is not None:
-            trainer.console.message(f"a sample of what it writes:\n{text}")
+            trainer.console.message(f"sample of generated text:\n{text}")
 
 
 def _generate_text(trainer: Trainer) -> str | None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class StepLogger(Callback):
-    """Writes the record of every step, and prints what is unusual about a step.
+    """Writes the record of every step, and prints overflows, spikes and dropped microbatches.
 
     Args:
-        run: The run, in the state in which it begins.
+        run: The run, in its state before the first step.
     """
 
     def __init__(self, run: Run) -> None:
@@ -55,7 +55,7 @@ class StepLogger(Callback):
         self._log.close()
 
     def _divergence(self, result: StepResult) -> dict[str, Any] | None:
-        """Return the spike of a step, and in the first step after a rollback where from."""
+        """Return the spike of a step, and the rollback before it, if any."""
         entry = {} if result.spike is None else result.spike.to_record()
         if self._rollback is not None:
             entry["rolled_back"], self._rollback = self._rollback.to_record(), None

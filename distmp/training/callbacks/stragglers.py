@@ -30,8 +30,8 @@ class StragglerDetection(Callback):
         self._paused_seconds = 0.0
 
     def on_step_begin(self, trainer: Trainer, step: int) -> None:
-        """Start to measure this rank, if a comparison is near."""
-        # The pauses since the step before. `Profiling`, called before, may have made one.
+        """Start measuring this rank, if a comparison is due soon."""
+        # The pauses since the previous step. `Profiling`, called before, may have paused the timer.
         self._paused_seconds = trainer.timer.paused_seconds
         self._stragglers.before(step)
 

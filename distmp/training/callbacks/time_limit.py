@@ -1,4 +1,4 @@
-"""Stops a run in time for its job to end within `max_minutes`."""
+"""Stops a run early enough for its job to end within `max_minutes`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TimeLimit(Callback):
         run: The run.
 
     Attributes:
-        budget: Estimates the time that is left.
+        budget: Estimates the remaining time.
     """
 
     def __init__(self, run: Run) -> None:
@@ -29,14 +29,14 @@ class TimeLimit(Callback):
         self.budget = TimeBudget(minutes, saved_bytes, job_started())
 
     def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
-        """Note how long the step took."""
+        """Record how long the step took."""
         self.budget.add_step(step.seconds)
 
     def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
-        """Note how long the save took."""
+        """Record how long the save took."""
         self.budget.add_save(seconds)
 
     def stop_reason(self, trainer: Trainer) -> str | None:
-        """Stop if the rest of the time is needed to stop."""
+        """Stop if the remaining time only suffices to save and exit."""
         limit = trainer.config.max_minutes
         return f"max_minutes = {limit:g}" if limit is not None and self.budget.is_spent() else None

@@ -41,7 +41,7 @@ class Validation(Callback):
 def _mean_loss(trainer: Trainer, samples: int | None) -> float | None:
     """Return the mean loss on the first `samples` held-out samples, or on all of them.
 
-    None if there is no held-out data, or if some rank was asked to stop meanwhile.
+    None if there is no held-out data, or if a rank was asked to stop.
     """
     dataset = trainer.components.datasets.validation
     if dataset is None:

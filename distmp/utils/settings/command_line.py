@@ -191,7 +191,7 @@ def _rejected(config: Any, stop: SystemExit, text: str, overrides: list[str]) ->
         if setting in known:
             value = " ".join(_values_of(setting, overrides))
             return ConfigError(setting, value, f"must be {expected(annotation_of(cls, setting))}")
-    # Any other message of tyro, without the box around it.
+    # Another message of tyro, without its box.
     plain = " ".join(re.sub(r"[^\x20-\x7e]+", " ", text).split())
     return ConfigError("command line", " ".join(overrides), plain)
 

@@ -38,11 +38,11 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any], where: str = "") -> T:
     """Build a (nested) dataclass from a mapping such as `read_yaml` returns.
 
     Absent settings keep their defaults. Conversion is strict: an integer is accepted for a float, a
-    list for a tuple, an empty section for one of defaults, and nothing else.
+    list for a tuple, an empty section for the defaults, and nothing else.
 
     The field of a dictionary of options may define `takes` in its metadata. `takes(section, name)`
     is called with the values of the section, and returns whether the dictionary accepts an option.
-    Then the message for an option beside the dictionary says where it belongs.
+    If a user sets an option outside of the dictionary, the error names the correct setting.
 
     Args:
         cls: Dataclass whose fields are int, float, str, bool, None, Literal, tuple, dict, Any,

@@ -14,7 +14,7 @@ from distmp.utils.files import replacing
 from distmp.utils.settings.convert import to_mapping
 
 # The scalars of YAML 1.2. PyYAML implements YAML 1.1, in which 3e-4 is a string, `no` is false,
-# 1:30 is ninety and 2024-01-01 is a date: not what users mean in settings.
+# 1:30 is 90 and 2024-01-01 is a date, which users do not expect.
 _SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
