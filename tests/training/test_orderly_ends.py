@@ -271,7 +271,7 @@ def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
         assert "the run was stopped after a checkpoint and is not restarted" in done.stdout
     else:
         assert done.returncode == 75, done.stderr
-        assert "distmp launch: stopped in order" in done.stderr
+        assert "distmp launch: stopped after a checkpoint" in done.stderr
         assert "Traceback" not in done.stderr
 
 
