@@ -1,5 +1,6 @@
 # make train   train the quickstart model on this machine (CONFIG=configs/x.yaml for another run)
 # make test    run every test that this machine can run
+# make test-fast   the tests that decide most changes, in about a minute
 # make nightly random runs of the engine against a float64 oracle, and random misuse (CASES=5000)
 # make lint    formatting, lint, types and layers
 # make docs    build the documentation into build/docs, with warnings as errors
@@ -9,19 +10,33 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
-WORKERS ?= 3
+WORKERS ?= 5
 CASES ?= 5000
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 
-.PHONY: train test nightly lint format docs bench bench-gpu clean
+.PHONY: train test test-fast nightly lint format docs bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
 
-# Ranks wait for each other most of the time, so a few files of tests run side by side.
+# Ranks wait for each other most of the time, so more tests than cores run side by side.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+
+# The parts and the engine, without the tests marked slow; the trainer and the launcher start
+# processes that take seconds each.
+FAST := adversary/test_mutants.py buckets checkpoint/test_index.py checkpoint/test_layout.py \
+	checkpoint/test_store.py data diagnosis distributed/test_compare_ranks.py \
+	distributed/test_world.py docs/test_checks.py docs/test_troubleshooting.py \
+	engine/test_engine.py engine/test_outcome.py engine/test_spike_check.py \
+	engine/test_step_checks.py optim parallel/test_init.py parallel/test_replicated.py \
+	parallel/test_settings.py precision scaling test_config.py test_errors.py \
+	training/test_resume_compat.py utils
+
+test-fast: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m "not slow" \
+		$(addprefix tests/,$(FAST))
 
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary --cases $(CASES)

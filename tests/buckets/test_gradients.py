@@ -295,6 +295,7 @@ def leaf(index: int) -> Tensor:
     return inputs_of(7, index).repeat(3, 1)[: LEAVES[index]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_does_not_depend_on_how_samples_are_spread(dtype: torch.dtype) -> None:
     expected = gradient_of_the_global_mean(dtype)

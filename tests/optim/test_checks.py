@@ -64,6 +64,7 @@ def test_an_optimizer_of_any_signature_that_needs_nothing_is_taken() -> None:
     make_engine(optimizer=on_tensors(Generous))
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_an_optimizer_that_hides_its_state_is_refused() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer  # torch warns about itself

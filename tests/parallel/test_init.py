@@ -70,6 +70,7 @@ def test_fsdp() -> None:
     assert isinstance(strategy, FullySharded)
 
 
+@pytest.mark.slow
 def test_what_fsdp_needs_is_not_imported_without_it() -> None:
     code = """
 import sys, torch

@@ -694,6 +694,7 @@ def train(steps: int, overflowing: dict[int, int], device: str = "cpu") -> tuple
     return scaler.get_scale(), scaler.total_skips, values
 
 
+@pytest.mark.slow
 def test_2000_steps_with_overflows_equal_a_run_that_leaves_these_steps_out() -> None:
     generator = torch.Generator().manual_seed(0)
     chance = torch.rand(2000, generator=generator)

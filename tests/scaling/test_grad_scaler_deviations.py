@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
@@ -234,6 +235,7 @@ def decide(sequence: Sequence, iteration: int, members: set[int], skips: dict[in
     skips.update(dict.fromkeys(members, flag))
 
 
+@pytest.mark.slow
 @settings(
     max_examples=5,
     deadline=None,

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
@@ -319,6 +320,7 @@ def check(found: list[Seen], sequence: Sequence) -> None:
     assert all(state == shared[0] for state in shared)
 
 
+@pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
 @given(st.one_of(sequences(2), sequences(3)))
 def test_2000_random_sequences_follow_the_model(sequence: Sequence) -> None:
@@ -329,6 +331,7 @@ def play_all(played: list[Sequence]) -> list[Seen]:
     return [play(sequence, dist.get_rank(), lambda scaler: None) for sequence in played]
 
 
+@pytest.mark.slow
 @settings(
     max_examples=3,
     deadline=None,

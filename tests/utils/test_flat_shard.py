@@ -97,6 +97,7 @@ def test_a_copy_of_a_slice_is_a_slice_of_the_same_place() -> None:
     assert slice_.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_slices_are_saved_and_loaded_at_other_world_sizes(tmp_path: Path) -> None:
     for world_size in (1, 2, 4):
         directory = tmp_path / str(world_size)

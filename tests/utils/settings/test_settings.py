@@ -336,6 +336,7 @@ RUNS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(run=RUNS)
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 def test_written_file_gives_an_equal_object(
@@ -519,6 +520,7 @@ def test_config_given_twice(tmp_path: Path) -> None:
         cli("--config", path, f"--config={path}")
 
 
+@pytest.mark.slow
 @given(
     argv=st.lists(
         st.sampled_from(
