@@ -7,7 +7,6 @@ module.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import sys
 import warnings
@@ -52,7 +51,7 @@ def new_name(name: str) -> str | None:
     return None
 
 
-class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _MovedModules:
     """Finds and loads the modules of `MOVED`."""
 
     def find_spec(
@@ -61,7 +60,11 @@ class _MovedModules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Return a module spec for an old path; None for any other path."""
         if new_name(fullname) is None:
             return None
-        return importlib.machinery.ModuleSpec(fullname, self)
+        # Not a subclass of importlib.abc.Loader, whose import takes milliseconds.
+        return importlib.machinery.ModuleSpec(fullname, self)  # type: ignore[arg-type]
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> None:
+        """Let Python create the module that `exec_module` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
         """Register the current module under the old name."""
