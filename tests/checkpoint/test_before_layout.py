@@ -19,7 +19,9 @@ FILES = Path(__file__).parent / "before_layout"
 
 
 def test_a_configuration_with_former_names(caplog: pytest.LogCaptureFixture) -> None:
-    config = load(["--config", str(FILES / "config.yaml"), "--divergence.pass-over=2"])
+    config = load(
+        ["--config", str(FILES / "config.yaml"), "--divergence.pass-over=2", "--strategy=ddp-torch"]
+    )
     assert config.rank_consistency.every == 3
     assert config.divergence.skip_data_steps == 2
     assert [record.getMessage().partition(";")[0] for record in caplog.records] == [
