@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
-WORKERS ?= 5
+WORKERS ?= 4
 CASES ?= 5000
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
@@ -20,9 +20,12 @@ DOCS_INSTALLED := $(VENV)/.installed-docs
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
 
-# Ranks wait for each other most of the time, so more tests than cores run side by side.
+# Ranks wait for each other most of the time, so more tests than cores run side by side. Bytecode is
+# cached, whatever the environment says: thousands of ranks import the same modules.
+TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
+
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 # The parts and the engine, without the tests marked slow; the trainer and the launcher start
 # processes that take seconds each.
@@ -35,7 +38,7 @@ FAST := adversary/test_mutants.py buckets checkpoint/test_index.py checkpoint/te
 	training/test_resume_compat.py utils
 
 test-fast: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m "not slow" \
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m "not slow" \
 		$(addprefix tests/,$(FAST))
 
 nightly: $(INSTALLED)

@@ -13,9 +13,9 @@
 Fixtures and parameters are pickled and passed to every rank. The decorator calls `run_ranks`, which
 tests can call themselves to compare the results of ranks.
 
-Processes are forked from a server that has imported torch once, so starting one costs a fraction of
-a second. The server never runs a tensor operation: a thread started there would be lost in its
-children.
+Processes are forked from a server that has imported torch and distmp once, so starting one costs a
+fraction of a second. The server never runs a tensor operation: a thread started there would be lost
+in its children.
 """
 
 from __future__ import annotations
@@ -59,6 +59,9 @@ PRELOAD = (
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "hypothesis",
+    "distmp.parallel.fsdp",
+    "distmp.training.train",
 )
 
 # How long the other ranks may run after one has failed, to separate the cause from its effects.
