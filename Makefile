@@ -10,7 +10,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
-WORKERS ?= 4
+WORKERS ?= 5
 CASES ?= 5000
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs

@@ -124,7 +124,7 @@ class Rank:
             self._steps,
             self._engine.state_dict(),
             {"step": self._steps},
-            self._engine.held_until_update(),
+            self._engine.updated_by_optimizer(),
         )
 
     def _step(self) -> float:

@@ -137,7 +137,7 @@ def _full(tensor: Tensor, world: World) -> Tensor:
     parts: list[Any] = [None] * world.world_size
     dist.all_gather_object(parts, (tensor.start, tensor.as_subclass(Tensor).clone()), world.group)
     ordered = [part for _, part in sorted(parts, key=lambda entry: entry[0])]
-    return torch.cat(ordered).view(tensor.whole_shape)
+    return torch.cat(ordered).view(tensor.global_shape)
 
 
 def main() -> int:

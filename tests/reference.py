@@ -166,11 +166,11 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
 def whole(tensor: Tensor) -> Tensor:
     """Return a copy of a tensor, or of the full tensor of a shard; all ranks have to call it."""
     if isinstance(tensor, FlatShard):
-        flat = torch.zeros(tensor.whole_shape.numel(), dtype=tensor.dtype, device=tensor.device)
+        flat = torch.zeros(tensor.global_shape.numel(), dtype=tensor.dtype, device=tensor.device)
         flat[tensor.start : tensor.start + tensor.numel()] = tensor
         if dist.is_initialized():
             dist.all_reduce(flat)
-        return flat.view(tensor.whole_shape)
+        return flat.view(tensor.global_shape)
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 

@@ -24,7 +24,7 @@ from distmp.checkpoint.storage import INDEX_FILE, named_step
 from distmp.distributed.ranks import Ranks, describe
 from distmp.errors import CheckpointError
 from distmp.utils.cgroups import memory_limit
-from distmp.utils.flat_shard import whole_shape
+from distmp.utils.flat_shard import global_shape
 
 # How many tensors that do not fit an error names.
 LISTED = 5
@@ -232,7 +232,7 @@ def _misfits(
     for name, tensor in tensors.items():
         if name not in stored:
             yield f"there is no {name!r} in it"
-        elif stored[name][0] != whole_shape(tensor):
-            yield f"{name!r} has shape {[*stored[name][0]]} in it, not {[*whole_shape(tensor)]}"
+        elif stored[name][0] != global_shape(tensor):
+            yield f"{name!r} has shape {[*stored[name][0]]} in it, not {[*global_shape(tensor)]}"
         elif tensor.is_meta:
             yield f"{name!r} is to be loaded but has no memory (device 'meta')"

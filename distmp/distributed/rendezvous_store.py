@@ -12,10 +12,10 @@ __all__ = [
     "PrefixStore",
     "Store",
     "connect",
+    "for_attempt",
+    "for_current_attempt",
     "is_hosted_by_agent",
     "max_restarts",
-    "of_attempt",
-    "of_this_attempt",
     "restarts",
 ]
 
@@ -54,7 +54,7 @@ def connect(timeout_seconds: float = STORE_SECONDS) -> Store:
     )
 
 
-def of_attempt(store: Store, restarts: int, world_size: int) -> Store:
+def for_attempt(store: Store, restarts: int, world_size: int) -> Store:
     """Return a view of the store with separate keys for each restart.
 
     Without it (torch 2.13), gloo ranks read the addresses from before the restart and cannot
@@ -68,6 +68,6 @@ def of_attempt(store: Store, restarts: int, world_size: int) -> Store:
     return PrefixStore(f"distmp/{restarts}/{world_size}", store)
 
 
-def of_this_attempt(world_size: int, timeout_seconds: float = STORE_SECONDS) -> Store:
-    """Return a new connection with the keys of the current attempt, see `of_attempt`."""
-    return of_attempt(connect(timeout_seconds), restarts(), world_size)
+def for_current_attempt(world_size: int, timeout_seconds: float = STORE_SECONDS) -> Store:
+    """Return a new connection with the keys of the current attempt, see `for_attempt`."""
+    return for_attempt(connect(timeout_seconds), restarts(), world_size)

@@ -174,7 +174,7 @@ def _initialize_group(
         options["timeout"] = timedelta(seconds=timeout_seconds)
     if rendezvous_store.is_hosted_by_agent():
         options |= {
-            "store": rendezvous_store.of_this_attempt(environment.world_size, seconds),
+            "store": rendezvous_store.for_current_attempt(environment.world_size, seconds),
             "rank": environment.rank,
             "world_size": environment.world_size,
         }

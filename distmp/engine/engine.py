@@ -73,7 +73,7 @@ from distmp.scaling import (
     pack,
     unused_rules,
 )
-from distmp.utils.flat_shard import whole_shape
+from distmp.utils.flat_shard import global_shape
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -324,7 +324,7 @@ class Engine:
     def _accumulate(self, microbatches: Sequence[Any], scale: Tensor) -> MicrobatchStats:
         """Run forward and backward of the microbatches, and reduce the gradients."""
         strategy = self._strategy
-        strategy.announce(len(microbatches))
+        strategy.compare_microbatches(len(microbatches))
         strategy.begin_step()
         stats = MicrobatchStats.empty()
         seed = int(torch.randint(2**62, ())) if self.config.reproducible else None
@@ -490,10 +490,10 @@ class Engine:
     # Checks around the step
 
     def _check_unchanged(self) -> None:
-        """Refuse changes of model and optimizer that have no effect; adopt unfrozen parameters."""
+        """Refuse changes of model and optimizer that have no effect; train unfrozen parameters."""
         self._stepped.check(self.optimizer)
         self._strategy.check_model()
-        self._adopt_unfrozen()
+        self._train_unfrozen()
 
     def _check_gradients(self, stats: MicrobatchStats) -> None:
         """Refuse a loss that does not depend on any trained parameter.
@@ -569,13 +569,13 @@ class Engine:
         if self.world.rank == 0:
             warnings.warn(message, RuntimeWarning, stacklevel=stacklevel)
 
-    def _adopt_unfrozen(self) -> None:
+    def _train_unfrozen(self) -> None:
         """Add unfrozen parameters to the optimizer, in the groups that its builder makes."""
         unfrozen = self._strategy.unfrozen()
         if not unfrozen:
             return
         self._calls.wait_for_all(f"which trains {unfrozen[0][0]}")
-        parameters = self._strategy.adopt(unfrozen)
+        parameters = self._strategy.add_parameters(unfrozen)
         self._names.update((id(tensor), name) for name, tensor in parameters)
         addition = self._strategy.build_optimizer(self._build_optimizer, parameters)
         prepare_for_device_skip(addition)
@@ -691,9 +691,9 @@ class Engine:
         """
         return self._state.tensors(self.nominal_weight)
 
-    def held_until_update(self) -> set[str]:
+    def updated_by_optimizer(self) -> set[str]:
         """Return the names in `state_dict` of tensors that only an optimizer update changes."""
-        return self._state.held_until_update()
+        return self._state.updated_by_optimizer()
 
     def prepare_to_load(self, stored: Mapping[str, TensorSpec]) -> dict[str, Tensor]:
         """Create the optimizer state that a stored state has, so that it can be loaded in place.
@@ -706,7 +706,7 @@ class Engine:
             states of older versions lack and the state of parameters that no rank has used.
         """
         self._calls.count("prepare_to_load")
-        self._adopt_unfrozen()
+        self._train_unfrozen()
         return self._state.prepare(stored, self.nominal_weight)
 
     def finish_loading(self, live: Mapping[str, Tensor]) -> None:
@@ -733,7 +733,7 @@ class Engine:
         """
         check_state(state)
         live = self.prepare_to_load(
-            {name: (whole_shape(value), value.dtype) for name, value in state.items()}
+            {name: (global_shape(value), value.dtype) for name, value in state.items()}
         )
         self._state.copy(state, live)
         self.finish_loading(live)

@@ -25,7 +25,7 @@ from distmp.optim.state import (
 )
 from distmp.parallel import Strategy
 from distmp.scaling import LossScale
-from distmp.utils.flat_shard import whole_shape
+from distmp.utils.flat_shard import global_shape
 
 logger = logging.getLogger("distmp")
 
@@ -81,7 +81,7 @@ class EngineState:
             f"model/{name}": self._strategy.as_stored(name, tensor.detach())
             for name, tensor in self._strategy.optimizer_parameters()
         }
-        for name, value in self._strategy.untrained().items():
+        for name, value in self._strategy.frozen_and_buffers().items():
             state[f"model/{name}"] = value.detach()
         for name, value in named_state(self._optimizer, self._names).items():
             parameter = name.rpartition("/")[0]
@@ -96,7 +96,7 @@ class EngineState:
         state["engine/nominal_weight"] = torch.tensor(nominal_weight or 0.0, dtype=torch.float64)
         return state
 
-    def held_until_update(self) -> set[str]:
+    def updated_by_optimizer(self) -> set[str]:
         """Return the names of tensors that only an update of the optimizer changes."""
         weights = {f"model/{name}" for name, _ in self._strategy.optimizer_parameters()}
         state = named_state(self._optimizer, self._names)
@@ -122,7 +122,7 @@ class EngineState:
             if name.startswith(prefix)
         }
         shapes = {
-            name: whole_shape(self._strategy.as_stored(name, tensor))
+            name: global_shape(self._strategy.as_stored(name, tensor))
             for name, tensor in self._strategy.optimizer_parameters()
         }
         left_out = create_state(self._optimizer, self._names, optimizer_state, shapes)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
-from distmp.utils.flat_shard import FlatShard, whole_shape
+from distmp.utils.flat_shard import FlatShard, global_shape
 
 # The optimizers whose fused kernels DTensor can call (torch 2.13).
 FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
@@ -119,10 +119,10 @@ def check_shapes(state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> Non
     """
     for name, tensor in live.items():
         value = state[name]
-        if whole_shape(value) != whole_shape(tensor):
+        if global_shape(value) != global_shape(tensor):
             raise CheckpointError(
-                f"{name!r} has the shape {tuple(whole_shape(value))} in the state and "
-                f"{tuple(whole_shape(tensor))} in this engine; load the state of the same model"
+                f"{name!r} has the shape {tuple(global_shape(value))} in the state and "
+                f"{tuple(global_shape(tensor))} in this engine; load the state of the same model"
             )
         if type(value) is not type(tensor) and _is_part(tensor) != _is_part(value):
             raise CheckpointError(

@@ -87,8 +87,8 @@ class CollectiveOrder:
         self._differs = True
         self._microbatches = 0
 
-    def announce(self, microbatches: int) -> None:
-        """Announce the number of microbatches of the next step on this rank.
+    def compare_microbatches(self, microbatches: int) -> None:
+        """Compare the number of microbatches of the next step between ranks, if it has changed.
 
         Raises:
             TrainingError: If the number differs between ranks.

@@ -178,7 +178,7 @@ class FullySharded(ShardedStrategy):
         known = {name for name, _ in self._trainable}
         return [entry for entry in trainable(self.module) if entry[0] not in known]
 
-    def adopt(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+    def add_parameters(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
         for name, parameter in unfrozen:
             if name in self._frozen_in_fp32:
                 raise ConfigError(
@@ -199,9 +199,9 @@ class FullySharded(ShardedStrategy):
         self._known = KnownParameters(self.module)
         return [*unfrozen]
 
-    def announce(self, microbatches: int) -> None:
+    def compare_microbatches(self, microbatches: int) -> None:
         if self._order is not None:
-            self._order.announce(microbatches)
+            self._order.compare_microbatches(microbatches)
 
     def begin_step(self) -> None:
         if self._unfinished:

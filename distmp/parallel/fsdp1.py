@@ -97,8 +97,8 @@ class FullySharded1(ShardedStrategy):
         if not self._open:  # otherwise the model may contain gathered parameters
             self._known.check(self.module)
 
-    def announce(self, microbatches: int) -> None:
-        self._order.announce(microbatches)
+    def compare_microbatches(self, microbatches: int) -> None:
+        self._order.compare_microbatches(microbatches)
 
     def begin_step(self) -> None:
         if self._open:
@@ -134,7 +134,7 @@ class FullySharded1(ShardedStrategy):
             if isinstance(part, FullyShardedDataParallel)
         ]
 
-    def untrained(self) -> dict[str, Tensor]:
+    def frozen_and_buffers(self) -> dict[str, Tensor]:
         return {
             parameter_name(name): buffer
             for name, buffer in self.module.named_buffers(remove_duplicate=False)

@@ -126,7 +126,7 @@ class Replicated(Strategy):
     def unfrozen(self) -> list[tuple[str, nn.Parameter]]:
         return [entry for entry in trainable(self.model) if entry[0] not in self._shapes]
 
-    def adopt(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+    def add_parameters(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
         for _, parameter in unfrozen:
             parameter.grad = None
         values = {name: parameter.data.float() for name, parameter in unfrozen}
@@ -154,9 +154,9 @@ class Replicated(Strategy):
 
         return build_on_shares(factory, parameters, self._shapes)
 
-    def announce(self, microbatches: int) -> None:
+    def compare_microbatches(self, microbatches: int) -> None:
         if self._order is not None:
-            self._order.announce(microbatches)
+            self._order.compare_microbatches(microbatches)
 
     def begin_step(self) -> None:
         for part in self._parts:

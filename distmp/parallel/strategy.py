@@ -89,9 +89,9 @@ class AccumulationSettings:
 class Strategy(ABC):
     """Prepares a module for distributed training and processes its gradients in each step.
 
-    A step calls, in this order: `announce`; `begin_step`; for every microbatch `begin_microbatch`,
-    forward, backward and `end_microbatch`; `finish_gradients`; `prepare_optimizer_grads`; the
-    optimizer; `copy_master_to_model`; `end_step`.
+    A step calls, in this order: `compare_microbatches`; `begin_step`; for every microbatch
+    `begin_microbatch`, forward, backward and `end_microbatch`; `finish_gradients`;
+    `prepare_optimizer_grads`; the optimizer; `copy_master_to_model`; `end_step`.
 
     Attributes:
         module: The prepared module; call it for forward.
@@ -114,7 +114,7 @@ class Strategy(ABC):
         """Return parameters that require gradients now and are not trained yet."""
         return []
 
-    def adopt(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
+    def add_parameters(self, unfrozen: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]]:
         """Start to train the parameters that `unfrozen` returned, the same on all ranks.
 
         Returns:
@@ -136,8 +136,8 @@ class Strategy(ABC):
         """Build an optimizer on some of `optimizer_parameters`."""
         return build_on(factory, parameters)
 
-    def announce(self, microbatches: int) -> None:  # noqa: B027 - optional
-        """Announce the number of microbatches of the next step on this rank.
+    def compare_microbatches(self, microbatches: int) -> None:  # noqa: B027 - optional
+        """Compare the number of microbatches of the next step between ranks, if it has changed.
 
         Raises:
             TrainingError: If the strategy needs the same number on every rank, and ranks differ.
@@ -207,16 +207,16 @@ class Strategy(ABC):
         """Return the modules, by name, that gather their parameters before forward, root first."""
         return [("", self.model)]
 
-    def untrained(self) -> dict[str, Tensor]:
+    def frozen_and_buffers(self) -> dict[str, Tensor]:
         """Return frozen parameters and buffers by the names of the model, each of them once."""
         # By identity, not by name: a tied weight has several names.
         seen = {id(value) for value in self.module.parameters() if value.requires_grad}
-        untrained = {}
+        found = {}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if id(value) not in seen:
                 seen.add(id(value))
-                untrained[parameter_name(name)] = value
-        return untrained
+                found[parameter_name(name)] = value
+        return found
 
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:

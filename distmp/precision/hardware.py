@@ -68,8 +68,8 @@ def _as_device(device: torch.device | str) -> torch.device:
         if isinstance(device, torch.device | str):
             return torch.device(device)
     except RuntimeError as error:
-        raise ConfigError("device", device, "is no device; use 'cpu' or 'cuda'") from error
-    raise ConfigError("device", device, "is no device; use 'cpu' or 'cuda'")
+        raise ConfigError("device", device, "is not a device; use 'cpu' or 'cuda'") from error
+    raise ConfigError("device", device, "is not a device; use 'cpu' or 'cuda'")
 
 
 def native_dtypes(device: torch.device) -> list[torch.dtype]:

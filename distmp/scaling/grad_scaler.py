@@ -24,7 +24,7 @@ from torch.amp.grad_scaler import OptState
 from distmp.distributed import rank_monitor
 from distmp.distributed.compare_ranks import Fingerprint
 from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
-from distmp.errors import CheckpointError, ConfigError, TrainingError
+from distmp.errors import CheckpointError, ConfigError, TrainingError, listed
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import local_gradients, non_finite_names, square_sum, unscale
 from distmp.scaling.loss_scale import LossScale, LossScaleConfig
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("distmp")
 
 STATE_VERSION = 1
-# Largest number of parameters named in an error.
-NAMED_AT_MOST = 5
 # How long an invalid `update` (without a step) waits for other ranks to raise one common error.
 MISUSE_SECONDS = 10.0
 
@@ -857,8 +855,7 @@ def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 def _advice(optimizers: Iterable[torch.optim.Optimizer]) -> str:
     names = non_finite_names(optimizers)
-    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-    where = f"; not finite on this rank: {', '.join(names[:NAMED_AT_MOST])}{more}" if names else ""
+    where = f"; not finite on this rank: {listed(names)}" if names else ""
     return (
         f"{where}. Backing off the scale does not help: look for inf or NaN in the loss and the "
         "input, lower the learning rate, or compute in bfloat16"

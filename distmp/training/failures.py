@@ -47,7 +47,7 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
     store: rendezvous_store.Store = rendezvous_store.HashStore()
     if world.group is not None:
         job_store = rendezvous_store.connect(STORE_SECONDS)
-        store = rendezvous_store.of_attempt(
+        store = rendezvous_store.for_attempt(
             job_store, rendezvous_store.restarts(), world.world_size
         )
     peers = Peers(rendezvous_store.PrefixStore("peers", store), world.rank, world.world_size)

@@ -140,7 +140,7 @@ class Restarts:
     def cause(self) -> str:
         """Return why the last attempt ended."""
         if self._store is not None:
-            before = rendezvous_store.of_attempt(self._store, self.count - 1, self._world_size)
+            before = rendezvous_store.for_attempt(self._store, self.count - 1, self._world_size)
             ending = Peers(
                 rendezvous_store.PrefixStore("peers", before), 0, self._world_size
             ).ending()

@@ -72,20 +72,20 @@ class FlatShard(Tensor):
     tensor; only `size()` returns the size of the full tensor.
 
     Attributes:
-        whole_shape: Shape of the full tensor, row-major.
+        global_shape: Shape of the full tensor, row-major.
         start: Index of the first element in the flattened full tensor.
     """
 
-    whole_shape: torch.Size
+    global_shape: torch.Size
     start: int
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def of(values: Tensor, whole_shape: torch.Size, start: int) -> FlatShard:
+    def of(values: Tensor, global_shape: torch.Size, start: int) -> FlatShard:
         """Return `values`, 1-dim, as a shard; memory is shared."""
         shard = torch.Tensor._make_subclass(FlatShard, values.detach())
-        shard.whole_shape, shard.start = whole_shape, start
+        shard.global_shape, shard.start = global_shape, start
         return shard
 
     def size(self, dim: int | None = None) -> Any:
@@ -94,16 +94,16 @@ class FlatShard(Tensor):
         Args:
             dim: Return the size of this dimension only.
         """
-        return self.whole_shape if dim is None else self.whole_shape[dim]
+        return self.global_shape if dim is None else self.global_shape[dim]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle the values and their position."""
-        return FlatShard.of, (self.as_subclass(Tensor), self.whole_shape, self.start)
+        return FlatShard.of, (self.as_subclass(Tensor), self.global_shape, self.start)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FlatShard:
         """Copy the values; torch's implementation requires `new_empty` to return this class."""
         values = self.as_subclass(Tensor).detach().clone()
-        memo[id(self)] = copy = FlatShard.of(values, self.whole_shape, self.start)
+        memo[id(self)] = copy = FlatShard.of(values, self.global_shape, self.start)
         return copy
 
     def __create_write_items__(self, name: str, _: Any) -> list[Any]:
@@ -121,7 +121,7 @@ class FlatShard(Tensor):
                 tensor_data=TensorWriteData(
                     chunk=chunk,
                     properties=TensorProperties(dtype=self.dtype),
-                    size=self.whole_shape,
+                    size=self.global_shape,
                 ),
             )
             for chunk in self.__create_chunk_list__()
@@ -144,12 +144,12 @@ class FlatShard(Tensor):
         raise ValueError(f"no part of {index.fqn!r} begins at {index.offset}")
 
     def _rectangles(self) -> list[Rectangle]:
-        return rectangles(tuple(self.whole_shape), self.start, self.start + self.numel())
+        return rectangles(tuple(self.global_shape), self.start, self.start + self.numel())
 
 
-def whole_shape(tensor: Tensor) -> torch.Size:
+def global_shape(tensor: Tensor) -> torch.Size:
     """Return the shape of the full tensor: that of a `FlatShard`'s or DTensor's full tensor."""
-    return tensor.whole_shape if isinstance(tensor, FlatShard) else tensor.shape
+    return tensor.global_shape if isinstance(tensor, FlatShard) else tensor.shape
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -158,11 +158,11 @@ def gathered(tensor: Tensor) -> Tensor:
     Collective over the ranks that have a part of it.
     """
     if isinstance(tensor, FlatShard):
-        size = math.prod(tensor.whole_shape)
+        size = math.prod(tensor.global_shape)
         flat = torch.zeros(size, dtype=tensor.dtype, device=tensor.device)
         flat[tensor.start : tensor.start + tensor.numel()] = tensor.as_subclass(Tensor)
         # As integers: a floating-point sum with zeros would lose the sign of a zero.
         dist.all_reduce(flat.view(torch.uint8))
-        return flat.view(tensor.whole_shape)
+        return flat.view(tensor.global_shape)
     full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return full

@@ -58,7 +58,7 @@ def pieces(state: Mapping[str, Tensor]) -> State:
 def _piece(tensor: Tensor) -> Piece:
     if isinstance(tensor, FlatShard):
         values = tensor.detach().as_subclass(Tensor).clone()
-        return Piece(values, torch.Size(tensor.whole_shape), (tensor.start,), flat=True)
+        return Piece(values, torch.Size(tensor.global_shape), (tensor.start,), flat=True)
     if isinstance(tensor, DTensor):
         _, offsets = compute_local_shape_and_global_offset(
             tensor.shape, tensor.device_mesh, tensor.placements

@@ -96,7 +96,7 @@ def trained(
         states[step] = state_of(engine)
         if saving is not None and step % 2 == 0:
             numbers = {"step": step}
-            saving.save(step, engine.state_dict(), numbers, engine.held_until_update())
+            saving.save(step, engine.state_dict(), numbers, engine.updated_by_optimizer())
         MORE_TRAINED.release()
     return states
 
@@ -178,7 +178,7 @@ def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Pat
         expected = {}
         for step in (1, 2, 3):
             expected[step] = state_of(engine)
-            saving.save(step, engine.state_dict(), {}, engine.held_until_update())
+            saving.save(step, engine.state_dict(), {}, engine.updated_by_optimizer())
             for _ in range(3):
                 engine.step([batch])
     for step, state in expected.items():

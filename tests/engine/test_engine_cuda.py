@@ -185,7 +185,7 @@ def check_resuming(world: World, sizes: Any, options: dict[str, Any], directory:
     with writer as saving:
         saving.guard(engine.optimizer)
         train(engine, 2, sizes)
-        saving.save(2, engine.state_dict(), {"step": 2}, engine.held_until_update())
+        saving.save(2, engine.state_dict(), {"step": 2}, engine.updated_by_optimizer())
         train(engine, 2, sizes, first=2)
     assert restore(resumed, StoredCheckpoint(directory / "step-000002")).step == 2
     train(resumed, 2, sizes, first=2)

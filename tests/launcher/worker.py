@@ -32,6 +32,9 @@ def main(ending: str, folder: Path) -> None:
     if ending == "succeed":
         return
     if rank == "1" or ending in ("obey", "fail late"):
+        # The launcher ends all ranks after the first failure, also those that are still starting.
+        while len(list(folder.glob("*.rank"))) < int(os.environ["WORLD_SIZE"]):
+            time.sleep(0.02)
         end(ending, folder / f"{rank}.stopped")
     time.sleep(60)
 

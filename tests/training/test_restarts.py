@@ -19,7 +19,7 @@ import torch
 
 from distmp.checkpoint import store
 from distmp.distributed.progress import current_phase
-from distmp.distributed.rendezvous_store import HashStore, PrefixStore, of_attempt
+from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_attempt
 from distmp.errors import TrainingError
 from distmp.faults.peers import Ending, Peers
 from distmp.telemetry import RecordWriter, read_records
@@ -261,7 +261,7 @@ def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
     memory = HashStore()
     attempt(memory, 0).begin(RunDirectory(tmp_path), None)
     assert "ranks were killed" in str(attempt(memory, 1).describe_attempt(0))
-    Peers(PrefixStore("peers", of_attempt(memory, 0, 2)), 1, 2).end(Ending(1, 4, "a cause", 1))
+    Peers(PrefixStore("peers", for_attempt(memory, 0, 2)), 1, 2).end(Ending(1, 4, "a cause", 1))
     assert (
         attempt(memory, 1).describe_attempt(3) == "restart 1 of 9: a cause; continuing from step 3"
     )

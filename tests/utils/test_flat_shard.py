@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.errors import CheckpointError
-from distmp.utils.flat_shard import FlatShard, rectangles, whole_shape
+from distmp.utils.flat_shard import FlatShard, global_shape, rectangles
 from tests.ranks import run_ranks
 
 
@@ -45,11 +45,11 @@ def test_rectangles_cover_the_run_once_and_in_its_order(
 def test_a_slice_is_a_plain_tensor_to_every_operation() -> None:
     values = torch.arange(6.0)
     part = FlatShard.of(values, torch.Size([4, 5]), 7)
-    assert whole_shape(part) == (4, 5)
-    assert whole_shape(values) == (6,)
+    assert global_shape(part) == (4, 5)
+    assert global_shape(values) == (6,)
     assert type(part + 1) is Tensor
     again = pickle.loads(pickle.dumps(part))
-    assert (type(again), again.start, again.whole_shape) == (FlatShard, 7, (4, 5))
+    assert (type(again), again.start, again.global_shape) == (FlatShard, 7, (4, 5))
     assert torch.equal(again + 0, values)
     part.copy_(torch.ones(6))
     assert values.tolist() == [1.0] * 6
@@ -92,7 +92,7 @@ def test_a_copy_of_a_slice_is_a_slice_of_the_same_place() -> None:
     assert state["first"] is state["again"]
     copied = state["first"]
     assert isinstance(copied, FlatShard)
-    assert (copied.whole_shape, copied.start) == (slice_.whole_shape, slice_.start)
+    assert (copied.global_shape, copied.start) == (slice_.global_shape, slice_.start)
     copied.zero_()
     assert slice_.tolist() == [0, 1, 2, 3]
 

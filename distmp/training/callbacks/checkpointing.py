@@ -85,7 +85,7 @@ class Checkpointing(Callback):
                 trainer.progress.step,
                 trainer.engine.state_dict(),
                 _numbers(trainer),
-                trainer.engine.held_until_update(),
+                trainer.engine.updated_by_optimizer(),
             )
 
     def _note_save(self, seconds: float) -> None:
