@@ -140,16 +140,19 @@ def train(
 
 def weights(engine: Engine) -> dict[str, Tensor]:
     """Return a copy of the full FP32 weights."""
-    return {
-        name.removeprefix("model/"): whole(tensor)
-        for name, tensor in engine.state_dict().items()
-        if name.startswith("model/")
-    }
+    state = engine.state_dict()
+    return gathered(
+        {
+            name.removeprefix("model/"): tensor
+            for name, tensor in state.items()
+            if name.startswith("model/")
+        }
+    )
 
 
 def snapshot(engine: Engine) -> dict[str, Tensor]:
     """Return a copy of everything that training continues from, whole."""
-    return {name: whole(tensor) for name, tensor in engine.state_dict().items()}
+    return gathered(engine.state_dict())
 
 
 def trained(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -163,15 +166,46 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     assert different == []
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, or of the full tensor of a shard; all ranks have to call it."""
+@torch.no_grad()
+def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of tensors, full tensors for shards; all ranks have to call it.
+
+    One reduction per process group: tensors are small, and there are many.
+    """
+    full = {}
+    by_group: dict[Any, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        shape = tensor.global_shape if isinstance(tensor, FlatShard) else tensor.shape
+        full[name] = torch.zeros(shape, dtype=tensor.dtype, device=tensor.device)
+        group = _insert(tensor, full[name])
+        if group is not None:
+            by_group.setdefault(group, []).append(full[name])
+    for group, shards in by_group.items():
+        # Each element comes from one rank, and is zero on the others. As bytes, it keeps its bits.
+        flat = torch.cat([shard.view(-1).view(torch.uint8) for shard in shards])
+        dist.all_reduce(flat, dist.ReduceOp.MAX, group)
+        sizes = [shard.nbytes for shard in shards]
+        for shard, part in zip(shards, flat.split(sizes), strict=True):
+            shard.copy_(part.view(shard.dtype).view(shard.shape))
+    return full
+
+
+def _insert(tensor: Tensor, full: Tensor) -> dist.ProcessGroup | None:
+    """Write this rank's elements into `full`; return the group whose ranks have the others."""
     if isinstance(tensor, FlatShard):
-        flat = torch.zeros(tensor.global_shape.numel(), dtype=tensor.dtype, device=tensor.device)
-        flat[tensor.start : tensor.start + tensor.numel()] = tensor
-        if dist.is_initialized():
-            dist.all_reduce(flat)
-        return flat.view(tensor.global_shape)
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+        full.view(-1)[tensor.start : tensor.start + tensor.numel()] = tensor.as_subclass(Tensor)
+        return dist.group.WORLD
+    if not isinstance(tensor, DTensor):
+        full.copy_(tensor)
+        return None
+    (dimension,) = (d for d, kind in enumerate(tensor.placements) if not kind.is_replicate())
+    for chunk in tensor.__create_chunk_list__():
+        place = tuple(
+            slice(start, start + size)
+            for start, size in zip(chunk.offsets, chunk.sizes, strict=True)
+        )
+        full[place] = tensor.to_local()
+    return tensor.device_mesh.get_group(dimension)
 
 
 def plain_training(

@@ -25,7 +25,7 @@ from distmp.engine import Engine
 from distmp.engine.outcome import StepNumbers
 from distmp.parallel import ParallelConfig
 from distmp.scaling import LossScaleConfig
-from tests.reference import whole
+from tests.reference import gathered
 
 INPUTS, WIDTH, CLASSES = 6, 8, 4
 STEPS, MICROBATCHES = 3, 2
@@ -324,11 +324,13 @@ class Script(Acts):
 
     def _compare(self, mean: float) -> None:
         state = self.engine.state_dict()
-        weights = {
-            name.removeprefix("model/"): whole(value)
-            for name, value in state.items()
-            if name.startswith("model/")
-        }
+        weights = gathered(
+            {
+                name.removeprefix("model/"): value
+                for name, value in state.items()
+                if name.startswith("model/")
+            }
+        )
         seen = {**weights, "mean": torch.tensor(mean), "numbers": repr(self.found.numbers)}
         if (
             not self.case.sharded

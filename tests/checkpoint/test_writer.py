@@ -27,7 +27,7 @@ from distmp.errors import CheckpointError
 from tests.parallel.sharding import sharded
 from tests.progress import of_children
 from tests.ranks import ranks, run_ranks
-from tests.reference import TWO_RANKS, fused_adamw, loss, make_model, microbatches, whole
+from tests.reference import TWO_RANKS, fused_adamw, loss, make_model, microbatches, snapshot
 from tests.torchrun import run
 
 
@@ -56,10 +56,6 @@ STRATEGIES: dict[str, dict[str, Any]] = {
     "not fused": {"strategy": "ddp", "policy": "fp32", "optimizer": torch.optim.AdamW},
 }
 STEPS = 5
-
-
-def state_of(engine: Engine) -> dict[str, Tensor]:
-    return {name: whole(tensor) for name, tensor in engine.state_dict().items()}
 
 
 class Summing(nn.Module):
@@ -93,7 +89,7 @@ def trained(
     for step in range(1, steps + 1):
         batches = microbatches(step, TWO_RANKS[step % len(TWO_RANKS)], dist.get_rank())
         engine.step(batches)
-        states[step] = state_of(engine)
+        states[step] = snapshot(engine)
         if saving is not None and step % 2 == 0:
             numbers = {"step": step}
             saving.save(step, engine.state_dict(), numbers, engine.updated_by_optimizer())
@@ -155,7 +151,7 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
             state = engine.state_dict()
             assert store.load(path, state) == []
             engine.load_state_dict(state)
-            assert_same(name, state_of(engine), alone[step])
+            assert_same(name, snapshot(engine), alone[step])
             assert store.StoredCheckpoint(path).numbers == {"step": step}
 
 
@@ -177,7 +173,7 @@ def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Pat
         saving.guard(engine.optimizer)
         expected = {}
         for step in (1, 2, 3):
-            expected[step] = state_of(engine)
+            expected[step] = snapshot(engine)
             saving.save(step, engine.state_dict(), {}, engine.updated_by_optimizer())
             for _ in range(3):
                 engine.step([batch])

@@ -35,6 +35,7 @@ from tests.reference import (
     fused_adagrad,
     fused_adamw,
     fused_sgd,
+    gathered,
     loss,
     make_engine,
     make_model,
@@ -46,7 +47,6 @@ from tests.reference import (
     train,
     trained,
     weights,
-    whole,
 )
 
 OPTIMIZERS = (fused_adamw, foreach_adamw, fused_sgd, sgd, fused_adagrad, adagrad)
@@ -477,7 +477,8 @@ def test_scale_stays_the_same_on_all_ranks_where_one_overflows_in_fp16(strategy:
     assert overflows[-3:] == [False] * 3
     assert numbers.loss_scale == 65536 * 0.5 ** sum(overflows)
     assert same_on_all_ranks([value.tolist() for value in snapshot(engine).values()])
-    assert same_on_all_ranks([value.tolist() for value in map(whole, engine.module.parameters())])
+    full = gathered(dict(engine.module.named_parameters()))
+    assert same_on_all_ranks([value.tolist() for value in full.values()])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

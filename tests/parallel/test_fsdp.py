@@ -30,6 +30,7 @@ from tests.reference import (
     fused_adagrad,
     fused_adamw,
     fused_sgd,
+    gathered,
     loss,
     make_engine,
     make_model,
@@ -40,7 +41,6 @@ from tests.reference import (
     train,
     trained,
     weights,
-    whole,
 )
 
 PLAIN = {fused_adamw: adamw, foreach_adamw: adamw, fused_sgd: sgd, fused_adagrad: adagrad}
@@ -146,9 +146,9 @@ def test_gradients_are_summed_in_fp32_over_microbatches_and_ranks() -> None:
     for strategy in ("fsdp", "ddp"):
         engine = make_engine(policy="bf16", strategy=strategy, optimizer=without_a_step)
         engine.step(batches)
-        found[strategy] = {
-            name: whole(parameter.grad) for name, parameter in engine.module.named_parameters()
-        }
+        found[strategy] = gathered(
+            {name: parameter.grad for name, parameter in engine.module.named_parameters()}
+        )
     for name, expected in found["ddp"].items():  # other tests compare it with float64
         assert found["fsdp"][name].dtype == torch.float32
         torch.testing.assert_close(found["fsdp"][name], expected, rtol=1e-6, atol=1e-8)

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distmp.engine import Engine
 from tests.ranks import ranks
-from tests.reference import assert_same_bits, snapshot, whole
+from tests.reference import assert_same_bits, gathered, snapshot
 from tests.torchrun import python, run
 
 WIDTH, CLASSES = 8, 5
@@ -189,7 +189,7 @@ def trained(
             model.before(step)
         engine.step(samples(step, engine.world.rank))
     state = {k: v for k, v in engine.state_dict().items() if k.startswith("model/")}
-    return {name.removeprefix("model/"): whole(value) for name, value in state.items()}
+    return gathered({name.removeprefix("model/"): value for name, value in state.items()})
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
