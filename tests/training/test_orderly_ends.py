@@ -42,7 +42,6 @@ def trainer(folder: Path, *arguments: str) -> Trainer:
             f"--data.path={folder / 'corpus'}",
             f"--run-dir={folder / 'run'}",
             f"--steps={STEPS}",
-            "--log.no-curves",
             *arguments,
         ]
     )

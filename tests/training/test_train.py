@@ -107,7 +107,8 @@ def test_a_run_leaves_everything_in_its_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     data = corpus(tmp_path / "corpus")
-    arguments = [*TINY, f"--data.path={data}", "--steps=3", "--run-dir=runs/here", "--log.every=1"]
+    arguments = [*TINY, f"--data.path={data}", "--steps=3", "--run-dir=runs/here"]
+    arguments += ["--log.every=1", "--log.curves"]
     threads = torch.get_num_threads()
     assert main(arguments) == 0
     assert torch.get_num_threads() == threads
@@ -356,7 +357,7 @@ def test_the_first_cause_of_a_failure_comes_first(launcher: str, tmp_path: Path)
 @pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
 def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) -> None:
     arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=20000"]
-    arguments.append("--run-dir=run")
+    arguments += ["--run-dir=run", "--log.curves"]
     command = (
         torchrun(*arguments)
         if launcher == "torchrun"

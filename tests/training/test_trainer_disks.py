@@ -57,6 +57,7 @@ def trained(
             "--steps=10",
             "--checkpoint.every=2",
             "--run-dir=disk/run",
+            "--log.curves",
             *arguments,
         ]
     )

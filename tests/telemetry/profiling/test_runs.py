@@ -76,7 +76,7 @@ def test_pauses_and_numbers(
     """Validations and checkpoints between the steps are not part of them; losses stay the same."""
     monkeypatch.chdir(tmp_path)
     data = f"--data.path={corpus(tmp_path / 'corpus')}"
-    fixed = [*TINY, data, "--steps=6", "--validation.every=1", "--log.no-curves"]
+    fixed = [*TINY, data, "--steps=6", "--validation.every=1"]
     plain = [*fixed, "--run-dir=plain"]
     profiled = [*fixed, "--run-dir=run", "--checkpoint.every=3"]
     assert main(plain) == 0
