@@ -19,6 +19,8 @@ from typing import Any
 
 import psutil
 
+from tests.progress import finished
+
 NAMES = ("node1", "node2")
 ADDRESSES = ("10.99.7.1", "10.99.7.2")
 INTERFACE = "eth0"
@@ -72,19 +74,27 @@ class TwoHosts:
     ) -> str:
         """Run a command on host 0 or 1 and return what it printed.
 
+        Args:
+            host: 0 or 1.
+            *command: What to run.
+            cwd: Where.
+            timeout: Seconds without progress, see `tests.progress`, after which it is killed.
+            **options: For `subprocess.Popen`.
+
         Raises:
             AssertionError: If it fails, with what it printed.
+            subprocess.TimeoutExpired: Without progress.
         """
-        done = subprocess.run(
+        with subprocess.Popen(
             self.command(host, command, cwd),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout,
             **options,
-        )
-        assert done.returncode == 0, f"{command} ended with {done.returncode}:\n{done.stdout}"
-        return done.stdout
+        ) as process:
+            output, _ = finished(process, timeout)
+        assert process.returncode == 0, f"{command} ended with {process.returncode}:\n{output}"
+        return output
 
     def command(self, host: int, words: tuple[str, ...], cwd: Path | None = None) -> list[str]:
         """Return the command line that runs a command on host 0 or 1."""

@@ -24,8 +24,9 @@ from typing import Any
 
 import distmp
 from distmp.errors import DistmpError
+from tests.progress import INTERVAL_SECONDS, Progress
 
-# Timeouts until the first rank has ended, and from then on until the last one has.
+# How long ranks may be idle until the first has ended, and from then on until the last one has.
 FIRST_SECONDS, OTHERS_SECONDS = 30.0, 10.0
 # How long a rank that ended without an error waits for the others.
 STAY_SECONDS = 0.3
@@ -173,16 +174,17 @@ def _kind_of(error: BaseException) -> tuple[str, str]:
 
 def _wait_for(team: list[_Member]) -> list[Ending]:
     endings: dict[int, Ending] = {}
-    deadline = time.monotonic() + FIRST_SECONDS
+    pids = [member.pid for member in team]
+    progress = Progress(pids, FIRST_SECONDS)
     while len(endings) < len(team):
         waiting: dict[Connection, int] = {
             member.connection: rank for rank, member in enumerate(team) if rank not in endings
         }
-        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
+        ready = wait(list(waiting), timeout=INTERVAL_SECONDS)
+        if not ready and progress.problem():
             break
-        if not endings:
-            deadline = time.monotonic() + OTHERS_SECONDS
+        if ready and not endings:
+            progress = Progress(pids, OTHERS_SECONDS)
         for connection in ready:
             rank = waiting[connection]  # type: ignore[index]
             endings[rank] = team[rank].receive()

@@ -277,7 +277,7 @@ class ThreadRanks:
         self._given: list[Tensor] = []
         self._result = torch.zeros(0)
         self._lock = threading.Lock()
-        self._barrier = threading.Barrier(world_size, action=self._add, timeout=10)
+        self._barrier = threading.Barrier(world_size, action=self._add, timeout=100)
         self.reductions = 0
         self.latest_decision = None
 
