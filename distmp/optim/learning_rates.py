@@ -14,7 +14,9 @@ from torch.optim import lr_scheduler
 from distmp.errors import ConfigError
 from distmp.optim.checks import build_schedule
 
-# Number of rows by which the table grows; one host-to-device copy for that many steps.
+# The table first grows by FIRST_CHUNK rows, then doubles, and finally grows by CHUNK rows, so that
+# short runs do not compute rows that they never use. Each growth is one host-to-device copy.
+FIRST_CHUNK = 16
 CHUNK = 1024
 
 
@@ -138,9 +140,11 @@ class LearningRates:
             )
 
     def _extend(self, rows: int) -> None:
-        if rows <= len(self._rows):
+        """Compute at least this many rows and the one after them, unless the schedule ends."""
+        if rows < len(self._rows):
             return
-        while len(self._rows) < rows + CHUNK:
+        target = rows + min(max(rows, FIRST_CHUNK), CHUNK)
+        while len(self._rows) <= target:
             try:
                 self._step_schedule()
             except ValueError as error:  # OneCycleLR has an end

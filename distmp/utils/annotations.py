@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, Union, cast, get_args, get_origin
-from typing import get_type_hints as _type_hints
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 import numpy as np
 
 from distmp.errors import ConfigError
+
+# Cached, because every configuration checks its types, and resolving them takes the longest.
+_resolved: Callable[[Any], dict[str, Any]] = functools.cache(get_type_hints)
 
 
 def check_types(config: Any, section: str = "", skip: Collection[str] = ()) -> None:
@@ -56,7 +59,7 @@ def _expected_in_python(annotation: Any) -> str:
 
 def field_annotations(cls: type[Any]) -> dict[str, Any]:
     """Return the resolved annotation of each field of the constructor, by name."""
-    hints = _type_hints(cls)
+    hints = _resolved(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 

@@ -8,6 +8,7 @@ that may be refused with an error.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -250,10 +251,13 @@ def _default(item: dataclasses.Field[Any]) -> Any:
     return item.default
 
 
+_hints = functools.cache(typing.get_type_hints)
+
+
 def _parse(kind: Any, value: Any) -> Any:
     """Return the value of this type that `_plain` converted."""
     if dataclasses.is_dataclass(kind):
-        hints = typing.get_type_hints(kind)
+        hints = _hints(kind)
         return kind(**{name: _parse(hints[name], item) for name, item in value.items()})
     if typing.get_origin(kind) in (typing.Union, types.UnionType):
         options = [option for option in typing.get_args(kind) if option is not type(None)]

@@ -93,7 +93,8 @@ def _rounded(case: Case, records: list[Record]) -> Iterator[str]:
     wholes, _ = assemble([record.steps[-1].state for record in records])
     for rank, record in enumerate(records):
         for name, parameter in record.parameters.items():
-            if not torch.equal(parameter, wholes[f"model/{name}"].to(parameter.dtype)):
+            values = parameter.values
+            if not torch.equal(values, wholes[f"model/{name}"].to(values.dtype)):
                 yield f"rounded: {name} on rank {rank} is not its FP32 weight"
 
 

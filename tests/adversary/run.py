@@ -76,7 +76,7 @@ class Record:
 
     steps: list[StepRecord]
     initial: State = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
+    parameters: State = field(default_factory=dict)
     refused: str | None = None
 
 
@@ -199,7 +199,7 @@ def run_case(case: Case) -> Record:
             model, engine = _reload(case, model, engine)
         record.steps.append(_step(case, model, engine, index, step))
     if not case.sharded:
-        record.parameters = {name: p.detach().clone() for name, p in model.named_parameters()}
+        record.parameters = pieces(dict(model.named_parameters()))
     return record
 
 

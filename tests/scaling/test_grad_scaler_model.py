@@ -270,13 +270,17 @@ def overflows(iteration: Iteration, number: int) -> bool:
 
 
 class ThreadRanks:
-    """Replaces a process group by threads."""
+    """Replaces a process group by threads, which take turns instead of competing for the GIL.
+
+    Attributes:
+        turn: Held by the thread that runs; released while it waits for the others.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self._given: list[Tensor] = []
         self._result = torch.zeros(0)
-        self._lock = threading.Lock()
+        self.turn = threading.Lock()
         self._barrier = threading.Barrier(world_size, action=self._add, timeout=100)
         self.reductions = 0
         self.latest_decision = None
@@ -290,9 +294,12 @@ class ThreadRanks:
         pass
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        with self._lock:
-            self._given.append(values)
-        self._barrier.wait()
+        self._given.append(values)
+        self.turn.release()
+        try:
+            self._barrier.wait()
+        finally:
+            self.turn.acquire()
         return self._result
 
     def exchange(self, place: None, name: str, value: Any) -> dict[int, Any]:
@@ -306,10 +313,12 @@ def play_in_threads(sequence: Sequence) -> list[Seen]:
     def prepare(scaler: Any) -> None:
         scaler._ranks = ranks
 
+    def play_in_turn(rank: int) -> Seen:
+        with ranks.turn:
+            return play(sequence, rank, prepare)
+
     with ThreadPoolExecutor(sequence.world_size) as pool:
-        futures = [
-            pool.submit(play, sequence, rank, prepare) for rank in range(sequence.world_size)
-        ]
+        futures = [pool.submit(play_in_turn, rank) for rank in range(sequence.world_size)]
         return [future.result() for future in futures]
 
 
