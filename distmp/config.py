@@ -24,6 +24,7 @@ from distmp.optim.build import (
     optimizer_factory,
     schedule_factory,
 )
+from distmp.optim.names import SHAPES
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 from distmp.parallel import STRATEGIES, AccumulationSettings
 from distmp.parallel.settings import (
@@ -296,7 +297,11 @@ class RunConfig:
         self.profile.check(self.steps)
         # Looks up names and refuses options that the optimizer or schedule does not have.
         _ = self.optimizer_factory
-        self.schedule_factory(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
+        build = self.schedule_factory
+        # Schedules of torch refuse options when they are built. The first optimizer of a process
+        # imports torch's compiler, which takes long.
+        if self.schedule.name not in SHAPES:
+            build(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the settings only: the factories cannot be pickled and are built again."""

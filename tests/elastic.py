@@ -10,9 +10,11 @@ import ctypes
 import importlib
 import json
 import os
+import runpy
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +31,7 @@ class Job:
     """One run.
 
     Attributes:
-        arguments: Command-line arguments of `distmp.train`.
+        arguments: Command-line arguments of `distmp.train`, or what the entry takes.
         entry: The function that each rank calls with the arguments, as "module:function".
         ranks: Number of ranks.
         max_restarts: Number of restarts that the agent allows.
@@ -110,6 +112,25 @@ def train(arguments: list[str]) -> None:
     end_process(main(arguments))
 
 
+def script(arguments: list[str]) -> None:
+    """Run a rank of a script, given by its path and its arguments.
+
+    The process ends without the interpreter's finalization: functions of `atexit` are not called.
+    """
+    sys.argv = list(arguments)
+    # What is printed later, by the end of the process, is not in the rank's log.
+    try:
+        runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if not isinstance(end.code, str):
+            raise
+        sys.stderr.write(f"{end.code}\n")
+        sys.exit(1)
+    except Exception:  # noqa: BLE001  # the agent would write it to a file of its own
+        traceback.print_exc()
+        sys.exit(1)
+
+
 # In the agent's process
 
 
@@ -163,6 +184,7 @@ def _rank(job: Job, folder: Path) -> None:
         signal.signal(number, signal.SIG_DFL)  # the fork has inherited the agent's handlers
     torch.set_num_threads(1)
     os.chdir(folder)
+    sys.path.insert(0, str(folder))  # as `python -m` does
     os.environ.update(job.variables)
     module, _, function = job.entry.partition(":")
     getattr(importlib.import_module(module), function)(job.arguments)

@@ -6,6 +6,7 @@ checkpoint of step 4 and the records of all 8 steps, as that release wrote them 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from distmp.config import load
-from tests.torchrun import run, torchrun
+from tests.elastic import Job, run_jobs
 
 FILES = Path(__file__).parent / "before_layout"
 
@@ -30,18 +31,24 @@ def test_a_configuration_with_former_names(caplog: pytest.LogCaptureFixture) -> 
     ]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize("resumed", ["ddp", "fsdp"])
-def test_a_run_resumes_from_a_checkpoint(strategy: str, resumed: str, tmp_path: Path) -> None:
-    shutil.copytree(FILES, tmp_path, dirs_exist_ok=True)
-    shutil.copytree(FILES / strategy, tmp_path / "runs" / strategy)
-    arguments = ["--config=config.yaml", f"--strategy={resumed}", f"--run-dir=runs/{strategy}"]
-    done = run(torchrun(*arguments, "--resume=auto"), tmp_path)
-    assert done.returncode == 0, done.stderr
-    # Neither former names nor new settings count as changes of the run.
-    changed = [line for line in done.stdout.splitlines() if line.startswith("changed: ")]
-    assert [line for line in changed if not line.startswith("changed: strategy")] == []
-    assert _losses(tmp_path / "runs" / strategy) == pytest.approx(_losses(FILES / strategy))
+def test_a_run_resumes_from_a_checkpoint(tmp_path: Path) -> None:
+    cases = list(itertools.product(("ddp", "fsdp"), repeat=2))
+    jobs = []
+    for number, (strategy, resumed) in enumerate(cases):
+        shutil.copytree(FILES, tmp_path / str(number))
+        shutil.copytree(FILES / strategy, tmp_path / str(number) / "runs" / strategy)
+        arguments = ["--config=config.yaml", f"--strategy={resumed}", f"--run-dir=runs/{strategy}"]
+        jobs.append(Job([*arguments, "--resume=auto"]))
+    done = run_jobs(jobs, tmp_path)
+    for number, (strategy, resumed) in enumerate(cases):
+        case = f"a checkpoint of {strategy}, resumed with {resumed}"
+        assert done[number].exit_codes == {}, (case, done[number].stderr)
+        # Neither former names nor new settings count as changes of the run.
+        lines = done[number].stdout.splitlines()
+        changed = [line for line in lines if line.startswith("changed: ")]
+        assert [line for line in changed if not line.startswith("changed: strategy")] == [], case
+        losses = _losses(tmp_path / str(number) / "runs" / strategy)
+        assert losses == pytest.approx(_losses(FILES / strategy)), case
 
 
 def _losses(run: Path) -> list[float]:

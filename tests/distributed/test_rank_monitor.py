@@ -20,6 +20,7 @@ from torch import nn
 
 from distmp import DistributedGradScaler, TrainingError
 from distmp.distributed import rank_monitor
+from tests.elastic import Job, run_jobs
 from tests.ranks import ranks
 from tests.torchrun import environment, python, run
 
@@ -161,23 +162,30 @@ train(sys.argv[1])
 
 
 def trained(leaves_out: str, timeout_seconds: int, directory: Path) -> str:
-    """Run the script with torchrun on two ranks; return what it prints."""
+    """Run the script on two ranks that do not end by themselves; return what it prints."""
     script = directory / "train.py"
     script.write_text(SCRIPT)
+    job = Job([str(script), leaves_out, str(timeout_seconds)], entry="tests.elastic:script")
+    (done,) = run_jobs([job], directory)
+    return done.stderr
+
+
+def trained_and_ended(leaves_out: str, directory: Path) -> str:
+    """Run the script with torchrun on two ranks, whose interpreters end; return what it prints."""
+    (directory / "train.py").write_text(SCRIPT)
     torchrun = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    command = [*torchrun, str(script), leaves_out, str(timeout_seconds)]
-    return run(command, directory, timeout=100).stderr
+    return run([*torchrun, "train.py", leaves_out, "60"], directory).stderr
 
 
 def test_training_that_ends_cleanly_prints_nothing(tmp_path: Path) -> None:
-    output = trained("nothing", 60, tmp_path)
+    output = trained_and_ended("nothing", tmp_path)
     assert "Error" not in output
     assert "WARNING" not in output
     assert "store" not in output.lower()
 
 
 def test_rank_that_has_ended_is_named(tmp_path: Path) -> None:
-    output = trained("everything", 60, tmp_path)
+    output = trained_and_ended("everything", tmp_path)
     assert (
         f"TrainingError: step() in iteration 3 {MISSING} rank 1 has ended; the last call of "
         "its scaler was update() in iteration 2; make the same calls"

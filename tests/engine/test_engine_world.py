@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
+import re
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ import torch.distributed as dist
 
 from distmp.distributed.world import world_of_process
 from distmp.errors import ConfigError
+from tests.elastic import Job, run_jobs
 from tests.ranks import ranks
-from tests.torchrun import environment, python, run
+from tests.torchrun import python, run
 
 SCRIPT = """
 import os, sys
@@ -58,32 +61,47 @@ def torchrun(*arguments: str) -> list[str]:
     return python(*launcher, *arguments)
 
 
-@pytest.mark.parametrize(("strategy", "found"), [("auto", "ddp"), ("ddp", "ddp"), ("fsdp", "fsdp")])
-def test_ranks_of_torchrun_train_one_model(script: str, strategy: str, found: str) -> None:
-    result = run(torchrun(script, strategy), cwd=Path(script).parent)
+def test_ranks_of_torchrun_train_one_model(script: str) -> None:
+    result = run(torchrun(script, "fsdp"), cwd=Path(script).parent)
     assert result.returncode == 0, result.stderr
-    first, second = result.stdout.splitlines()
-    assert first == second
-    assert first.startswith(f"{found} 10 ")  # the samples of both ranks
+    assert_one_model(result.stdout, "fsdp")
     assert "destroy_process_group" not in result.stderr
 
 
-def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str) -> None:
-    result = run(torchrun(script, "ddp", "fail"), cwd=Path(script).parent)
-    assert result.returncode != 0
+def test_replicas_are_one_model(script: str, tmp_path: Path) -> None:
+    jobs = [Job([script, name], entry="tests.elastic:script") for name in ("auto", "ddp")]
+    for result in run_jobs(jobs, tmp_path):
+        assert result.exit_codes == {}, result
+        assert_one_model(result.stdout, "ddp")
+        assert "destroy_process_group" not in result.stderr
+
+
+def assert_one_model(output: str, strategy: str) -> None:
+    first, second = output.splitlines()
+    assert first == second
+    assert first.startswith(f"{strategy} 10 ")  # the samples of both ranks
+
+
+def test_a_rank_that_ends_is_named_as_the_cause_by_the_others(script: str, tmp_path: Path) -> None:
+    (result,) = run_jobs([Job([script, "ddp", "fail"], entry="tests.elastic:script")], tmp_path)
+    assert 1 in result.exit_codes.values(), result
     assert "rank 1 has a reason" in result.stderr
     # The other rank prints its message unless torchrun ends it before.
     if "TrainingError" in result.stderr:
         assert "rank 0 of 2 stops because another rank has ended" in result.stderr
 
 
-def alone(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, script, "auto"],
-        env={**environment(), **variables},
-        capture_output=True,
-        text=True,
-    )
+@pytest.fixture
+def alone(script: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, str]], None]:
+    """Run the script in this process, as one that was started with these variables."""
+
+    def run_alone(variables: dict[str, str]) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(sys, "argv", [script, "auto"])
+        runpy.run_path(script)
+
+    return run_alone
 
 
 @pytest.mark.parametrize(
@@ -103,12 +121,15 @@ def alone(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_ranks_that_cannot_be_joined_are_an_error(
-    script: str, variables: dict[str, str], message: str
+    alone: Callable[[dict[str, str]], None],
+    variables: dict[str, str],
+    message: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    result = alone(script, **variables)
-    assert result.returncode != 0
-    assert message in result.stderr.splitlines()[-1]
-    assert result.stdout == ""
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        alone(variables)
+    assert capfd.readouterr().out == ""
+    assert not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -120,11 +141,19 @@ def test_ranks_that_cannot_be_joined_are_an_error(
     ],
 )
 def test_a_process_that_is_said_to_be_alone_trains_alone(
-    script: str, variables: dict[str, str]
+    alone: Callable[[dict[str, str]], None],
+    variables: dict[str, str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    result = alone(script, **variables)
+    alone(variables)
+    assert capfd.readouterr().out.startswith("single 5 ")
+
+
+def test_a_process_of_its_own_trains_alone(script: str) -> None:
+    result = run(python(script, "auto"), cwd=Path(script).parent)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("single 5 ")
+    assert result.stderr == ""
 
 
 @ranks(2, initialize=False)

@@ -13,8 +13,9 @@ from accelerate.tracking import GeneralTracker
 from distmp.errors import ConfigError
 from distmp.telemetry import read_records, trackers
 from distmp.telemetry.settings import LogConfig
+from tests.elastic import Job, run_jobs
 from tests.telemetry.samples import record
-from tests.torchrun import TINY, corpus, run, torchrun
+from tests.torchrun import TINY, corpus
 
 HERE = "tests.telemetry.test_trackers"
 
@@ -144,14 +145,15 @@ def test_a_run_logs_on_its_first_rank(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     data = corpus(tmp_path / "corpus")
     arguments = [*TINY, f"--data.path={data}", "--steps=2", "--run-dir=run"]
-    done = run(torchrun(*arguments, "--log.trackers", "tensorboard", NAME), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    written = calls(tmp_path / "run")
+    (done,) = run_jobs([Job([*arguments, "--log.trackers", "tensorboard", NAME])], tmp_path)
+    assert done.exit_codes == {}, done
+    folder = tmp_path / "0" / "run"
+    written = calls(folder)
     assert [line[0] for line in written] == ["project", "rank", "configuration", 1, 2, "finished"]
     assert written[1] == ["rank", "0"]
     assert written[2][1]["model.layers"] == 2
-    records = read_records(tmp_path / "run" / "steps.jsonl")
-    (events,) = (tmp_path / "run" / "tensorboard" / "distmp").glob("events.*")
+    records = read_records(folder / "steps.jsonl")
+    (events,) = (folder / "tensorboard" / "distmp").glob("events.*")
     board = accumulator.EventAccumulator(str(events))
     board.Reload()
     losses = [(event.step, event.value) for event in board.Scalars("loss")]

@@ -27,10 +27,11 @@ from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.time_budget import TimeBudget
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
+from tests.elastic import Job, run_jobs
 from tests.progress import of_children
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, snapshot
-from tests.torchrun import TINY, corpus, environment, python, run, torchrun
+from tests.torchrun import TINY, corpus, environment, python, run
 
 STEPS = 8
 
@@ -246,32 +247,34 @@ def signalling(folder: Path, target: int, number: int) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "distmp launch"])
-def test_exit_codes_and_restarts(launcher: str, tmp_path: Path) -> None:
+def test_torchruns_agent_starts_ranks_again_that_do_not_train(tmp_path: Path) -> None:
+    folder = tmp_path / "0"
+    folder.mkdir()
+    arguments = signalling(folder, random.randrange(2), signal.SIGUSR1)
+    (done,) = run_jobs([Job(arguments, max_restarts=1)], tmp_path)
+    assert_stopped_once(folder, done.stdout)
+    assert 75 in done.exit_codes.values()
+    assert "the run was stopped after a checkpoint and is not restarted" in done.stdout
+
+
+def test_launch_ends_with_the_exit_code_of_the_ranks(tmp_path: Path) -> None:
     arguments = signalling(tmp_path, random.randrange(2), signal.SIGUSR1)
-    restarts = "--max-restarts=1"
-    command = torchrun(*arguments)
-    if launcher == "torchrun":
-        command.insert(command.index("-m", 3), restarts)
-    else:
-        command = python("-m", "distmp", "launch", restarts, "--", *arguments)
-    done = run(command, tmp_path)
-    assert (tmp_path / "signals").read_text() == "sent ", done.stdout + done.stderr
-    checkpoint = store.latest(tmp_path / "run" / "checkpoints")
+    launch = python("-m", "distmp", "launch", "--max-restarts=1", "--", *arguments)
+    done = run(launch, tmp_path)
+    assert_stopped_once(tmp_path, done.stdout)
+    assert done.returncode == 75, done.stderr
+    assert "distmp launch: stopped after a checkpoint" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def assert_stopped_once(folder: Path, output: str) -> None:
+    assert (folder / "signals").read_text() == "sent ", output
+    checkpoint = store.latest(folder / "run" / "checkpoints")
     assert checkpoint is not None
     step = store.StoredCheckpoint(checkpoint).numbers["step"]
     assert 4 <= step < 10
-    assert f"stopped after step {step} (" in done.stdout
-    assert not (tmp_path / "run-2").exists()
-    if launcher == "torchrun":
-        # torchrun turns every failure into exit code 1; the ranks that it restarted did not train.
-        assert done.returncode == 1
-        assert "exitcode  : 75" in done.stderr
-        assert "the run was stopped after a checkpoint and is not restarted" in done.stdout
-    else:
-        assert done.returncode == 75, done.stderr
-        assert "distmp launch: stopped after a checkpoint" in done.stderr
-        assert "Traceback" not in done.stderr
+    assert f"stopped after step {step} (" in output
+    assert not (folder / "run-2").exists()
 
 
 def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from distmp.config import RunConfig
 from distmp.telemetry import StepRecord, read_records
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml
+from tests.elastic import Job, run_jobs
 from tests.progress import of_children
 from tests.torchrun import TINY, corpus, environment, python, run, torchrun
 
@@ -42,12 +44,20 @@ def trained(tmp_path: Path, *arguments: str, ranks: int = 2) -> list[StepRecord]
 
 
 def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
-    arguments = ["--steps=30", "--optim.lr=1e-2", "--schedule.warmup-steps=5"]
+    data = corpus(tmp_path / "corpus")
+    arguments = [*TINY, f"--data.path={data}", "--run-dir=run", "--steps=30"]
+    arguments += ["--optim.lr=1e-2", "--schedule.warmup-steps=5"]
+    ranks = {"ddp": 2, "fsdp": 2, "single": 1}
+    jobs = [
+        Job([*arguments, f"--strategy={strategy}"], ranks=number)
+        for strategy, number in ranks.items()
+    ]
+    done = run_jobs(jobs, tmp_path)
+    assert [job.exit_codes for job in done] == [{}] * 3, done
     runs = {
-        strategy: losses(trained(tmp_path / strategy, f"--strategy={strategy}", *arguments))
-        for strategy in ("ddp", "fsdp")
+        strategy: losses(read_records(tmp_path / str(number) / "run" / "steps.jsonl"))
+        for number, strategy in enumerate(ranks)
     }
-    runs["single"] = losses(trained(tmp_path / "single", "--strategy=single", *arguments, ranks=1))
     assert len(runs["ddp"]) == 30
     assert runs["ddp"][0] > 5
     assert runs["ddp"][-1] < 3.5
@@ -85,18 +95,23 @@ def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(
     "ranks", [pytest.param(1, marks=ON_A_GPU), 2], ids=["one rank over nccl", "two ranks"]
 )
 def test_a_resumed_run_has_the_losses_of_an_uninterrupted_one(tmp_path: Path, ranks: int) -> None:
-    arguments = ["--strategy=fsdp", "--precision.policy=bf16", "--steps=10"]
-    whole = trained(tmp_path / "whole", *arguments, "--checkpoint.every=4", ranks=ranks)
-    resumed_in = tmp_path / "resumed"
-    resumed_in.mkdir()
+    folder = tmp_path / "run"
+    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", f"--run-dir={folder}"]
+    arguments += ["--strategy=fsdp", "--precision.policy=bf16", "--steps=10"]
+
+    def trained(name: str, option: str) -> list[StepRecord]:
+        (tmp_path / name).mkdir()
+        (done,) = run_jobs([Job([*arguments, option], ranks=ranks)], tmp_path / name)
+        assert done.exit_codes == {}, done
+        return read_records(folder / "steps.jsonl")
+
+    whole = trained("whole", "--checkpoint.every=4")
     # The other run is the first one as if it had been killed after its second checkpoint.
-    (tmp_path / "whole" / "run").rename(resumed_in / "run")
-    last, second = sorted((resumed_in / "run" / "checkpoints").glob("step-*"), reverse=True)[:2]
+    last, second = sorted((folder / "checkpoints").glob("step-*"), reverse=True)[:2]
     assert (last.name, second.name) == ("step-000010", "step-000008")
-    for file in last.iterdir():
-        file.unlink()
-    last.rmdir()
-    resumed = trained(resumed_in, *arguments, "--resume=auto", ranks=ranks)
+    shutil.rmtree(last)
+    resumed = trained("resumed", "--resume=auto")
+    assert not (tmp_path / "run-2").exists()
     assert [record.step for record in resumed] == list(range(1, 11))
     assert losses(resumed) == losses(whole)
     assert [record.grad_norm for record in resumed] == [record.grad_norm for record in whole]
@@ -190,6 +205,7 @@ def test_a_run_that_only_skips_gives_up(
     ]
 
 
+INTEGERS = "integer parameters in fp16"
 WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "unknown key": (
         lambda tmp: ["--config", _file(tmp / "c.yaml", "optim:\n  learning_rate: 1\n")],
@@ -219,7 +235,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda tmp: ["--batch.global-batch-size=6", "--batch.microbatch-size=4"],
         "batch.global_batch_size = 6",
     ),
-    "integer parameters in fp16": (
+    INTEGERS: (
         lambda tmp: [
             *TINY,
             "--precision.policy=fp16",
@@ -309,17 +325,28 @@ def test_a_wrong_configuration_is_one_message_and_exit_code_2(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    "case", ["unknown key", "missing data folder", "integer parameters in fp16"]
-)
-def test_all_ranks_together_print_the_message_once(case: str, tmp_path: Path) -> None:
-    arguments, message = WRONG[case]
+def test_all_ranks_together_print_the_message_once(tmp_path: Path) -> None:
+    cases = [WRONG[name] for name in ("unknown key", "missing data folder", INTEGERS)]
+    folders = [_folder(tmp_path / str(number)) for number in range(len(cases))]
+    jobs = [Job(arguments(folders[number])) for number, (arguments, _) in enumerate(cases)]
+    for done, (_, message) in zip(run_jobs(jobs, tmp_path), cases, strict=True):
+        assert set(done.exit_codes.values()) == {2}, done
+        assert done.stderr.count(message) == 1, done.stderr
+        assert done.stderr.count("\n") == 1, done.stderr
+
+
+def test_under_torchrun_the_message_is_the_only_one_of_the_ranks(tmp_path: Path) -> None:
+    arguments, message = WRONG["unknown key"]
     done = run(torchrun(*arguments(tmp_path)), tmp_path)
     assert done.returncode != 0
     assert done.stderr.count(message) == 1
     first = re.search(r"Root Cause.*?exitcode +: (\S+)", done.stderr, flags=re.DOTALL)
     assert first is not None, done.stderr
     assert first[1] == "2"
+
+
+def test_launch_ends_with_the_exit_code_of_a_wrong_configuration(tmp_path: Path) -> None:
+    arguments, message = WRONG[INTEGERS]
     launched = run(python("-m", "distmp", "launch", "--", *arguments(tmp_path)), tmp_path)
     assert launched.returncode == 2
     assert launched.stderr.count(message) == 1

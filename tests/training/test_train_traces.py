@@ -17,7 +17,8 @@ from distmp.training import manifest
 from distmp.training.train import main
 from distmp.utils.settings import to_mapping
 from distmp.utils.settings.flat import digest
-from tests.torchrun import TINY, corpus, environment, python, run, torchrun
+from tests.elastic import Job, run_jobs
+from tests.torchrun import TINY, corpus, environment, torchrun
 
 # Its second rank is slow, writes to the file descriptor as C++ does, and is killed in step 4.
 KILLED = """
@@ -42,7 +43,9 @@ class Killed(nn.Module):
 
 
 def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
-    (tmp_path / "models.py").write_text(KILLED)
+    folder = tmp_path / "0"
+    folder.mkdir()
+    (folder / "models.py").write_text(KILLED)
     arguments = [
         f"--data.path={corpus(tmp_path / 'corpus')}",
         "--model.name=models:Killed",
@@ -56,14 +59,12 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
         "--preflight=always",
     ]
     host = socket.gethostname()
-    done = run(python("-m", "distmp", "launch", "--nproc-per-node=2", "--", *arguments), tmp_path)
-    assert done.returncode == 128 + signal.SIGKILL
+    (done,) = run_jobs([Job(arguments)], tmp_path)
+    assert done.exit_codes[1] == -signal.SIGKILL
     assert "preflight: 2 ranks on 1 host, consistent" in done.stdout
     # The output of the ranks is on the console and in their files.
     assert done.stderr.count("last words of rank 1") == 1
-    first, second = (
-        (tmp_path / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1)
-    )
+    first, second = ((folder / "run" / "logs" / f"rank-{rank}.log").read_text() for rank in (0, 1))
     for line in done.stdout.splitlines():
         assert line in first
     assert "step    3/1000" in first
@@ -71,13 +72,13 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     assert f": rank 1 of 2 on {host}, pid " in second.splitlines()[0]
     assert second.splitlines()[-1] == "last words of rank 1"
     # The first step has no step before it, and two in a row make a rank slow.
-    records = read_records(tmp_path / "run" / "steps.jsonl")
+    records = read_records(folder / "run" / "steps.jsonl")
     times = [record.rank_seconds or [] for record in records]
     assert [len(seconds) for seconds in times] == [2, 2, 2]
     assert all(map(math.isnan, times[0]))
     assert all(slow > 0.6 > fast for fast, slow in times[1:])
     assert re.search(rf"rank 1 on {host} takes .* of the others .*, since step 2\n", done.stdout)
-    (start,) = manifest.read(tmp_path / "run" / "manifest.json")
+    (start,) = manifest.read(folder / "run" / "manifest.json")
     assert [rank["host"] for rank in start["ranks"]] == [host, host]
     assert f"pid {start['ranks'][1]['pid']}" in second.splitlines()[0]
 

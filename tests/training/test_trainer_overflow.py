@@ -8,7 +8,8 @@ import pytest
 
 from distmp.telemetry import read_records
 from distmp.training.train import main
-from tests.torchrun import TINY, corpus, run, torchrun
+from tests.elastic import Job, run_jobs
+from tests.torchrun import TINY, corpus
 
 FP16 = [*TINY, "--precision.policy=fp16", "--precision.loss-scale.init=16777216", "--run-dir=run"]
 
@@ -36,8 +37,8 @@ def test_a_skipped_step_is_explained_in_the_record_and_on_the_console(
 def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_path: Path) -> None:
     rules = ["--precision.loss-scale.no-dynamic", "--precision.max-consecutive-skips=3"]
     data = f"--data.path={corpus(tmp_path / 'corpus')}"
-    done = run(torchrun(*FP16, *rules, data, "--steps=20"), tmp_path)
-    assert done.returncode != 0
+    (done,) = run_jobs([Job([*FP16, *rules, data, "--steps=20"])], tmp_path)
+    assert 1 in done.exit_codes.values(), done
     messages = [line for line in done.stderr.splitlines() if line.startswith("distmp: ")]
     assert len(messages) == 1, done.stderr
     assert "precision.max_consecutive_skips = 3: that many steps in a row" in messages[0]
@@ -45,7 +46,7 @@ def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_pa
     assert "first in the gradient of '" in messages[0]
     assert "on all 2 ranks" in messages[0]
     assert "lower precision.loss_scale.init" in messages[0]
-    assert len(read_records(tmp_path / "run" / "steps.jsonl")) == 3
+    assert len(read_records(tmp_path / "0" / "run" / "steps.jsonl")) == 3
 
 
 def test_attribution_can_be_switched_off(

@@ -11,29 +11,28 @@ from distmp.cli import main as distmp
 from distmp.telemetry import read_records
 from distmp.telemetry.profiling.summary import Summary
 from distmp.training.train import main
+from tests.elastic import Job, run_jobs
 from tests.faulty_runs import ARGUMENTS
-from tests.torchrun import TINY, corpus, run, torchrun
+from tests.torchrun import TINY, corpus
 
 
 def test_two_ranks(tmp_path: Path) -> None:
     """Two layers are large enough for several buckets, the first of which is reduced early."""
-    ended = run(
-        torchrun(
-            *TINY,
-            "--model.dimension=512",
-            "--model.hidden=2048",
-            "--model.layers=2",
-            f"--data.path={corpus(tmp_path / 'text')}",
-            "--run-dir=run",
-            "--steps=3",
-            "--profile.steps=2:3",
-            "--sample.length=0",
-            "--batch.global-batch-size=4",
-            "--batch.microbatch-size=1",
-        ),
-        tmp_path,
-    )
-    assert ended.returncode == 0, ended.stderr
+    arguments = [
+        *TINY,
+        "--model.dimension=512",
+        "--model.hidden=2048",
+        "--model.layers=2",
+        f"--data.path={corpus(tmp_path / 'text')}",
+        f"--run-dir={tmp_path / 'run'}",
+        "--steps=3",
+        "--profile.steps=2:3",
+        "--sample.length=0",
+        "--batch.global-batch-size=4",
+        "--batch.microbatch-size=1",
+    ]
+    (ended,) = run_jobs([Job(arguments)], tmp_path)
+    assert ended.exit_codes == {}, ended.stderr
     assert "profile of steps 2 to 3 on 2 ranks, " in ended.stdout
     summary = Summary.read(tmp_path / "run/profile/summary.json")
     assert [rank.rank for rank in summary.ranks] == [0, 1]

@@ -21,8 +21,8 @@ from distmp.training.callbacks import Callback, PendingStep, Rollback, StepResul
 from distmp.training.callbacks.loading import load_callbacks
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
+from tests.elastic import Job, run_jobs
 from tests.ranks import ranks
-from tests.torchrun import run, torchrun
 
 BATCH, SAMPLES, SEED, STEPS = 8, 160, 3, 14
 # A step whose gradients are not finite, which is skipped, and one that is out of bounds.
@@ -262,8 +262,8 @@ def test_an_error_on_one_rank_ends_all_of_them_with_its_cause(tmp_path: Path) ->
         "--steps=20000",
         f"--callbacks={__name__}:Failing",
     ]
-    done = run(torchrun(*options), tmp_path)
-    assert done.returncode != 0
+    (done,) = run_jobs([Job(options)], tmp_path)
+    assert done.exit_codes[1] == 1
     assert done.stderr.count("rank 1 of 2 failed:\n") == 1, done.stderr
     assert done.stderr.count("ArithmeticError: the callback failed") == 1
     assert "rank 0 of 2 failed" not in done.stderr
