@@ -59,7 +59,7 @@ def _every_gpu_result() -> str:
     """Return the tables of all saved GPU results, each below its name."""
     names = sorted(path.stem for path in RESULTS.glob("*-cuda.json"))
     sections = [f"### {name}\n\n{figure(name)}" for name in names]
-    return "\n\n".join(sections) or "No result of a GPU is saved yet."
+    return "\n\n".join(sections) or "No GPU results are available yet."
 
 
 def _read(result: str) -> dict[str, Any]:

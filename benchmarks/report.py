@@ -36,7 +36,7 @@ class Spread(NamedTuple):
 
 
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """Return the ratios of our times to those of another method, turn by turn."""
+    """Return the ratios of our times to those of another method, per round."""
     return Spread.of([one / other for one, other in zip(ours, theirs, strict=True)])
 
 

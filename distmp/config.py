@@ -189,10 +189,12 @@ class RunConfig:
 
     reproducible: bool = field(
         default=False,
-        metadata=consequential("the bits no longer match those of another number of ranks"),
+        metadata=consequential(
+            "results are no longer bitwise identical to those of other numbers of ranks"
+        ),
     )
-    """Bitwise the same result on 1, 2, 4, 8 ... ranks; the microbatches per step have to be a power
-    of two (single, ddp)."""
+    """Compute bitwise identical results on 1, 2, 4, 8 ... ranks (single, ddp). The number of
+    microbatches has to be a power of two."""
 
     max_minutes: float | None = field(default=None, metadata=HARMLESS)
     """Time limit of the job: stop early enough to write a checkpoint within it. null: no limit."""
@@ -265,8 +267,8 @@ class RunConfig:
             raise ConfigError(
                 "watchdog_seconds",
                 self.watchdog_seconds,
-                f"use a number from 0 to timeout_minutes ({limit:g} s), after which a collective "
-                "times out",
+                f"use a number from 0 to less than timeout_minutes ({limit:g} s), after which a "
+                "collective times out",
             )
 
     def _check_strategy(self) -> None:

@@ -38,12 +38,12 @@ def accumulation_passes(result: dict[str, Any]) -> str:
         beyond = spread.median - floor
         row: dict[str, object] = {"method": name, f"{clock} ms": spread}
         row["beyond autograd alone, ms"] = f"{beyond:.3g}"
-        row["Fp32GradBuckets relative to that"] = f"{ours / beyond:.2f}"
+        row["time of Fp32GradBuckets / time of this method"] = f"{ours / beyond:.2f}"
         rows.append(row)
     turns = len(result["milliseconds"]["autograd alone"])
     return (
-        f"{table(rows)}\n\nMedian (least to most) of {turns} "
-        f"alternating turns of {result['microbatches']} microbatches, "
+        f"{table(rows)}\n\nMedian (min to max) of {turns} "
+        f"alternating rounds of {result['microbatches']} microbatches, "
         f"{result['elements'] / 1e6:.1f} M bfloat16 gradient elements in {result['parameters']} "
         f"parameters; autograd alone, without accumulating, {floor:.3g} ms. "
         f"{machine_line(result)}"
@@ -83,10 +83,10 @@ def accumulation_step(result: dict[str, Any]) -> str:
                 }
             )
     return (
-        f"{table(rows)}\n\n{table(held)}\n\nMedian (least to most) of "
-        f"{len(next(iter(seconds.values())))} alternating turns of one step with "
+        f"{table(rows)}\n\n{table(held)}\n\nMedian (min to max) of "
+        f"{len(next(iter(seconds.values())))} alternating rounds of one step with "
         f"{result['microbatches']} microbatches of {result['tokens_per_microbatch']} tokens on "
-        f"each of {result.get('ranks', 2)} ranks, ratios turn by turn. {machine_line(result)}"
+        f"each of {result.get('ranks', 2)} ranks, ratios per round. {machine_line(result)}"
     )
 
 
@@ -129,7 +129,7 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
         f"{table(rows)}\n\nAt {' / '.join(counts)} microbatches of {result['samples']} samples on "
         f"each of {result['ranks']} ranks; {result['parameters'] / 1e6:.2f} M parameters. Relative "
         "L2 error against the float64 mean of the gradients of single microbatches. Time: median "
-        f"of {len(reference[counts[0]]['seconds'])} alternating turns of a step, ratios turn by "
+        f"of {len(reference[counts[0]]['seconds'])} alternating rounds of a step, ratios turn by "
         f"turn; the reference takes {times} s. Memory: peak of live tensors. "
         + machine_line(result)
     )

@@ -94,7 +94,7 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
         )
     state = result["memory"]["blocking"]["state"]
     return (
-        f"{table(rows)}\n\nMedian (least to most) of {len(blocking)} alternating turns, ratios "
-        f"turn by turn. {result['ranks']} ranks write a state of {state / 1e6:.0f} MB together. "
+        f"{table(rows)}\n\nMedian (min to max) of {len(blocking)} alternating rounds, ratios "
+        f"per round. {result['ranks']} ranks write a state of {state / 1e6:.0f} MB together. "
         f"{result['machine']['cores']} cores of {machine_line(result)}"
     )

@@ -18,8 +18,8 @@ def quickstart(result: dict[str, Any]) -> str:
         {"loop": "plain torch DDP", "tokens/s": speeds["plain"], "relative to plain DDP": 1},
     ]
     return (
-        f"{table(rows)}\n\nMedian (least to most) of {len(result['seconds']['plain'])} alternating "
-        f"turns of {result['steps_per_turn']} steps, {result['machine']['cores']} cores of "
+        f"{table(rows)}\n\nMedian (min to max) of {len(result['seconds']['plain'])} alternating "
+        f"rounds of {result['steps_per_turn']} steps, {result['machine']['cores']} cores of "
         + machine_line(result)
     )
 
@@ -41,8 +41,8 @@ def step_tail(result: dict[str, Any]) -> str:
         row["relative to the lower bound"] = f"{beyond / floor:.1f}" if beyond else ""
         rows.append(row)
     return (
-        f"{table(rows)}\n\nMedian (least to most) of {len(result['milliseconds']['copy'])} "
-        f"alternating turns, {result['elements'] / 1e6:.1f} M FP32 gradient elements. The lower "
+        f"{table(rows)}\n\nMedian (min to max) of {len(result['milliseconds']['copy'])} "
+        f"alternating rounds, {result['elements'] / 1e6:.1f} M FP32 gradient elements. The lower "
         f"bound, one read at copy bandwidth, is {floor:.3g} ms, the norm alone {norm:.3g} ms. "
         f"{threads(result)}{machine_line(result)}"
     )
@@ -54,8 +54,8 @@ def peers(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     return (
         "\n\n".join(tables) + f"\n\nIn all races {result['ranks']} ranks with "
-        f"{result['microbatches']} microbatches a step; median (least to most) of "
-        f"{result['turns']} alternating turns of one step, ratios turn by turn; losses of "
+        f"{result['microbatches']} microbatches a step; median (min to max) of "
+        f"{result['turns']} alternating rounds of one step, ratios per round; losses of "
         f"{result['steps']} steps. {versions}; {machine_line(result)}"
     )
 

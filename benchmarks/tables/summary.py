@@ -144,7 +144,7 @@ def _bits(result: dict[str, Any]) -> Row:
         for policy in {run["policy"] for run in runs}
     )
     return (
-        f"different weights after {result['steps']} `reproducible` steps at {', '.join(layouts)} "
+        f"distinct results after {result['steps']} `reproducible` steps at {', '.join(layouts)} "
         "(ranks x microbatches)",
         str(different),
         f"at most {len(layouts)}",

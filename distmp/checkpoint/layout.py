@@ -60,7 +60,11 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
             path = by_step.pop(later)
             aside = place.set_aside(path)
             logger.warning(
-                "the run went back to step %d: %s is abandoned and renamed to %s", step, path, aside
+                "the run continued from an earlier step and saved step %d: the later checkpoint %s "
+                "is set aside as %s",
+                step,
+                path,
+                aside,
             )
         sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in by_step.items()}
         surplus = retention.surplus(sizes)

@@ -31,14 +31,14 @@ class CheckpointConfig:
     """Number of latest checkpoints to keep."""
 
     keep_every: int = 0
-    """Keep the first checkpoint of every so many steps permanently; 0 keeps none."""
+    """Permanently keep the first checkpoint of each interval of so many steps; 0 disables this."""
 
     max_gib: float | None = None
-    """Remove the oldest checkpoints while all of them take more GiB than this; never the latest,
-    and none that is kept permanently. null: no limit."""
+    """Maximum total size of the checkpoints in GiB. The oldest are removed first; the latest and
+    the permanent ones are never removed. null: no limit."""
 
     path: str | None = None
-    """Where checkpoints are written, in a folder with the name of the run's folder: a path, or a
+    """Parent folder of the checkpoint folder, which has the name of the run's folder: a path, or a
     URL for fsspec such as s3://bucket/folder. null: in the run's folder."""
 
     def __post_init__(self) -> None:

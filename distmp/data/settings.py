@@ -12,16 +12,17 @@ TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
 _SOURCES = ("text", "tokens")
 _CALL_ARGUMENTS = ("split", "sequence_length")
-# A wider type does not imply a vocabulary: four billion tokens are never meant.
+# A wider type does not imply a vocabulary: no tokenizer has four billion tokens.
 _IMPLIED_VOCABULARY = {"uint8": 2**8, "uint16": 2**16}
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Training data, and how it is divided into samples. Values are checked here, files later.
+    """Training data, and how it is divided into samples.
 
-    A run that resumes compares the data itself (`distmp.training.run_fingerprint`), so that the
-    settings that lead to the data are harmless.
+    Values are checked when the configuration is read, files when the data is loaded. A run that
+    resumes compares the data itself (`distmp.training.run_fingerprint`), so it may change the
+    settings that only locate the data.
     """
 
     source: str = "text"

@@ -447,7 +447,7 @@ def _how_to_lower(floor: float | None, fitting: float) -> str:
         return "lower precision.loss_scale.init, or make the scale dynamic"
     if fitting < floor:
         return f"lower precision.loss_scale.min_scale = {floor:g}, or {_USE_BF16}"
-    return "nothing to do: the scale backs off by itself"
+    return "nothing to do: the loss scale is lowered automatically"
 
 
 def _scale(value: float) -> str:
@@ -476,12 +476,13 @@ def _reduction(
 def _not_repeated(context: OverflowContext) -> _Diagnosis:
     advice = f"if it recurs, look for {_suspects(context)}"
     if context.scale > context.lowest:
-        advice = f"loss scale {_scale(context.scale)} may be at the edge of what fits; {advice}"
+        scale = _scale(context.scale)
+        advice = f"loss scale {scale} may be close to the largest at which gradients fit; {advice}"
     return _Diagnosis("not_repeated", _did_not_recur(context), advice)
 
 
 def _did_not_recur(context: OverflowContext) -> str:
-    moved = "" if context.exact else ", with weights that one update has changed since"
+    moved = "" if context.exact else " (one update has changed the weights since then)"
     return f"an overflow that did not recur when the step was repeated{moved}"
 
 

@@ -137,7 +137,9 @@ def _advice(
         return "every rank has reached it: check the network between the machines"
     if any(process.state == "stopped" for process in silent.values()):
         return "find out what stopped the process; the others had to wait for it"
-    return "if this is not a hang but slow, set a larger watchdog_seconds (and timeout_minutes)"
+    return (
+        "if the work is slow and does not hang, set a larger watchdog_seconds (and timeout_minutes)"
+    )
 
 
 def _indented(stack: str) -> list[str]:

@@ -244,7 +244,7 @@ class Watchdog:
 def died(rank: int, place: RankPlace) -> str:
     """Return a message about a process that ended without one."""
     return (
-        f"rank {rank} is gone without a message (process {place.pid} on {place.host}): it was "
+        f"rank {rank} ended without a message (process {place.pid} on {place.host}): it was "
         "killed, as the kernel does when memory runs out, or crashed in native code"
     )
 

@@ -296,7 +296,9 @@ def split_endpoint(endpoint: str) -> tuple[str, int | None]:
     parts = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+))(?::([0-9]+))?", endpoint.strip())
     if parts is None or not 0 < int(parts[3] or 1) < 2**16:
         raise ConfigError(
-            "--rdzv-endpoint", endpoint, "must be HOST, HOST:PORT or [IPV6]:PORT of the first host"
+            "--rdzv-endpoint",
+            endpoint,
+            "must be HOST, HOST:PORT or [IPV6]:PORT of the first machine",
         )
     return parts[1] or parts[2], int(parts[3]) if parts[3] else None
 
@@ -321,7 +323,7 @@ def address_of(
         address = network.resolve(head.value)
     except AddressError as error:
         raise AddressError(
-            f"the first host of the run cannot be found: {error}. {head.value!r} is: "
+            f"the first machine of the run cannot be found: {error}. {head.value!r} is: "
             f"{head.reason}. Pass an address that all machines can reach: --rdzv-endpoint "
             "ADDRESS:PORT"
         ) from None
@@ -329,7 +331,7 @@ def address_of(
         return address, head.reason
     if rank is not None and rank.value != 0:
         raise AddressError(
-            f"the first host of the run cannot be found: {head.value!r} ({head.reason}) is "
+            f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
             f"{address} here, a loopback address, but this machine has node rank {rank.value}. "
             "Correct /etc/hosts, or pass its address with --rdzv-endpoint ADDRESS:PORT"
         )
@@ -364,7 +366,7 @@ def _is_host(
         raise ConfigError(
             "--rdzv-endpoint",
             address,
-            f"this is the first host ({rank.reason} = 0) and has no such address; it has: "
+            f"this is the first machine ({rank.reason} = 0) and has no such address; it has: "
             f"{network.describe_interfaces()}. With network address translation, add --rdzv-conf "
             "is_host=true here",
         )
@@ -382,7 +384,7 @@ def _local_address(given: UserOptions, address: str, network: Network) -> tuple[
             )
         return own, "--local-addr"
     if network.is_own(address):
-        return address, "the first host is this machine"
+        return address, "the first machine is this machine"
     source = network.source(address)
     if is_loopback(source):
         raise AddressError(f"no route leads from this machine to {address}")
@@ -410,7 +412,7 @@ def _interface(
         _check_interface(given, local_address, network)
         if interface not in given.split(","):
             notes = (
-                f"GLOO_SOCKET_IFNAME={given} is set and kept, but the first host is reached "
+                f"GLOO_SOCKET_IFNAME={given} is set and kept, but the first machine is reached "
                 f"through {interface}",
             )
     return additions, notes

@@ -174,7 +174,7 @@ class Rendezvous:
 
 def _head(endpoint: Endpoint) -> str:
     named = "" if endpoint.head == endpoint.address else f"{endpoint.head}, "
-    return f"the first host ({named}{endpoint.address})"
+    return f"the first machine ({named}{endpoint.address})"
 
 
 def _host(endpoint: Endpoint) -> TCPStore:

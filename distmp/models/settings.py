@@ -124,7 +124,9 @@ class ModelConfig:
             return
         if self.name != "transformer":
             raise ConfigError(
-                f"model.{name}", value, f"{self.name} does not see it; pass it in model.options"
+                f"model.{name}",
+                value,
+                f"{self.name} does not use this setting; pass it in model.options",
             )
         if value < 1:
             raise ConfigError(f"model.{name}", value, "must be at least 1")
@@ -135,8 +137,8 @@ class ModelConfig:
             raise ConfigError(
                 "model.heads",
                 heads,
-                f"does not cut model.dimension = {dimension} into heads of an even width (rotary"
-                f" positions turn pairs); choose {_fitting_heads(dimension, heads)}",
+                f"does not divide model.dimension = {dimension} into heads of even width, which "
+                f"rotary embeddings need; choose {_fitting_heads(dimension, heads)}",
             )
         for option in self.options:
             if option not in _TRANSFORMER_OPTIONS:

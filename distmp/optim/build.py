@@ -125,8 +125,8 @@ def _check_from_torch(
         raise ConfigError(
             "schedule.options.cycle_momentum",
             True,
-            f"only learning rates follow a schedule, and {config.name} moves the momentum too; set "
-            "it to false",
+            f"only learning rates follow a schedule, but {config.name} also changes the momentum; "
+            "set it to false",
         )
     # OneCycleLR ends: it has one rate for the start, and one after each of `total_steps` updates.
     last = getattr(scheduler, "total_steps", None)

@@ -82,7 +82,7 @@ def refuse_kind(kind: type[torch.optim.Optimizer], setting: str, value: object) 
         raise ConfigError(
             setting,
             value,
-            "keeps its state to itself, so that checkpoints would lose it; use the optimizer "
+            "does not expose its state, so checkpoints would not contain it; use the optimizer "
             "inside it directly, with shard_optimizer=True",
         )
 
@@ -150,15 +150,16 @@ def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer
         raise ConfigError(
             "schedule",
             name,
-            "follows a metric, and a schedule of the engine only the number of updates; build the "
-            "engine without `schedule`, and step the scheduler on engine.optimizer yourself",
+            "follows a metric, but a schedule of the engine depends only on the number of updates; "
+            "build the engine without `schedule`, and step the scheduler on engine.optimizer "
+            "yourself",
         )
     if cycles_momentum(part):
         raise ConfigError(
             "schedule",
             name,
-            "moves the momentum too, and only learning rates follow a schedule; build it with "
-            "cycle_momentum=False",
+            "also changes the momentum, but the engine schedules only learning rates; build it "
+            "with cycle_momentum=False",
         )
     if getattr(part, "optimizer", optimizer) is not optimizer:
         raise ConfigError(

@@ -37,7 +37,8 @@ class OptimizerConfig:
     max_norm: float | None = field(
         default=1.0, metadata=consequential("gradient clipping changes from here on")
     )
-    """Maximum norm of the global gradient, which is clipped to it; null: no clipping."""
+    """Maximum norm of the global gradient; a larger gradient is clipped to it. null: no
+    clipping."""
     options: dict[str, Any] = field(
         default_factory=dict,
         metadata={

@@ -32,8 +32,8 @@ def build_on(factory: OptimizerFactory, parameters: NamedParameters) -> torch.op
         raise ConfigError(
             "optimizer",
             type(factory).__name__,
-            "is built already, on tensors that may not be those that are stepped (FP32 master "
-            f"weights, shards); pass a function that builds it: {_EXAMPLE}",
+            "is built already, but its tensors may not be those that the engine updates (FP32 "
+            f"master weights, shards); pass a function that builds it: {_EXAMPLE}",
         )
     optimizer = _call(factory, parameters)
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -157,7 +157,7 @@ def _check_tensors(optimizer: torch.optim.Optimizer, parameters: NamedParameters
             "optimizer",
             kind,
             f"steps {len(foreign)} tensors that the engine does not train ({listed(foreign)}), so "
-            "what it changes would be lost; build it on the tensors that the function is called "
+            "its updates would be lost; build it on the tensors that the function is called "
             f"with, not on model.parameters(): {_EXAMPLE}",
         )
     if twice := [names[key] for key, count in counts.items() if count > 1]:

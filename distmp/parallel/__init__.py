@@ -48,7 +48,7 @@ def resolve_strategy(name: str, world: World) -> str:
         raise ConfigError(
             "strategy",
             name,
-            "is for several ranks, and this process is alone; start it with torchrun or "
+            "needs several ranks, but only one process was started; start it with torchrun or "
             "`distmp launch`, or use 'auto'",
         )
     return name

@@ -218,7 +218,7 @@ class CollectiveOrder:
         ranks_by_collective: dict[Collective, list[str]] = {}
         for rank, collective in enumerate(by_rank):
             ranks_by_collective.setdefault(collective, []).append(str(rank))
-        return "ranks differ in what they run: " + ", ".join(
+        return "ranks run different code: " + ", ".join(
             f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} "
             f"{'are' if len(ranks) > 1 else 'is'} about to {self._describe(collective)}"
             for collective, ranks in ranks_by_collective.items()

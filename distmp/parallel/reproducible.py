@@ -39,7 +39,7 @@ def check_power_of_two(microbatches: int) -> None:
         raise ConfigError(
             "reproducible",
             True,
-            f"sums the microbatches of a rank along a binary tree, which {microbatches} do not "
-            f"make; choose batch.global_batch_size and batch.microbatch_size so that a rank has "
-            f"{lower} or {2 * lower}",
+            f"sums the microbatches of a rank in a binary tree, so their number must be a power of "
+            f"two, not {microbatches}; choose batch.global_batch_size and batch.microbatch_size "
+            f"so that a rank has {lower} or {2 * lower}",
         )

@@ -87,7 +87,7 @@ class ShardingConfig:
         raise ConfigError(
             f"sharding.{name}",
             getattr(self, name),
-            f"is for the strategies {strategies}, and strategy is {strategy!r}",
+            f"applies only to the strategies {strategies}, but strategy is {strategy!r}",
         )
 
 

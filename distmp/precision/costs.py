@@ -28,23 +28,23 @@ def costs(policy: PrecisionPolicy) -> list[str]:
         )
     if policy.accumulate_dtype in SIXTEEN_BIT:
         lines.append(
-            f"accumulate={dtype_name(policy.accumulate_dtype)}: the sum of 8 microbatches is off "
-            f"by {figures['accumulate 8']}, that of 512 by {figures['accumulate 512']}"
+            f"accumulate={dtype_name(policy.accumulate_dtype)}: the sum of 8 microbatches has a "
+            f"relative error of {figures['accumulate 8']}, of 512 {figures['accumulate 512']}"
         )
     if policy.reduce_dtype in SIXTEEN_BIT:
         lines.append(
-            f"reduce={dtype_name(policy.reduce_dtype)}: the gradient of 64 ranks is off by "
-            f"{figures['reduce once']} where distmp sums it in FP32, by {figures['reduce ring']} "
-            "where the backend sums it in 16 bits"
+            f"reduce={dtype_name(policy.reduce_dtype)}: the gradient of 64 ranks has a relative "
+            f"error of {figures['reduce once']} where distmp sums it in FP32, of "
+            f"{figures['reduce ring']} where the backend sums it in 16 bits"
         )
     if policy.buffer_dtype in SIXTEEN_BIT:
         lines.append(
-            f"buffer={dtype_name(policy.buffer_dtype)}: a running mean is off by "
+            f"buffer={dtype_name(policy.buffer_dtype)}: a running mean has a relative error of "
             f"{figures['buffer mean']} after 1,000 batches"
         )
     if policy.output_dtype in SIXTEEN_BIT:
         lines.append(
-            f"output={dtype_name(policy.output_dtype)}: the gradient of a cross entropy is off by "
-            f"{figures['output']}"
+            f"output={dtype_name(policy.output_dtype)}: the gradient of a cross entropy has a "
+            f"relative error of {figures['output']}"
         )
     return lines

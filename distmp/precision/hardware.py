@@ -92,7 +92,7 @@ def _resolve_cuda(device: torch.device) -> Resolution:
         return Resolution(
             policy("fp16"), f"{gpu} computes float16 natively and only emulates bfloat16"
         )
-    return Resolution(policy("fp32"), f"{gpu} has no fast 16-bit arithmetic")
+    return Resolution(policy("fp32"), f"{gpu} has no tensor cores")
 
 
 def _resolve_cpu(device: torch.device) -> Resolution:

@@ -90,7 +90,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
 
     The first `step` of an iteration decides for its optimizer, for every optimizer that was
     unscaled before and, if one of these is registered, for all registered ones, which therefore
-    need all their gradients by then. A decision is one all-reduce of seven numbers. Without a fused
+    need all their gradients by then. A decision is one all-reduce of eight numbers. Without a fused
     optimizer `step` waits for the device once. With a fused optimizer it does not wait, except at
     its first use on several ranks, which check that they use the same optimizer.
 
@@ -99,9 +99,10 @@ class DistributedGradScaler(torch.amp.GradScaler):
     Args:
         device: Device type of the scale.
         init_scale: Initial scale.
-        growth_factor: Factor of the scale after `growth_interval` consecutive clean steps.
-        backoff_factor: Factor of the scale after `hysteresis` consecutive overflows, and after each
-            further one.
+        growth_factor: Factor by which the scale is multiplied after `growth_interval` consecutive
+            clean steps.
+        backoff_factor: Factor by which the scale is multiplied after `hysteresis` consecutive
+            overflows, and after each further one.
         growth_interval: Number of consecutive clean steps before the scale grows.
         enabled: False disables everything, except clipping with `clip_grad_norm_`.
         group: Ranks that decide together: a process group, a device mesh (all of its ranks), or

@@ -38,9 +38,11 @@ class LossScaleConfig:
     )
     """Loss scale of the first step."""
     growth_factor: float = 2.0
-    """Factor of the scale after `growth_interval` consecutive steps without overflow."""
+    """Factor by which the scale is multiplied after `growth_interval` consecutive steps without
+    overflow."""
     backoff_factor: float = 0.5
-    """Factor of the scale after `hysteresis` consecutive overflows, and after each further one."""
+    """Factor by which the scale is multiplied after `hysteresis` consecutive overflows, and after
+    each further one."""
     growth_interval: int = 2000
     """Number of consecutive steps without overflow before the scale grows."""
     hysteresis: int = 1

@@ -30,8 +30,8 @@ class LogConfig:
     """Copy the output of each rank to the folder `logs` of the run, including library warnings."""
 
     ranks_every: int = 50
-    """Steps between two comparisons of the own time of each rank, which report slow ranks; 0
-    disables them."""
+    """Steps between two comparisons of the ranks' step times without waiting. A comparison reports
+    slow ranks; 0 disables it."""
 
     curves: bool = True
     """Plot loss, learning rate, gradient norm and loss scale to a PNG file."""

@@ -89,7 +89,7 @@ def check_limit(step: int, problem: str, rollbacks: int, config: DivergenceConfi
     if rollbacks >= config.max_rollbacks:
         raise TrainingError(
             f"divergence.max_rollbacks = {config.max_rollbacks}: step {step}: {problem}, "
-            f"and the run has gone back {rollbacks} times already; lower optim.lr or "
+            f"and the run has already rolled back {rollbacks} times; lower optim.lr or "
             "optim.max_norm, or inspect the data, and continue with --resume auto and a larger "
             "divergence.max_rollbacks, or with the path of an earlier checkpoint"
         )
@@ -110,7 +110,7 @@ def checkpoint_before(directory: store.Location, step: int) -> store.StoredCheck
     """
     latest = store.usable(directory, before=step).checkpoint
     if latest is None:
-        raise TrainingError(f"{directory} has no checkpoint of a step before {step} to go back to")
+        raise TrainingError(f"{directory} has no checkpoint before step {step} to roll back to")
     numbers = latest.numbers
     if numbers.get("rolled_back_to") != numbers["step"]:
         return latest

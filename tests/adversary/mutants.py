@@ -122,25 +122,25 @@ MUTANTS = [
         "pass",
     ),
     Mutant(
-        "what was frozen during training goes on with its last gradient",
+        "a parameter frozen during training keeps being updated with its last gradient",
         "distmp/buckets/gradients.py",
         "steps = slot.parameter.requires_grad and not self._used.is_unused(slot)",
         "steps = not self._used.is_unused(slot)",
     ),
     Mutant(
-        "what nobody has ever used is stepped under fsdp",
+        "a parameter that no rank has used is updated under fsdp",
         "distmp/parallel/sharded.py",
         "if self._used.is_unused(name) or not parameter.requires_grad:",
         "if not parameter.requires_grad:",
     ),
     Mutant(
-        "what was frozen during training is stepped under fsdp",
+        "a parameter frozen during training is updated under fsdp",
         "distmp/parallel/sharded.py",
         "if self._used.is_unused(name) or not parameter.requires_grad:",
         "if self._used.is_unused(name):",
     ),
     Mutant(
-        "a step without use counts for nothing",
+        "a step without a gradient does not count as a zero gradient",
         "distmp/parallel/sharded.py",
         "parameter.grad = torch.zeros_like(parameter)",
         "pass",
@@ -152,7 +152,7 @@ MUTANTS = [
         "else:",
     ),
     Mutant(
-        "a fused optimizer is not told of the skip",
+        "a fused optimizer does not receive the skip flag",
         "distmp/engine/engine.py",
         "self.optimizer.found_inf = decision.found_inf ",
         "self.optimizer.found_inf = torch.zeros_like(decision.found_inf) ",

@@ -145,7 +145,7 @@ def test_results_of_a_gpu_come_into_the_page_by_themselves(
 ) -> None:
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     mark = "<!-- figures: every-gpu-result -->\nold\n<!-- end of figures -->"
-    assert "No result of a GPU is saved yet." in figures.with_figures(mark)
+    assert "No GPU results are available yet." in figures.with_figures(mark)
     methods = ("bare fused AdamW", "torch: unscale, clip, step", "Engine", "copy", "norm alone")
     tail = {
         "machine": {**MACHINE, "threads": 2},

@@ -63,7 +63,7 @@ def test_scale_too_high() -> None:
     assert str(report) == (
         "loss scale 2^16 was too high: the parameters' gradients fit at 2^14; first in the "
         "gradient of 'layers.3.weight' (2 inf, 1 NaN, largest finite 512) on rank 1 of 2 only, "
-        "microbatch 1; nothing to do: the scale backs off by itself"
+        "microbatch 1; nothing to do: the loss scale is lowered automatically"
     )
     assert (report.ranks, report.microbatch, report.module) == ((1,), 1, "layers.3")
     assert report.one_rank_only
@@ -75,7 +75,7 @@ def test_scale_too_high() -> None:
     [
         (None, "lower precision.loss_scale.init, or make the scale dynamic"),
         (2.0**15, "lower precision.loss_scale.min_scale = 32768, or use a bf16 policy"),
-        (2.0**14, "nothing to do: the scale backs off by itself"),
+        (2.0**14, "nothing to do: the loss scale is lowered automatically"),
     ],
 )
 def test_what_to_do_depends_on_the_rules_of_the_scale(floor: float | None, advice: str) -> None:
@@ -148,7 +148,7 @@ def test_a_loss_that_is_finite_when_repeated_does_not_blame_the_loss_function(
 ) -> None:
     bad_stats = make_stats(losses=[1.0, loss], repeated_losses=[1.0, 2.25])
     report = diagnose([make_stats(), bad_stats], make_context(exact=exact))
-    moved = "" if exact else ", with weights that one update has changed since"
+    moved = "" if exact else " (one update has changed the weights since then)"
     assert report.diagnosis == (
         f"an overflow that did not recur when the step was repeated{moved}: the loss was {loss:g}, "
         "and 2.25 in the repetition on rank 1 of 2 only, microbatch 1"

@@ -291,7 +291,7 @@ def test_a_process_that_is_gone_is_named_unless_it_had_left(
     assert not monitor.end_for_lost_ranks()
     others.beat(Status(2, 0.0, LIMIT, ""))
     assert monitor.end_for_lost_ranks()
-    assert "rank 1 is gone without a message" in capsys.readouterr().err
+    assert "rank 1 ended without a message" in capsys.readouterr().err
     ending = own.ending()
     assert ending is not None
     assert ending.rank == 1

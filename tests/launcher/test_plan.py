@@ -150,7 +150,7 @@ def test_set_variables_are_kept() -> None:
     assert variables_of(planned) == {"NCCL_SOCKET_IFNAME": "=eth1"}
     assert not planned.notes
     (note,) = plan(SECOND, variables={"GLOO_SOCKET_IFNAME": "eth0"}).notes
-    assert "eth0 is set and kept, but the first host is reached through eth1" in note
+    assert "eth0 is set and kept, but the first machine is reached through eth1" in note
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_machines_that_are_all_this_one() -> None:
 
 
 def test_a_first_machine_with_another_address_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="this is the first host") as error:
+    with pytest.raises(ConfigError, match="this is the first machine") as error:
         plan(replace(FIRST, head=ExplainedValue("n1", "list")))
     assert "eth1 (10.0.0.2)" in str(error.value)
 

@@ -79,7 +79,7 @@ def test_a_host_that_falls_silent_is_named(
     ("error", "message"),
     [
         (api.RendezvousClosedError(), "ended on another host"),
-        (api.RendezvousConnectionError(), r"ended on the first host \(n1, 127\.0\.0\.1\)"),
+        (api.RendezvousConnectionError(), r"ended on the first machine \(n1, 127\.0\.0\.1\)"),
     ],
 )
 def test_errors_of_torchrun_are_one_message(
@@ -120,7 +120,7 @@ def test_nobody_listens(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LaunchError, match=r"within 1 s \(Connection refused\): the host responds"):
         Rendezvous.open(endpoint(port, is_host=False), lines.append)
     (message,) = lines
-    assert "waiting for the first host (n1, 127.0.0.1)" in message
+    assert "waiting for the first machine (n1, 127.0.0.1)" in message
 
 
 def test_a_silent_first_host_is_detected(
@@ -148,7 +148,7 @@ def test_a_silent_first_host_is_detected(
         while not lost:
             assert progress.problem() is None
             time.sleep(0.05)
-    assert lost[0].startswith("the first host (n1, 127.0.0.1) has been silent for ")
+    assert lost[0].startswith("the first machine (n1, 127.0.0.1) has been silent for ")
     with first.watched(lost.append):
         pass
     assert len(lost) == 1

@@ -55,7 +55,7 @@ def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path
         *("--validation.final-samples=2", "--sample.length=4"),
     ]
     second = hosts.launch(1, *words)
-    second.wait_for("waiting for the first host (one, 10.99.7.1) to open port 29400")
+    second.wait_for("waiting for the first machine (one, 10.99.7.1) to open port 29400")
     time.sleep(max(0.0, LATE_SECONDS - 10))
     first = hosts.launch(0, *words)
     (first_code, first_output), (second_code, second_output) = first.finish(), second.finish()
@@ -83,7 +83,7 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     assert first_code != 0
     assert second_code != 0
     assert "lost two (10.99.7.2)" in last_line(first_output)
-    assert "first host (one, 10.99.7.1)" in last_line(second_output)
+    assert "first machine (one, 10.99.7.1)" in last_line(second_output)
 
 
 def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
@@ -105,19 +105,24 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
             (1, rendezvous_at("one:29402", *patience), {}),
             (
                 1,
-                r"first host \(one, 10\.99\.7\.1\) was not reached at .*:29402 .*nothing listens",
+                r"first machine \(one, 10\.99\.7\.1\) was not reached at .*:29402 .*"
+                "nothing listens",
             ),
         ),
         "wrong address": (
             (1, rendezvous_at("10.99.7.77:29400", *patience), {}),
             (
                 1,
-                r"first host \(10\.99\.7\.77\) was not .*does not respond to 10\.99\.7\.2",
+                r"first machine \(10\.99\.7\.77\) was not .*does not respond to 10\.99\.7\.2",
             ),
         ),
         "wrong name": (
             (1, rendezvous_at("three:29400"), {}),
-            (2, r"the first host of the run cannot be found: the name 'three' has no address here"),
+            (
+                2,
+                r"the first machine of the run cannot be found: "
+                "the name 'three' has no address here",
+            ),
         ),
         "wrong interface": (
             (1, rendezvous_at("one:29400"), {"GLOO_SOCKET_IFNAME": "lo"}),

@@ -47,9 +47,9 @@ def test_a_removed_strategy_is_the_one_with_its_numbers(caplog: pytest.LogCaptur
         (
             "ddp",
             1,
-            r"strategy = 'ddp': is for several ranks, and this process is alone; .*torchrun",
+            r"strategy = 'ddp': needs several ranks, but only one process was started; .*torchrun",
         ),
-        ("fsdp", 1, r"strategy = 'fsdp': is for several ranks, and this process is alone"),
+        ("fsdp", 1, r"strategy = 'fsdp': needs several ranks, but only one process was started"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, size: int, message: str) -> None:

@@ -14,8 +14,8 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("capability", "expected", "reason"),
     [
-        ((5, 2), "fp32", "no fast 16-bit arithmetic"),
-        ((6, 1), "fp32", "no fast 16-bit arithmetic"),
+        ((5, 2), "fp32", "no tensor cores"),
+        ((6, 1), "fp32", "no tensor cores"),
         ((7, 0), "fp16", "only emulates bfloat16"),
         ((7, 5), "fp16", "only emulates bfloat16"),
         ((8, 0), "bf16", "computes bfloat16 natively"),

@@ -609,6 +609,7 @@ def test_one_reduction_decides_for_all_registered_optimizers() -> None:
             scaler.step(optimizer)
         scaler.update()
         assert reduce.call_count == 2
+    assert reduce.call_args.args[0].numel() == 8  # docs/scaler.md: "eight numbers"
 
 
 def test_alone_nothing_is_reduced() -> None:

@@ -114,7 +114,7 @@ def test_other_failures(tmp_path: Path) -> None:
     ]
     killed, full, alone, slow = run_jobs(jobs, tmp_path, timeout=180)
     assert killed.stderr.count("distmp:") == 1
-    assert killed.stderr.startswith("distmp: rank 1 is gone without a message (process ")
+    assert killed.stderr.startswith("distmp: rank 1 ended without a message (process ")
     assert killed.exit_codes[1] == -9
     assert full.stderr.count("distmp:") == 1
     assert "Traceback" not in full.stderr

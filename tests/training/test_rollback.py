@@ -179,7 +179,7 @@ def test_a_second_rollback_goes_further_back_and_the_last_one_ends_the_run(tmp_p
         limited.run(StopSignals())
     message = str(caught.value)
     assert message.startswith("divergence.max_rollbacks = 2: step 4: ")
-    assert "the run has gone back 2 times already" in message
+    assert "the run has already rolled back 2 times" in message
     assert (limited.progress.rollbacks, limited.progress.rolled_back_to) == (2, 3)
     # With more rollbacks allowed, it skips the third as well. There is no older checkpoint.
     resumed = run(tmp_path, *ROLLBACK, "--resume=auto", poisoned=bad)

@@ -255,7 +255,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "sharding one process": (
         lambda tmp: [*TINY, f"--data.path={corpus(tmp / 'corpus')}", "--strategy=fsdp"],
-        "strategy = 'fsdp': is for several ranks, and this process is alone",
+        "strategy = 'fsdp': needs several ranks, but only one process was started",
     ),
 }
 

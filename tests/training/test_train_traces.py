@@ -68,7 +68,7 @@ def test_logs_of_a_killed_rank_are_complete(tmp_path: Path) -> None:
     for line in done.stdout.splitlines():
         assert line in first
     assert "step    3/1000" in first
-    assert "rank 1 is gone without a message" in first
+    assert "rank 1 ended without a message" in first
     assert f": rank 1 of 2 on {host}, pid " in second.splitlines()[0]
     assert second.splitlines()[-1] == "last words of rank 1"
     # The first step has no step before it, and two in a row make a rank slow.

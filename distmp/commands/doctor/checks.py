@@ -242,7 +242,9 @@ def _clock(machine: MachineInfo) -> Iterator[CheckResult]:
     service = "enable a time service (chrony, systemd-timesyncd); logs of machines do not match"
     if not clock.steady:
         yield CheckResult(
-            "FAIL", "the monotonic clock goes back", "timeouts cannot work; use another machine"
+            "FAIL",
+            "the monotonic clock runs backwards",
+            "timeouts cannot work; use another machine",
         )
     elif abs(clock.offset_seconds or 0.0) > CLOCK_OFFSET_SECONDS:
         yield CheckResult("WARN", f"the clock is off by {clock.offset_seconds:.3g} s", service)

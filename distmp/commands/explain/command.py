@@ -19,7 +19,7 @@ class ExplainConfig(RunConfig):
     """A training run to explain without running it."""
 
     world_size: int | None = None
-    """Number of ranks of the run, which this machine need not have. null uses the number that
+    """Number of ranks of the run; this machine may have fewer devices. null uses the number that
     `distmp launch` would start."""
 
     json: bool = False
@@ -35,7 +35,7 @@ load = functools.partial(
     command_line,
     ExplainConfig,
     prog="distmp explain",
-    description="Print types, communication and memory of a run before it starts.",
+    description="Print dtypes, communication and memory of a run before it starts.",
 )
 
 

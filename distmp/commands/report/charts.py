@@ -88,7 +88,7 @@ def _rank_times(runs: Sequence[Run]) -> list[Chart]:
         for rank in range(min(ranks, MAX_RANKS)):
             label = f"rank {rank}" if len(runs) == 1 else f"{run.name}, rank {rank}"
             series.append(_line(label, compared, _of_rank(rank)) | {"run": index})
-    chart = {"title": "Own time of each rank", "unit": "s", "logarithm": 0}
+    chart = {"title": "Time of each rank without waiting", "unit": "s", "logarithm": 0}
     return [{**chart, "series": series}] if series else []
 
 

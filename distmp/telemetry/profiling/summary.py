@@ -149,7 +149,7 @@ class Summary:
         If ranks differ, the row contains the smallest and largest value with their ranks.
         """
         rows = [_row(part, self.ranks, self._seconds) for part in NAMES]
-        head = ["", "ms a step", "share", "least", "most"]
+        head = ["", "ms a step", "share", "min", "max"]
         width = max(len(row) for row in rows)
         return [row + [""] * (width - len(row)) for row in [head[:width], *rows]]
 
@@ -184,7 +184,7 @@ class Summary:
         }
         part = max(excess, key=lambda name: excess[name])
         yield (
-            f"rank {slow.rank} on {slow.host} slows down the others: its own time is "
+            f"rank {slow.rank} on {slow.host} slows down the others: its time without waiting is "
             f"{_ms(longer)} ms a step longer, most of it {part}"
         )
 
@@ -200,7 +200,7 @@ class Summary:
                 f"{operator.name} {_ms(operator.seconds)} ms"
                 for operator in first.operators[:PRINTED_OPERATORS]
             )
-            yield f"most own time (rank {first.rank}): {', '.join(longest)}"
+            yield f"largest self time (rank {first.rank}): {', '.join(longest)}"
 
     def _memory(self) -> Iterable[str]:
         known = [rank for rank in self.ranks if rank.peak_bytes is not None]

@@ -182,7 +182,7 @@ def test_ranks_rollbacks_and_the_environment_are_shown(tmp_path: Path) -> None:
     starts = [{"versions": {"torch": "1"}}, {"versions": {"torch": "2"}, "configuration": {"a": 1}}]
     (folder / "manifest.json").write_text(json.dumps({"starts": starts}))
     page = report(folder)
-    first, second = page.charts()["Own time of each rank"]["series"]
+    first, second = page.charts()["Time of each rank without waiting"]["series"]
     assert (first["x"], first["y"]) == ([2, 4], [0.5, 0.25])
     assert second["y"] == [0.75, None]
     events = page.texts[page.texts.index("Out of bounds") :]

@@ -27,7 +27,7 @@ def test_the_table_has_means_and_the_ranks_that_differ() -> None:
     summary = Summary(6, 8, [RANK, SLOW])
     assert summary.title == "steps 6 to 8 on 2 ranks, 100.0 ms a step"
     head, *rows = summary.table()
-    assert head == ["", "ms a step", "share", "least", "most"]
+    assert head == ["", "ms a step", "share", "min", "max"]
     assert rows == [
         ["computation", "60.0", "60%", "", ""],
         ["communication, hidden", "10.0", "10%", "", ""],
@@ -37,9 +37,9 @@ def test_the_table_has_means_and_the_ranks_that_differ() -> None:
         ["idle", "4.0", "4%", "", ""],
     ]
     assert summary.notes() == [
-        "rank 1 on node2 slows down the others: its own time is 19.0 ms a step longer, most of it "
-        "data",
-        "most own time (rank 0): aten::mm 40.0 ms",
+        "rank 1 on node2 slows down the others: its time without waiting is 19.0 ms "
+        "a step longer, most of it data",
+        "largest self time (rank 0): aten::mm 40.0 ms",
         "peak memory: 3.0 MiB, in update of step 7 (rank 0)",
     ]
     lines = summary.text().splitlines()
