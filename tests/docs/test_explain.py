@@ -35,7 +35,7 @@ def test_the_parts_of_memory_are_those_of_the_tables() -> None:
 
 def test_the_numbers_are_those_of_the_code() -> None:
     assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN, MAX_PARAMETERS) == (3, 4, 8_000_000)
-    assert "many microbatches three are run (four with `reproducible`)" in " ".join(PAGE.split())
+    assert "runs three of them (four with `reproducible`)" in " ".join(PAGE.split())
     assert "8 M parameters" in PAGE
 
 

@@ -89,7 +89,7 @@ def test_models_too_small_for_the_data_are_refused(
         ({"layers": 0}, "model.layers", "at least 1"),
         ({"vocabulary_size": 0}, "model.vocabulary_size", "at least 1"),
         ({"dimension": 128, "heads": 5}, "model.heads", "choose 4"),
-        ({"dimension": 12, "heads": 4}, "model.heads", "even width .*choose 3"),
+        ({"dimension": 12, "heads": 4}, "model.heads", "even width, .*choose 3"),
         ({"dimension": 7, "heads": 1}, "model.heads", "choose an even model.dimension"),
         ({"options": {"tied_heads": 1}}, "model.options.tied_heads", "did you mean 'tied_head'"),
         ({"name": "m:f", "layers": 3}, "model.layers", "pass it in model.options"),

@@ -231,7 +231,7 @@ def test_the_end_of_a_schedule_in_a_loop_of_ones_own() -> None:
         (
             "OneCycleLR",
             "{max_lr: 0.1, total_steps: 1000}",
-            "schedule.options.cycle_momentum = True: only learning rates follow a schedule, and "
+            "schedule.options.cycle_momentum = True: only learning rates follow a schedule, but "
             "OneCycleLR also changes the momentum; set it to false",
         ),
         (

@@ -113,7 +113,7 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "full disk": ({"folder": Folder("/runs", GIB // 2, None)}, "disk", "FAIL", "512 MiB free"),
     "nearly full disk": ({"folder": Folder("/runs", 5 * GIB, None)}, "disk", "WARN", "5.0 GiB"),
-    "clock that goes back": ({"clock": Clock(False, True, 0.0)}, "clock", "FAIL", "goes back"),
+    "clock that goes back": ({"clock": Clock(False, True, 0.0)}, "clock", "FAIL", "runs backwards"),
     "clock that is not synchronized": (
         {"clock": Clock(True, False, None)},
         "clock",
