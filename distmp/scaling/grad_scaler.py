@@ -753,18 +753,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         stored = {name: state_dict.get(name, 0) for name in _Counts._fields}
         self._init_counts = _Counts(**stored)
         self._init_growth_tracker = int(state_dict["_growth_tracker"])
-        self._init_scale = self._allowed(state_dict["scale"])
+        self._init_scale = self._rules.restored(state_dict["scale"])
         self._report_differences(state_dict)
         if self._scale is not None:
             device = self._scale.device
             self._loss_scale = None
             self._lazy_init_scale_growth_tracker(device)
-
-    def _allowed(self, scale: float) -> float:
-        rules = self._rules
-        if not rules.dynamic or not (math.isfinite(scale) and scale > 0):
-            return rules.init
-        return min(max(scale, rules.min_scale), rules.max_scale)
 
     def _report_differences(self, state_dict: Mapping[str, Any]) -> None:
         current = {
