@@ -136,7 +136,6 @@ class FullySharded(ShardedStrategy):
         _check_offload(config.sharding, world)
         check_parameters(module, policy)
         _check_shapes(module, name)
-        _check_accumulator(policy)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
         self._param_dtype = policy.param_dtype
@@ -478,15 +477,6 @@ def _check_shapes(module: nn.Module, strategy: str) -> None:
                 f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
                 "freeze or remove it, or use 'ddp'",
             )
-
-
-def _check_accumulator(policy: PrecisionPolicy) -> None:
-    if policy.accumulate_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.accumulate",
-            policy.accumulate_dtype,
-            "the strategies fsdp and hsdp sum microbatches in FP32; use fp32",
-        )
 
 
 def _check_offload(sharding: ShardingConfig, world: World) -> None:

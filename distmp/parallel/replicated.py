@@ -231,13 +231,6 @@ class Replicated(Strategy):
 
 
 def _check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
-    """Refuse a policy that the buckets do not implement."""
-    if policy.accumulate_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.accumulate",
-            policy.accumulate_dtype,
-            "the strategies single and ddp sum microbatches in FP32 buckets; use fp32",
-        )
     if settings.shard_optimizer and policy.param_dtype != torch.float32:
         raise ConfigError(
             "precision.policy.param",

@@ -220,12 +220,19 @@ class Strategy(ABC):
 
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Refuse parameters that the policy cannot convert.
+    """Refuse a policy that no strategy implements, and parameters that it cannot convert.
 
     Raises:
-        ConfigError: For an integer parameter under a policy with 16-bit parameters, and for a
-            trainable parameter that is not FP32 or 16-bit floating point.
+        ConfigError: For a policy that does not accumulate in FP32, for an integer parameter under a
+            policy with 16-bit parameters, and for a trainable parameter that is not FP32 or 16-bit
+            floating point.
     """
+    if policy.accumulate_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.accumulate",
+            policy.accumulate_dtype,
+            "all strategies sum microbatches in FP32; use fp32",
+        )
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() and policy.casts_parameters:
             raise ConfigError(
