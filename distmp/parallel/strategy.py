@@ -17,6 +17,7 @@ from distmp.optim import OptimizerFactory
 from distmp.optim.stepped import build_on
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.scaling import GradientPart
+from distmp.utils.dtensor import is_dtensor
 from distmp.utils.dtypes import dtype_name
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
@@ -283,16 +284,11 @@ def check_model(model: object) -> None:
             problem = "is on the meta device; use model.to_empty() and initialize it"
         elif tensor.is_inference():
             problem = "was created in inference mode; build the model outside of it"
-        elif is_sharded(tensor):
+        elif is_dtensor(tensor):
             problem = "is already sharded; build a new model for another engine"
         else:
             continue
         raise ConfigError("model", name, problem)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without importing that class."""
-    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 def group_of(world: World, strategy: str) -> dist.ProcessGroup:
