@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard
 
@@ -151,7 +152,7 @@ class Snapshot:
                 self._start_copies(tensors, held, buffers)
         except (MemoryError, OSError, RuntimeError) as error:
             # Raised by `complete`, where all ranks fail together.
-            self._problem = f"no host memory for a copy of the state ({error})"
+            self._problem = _copy_failed(error)
         if not self._copies:
             self._released.set()
 
@@ -176,8 +177,8 @@ class Snapshot:
         They are valid until the next snapshot in the same buffers.
 
         Raises:
-            CheckpointError: If a tensor changed while it was copied, or there is no memory for the
-                copies.
+            CheckpointError: If a tensor changed while it was copied, or a copy failed, for example
+                for lack of host memory.
         """
         try:
             with torch.no_grad():
@@ -185,7 +186,7 @@ class Snapshot:
                     if not copy.source.is_cuda:
                         copy.target.copy_(copy.source)
         except (MemoryError, RuntimeError) as error:
-            self._problem = f"the state could not be copied ({error})"
+            self._problem = _copy_failed(error)
         finally:
             self._copied.set()
         if self._event is not None:
@@ -274,6 +275,10 @@ def _in_host_memory(name: str, tensor: Tensor, buffers: HostBuffers) -> tuple[Te
 
 def _copy(name: str, part: int, source: Tensor, buffers: HostBuffers) -> _Copy:
     return _Copy(name, source, buffers.like(name, part, source), source._version)
+
+
+def _copy_failed(error: Exception) -> str:
+    return f"the state could not be copied to host memory ({describe(error)})"
 
 
 def _copy_on_device(copies: list[_Copy], device: torch.device) -> torch.cuda.Event:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import io
 import logging
-import os
 import weakref
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
 from typing import IO, Any
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,9 +19,10 @@ from distmp.checkpoint import dcp, index, manifest
 from distmp.checkpoint.location import Location, RemotePath
 from distmp.checkpoint.manifest import FileSum, State
 from distmp.checkpoint.storage import INDEX_FILE, named_step
+from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.ranks import Ranks, describe
 from distmp.errors import CheckpointError
-from distmp.utils.cgroups import memory_limit
+from distmp.utils.cgroups import free_host_bytes
 from distmp.utils.flat_shard import global_shape
 
 # How many tensors that do not fit an error names.
@@ -220,9 +219,7 @@ def _spare_bytes(ranks: Ranks) -> int:
 
     Half of what is free, shared by the ranks of this machine: the model is still to be built.
     """
-    free = psutil.virtual_memory().available
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.world_size))
-    return int(min(free, memory_limit() or free) // (2 * local_ranks))
+    return free_host_bytes() // (2 * local_world_size(ranks.world_size))
 
 
 def _misfits(

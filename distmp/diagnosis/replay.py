@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.diagnosis.attribution import ParameterOverflow, RankOverflowStats
 from distmp.diagnosis.histogram import ExponentHistogram
@@ -33,6 +32,7 @@ from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
 from distmp.parallel.strategy import parameter_name
+from distmp.utils.dtensor import is_dtensor
 
 # `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and
 # returns its loss.
@@ -156,13 +156,7 @@ def _non_finite(weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> li
 
 
 def _local(weight: Tensor) -> Tensor:
-    if is_traceable_wrapper_subclass(weight):
-        # Import lazily: it takes half a second.
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(weight, DTensor):
-            weight = weight.to_local()
-    return weight.detach()
+    return (weight.to_local() if is_dtensor(weight) else weight).detach()
 
 
 def _largest_finite(gradients: dict[str, GradientSummary]) -> float:

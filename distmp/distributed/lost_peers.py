@@ -26,10 +26,16 @@ def explain_lost_peers(group: dist.ProcessGroup | None) -> Iterator[None]:
         if isinstance(error, DistmpError) or not is_lost_connection(error):
             raise
         rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        raise LostPeerError(
-            f"rank {rank} of {size} stops because another rank has ended; the output of that rank "
-            "has the cause"
-        ) from error
+        raise lost_peer_error(rank, size) from error
+
+
+def lost_peer_error(rank: int, world_size: int, lost: int | None = None) -> LostPeerError:
+    """Return the error of a rank that stops because another rank, `lost` if known, has ended."""
+    number = "" if lost is None else f", {lost},"
+    return LostPeerError(
+        f"rank {rank} of {world_size} stops because another rank has ended; the output of that "
+        f"rank{number} has the cause"
+    )
 
 
 def is_lost_connection(error: BaseException) -> bool:

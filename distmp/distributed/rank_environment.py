@@ -66,6 +66,11 @@ class RankEnvironment:
         return cls(**{name.lower(): _read(variables, name, present[0]) for name in _VARIABLES})
 
 
+def local_world_size(world_size: int) -> int:
+    """Return the number of ranks on this machine; all of them if torchrun does not tell it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+
+
 def _read(variables: Mapping[str, str], name: str, present: str) -> int:
     text = variables.get(name)
     if text is None:

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from distmp.distributed import rank_monitor
+from distmp.distributed.lost_peers import lost_peer_error
 from distmp.distributed.rank_monitor import RankMonitor, RankStatus
 from distmp.distributed.world import World
-from distmp.errors import DistmpError, LostPeerError, TrainingError
+from distmp.errors import DistmpError, TrainingError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -137,10 +138,7 @@ class RollCall:
         self._unanswered = {rank: self._unanswered.get(rank, 0) + 1 for rank in silent}
         lost = [rank for rank, queries in self._unanswered.items() if queries >= MAX_UNANSWERED]
         if lost := lost or [rank for rank in silent if monitor.has_exited(rank)]:
-            return LostPeerError(
-                f"rank {self._world.rank} of {self._world.world_size} stops because another rank "
-                f"has ended; the output of that rank, {lost[0]}, has the cause"
-            )
+            return lost_peer_error(self._world.rank, self._world.world_size, lost[0])
         return None
 
 

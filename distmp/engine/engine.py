@@ -384,7 +384,9 @@ class Engine:
             The first argument of `decide_step`, and whether ranks take the step with different
             settings, 0-dim bool.
         """
-        fingerprint = Fingerprint.of(self._settings_of_step(), self.world.world_size)
+        size = self.world.world_size
+        settings = self._settings_of_step() if size > 1 else ()
+        fingerprint = Fingerprint.of(settings, size)
         dropped = sum(stats.dropped) if stats.dropped else 0.0
         if self.config.reproducible:
             total = ordered_total(

@@ -66,6 +66,10 @@ class StepNumbers(NamedTuple):
     scale_exhausted: bool
 
 
+# Types of the fields, in their order.
+_TYPES = tuple(get_type_hints(StepNumbers).values())
+
+
 class StepOutcome:
     """The numbers of a step that may still be running on the device.
 
@@ -98,14 +102,8 @@ class StepOutcome:
     @cached_property
     def numbers(self) -> StepNumbers:
         """Wait for the step and return its numbers; no wait if read one step later."""
-        types = get_type_hints(StepNumbers)
         *values, _ = self._values
-        return StepNumbers(
-            **{
-                name: types[name](value)
-                for name, value in zip(StepNumbers._fields, values, strict=True)
-            }
-        )
+        return StepNumbers(*(convert(value) for convert, value in zip(_TYPES, values, strict=True)))
 
     @property
     def ranks_differ(self) -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import ConfigError, TrainingError
+from distmp.utils.dtensor import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 
 if TYPE_CHECKING:
@@ -278,14 +279,9 @@ def _local(tensor: Tensor) -> Tensor | None:
     """Return the local values of a replicated tensor; None for a shard."""
     if isinstance(tensor, FlatShard):
         return None
-    if not is_traceable_wrapper_subclass(tensor):
-        return tensor
-    # Imported only for DTensors: this takes half a second.
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(tensor, DTensor) and all(part.is_replicate() for part in tensor.placements):
+    if is_dtensor(tensor) and all(part.is_replicate() for part in tensor.placements):
         return tensor.to_local()
-    return None
+    return None if is_traceable_wrapper_subclass(tensor) else tensor
 
 
 def _first_difference(

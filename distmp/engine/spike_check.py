@@ -142,7 +142,8 @@ class DivergenceGuard:
             return SpikeCheck(self._never, self._never, *self._infinite.unbind())
         spike = self._never
         if config.on_spike != "ignore":
-            spike = (_values(decision) > self._limits).any() & _usable(decision)
+            values, usable = _comparable(decision)
+            spike = (values > self._limits).any() & usable
         skip = spike if config.on_spike == "skip" else self._never
         if config.on_nonfinite_loss == "skip":
             skip = skip | ~decision.loss.isfinite()
@@ -152,8 +153,8 @@ class DivergenceGuard:
         """Add a step to the window that the limits are computed from."""
         if self.config is None:
             return
-        usable = _usable(decision)
-        shifted = torch.cat([self._values[:, 1:], _values(decision)[:, None]], 1)
+        values, usable = _comparable(decision)
+        shifted = torch.cat([self._values[:, 1:], values[:, None]], 1)
         # In place: `state_dict` returns these tensors, and a checkpoint is loaded into them.
         self._values.copy_(torch.where(usable, shifted, self._values))
         self._seen += usable
@@ -189,10 +190,10 @@ class DivergenceGuard:
         return torch.where(self._seen >= config.warmup_steps, limits, math.inf)
 
 
-def _values(decision: StepDecision) -> Tensor:
-    return torch.stack([decision.loss, decision.grad_norm.log()])
+def _comparable(decision: StepDecision) -> tuple[Tensor, Tensor]:
+    """Return loss and logarithm of the norm, FP64 of shape (2,), and whether they can be compared.
 
-
-def _usable(decision: StepDecision) -> Tensor:
-    """Return whether loss and norm can be compared; a norm of 0 has no finite logarithm."""
-    return _values(decision).isfinite().all() & ~(decision.overflow | decision.empty)
+    A norm of 0 has no finite logarithm.
+    """
+    values = torch.stack([decision.loss, decision.grad_norm.log()])
+    return values, values.isfinite().all() & ~(decision.overflow | decision.empty)

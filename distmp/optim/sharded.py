@@ -38,6 +38,8 @@ def build_on_shares(
     shares: Sequence[tuple[str, Tensor]],
     shapes: Mapping[str, torch.Size],
     sharded_by: tuple[str, object] = ("shard_optimizer", True),
+    *,
+    quiet: bool = False,
 ) -> torch.optim.Optimizer:
     """Build an optimizer on shards, in the groups that the factory chooses for full parameters.
 
@@ -49,6 +51,7 @@ def build_on_shares(
         shares: This rank's shard of each flattened parameter, by name: 1-dim, possibly empty.
         shapes: Shape of each full parameter.
         sharded_by: The setting that shards them, and its value, for messages.
+        quiet: Do not log, because another rank does.
 
     Raises:
         ConfigError: If the update of an element depends on other elements.
@@ -57,7 +60,7 @@ def build_on_shares(
         (name, share.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, share in shares
     ]
     optimizer = build_on(factory, placeholders)
-    _check_elementwise(type(optimizer), *sharded_by)
+    _check_elementwise(type(optimizer), *sharded_by, quiet=quiet)
     share_of = {
         id(placeholder): share
         for (_, placeholder), (_, share) in zip(placeholders, shares, strict=True)
@@ -75,7 +78,9 @@ def build_on_shares(
     return optimizer
 
 
-def _check_elementwise(kind: type[torch.optim.Optimizer], setting: str, value: object) -> None:
+def _check_elementwise(
+    kind: type[torch.optim.Optimizer], setting: str, value: object, *, quiet: bool
+) -> None:
     if issubclass(kind, ELEMENTWISE):
         return
     name = kind.__name__
@@ -87,10 +92,11 @@ def _check_elementwise(kind: type[torch.optim.Optimizer], setting: str, value: o
             f"{name} needs full parameters, but a rank has only a shard of each; use strategy "
             "ddp without shard_optimizer, or an element-wise optimizer such as AdamW",
         )
-    logger.warning(
-        "%s = %r passes flat shards of parameters to %s: this is correct only if it updates every "
-        "element independently",
-        setting,
-        value,
-        name,
-    )
+    if not quiet:
+        logger.warning(
+            "%s = %r passes flat shards of parameters to %s: this is correct only if it updates "
+            "every element independently",
+            setting,
+            value,
+            name,
+        )

@@ -34,7 +34,8 @@ def resolve_strategy(name: str, world: World) -> str:
         ConfigError: If the name is unknown or does not support the number of ranks.
     """
     if name in FORMER_STRATEGIES:
-        logger.warning("strategy %r was removed; using %r", name, FORMER_STRATEGIES[name])
+        if world.rank == 0:
+            logger.warning("strategy %r was removed; using %r", name, FORMER_STRATEGIES[name])
         name = FORMER_STRATEGIES[name]
     if name not in STRATEGIES:
         raise ConfigError("strategy", name, nearest(name, STRATEGIES))
@@ -79,7 +80,7 @@ def build_strategy(
     config.sharding.check(name)
     if accumulation is not None and name in SHARDED_STRATEGIES:
         accumulation.refuse_for(name)
-    prepare_blocks(module, config)
+    prepare_blocks(module, config, quiet=world.rank > 0)
     # Import lazily: importing FSDP takes half a second, and the other strategies do not need it.
     if name in ("fsdp", "hsdp"):
         from distmp.parallel.fsdp import FullySharded

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 from typing import Literal, NamedTuple
 
-import psutil
 import torch
 import torch.distributed as dist
 
+from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.settings import Accumulation
+from distmp.utils.cgroups import free_host_bytes
 
 Place = Literal["sharded", "unsharded", "hybrid"]
 
@@ -128,7 +128,7 @@ def least_free_bytes(world: World) -> int:
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info(world.device)[0]
     else:
-        free = psutil.virtual_memory().available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        free = free_host_bytes() // local_world_size(world.world_size)
     least = torch.tensor(free, device=world.device)
     if world.group is not None:
         dist.all_reduce(least, dist.ReduceOp.MIN, world.group)

@@ -49,13 +49,16 @@ def outermost(blocks: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return {name: block for name, block in blocks.items() if id(block) not in inner}
 
 
-def prepare_blocks(model: nn.Module, config: ParallelConfig, *, backend: str = "inductor") -> None:
+def prepare_blocks(
+    model: nn.Module, config: ParallelConfig, *, backend: str = "inductor", quiet: bool = False
+) -> None:
     """Apply activation checkpointing and `torch.compile` in place; parameter names stay the same.
 
     Args:
         model: The model before it is sharded, so that a compiled block is gathered as one unit.
         config: The settings to apply.
         backend: Backend of `torch.compile`.
+        quiet: Do not log, because another rank does.
 
     Raises:
         ConfigError: If the settings are for blocks and the model has none.
@@ -75,7 +78,8 @@ def prepare_blocks(model: nn.Module, config: ParallelConfig, *, backend: str = "
             if not (recomputes and has_buffers(block)):  # their forward is compiled already
                 block.compile(backend=backend)
     elif config.compile == "model":
-        logger.warning(COMPILED_WHOLE)
+        if not quiet:
+            logger.warning(COMPILED_WHOLE)
         model.compile(backend=backend)
 
 

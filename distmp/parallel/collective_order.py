@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from distmp.distributed import rank_monitor
+from distmp.distributed.lost_peers import is_lost_connection
 from distmp.distributed.world import World
 from distmp.errors import TrainingError
 
@@ -144,6 +145,7 @@ class CollectiveOrder:
 
         Raises:
             TrainingError: If ranks differ, or if another rank does not answer in time.
+            RuntimeError: If another rank has ended, see `is_lost_connection`.
         """
         numbers = torch.tensor([KINDS.index(local.kind), local.unit, local.elements])
         answers = [torch.empty_like(numbers) for _ in range(self._world_size)]
@@ -161,6 +163,8 @@ class CollectiveOrder:
         try:
             work.wait()
         except RuntimeError as error:
+            if is_lost_connection(error):
+                raise
             raise TrainingError(
                 f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, and "
                 f"another rank did not reach this point within {self._seconds:g} s; {self._advice}"

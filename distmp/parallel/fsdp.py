@@ -57,7 +57,6 @@ FP32.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -76,6 +75,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from distmp.distributed.collectives import all_gather
+from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel import fsdp_internals
@@ -136,7 +136,6 @@ class FullySharded(ShardedStrategy):
         _check_offload(config.sharding, world)
         check_parameters(module, policy)
         _check_shapes(module, name)
-        _check_accumulator(policy)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
         self._param_dtype = policy.param_dtype
@@ -380,8 +379,7 @@ def shard_size(sharding: ShardingConfig, world: World) -> int:
     Raises:
         ConfigError: If it does not divide the number of ranks.
     """
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", world.world_size))
-    size = local if sharding.shard_size is None else sharding.shard_size
+    size = sharding.shard_size or local_world_size(world.world_size)
     if world.world_size % size:
         divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
         raise ConfigError(
@@ -479,15 +477,6 @@ def _check_shapes(module: nn.Module, strategy: str) -> None:
                 f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
                 "freeze or remove it, or use 'ddp'",
             )
-
-
-def _check_accumulator(policy: PrecisionPolicy) -> None:
-    if policy.accumulate_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.accumulate",
-            policy.accumulate_dtype,
-            "the strategies fsdp and hsdp sum microbatches in FP32; use fp32",
-        )
 
 
 def _check_offload(sharding: ShardingConfig, world: World) -> None:

@@ -143,7 +143,9 @@ class FullySharded1(ShardedStrategy):
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
-        return build_on_shares(factory, parameters, self._shapes, ("strategy", "fsdp1"))
+        return build_on_shares(
+            factory, parameters, self._shapes, ("strategy", "fsdp1"), quiet=self._group.rank() > 0
+        )
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         start, size = self._ranges[name]

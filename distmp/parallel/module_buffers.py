@@ -30,7 +30,8 @@ class ModuleBuffers:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Copy the buffers; first revert what an unfinished step has written."""
-        restore_buffers(self._module, self._before)
+        if self._before:
+            restore_buffers(self._module, self._before)
         self._before = buffer_values(self._module)
 
     @torch.no_grad()

@@ -73,7 +73,7 @@ class Replicated(Strategy):
         self._policy = policy
         self._world = world
         check_parameters(module, policy)
-        if world.group is not None and hasattr(module, "_orig_mod"):
+        if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
             logger.warning(COMPILED_WHOLE)
         self.module = module.to(world.device)
         store_parameters_in_fp32(module.parameters())
@@ -152,7 +152,7 @@ class Replicated(Strategy):
         # Import lazily: most runs do not need it.
         from distmp.optim.sharded import build_on_shares
 
-        return build_on_shares(factory, parameters, self._shapes)
+        return build_on_shares(factory, parameters, self._shapes, quiet=self._world.rank > 0)
 
     def compare_microbatches(self, microbatches: int) -> None:
         if self._order is not None:
@@ -231,13 +231,6 @@ class Replicated(Strategy):
 
 
 def _check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
-    """Refuse a policy that the buckets do not implement."""
-    if policy.accumulate_dtype != torch.float32:
-        raise ConfigError(
-            "precision.policy.accumulate",
-            policy.accumulate_dtype,
-            "the strategies single and ddp sum microbatches in FP32 buckets; use fp32",
-        )
     if settings.shard_optimizer and policy.param_dtype != torch.float32:
         raise ConfigError(
             "precision.policy.param",

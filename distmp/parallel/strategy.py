@@ -17,6 +17,7 @@ from distmp.optim import OptimizerFactory
 from distmp.optim.stepped import build_on
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.scaling import GradientPart
+from distmp.utils.dtensor import is_dtensor
 from distmp.utils.dtypes import dtype_name
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
@@ -220,12 +221,19 @@ class Strategy(ABC):
 
 
 def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Refuse parameters that the policy cannot convert.
+    """Refuse a policy that no strategy implements, and parameters that it cannot convert.
 
     Raises:
-        ConfigError: For an integer parameter under a policy with 16-bit parameters, and for a
-            trainable parameter that is not FP32 or 16-bit floating point.
+        ConfigError: For a policy that does not accumulate in FP32, for an integer parameter under a
+            policy with 16-bit parameters, and for a trainable parameter that is not FP32 or 16-bit
+            floating point.
     """
+    if policy.accumulate_dtype != torch.float32:
+        raise ConfigError(
+            "precision.policy.accumulate",
+            policy.accumulate_dtype,
+            "all strategies sum microbatches in FP32; use fp32",
+        )
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() and policy.casts_parameters:
             raise ConfigError(
@@ -276,16 +284,11 @@ def check_model(model: object) -> None:
             problem = "is on the meta device; use model.to_empty() and initialize it"
         elif tensor.is_inference():
             problem = "was created in inference mode; build the model outside of it"
-        elif is_sharded(tensor):
+        elif is_dtensor(tensor):
             problem = "is already sharded; build a new model for another engine"
         else:
             continue
         raise ConfigError("model", name, problem)
-
-
-def is_sharded(tensor: Tensor) -> bool:
-    """Return whether a tensor is a DTensor, without importing that class."""
-    return any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__)
 
 
 def group_of(world: World, strategy: str) -> dist.ProcessGroup:

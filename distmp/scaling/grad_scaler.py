@@ -43,7 +43,7 @@ from distmp.scaling.scaler_arguments import (
     check_state,
     check_switches,
 )
-from distmp.scaling.step_decision import CLIP_EPSILON
+from distmp.scaling.step_decision import clip_coefficient
 from distmp.utils.host_copy import HostCopy
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
             raise RuntimeError("call clip_grad_norm_() instead of unscale_(), and before step().")
         total = self._decide("clip_grad_norm_", members, max_norm=max_norm)
         norm = total.square_sum.sqrt() / scale
-        coefficient = _clip_coefficient(norm, max_norm).to(torch.float32)
+        coefficient = clip_coefficient(norm, max_norm).to(torch.float32)
         for member in members:
             found_inf = self._inspected[id(member)].global_found_inf()
             self._clips[id(member)] = torch.where(found_inf > 0, 1.0, coefficient)
@@ -549,7 +549,7 @@ class DistributedGradScaler(torch.amp.GradScaler):
         total = self._reduce("clip_grad_norm_", optimizers, [], square, scale, max_norm)
         self._calls.iteration += 1
         norm = total.square_sum.sqrt()
-        coefficient = torch.where(norm.isfinite(), _clip_coefficient(norm, max_norm), 1.0)
+        coefficient = torch.where(norm.isfinite(), clip_coefficient(norm, max_norm), 1.0)
         for gradient in gradients:
             gradient.tensor.mul_(coefficient.to(gradient.tensor.device))
         return norm
@@ -753,18 +753,12 @@ class DistributedGradScaler(torch.amp.GradScaler):
         stored = {name: state_dict.get(name, 0) for name in _Counts._fields}
         self._init_counts = _Counts(**stored)
         self._init_growth_tracker = int(state_dict["_growth_tracker"])
-        self._init_scale = self._allowed(state_dict["scale"])
+        self._init_scale = self._rules.restored(state_dict["scale"])
         self._report_differences(state_dict)
         if self._scale is not None:
             device = self._scale.device
             self._loss_scale = None
             self._lazy_init_scale_growth_tracker(device)
-
-    def _allowed(self, scale: float) -> float:
-        rules = self._rules
-        if not rules.dynamic or not (math.isfinite(scale) and scale > 0):
-            return rules.init
-        return min(max(scale, rules.min_scale), rules.max_scale)
 
     def _report_differences(self, state_dict: Mapping[str, Any]) -> None:
         current = {
@@ -848,10 +842,6 @@ def _starts_momentum(optimizer: torch.optim.Optimizer) -> bool:
             for parameter in group["params"]
         )
     )
-
-
-def _clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
 
 
 def _advice(optimizers: Iterable[torch.optim.Optimizer]) -> str:

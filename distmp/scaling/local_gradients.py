@@ -7,13 +7,16 @@ reduces its flag over the mesh of the first gradient only, and it refuses a mix 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.scaling.norms import chunk_norms
+from distmp.utils.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class LocalGradient(NamedTuple):
@@ -68,20 +71,13 @@ def _coalesce(gradient: Tensor) -> Tensor:
 def _local(gradient: Tensor) -> LocalGradient:
     if gradient.is_sparse:
         return LocalGradient(gradient._values(), 1)
-    # A DTensor is such a subclass. Importing the class takes half a second.
-    if is_traceable_wrapper_subclass(gradient):
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(gradient, DTensor):
-            with torch.no_grad():
-                return LocalGradient(gradient.to_local(), _shards(gradient))
+    if is_dtensor(gradient):
+        with torch.no_grad():
+            return LocalGradient(gradient.to_local(), _shards(gradient))
     return LocalGradient(gradient, 1)
 
 
-def _shards(gradient: Tensor) -> int:
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(gradient, DTensor)
+def _shards(gradient: DTensor) -> int:
     if any(placement.is_partial() for placement in gradient.placements):
         return 0
     count = 1

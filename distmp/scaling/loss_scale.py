@@ -68,6 +68,17 @@ class LossScaleConfig:
             limits = f"min_scale {self.min_scale:g} and max_scale {self.max_scale:g}"
             self._refuse("init", f"must be between {limits}")
 
+    def restored(self, value: float) -> float:
+        """Return the scale to continue with after a loaded one.
+
+        A dynamic scale is clamped to its limits. An invalid one (0, negative, infinite or NaN) says
+        nothing about the gradients, so the scale starts at `init`; clamping infinity to `max_scale`
+        would skip steps until it has backed off.
+        """
+        if not (self.dynamic and 0 < value < math.inf):
+            return self.init
+        return min(max(value, self.min_scale), self.max_scale)
+
     def _refuse(self, name: str, problem: str) -> None:
         raise ConfigError(f"precision.loss_scale.{name}", getattr(self, name), problem)
 
@@ -192,7 +203,8 @@ class LossScale:
         """Load a state as far as the configuration allows; log a scale that changes.
 
         A scale that is not dynamic does not change. A dynamic scale is clamped to its limits, and
-        starts at `init` if the state is of a run without a loss scale. Missing counts are 0.
+        starts at `init` if the state is of a run without a loss scale; see
+        `LossScaleConfig.restored`. Missing counts are 0.
 
         Args:
             state: A state returned by `state_dict`.
@@ -201,7 +213,7 @@ class LossScale:
         if self.config is None:
             return
         stored = float(state["value"])
-        self.value = torch.full_like(self.value, self._allowed(stored))
+        self.value = torch.full_like(self.value, self.config.restored(stored))
         value = float(self.value)  # rounded to FP32, like the stored one
         if value != stored and stored > 0 and not quiet:
             logger.warning(
@@ -211,13 +223,6 @@ class LossScale:
             )
         for name in ("clean_steps", "overflows_in_a_row"):
             count = torch.zeros_like(getattr(self, name))
-            if stored > 0 and name in state:
+            if 0 < stored < math.inf and name in state:
                 count.copy_(state[name])
             setattr(self, name, count)
-
-    def _allowed(self, value: float) -> float:
-        """Return the scale to continue with after `value`, which is 0 or NaN if there was none."""
-        assert self.config is not None
-        if not self.config.dynamic or not value > 0:
-            return self.config.init
-        return min(max(value, self.config.min_scale), self.config.max_scale)

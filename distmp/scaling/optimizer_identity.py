@@ -10,12 +10,13 @@ import gc
 import itertools
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from distmp.distributed.compare_ranks import hyperparameters
 from distmp.scaling.local_gradients import parameters
 
 # Number of parameters whose values are compared, and number of values of each.
@@ -38,15 +39,11 @@ class OptimizerIdentity(NamedTuple):
 def identify(optimizer: torch.optim.Optimizer) -> OptimizerIdentity:
     """Return the current identity of an optimizer; waits for the device."""
     shapes = [tuple(parameter.shape) for parameter in parameters(optimizer)]
-    options = [
-        {name: value for name, value in group.items() if _is_plain(value)}
-        for group in optimizer.param_groups
-    ]
-    name = type(optimizer).__name__
-    everything = repr((name, options, shapes, _sampled_values(optimizer)))
+    everything = repr((hyperparameters(optimizer), shapes, _sampled_values(optimizer)))
     count = f"{len(shapes)} parameter{'s' if len(shapes) != 1 else ''}"
     first = f", the first of shape {shapes[0]}" if shapes else ""
-    return OptimizerIdentity(zlib.crc32(everything.encode()), f"{name} with {count}{first}")
+    text = f"{type(optimizer).__name__} with {count}{first}"
+    return OptimizerIdentity(zlib.crc32(everything.encode()), text)
 
 
 def all_identities() -> list[int]:
@@ -61,10 +58,6 @@ def all_identities() -> list[int]:
         if issubclass(type(candidate), torch.optim.Optimizer) and hasattr(candidate, "param_groups")
     ]
     return [identify(optimizer).digest for optimizer in optimizers]
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 @torch.no_grad()

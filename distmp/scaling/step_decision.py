@@ -117,6 +117,11 @@ def all_reduce_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return stats
 
 
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return c, by which gradients of this norm are multiplied to clip them to `max_norm`."""
+    return (max_norm / (norm + CLIP_EPSILON)).clamp(max=1.0)
+
+
 def decide_step(
     total: Tensor, loss_scale: Tensor, nominal_weight: float, max_norm: float | None
 ) -> StepDecision:
@@ -140,7 +145,7 @@ def decide_step(
     grad_norm = torch.where(bad_weight, torch.nan, scaled_norm / unscale)
     grad_scale = unscale
     if max_norm is not None:
-        grad_scale = unscale / (max_norm / (grad_norm + CLIP_EPSILON)).clamp(max=1.0)
+        grad_scale = unscale / clip_coefficient(grad_norm, max_norm)
     return StepDecision(
         overflow=overflow,
         dropped=dropped,

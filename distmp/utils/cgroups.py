@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 # Version 1 writes "no limit" as the largest multiple of a page.
 _NO_LIMIT_BYTES = 1 << 60
 
@@ -39,6 +41,12 @@ def memory_limit(root: Path = Path("/")) -> int | None:
         if text.isdecimal()
     ]
     return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+
+
+def free_host_bytes() -> int:
+    """Return the free memory of this machine in bytes, at most the memory limit."""
+    free: int = psutil.virtual_memory().available
+    return min(free, memory_limit() or free)
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:

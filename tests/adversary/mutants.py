@@ -70,8 +70,8 @@ MUTANTS = [
     Mutant(
         "clipping compares the scaled norm",
         "distmp/scaling/step_decision.py",
-        "(max_norm / (grad_norm + CLIP_EPSILON))",
-        "(max_norm / (scaled_norm + CLIP_EPSILON))",
+        "clip_coefficient(grad_norm, max_norm)",
+        "clip_coefficient(scaled_norm, max_norm)",
     ),
     Mutant(
         "the scale grows one step early",

@@ -17,6 +17,7 @@ from distmp.checkpoint.location import Location, RemotePath, locate
 from distmp.errors import CheckpointError
 from distmp.training.setup import restore
 from distmp.training.train import main
+from distmp.utils import cgroups
 from tests.checkpoint.objects import URL
 from tests.ranks import ranks
 from tests.reference import TWO_RANKS, assert_same_bits, make_engine, make_model, snapshot, train
@@ -107,7 +108,7 @@ def test_remote_files_that_do_not_fit_into_memory_are_read_again(
 
 
 def test_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored, "memory_limit", lambda: 16_000)
+    monkeypatch.setattr(cgroups, "memory_limit", lambda: 16_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert stored._spare_bytes(store.Ranks(None)) == 2_000
 

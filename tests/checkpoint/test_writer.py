@@ -393,7 +393,7 @@ def test_a_rank_without_memory_fails_the_save_of_all(tmp_path: Path) -> None:
             saving._buffers.like = _no_memory  # type: ignore[method-assign]
         saving.save(1, {f"weight {n}": torch.ones(3) for n in range(4)}, {})
     assert f"cannot save {tmp_path / 'step-000001'}" in messages[0]
-    assert "no host memory for a copy of the state (not enough)" in messages[0]
+    assert "the state could not be copied to host memory (MemoryError: not enough)" in messages[0]
     assert store.latest(tmp_path) is None
 
 

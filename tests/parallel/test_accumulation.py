@@ -12,6 +12,7 @@ from distmp.parallel.accumulation import (
     choose,
     least_free_bytes,
 )
+from distmp.utils import cgroups
 from tests.ranks import ranks
 
 FACTS = AccumulationMemory(
@@ -68,12 +69,18 @@ def test_bytes_are_those_of_rings() -> None:
 
 @ranks(2)
 def test_ranks_agree_on_the_least_free_memory() -> None:
-    import distmp.parallel.accumulation as module
-
     world = World.current("cpu")
 
     class Memory:
         available = 2000 * (1 + world.rank)
 
-    module.psutil.virtual_memory = lambda: Memory  # the process ends after this
+    cgroups.psutil.virtual_memory = lambda: Memory  # the process ends after this
     assert least_free_bytes(world) == 1000
+
+
+def test_free_memory_respects_the_limit_of_the_control_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cgroups, "memory_limit", lambda: 16_000)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert least_free_bytes(World.current("cpu")) == 4_000

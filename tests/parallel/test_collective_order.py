@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.world import World
-from distmp.errors import TrainingError
+from distmp.errors import LostPeerError, TrainingError
 from distmp.parallel import collective_order
 from distmp.parallel.collective_order import Collective, CollectiveOrder
 from tests.parallel.sharding import Observed, sharded
@@ -109,6 +110,18 @@ def test_a_rank_that_waits_elsewhere_is_noticed_soon() -> None:
         with pytest.raises(TrainingError, match=r"rank 1 .* and rank 0 waits in barrier"):
             run_pass(order, [A, C])
     dist.barrier()
+
+
+@ranks(2)
+def test_a_rank_that_has_ended_is_not_a_difference() -> None:
+    order = CollectiveOrder(World.current("cpu"), NAMES)
+    run_pass(order, [A, B])
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+    else:
+        ended = pytest.raises(LostPeerError, match="another rank has ended")
+        with ended, explain_lost_peers(dist.group.WORLD):
+            run_pass(order, [A, C])
 
 
 @ranks(2)

@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
-from distmp.parallel import STRATEGIES, build_strategy, resolve_strategy
+from distmp.parallel import STRATEGIES, ParallelConfig, build_strategy, resolve_strategy
 from distmp.parallel.replicated import Replicated
 from distmp.precision import policy
 from tests.ranks import ranks
-from tests.reference import make_model
+from tests.reference import make_engine, make_model
 
 
 def world(size: int) -> World:
@@ -68,6 +71,27 @@ def test_fsdp() -> None:
 
     strategy = build_strategy("fsdp", make_model(), policy("fp32"), World.current("cpu"))
     assert isinstance(strategy, FullySharded)
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+
+@ranks(2)
+def test_only_rank_0_warns() -> None:
+    class Records(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            warnings.append(record.getMessage())
+
+    warnings: list[str] = []
+    logging.getLogger("distmp").addHandler(Records(logging.WARNING))
+    make_engine(strategy="ddp-torch")
+    make_engine(parallel=ParallelConfig(compile="model"))
+    build_strategy("ddp", torch.compile(make_model()), policy("fp32"), World.current("cpu"))
+    make_engine(strategy="ddp", shard_optimizer=True, optimizer=Own)
+    make_engine(strategy="fsdp1", optimizer=Own)
+    assert len(warnings) == (5 if dist.get_rank() == 0 else 0), warnings
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ def test_the_configuration_wins_over_a_loaded_state_and_says_so(
     assert caplog.text == ""
 
 
-@pytest.mark.parametrize("stored", [0.0, math.nan])
+@pytest.mark.parametrize("stored", [0.0, math.nan, math.inf])
 def test_a_state_without_a_scale_starts_anew(stored: float) -> None:
     scale = LossScale(LossScaleConfig(init=16), CPU)
     count = torch.tensor(3)

@@ -19,6 +19,10 @@ def built(
     return kind([nn.Parameter(torch.randn(shape)), nn.Parameter(torch.zeros(shape[:1]))], lr=lr)
 
 
+def adamw(beta2: float = 0.999) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([nn.Parameter(torch.ones(3))], betas=(0.9, beta2))
+
+
 def test_replicas_are_the_same() -> None:
     assert identify(built()) == identify(built())
     assert identify(built()).text == "SGD with 2 parameters, the first of shape (4, 3)"
@@ -35,6 +39,11 @@ def test_replicas_are_the_same() -> None:
 )
 def test_others_are_not(other: Callable[[], torch.optim.Optimizer]) -> None:
     assert identify(built()).digest != identify(other()).digest
+
+
+def test_betas_distinguish_optimizers() -> None:
+    assert identify(adamw()) == identify(adamw())
+    assert identify(adamw()).digest != identify(adamw(beta2=0.95)).digest
 
 
 @pytest.mark.parametrize(

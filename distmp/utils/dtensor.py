@@ -1,0 +1,20 @@
+"""Recognizes DTensors; their class is imported only if there may be one, since it takes 0.5 s."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is a DTensor."""
+    if not is_traceable_wrapper_subclass(tensor):  # DTensor is one
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
