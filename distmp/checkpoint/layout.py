@@ -1,4 +1,4 @@
-"""Lists the checkpoints in a directory and removes old ones."""
+"""Names the checkpoints in a directory and removes old ones."""
 
 from __future__ import annotations
 
@@ -6,27 +6,9 @@ import logging
 
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import folder_name, is_checkpoint, storage
+from distmp.checkpoint.storage import folder_name, storage
 
 logger = logging.getLogger("distmp")
-
-
-def latest(directory: Location) -> Location | None:
-    """Return the checkpoint of the highest step in `directory`, or None if there is none.
-
-    It may be damaged; see `recovery.usable`.
-    """
-    by_step = checkpoints(directory)
-    return by_step[max(by_step)] if by_step else None
-
-
-def checkpoints(directory: Location) -> dict[int, Location]:
-    """Return the complete checkpoints in `directory` by step, in ascending order."""
-    by_step: dict[int, Location] = {}
-    for entry in storage(directory).entries():
-        if entry.finished and entry.step not in by_step and is_checkpoint(entry.path):
-            by_step[entry.step] = entry.path
-    return dict(sorted(by_step.items()))
 
 
 def final_path(directory: Location, step: int) -> Location:

@@ -18,7 +18,6 @@ __all__ = [
     "AccumulationSettings",
     "ParallelConfig",
     "Strategy",
-    "World",
     "build_strategy",
     "resolve_strategy",
 ]

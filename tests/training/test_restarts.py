@@ -26,6 +26,7 @@ from distmp.telemetry import RecordError, RecordWriter, read_records
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run_directory import RunDirectory, create_run
 from tests import elastic, faulty_runs
+from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.progress import of_children
 from tests.telemetry.samples import record
@@ -135,7 +136,7 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of the run's last checkpoint."""
-    checkpoint = store.latest(run / "checkpoints")
+    checkpoint = listing.latest(run / "checkpoints")
     assert checkpoint is not None
     assert store.StoredCheckpoint(checkpoint).numbers["step"] == STEPS
     found = {
