@@ -18,7 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,7 +29,7 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.utils.flat_shard import FlatShard
 
 if TYPE_CHECKING:
-    from distmp.distributed.world import World
+    from distmp.engine.engine import Engine
 
 # Words per row sum. Part of the definition of a digest, so the same on every device.
 ROW = 16384
@@ -72,19 +72,6 @@ class RankConsistencyConfig:
             )
 
 
-class ComparableEngine(Protocol):
-    """The interface of an engine that `check` uses; `distmp.Engine` implements it."""
-
-    module: nn.Module
-    world: World
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the live tensors by name, see `distmp.Engine.state_dict`."""
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state with the names of `state_dict`."""
-
-
 class Difference(NamedTuple):
     """A difference between ranks.
 
@@ -112,9 +99,7 @@ class Difference(NamedTuple):
         )
 
 
-def check(
-    engine: ComparableEngine, on_difference: Literal["stop", "repair"] = "stop"
-) -> Difference | None:
+def check(engine: Engine, on_difference: Literal["stop", "repair"] = "stop") -> Difference | None:
     """Compare the replicated tensors of an engine between ranks; every rank has to call it.
 
     Compares weights, 16-bit parameters, optimizer state, loss scale and step counts. Shards and
