@@ -65,10 +65,10 @@ def compare_with_replicated() -> None:
                 torch.testing.assert_close(parameter, parameters[name], rtol=1e-2, atol=1e-5)
             # The parameters of the module are the same on all ranks.
             assert rank_consistency.check(sharded) is None
-            check_shares(sharded, world_size)
+            check_shards(sharded, world_size)
 
 
-def check_shares(engine: Any, world_size: int) -> None:
+def check_shards(engine: Any, world_size: int) -> None:
     """Each rank steps about 1/ranks of all elements, and has optimizer state for these only."""
     total = sum(parameter.numel() for parameter in engine.module.parameters())
     held = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
