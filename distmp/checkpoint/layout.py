@@ -7,6 +7,7 @@ import logging
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import folder_name, storage
+from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")
 
@@ -58,10 +59,10 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
     kept = sum(size for s, size in sizes.items() if s not in surplus)
     if retention.max_bytes is not None and kept > retention.max_bytes:
         logger.warning(
-            "the checkpoints in %s take %.3g GiB, more than checkpoint.max_gib = %.3g: the latest "
+            "the checkpoints in %s take %s, more than checkpoint.max_gib = %.3g: the latest "
             "checkpoint and those kept permanently are never removed",
             directory,
-            kept / 2**30,
+            bytes_text(kept),
             retention.max_bytes / 2**30,
         )
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, rank_names
 from distmp.utils.flat_shard import FlatShard
 
 if TYPE_CHECKING:
@@ -94,8 +94,8 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{_describe(self.name)} of {_ranks(self.deviating)} differs from that of "
-            f"{_ranks(self.others)} ({self.differing} of {self.compared} tensors differ)"
+            f"{_describe(self.name)} of {rank_names(self.deviating)} differs from that of "
+            f"{rank_names(self.others)} ({self.differing} of {self.compared} tensors differ)"
         )
 
 
@@ -305,12 +305,6 @@ def _describe(name: str) -> str:
         "engine": "the engine's",
     }
     return f"{titles[section]} {rest!r}" if section in titles else repr(name)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _advice(difference: Difference) -> str:
