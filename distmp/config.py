@@ -28,13 +28,13 @@ from distmp.optim.names import SHAPES
 from distmp.optim.settings import OptimizerConfig, ScheduleConfig
 from distmp.parallel import STRATEGIES, AccumulationSettings
 from distmp.parallel.settings import (
+    FORMER_STRATEGIES,
     SHARDED_STRATEGIES,
     ActivationCheckpointing,
     Compilation,
     ParallelConfig,
     ShardingConfig,
 )
-from distmp.parallel.strategy import FORMER_STRATEGIES
 from distmp.precision import policy
 from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.profiling.settings import ProfileConfig

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+Value = TypeVar("Value")
 
 # Exit code of a rank that ends because another rank did; the other's exit code shows the cause.
 LOST_PEER_EXIT_CODE = 3
@@ -69,17 +72,12 @@ class SetupError(DistmpError):
 
     def __init__(self, messages: dict[int, str], exit_code: int) -> None:
         self.exit_code = exit_code
-        ranks_by_message: dict[str, list[int]] = {}
-        for rank, message in messages.items():
-            ranks_by_message.setdefault(message, []).append(rank)
-        if len(ranks_by_message) == 1:
-            super().__init__(next(iter(ranks_by_message)))
+        by_message = ranks_by_value(messages)
+        if len(by_message) == 1:
+            super().__init__(next(iter(by_message)))
         else:
             super().__init__(
-                "; ".join(
-                    f"rank {', '.join(map(str, ranks))}: {message}"
-                    for message, ranks in ranks_by_message.items()
-                )
+                "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_message.items())
             )
 
 
@@ -121,10 +119,30 @@ class LostPeerError(TrainingError):
     exit_code = LOST_PEER_EXIT_CODE
 
 
-def listed(names: Sequence[str], at_most: int = 5) -> str:
-    """Return the first names, separated by commas, and the number of remaining ones."""
-    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
-    return ", ".join(names[:at_most]) + more
+def listed(names: Sequence[str]) -> str:
+    """Return the first five names, separated by commas, and the number of remaining ones."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:
+    """Group values by rank into ranks by value; both keep the order of `values`."""
+    ranks: dict[Value, list[int]] = {}
+    for rank, value in values.items():
+        ranks.setdefault(value, []).append(rank)
+    return ranks
+
+
+def rank_names(ranks: Collection[int]) -> str:
+    """Return ascending ranks as text: "rank 5" or "ranks 0-3, 5"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    listed = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
 def nearest(name: object, choices: Iterable[str]) -> str:

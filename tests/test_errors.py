@@ -41,7 +41,7 @@ def test_errors_are_ours_and_have_an_exit_code(
         ({0: "no data"}, "no data"),
         ({0: "no data", 1: "no data"}, "no data"),
         ({3: "no data"}, "no data"),
-        ({0: "no data", 2: "no disk", 3: "no data"}, "rank 0, 3: no data; rank 2: no disk"),
+        ({0: "no data", 2: "no disk", 3: "no data"}, "ranks 0, 3: no data; rank 2: no disk"),
     ],
 )
 def test_setup_error_tells_ranks_apart_where_they_differ(

@@ -482,9 +482,9 @@ class Fp32GradBuckets:
     def _shard_view(self, slot: _Slot) -> Tensor:
         """Return this rank's elements of a gradient, a 1-dim view of the bucket."""
         layout = self.layouts[slot.bucket]
-        share = layout.shares(layout.shard(self.rank, self.world_size))[slot.index]
+        elements = layout.shard_ranges(layout.shard(self.rank, self.world_size))[slot.index]
         flat = self._total.buffers[slot.bucket]
-        return flat[layout.offsets[slot.index] :][share]
+        return flat[layout.offsets[slot.index] :][elements]
 
 
 def _hook(

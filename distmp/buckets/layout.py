@@ -45,14 +45,14 @@ class BucketLayout:
         length = self.size // world_size
         return slice(rank * length, (rank + 1) * length)
 
-    def shares(self, shard: slice) -> list[slice]:
+    def shard_ranges(self, shard: slice) -> list[slice]:
         """Return which elements of each flattened parameter belong to a shard."""
-        shares = []
+        ranges = []
         for offset, parameter in zip(self.offsets, self.parameters, strict=True):
             start = min(max(shard.start - offset, 0), parameter.numel())
             stop = min(max(shard.stop - offset, 0), parameter.numel())
-            shares.append(slice(start, stop))
-        return shares
+            ranges.append(slice(start, stop))
+        return ranges
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return a view for each parameter, in its shape and memory format.

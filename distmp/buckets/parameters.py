@@ -92,14 +92,14 @@ class FlatParameters:
     Attributes:
         named: The tensors that the optimizer steps, FP32, by the parameter's name, in bucket order.
             With sharded buckets they are 1-dim, and empty if other ranks hold the parameter.
-        shares: With sharded buckets, by name, which elements of the flattened parameter this rank
-            steps.
+        shard_ranges: With sharded buckets, by name, which elements of the flattened parameter this
+            rank steps.
     """
 
     def __init__(self, buckets: Fp32GradBuckets, values: dict[str, Tensor]) -> None:
         self._buckets = buckets
         self.named: dict[str, Tensor] = {}
-        self.shares: dict[str, slice] = {}
+        self.shard_ranges: dict[str, slice] = {}
         self._flat: list[_Flat] = []
         self._storages: list[_ParameterStorage] = []
         for index, layout in enumerate(buckets.layouts):
@@ -142,13 +142,14 @@ class FlatParameters:
         self._flat.append(_Flat(stepped, own, parameters))
         views = layout.views(parameters)
         masters = None if self._buckets.sharded else layout.views(stepped)
-        for index, (name, share) in enumerate(zip(layout.names, layout.shares(part), strict=True)):
+        ranges = layout.shard_ranges(part)
+        for index, (name, shard) in enumerate(zip(layout.names, ranges, strict=True)):
             value = values.pop(name)
             if masters is None:
                 start = layout.offsets[index] - part.start
-                master = stepped[max(start + share.start, 0) : max(start + share.stop, 0)]
-                master.copy_(value.reshape(-1)[share])
-                self.shares[name] = share
+                master = stepped[max(start + shard.start, 0) : max(start + shard.stop, 0)]
+                master.copy_(value.reshape(-1)[shard])
+                self.shard_ranges[name] = shard
             else:
                 master = masters[index]
                 master.copy_(value)
@@ -175,12 +176,12 @@ class PureParameters:
     Attributes:
         named: The tensors that the optimizer steps, by the parameter's name: FP32 parameters, and
             for 16-bit parameters a leaf tensor that shares their memory and has a 16-bit `.grad`.
-        shares: Empty; nothing is sharded.
+        shard_ranges: Empty; nothing is sharded.
     """
 
     def __init__(self, buckets: Fp32GradBuckets) -> None:
         self.named: dict[str, Tensor] = {}
-        self.shares: dict[str, slice] = {}
+        self.shard_ranges: dict[str, slice] = {}
         self._rounded: list[tuple[nn.Parameter, Tensor]] = []
         self._storages: list[_ParameterStorage] = []
         for layout in buckets.layouts:

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from distmp.checkpoint.location import Location, RemotePath
 from distmp.checkpoint.manifest import FileSum
-from distmp.distributed.ranks import Failure, Ranks, checkpoint_error, describe
+from distmp.checkpoint.rank_failures import checkpoint_error
+from distmp.distributed.ranks import Failure, Ranks, describe
 
 
 def write(

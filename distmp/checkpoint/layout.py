@@ -1,4 +1,4 @@
-"""Lists the checkpoints in a directory and removes old ones."""
+"""Names the checkpoints in a directory and removes old ones."""
 
 from __future__ import annotations
 
@@ -6,27 +6,10 @@ import logging
 
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import folder_name, is_checkpoint, storage
+from distmp.checkpoint.storage import folder_name, storage
+from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")
-
-
-def latest(directory: Location) -> Location | None:
-    """Return the checkpoint of the highest step in `directory`, or None if there is none.
-
-    It may be damaged; see `recovery.usable`.
-    """
-    by_step = checkpoints(directory)
-    return by_step[max(by_step)] if by_step else None
-
-
-def checkpoints(directory: Location) -> dict[int, Location]:
-    """Return the complete checkpoints in `directory` by step, in ascending order."""
-    by_step: dict[int, Location] = {}
-    for entry in storage(directory).entries():
-        if entry.finished and entry.step not in by_step and is_checkpoint(entry.path):
-            by_step[entry.step] = entry.path
-    return dict(sorted(by_step.items()))
 
 
 def final_path(directory: Location, step: int) -> Location:
@@ -76,10 +59,10 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
     kept = sum(size for s, size in sizes.items() if s not in surplus)
     if retention.max_bytes is not None and kept > retention.max_bytes:
         logger.warning(
-            "the checkpoints in %s take %.3g GiB, more than checkpoint.max_gib = %.3g: the latest "
+            "the checkpoints in %s take %s, more than checkpoint.max_gib = %.3g: the latest "
             "checkpoint and those kept permanently are never removed",
             directory,
-            kept / 2**30,
+            bytes_text(kept),
             retention.max_bytes / 2**30,
         )
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import STATE_FILE
+from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.checkpoint.storage import INDEX_FILE, named_step, storage
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
@@ -32,11 +31,7 @@ class Usable(NamedTuple):
 
 
 def usable(
-    directory: Location,
-    *,
-    before: int | None = None,
-    other_than: Location | None = None,
-    group: dist.ProcessGroup | None = None,
+    directory: Location, *, before: int | None = None, other_than: Location | None = None
 ) -> Usable:
     """Find the newest undamaged checkpoint in `directory`. Collective over all ranks.
 
@@ -44,7 +39,6 @@ def usable(
         directory: The same on all ranks; rank 0 lists it.
         before: Consider only checkpoints of earlier steps than this one.
         other_than: Ignore this checkpoint.
-        group: Group of all ranks, used for the collectives. None: the default group.
 
     Returns:
         The same result on all ranks.
@@ -52,8 +46,8 @@ def usable(
     Raises:
         CheckpointError: On all ranks, if the directory cannot be listed.
     """
-    ranks = Ranks(group)
-    entries = ranks.on_rank_0(
+    entries = rank_0_or_checkpoint_error(
+        Ranks(None),
         f"look for checkpoints in {directory}",
         lambda: [
             (entry.path.name, entry.finished)
@@ -71,7 +65,7 @@ def usable(
             continue
         checkpoint = StoredCheckpoint(path)
         try:
-            checkpoint.verify(group=group)
+            checkpoint.verify()
         except CheckpointError as error:
             result.damaged.append(str(error))
         else:
@@ -80,11 +74,7 @@ def usable(
 
 
 def resolve(
-    resume: str,
-    directory: Location,
-    *,
-    group: dist.ProcessGroup | None = None,
-    setting: str = "resume",
+    resume: str, directory: Location, *, setting: str = "resume"
 ) -> StoredCheckpoint | None:
     """Return the checkpoint that the setting `resume` refers to. Collective over all ranks.
 
@@ -94,7 +84,6 @@ def resolve(
         resume: "auto", or the path or fsspec URL of a checkpoint or of a directory of checkpoints.
             In a directory the newest undamaged checkpoint is used.
         directory: Directory of this run's checkpoints, for "auto".
-        group: Group of all ranks, used for the collectives. None: the default group.
         setting: Name of the setting, for errors.
 
     Returns:
@@ -104,16 +93,17 @@ def resolve(
         ConfigError: If the path holds no checkpoint.
         CheckpointError: If the named checkpoint is damaged, or all of those in the directory.
     """
-    ranks = Ranks(group)
+    ranks = Ranks(None)
     if resume != "auto":
         directory = locate(setting, resume)
-    exists, is_checkpoint = ranks.on_rank_0(
+    exists, is_checkpoint = rank_0_or_checkpoint_error(
+        ranks,
         f"look for checkpoints in {directory}",
         lambda: (directory.exists(), resume != "auto" and _names_checkpoint(directory)),
     )
     if is_checkpoint:
-        return _verify_named(directory, group)
-    result = usable(directory, group=group)
+        return _verify_named(directory)
+    result = usable(directory)
     if result.checkpoint is None and result.damaged:
         raise CheckpointError(
             f"no checkpoint in {directory} can be used: {'; '.join(result.damaged)}"
@@ -127,13 +117,13 @@ def resolve(
     return result.checkpoint
 
 
-def _verify_named(path: Location, group: dist.ProcessGroup | None) -> StoredCheckpoint:
+def _verify_named(path: Location) -> StoredCheckpoint:
     """Verify a checkpoint that the user named; if it is damaged, the error suggests another one."""
     checkpoint = StoredCheckpoint(path)
     try:
-        checkpoint.verify(group=group)
+        checkpoint.verify()
     except CheckpointError as error:
-        other = usable(path.parent, other_than=path, group=group).checkpoint
+        other = usable(path.parent, other_than=path).checkpoint
         hint = f"{other} is intact" if other is not None else "its directory has no other one"
         raise CheckpointError(f"{error}; {hint}") from error
     return checkpoint

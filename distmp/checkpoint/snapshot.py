@@ -104,10 +104,6 @@ class HostBuffers:
             self._buffers[key] = buffer
         return buffer
 
-    def bytes(self) -> int:
-        """Return the size of all buffers, in bytes."""
-        return sum(buffer.nbytes for buffer in self._buffers.values())
-
 
 class _Copy(NamedTuple):
     """A copy that may not have ended yet.

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.checkpoint import dcp, manifest
-from distmp.checkpoint.layout import final_path, latest, tidy
+from distmp.checkpoint.layout import final_path, tidy
 from distmp.checkpoint.location import Location, RemotePath, check_reachable
 from distmp.checkpoint.manifest import STATE_FILE, FileSum
+from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.checkpoint.recovery import Usable, resolve, usable
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import INDEX_FILE, storage, synchronize
@@ -20,12 +21,10 @@ from distmp.errors import CheckpointError
 
 __all__ = [
     "Location",
-    "Ranks",
     "Retention",
     "StoredCheckpoint",
     "Usable",
     "check_reachable",
-    "latest",
     "load",
     "resolve",
     "save",
@@ -70,7 +69,9 @@ def save(
     ranks = Ranks(group)
     goal = f"save {final_path(directory, step)}"
     # The name and not the path: objects of a file system cannot always be pickled.
-    writing = directory / ranks.on_rank_0(goal, lambda: _begin(directory, step, numbers))
+    writing = directory / rank_0_or_checkpoint_error(
+        ranks, goal, lambda: _begin(directory, step, numbers)
+    )
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks))
     files = {name: file for sums in written for name, file in sums.items()}
     files[INDEX_FILE] = files.pop(INDEX_FILE)  # last, after one data file of each rank
@@ -80,14 +81,12 @@ def save(
         tidy(directory, step, retention)
         return final.name
 
-    return directory / ranks.on_rank_0(goal, finish)
+    return directory / rank_0_or_checkpoint_error(ranks, goal, finish)
 
 
-def load(
-    path: Location, tensors: dict[str, Tensor], *, group: dist.ProcessGroup | None = None
-) -> list[str]:
+def load(path: Location, tensors: dict[str, Tensor]) -> list[str]:
     """Verify the checkpoint at `path` and load it; see `StoredCheckpoint.load`. Collective."""
-    return StoredCheckpoint(path).load(tensors, group=group)
+    return StoredCheckpoint(path).load(tensors)
 
 
 def _begin(directory: Location, step: int, numbers: dict[str, Any]) -> str:

@@ -11,13 +11,13 @@ from itertools import islice
 from typing import IO, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from distmp.checkpoint import dcp, index, manifest
 from distmp.checkpoint.location import Location, RemotePath
 from distmp.checkpoint.manifest import FileSum, State
+from distmp.checkpoint.rank_failures import all_or_checkpoint_error
 from distmp.checkpoint.storage import INDEX_FILE, named_step
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.ranks import Ranks, describe
@@ -100,20 +100,17 @@ class StoredCheckpoint:
             if isinstance(entry, TensorStorageMetadata)  # `read_index` allows nothing else
         }
 
-    def verify(self, *, group: dist.ProcessGroup | None = None) -> None:
+    def verify(self) -> None:
         """Compare the files with their checksums. Collective over all ranks.
 
         Each data file is read by one of the ranks. For a checkpoint without checksums, of the first
         version of distmp, every rank checks the index instead.
 
-        Args:
-            group: Group of all ranks, used for the collectives. None: the default group.
-
         Raises:
             CheckpointError: The same on all ranks, if the checkpoint is damaged or has a later
                 format than this version reads.
         """
-        ranks = Ranks(group)
+        ranks = Ranks(None)
         problem, crc32 = None, None
         try:
             crc32 = self._verify_share(ranks)
@@ -130,9 +127,7 @@ class StoredCheckpoint:
             )
         self._verified = True
 
-    def load(
-        self, tensors: dict[str, Tensor], *, group: dist.ProcessGroup | None = None
-    ) -> list[str]:
+    def load(self, tensors: dict[str, Tensor]) -> list[str]:
         """Copy the stored values into `tensors`, in place. Collective over all ranks.
 
         Calls `verify` first if it was not called before.
@@ -141,7 +136,6 @@ class StoredCheckpoint:
             tensors: Plain tensors, DTensors and `FlatShard`s by name, with the same names on all
                 ranks and any world size and sharding. Values are converted to their dtypes; that is
                 logged, as it may lose precision.
-            group: Group of all ranks, used for the collectives. None: the default group.
 
         Returns:
             Sorted names of stored tensors that `tensors` lacks.
@@ -150,11 +144,11 @@ class StoredCheckpoint:
             CheckpointError: The same on all ranks, if the checkpoint is damaged, would run code, or
                 lacks a tensor or has it in another shape. `tensors` are unchanged in these cases.
         """
-        ranks = Ranks(group)
+        ranks = Ranks(None)
         goal = f"load {self.path}"
         if not self._verified:
-            self.verify(group=group)
-        ranks.on_every_rank(goal, lambda: self._check_fit(tensors, ranks))
+            self.verify()
+        all_or_checkpoint_error(ranks, goal, lambda: self._check_fit(tensors, ranks))
         try:
             dcp.read(goal, self.path, self.index, tensors, ranks, self._files)
         finally:

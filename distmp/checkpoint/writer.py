@@ -27,8 +27,10 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.checkpoint.clock import SaveClock
 from distmp.checkpoint.layout import discard, final_path
+from distmp.checkpoint.rank_failures import all_or_checkpoint_error
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
+from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
 
@@ -248,7 +250,7 @@ class CheckpointWriter:
             if self._world.device.type == "cuda":  # a new thread uses the first device
                 torch.cuda.set_device(self._world.device)
             goal = f"save {path}"
-            tensors = store.Ranks(group).on_every_rank(goal, pending.snapshot.complete)
+            tensors = all_or_checkpoint_error(Ranks(group), goal, pending.snapshot.complete)
             store.save(
                 self._directory,
                 pending.step,

@@ -18,6 +18,7 @@ import torch
 
 from distmp.diagnosis.histogram import ExponentHistogram
 from distmp.diagnosis.probe import ForwardOverflow
+from distmp.errors import rank_names
 
 FP16_LARGEST = 65504.0
 # A lower scale does not help if it turns a larger share of the gradient into zeros.
@@ -255,12 +256,11 @@ def _where(diagnosis: _Diagnosis, world_size: int) -> str:
         return ""
     if world_size == 1:
         text = ""
-    elif len(diagnosis.ranks) == 1:
-        text = f" on rank {diagnosis.ranks[0]} of {world_size} only"
     elif len(diagnosis.ranks) == world_size:
         text = f" on all {world_size} ranks"
     else:
-        text = f" on ranks {', '.join(map(str, diagnosis.ranks))} of {world_size}"
+        only = " only" if len(diagnosis.ranks) == 1 else ""
+        text = f" on {rank_names(diagnosis.ranks)} of {world_size}{only}"
     return text if diagnosis.microbatch is None else f"{text}, microbatch {diagnosis.microbatch}"
 
 

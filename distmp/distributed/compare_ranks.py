@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.errors import ConfigError, TrainingError, listed
+from distmp.errors import ConfigError, TrainingError, listed, rank_names, ranks_by_value
 from distmp.utils.dtypes import dtype_name
 
 ADVICE = "differs between ranks; use the same on every rank"
@@ -190,10 +190,5 @@ def _describe_tensor(tensor: Tensor) -> str:
 
 
 def _join_by_rank(values: Sequence[str]) -> str:
-    ranks: dict[str, list[str]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(str(rank))
-    return "; ".join(
-        f"{value} on rank{'s' if len(holders) > 1 else ''} {listed(holders)}"
-        for value, holders in ranks.items()
-    )
+    by_value = ranks_by_value(dict(enumerate(values)))
+    return "; ".join(f"{value} on {rank_names(ranks)}" for value, ranks in by_value.items())

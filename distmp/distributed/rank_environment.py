@@ -14,6 +14,11 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
+def is_under_torchrun() -> bool:
+    """Return whether torchrun's agent started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
 @dataclass(frozen=True)
 class RankEnvironment:
     """Rank of this process among all ranks and among those of its machine.

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch.distributed as dist
 
+from distmp.distributed.rendezvous_store import is_hosted_by_agent
 from distmp.utils.frames import collective, user_line, user_line_of_error
 
 # How long a decision may take before a warning names the missing ranks.
@@ -394,7 +395,7 @@ def _store_outlives_ranks() -> bool:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return is_hosted_by_agent()
     return True
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from distmp.errors import CheckpointError, DistmpError, SetupError
+from distmp.errors import DistmpError, SetupError
 
 T = TypeVar("T")
 
@@ -94,26 +93,6 @@ class Ranks:
         self._raise_together([failure for failure, _ in gathered], error, cause)
         return gathered[0][1]  # type: ignore[return-value]  # rank 0 did not fail
 
-    def on_every_rank(self, goal: str, work: Callable[[], T]) -> T:
-        """Run `work` on every rank and return this rank's result.
-
-        Args:
-            goal: Completes the message "cannot <goal>: ...".
-            work: A function without collectives.
-
-        Raises:
-            CheckpointError: On every rank, if `work` raised an exception on any of them.
-        """
-        return self.all_or_none(work, catch=Exception, error=partial(checkpoint_error, goal))
-
-    def on_rank_0(self, goal: str, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result on every rank.
-
-        Raises:
-            CheckpointError: On every rank, if `work` raised an exception.
-        """
-        return self.from_rank_0(work, catch=Exception, error=partial(checkpoint_error, goal))
-
     def _raise_together(
         self, by_rank: list[Failure | None], error: CombinedError, cause: Exception | None
     ) -> None:
@@ -135,13 +114,3 @@ def _attempt(
     except catch as error:
         exit_code = error.exit_code if isinstance(error, DistmpError) else 1
         return None, Failure(describe(error), exit_code), error
-
-
-def checkpoint_error(goal: str, failures: dict[int, Failure], world_size: int) -> CheckpointError:
-    """Return the error "cannot <goal>: ..." for the failures of some ranks."""
-    first, failure = min(failures.items())
-    messages = {failure.message for failure in failures.values()}
-    if len(failures) == world_size and len(messages) == 1:
-        return CheckpointError(f"cannot {goal}: {failure.message}")
-    others = f" (rank {first} is the first of {len(failures)})" if len(failures) > 1 else ""
-    return CheckpointError(f"cannot {goal}: rank {first}: {failure.message}{others}")

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
+from distmp.distributed.rank_environment import is_under_torchrun
 from distmp.errors import STOPPED_EXIT_CODE
 
 if TYPE_CHECKING:
@@ -100,8 +101,7 @@ class StopSignals:
             if always or signal.getsignal(number) in (signal.SIG_DFL, _exit):
                 self._before[number] = signal.signal(number, self._handle)
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-            under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-            handler = self._handle if under_torchrun else signal.SIG_IGN
+            handler = self._handle if is_under_torchrun() else signal.SIG_IGN
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handler)
         return self
 

@@ -18,19 +18,19 @@ import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.errors import ConfigError, TrainingError
+from distmp.errors import ConfigError, TrainingError, rank_names
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 
 if TYPE_CHECKING:
-    from distmp.distributed.world import World
+    from distmp.engine.engine import Engine
 
 # Words per row sum. Part of the definition of a digest, so the same on every device.
 ROW = 16384
@@ -73,19 +73,6 @@ class RankConsistencyConfig:
             )
 
 
-class ComparableEngine(Protocol):
-    """The interface of an engine that `check` uses; `distmp.Engine` implements it."""
-
-    module: nn.Module
-    world: World
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the live tensors by name, see `distmp.Engine.state_dict`."""
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load a state with the names of `state_dict`."""
-
-
 class Difference(NamedTuple):
     """A difference between ranks.
 
@@ -108,14 +95,12 @@ class Difference(NamedTuple):
 
     def __str__(self) -> str:
         return (
-            f"{_describe(self.name)} of {_ranks(self.deviating)} differs from that of "
-            f"{_ranks(self.others)} ({self.differing} of {self.compared} tensors differ)"
+            f"{_describe(self.name)} of {rank_names(self.deviating)} differs from that of "
+            f"{rank_names(self.others)} ({self.differing} of {self.compared} tensors differ)"
         )
 
 
-def check(
-    engine: ComparableEngine, on_difference: Literal["stop", "repair"] = "stop"
-) -> Difference | None:
+def check(engine: Engine, on_difference: Literal["stop", "repair"] = "stop") -> Difference | None:
     """Compare the replicated tensors of an engine between ranks; every rank has to call it.
 
     Compares weights, 16-bit parameters, optimizer state, loss scale and step counts. Shards and
@@ -316,12 +301,6 @@ def _describe(name: str) -> str:
         "engine": "the engine's",
     }
     return f"{titles[section]} {rest!r}" if section in titles else repr(name)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    return f"ranks {', '.join(map(str, ranks))}"
 
 
 def _advice(difference: Difference) -> str:

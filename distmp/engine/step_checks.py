@@ -454,5 +454,5 @@ def _embedding_sizes(model: nn.Module) -> str:
 
 def _describe(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"Tensor of shape {tuple(value.shape)} and {str(value.dtype).removeprefix('torch.')}"
+        return f"Tensor of shape {tuple(value.shape)} and {dtype_name(value.dtype)}"
     return f"{type(value).__name__}" + (f" of {len(value)}" if isinstance(value, tuple) else "")

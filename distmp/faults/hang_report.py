@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
+from distmp.errors import rank_names
 from distmp.faults.peers import Answer, Status
 
 # Number of ranks whose stack is shown.
@@ -73,21 +74,21 @@ def report(
         else:
             lines += _late(rank, answers[rank], world_size)
     if len(late) > MAX_SHOWN:
-        lines.append(f"  also late: {_ranks(late[MAX_SHOWN:])}")
+        lines.append(f"  also late: {rank_names(late[MAX_SHOWN:])}")
     lines += _waiting(waiting)
     lines.append(f"  {_advice(late, silent, waiting)}")
     return HangReport(summary, "\n".join(lines))
 
 
 def _late_summary(late: list[int]) -> str:
-    return f"{_ranks(late)} late" if late else "all ranks wait"
+    return f"{rank_names(late)} late" if late else "all ranks wait"
 
 
 def _waiting_summary(waiting: Mapping[int, Answer], late: list[int]) -> str:
     places = sorted({answer.waits_in for answer in waiting.values()})
     if not places:
         return "no rank waits in a collective"
-    return f"{_ranks(waiting) if late else 'they'} in {' and '.join(places)}"
+    return f"{rank_names(waiting) if late else 'they'} in {' and '.join(places)}"
 
 
 def _late(rank: int, answer: Answer, world_size: int) -> list[str]:
@@ -123,7 +124,7 @@ def _waiting(waiting: Mapping[int, Answer]) -> list[str]:
     for (place, doing, last), ranks in groups.items():
         started = f", last started {last}" if place.startswith("work.wait") and last else ""
         verb = "waits" if len(ranks) == 1 else "wait"
-        lines.append(f"  {_ranks(ranks)} {verb} in {place}{started}: {doing}")
+        lines.append(f"  {rank_names(ranks)} {verb} in {place}{started}: {doing}")
     return lines
 
 
@@ -144,8 +145,3 @@ def _advice(
 
 def _indented(stack: str) -> list[str]:
     return textwrap.indent(stack.rstrip("\n"), "      ").splitlines()
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    names = [str(rank) for rank in ranks]
-    return f"rank{'s' * (len(names) > 1)} {', '.join(names)}"

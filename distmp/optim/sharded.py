@@ -33,9 +33,9 @@ NOT_ELEMENTWISE = ("adafactor", "lamb", "lars", "muon", "shampoo", "soap")
 logger = logging.getLogger("distmp")
 
 
-def build_on_shares(
+def build_on_shards(
     factory: OptimizerFactory,
-    shares: Sequence[tuple[str, Tensor]],
+    shards: Sequence[tuple[str, Tensor]],
     shapes: Mapping[str, torch.Size],
     sharded_by: tuple[str, object] = ("shard_optimizer", True),
     *,
@@ -48,7 +48,7 @@ def build_on_shares(
 
     Args:
         factory: Builds the optimizer on `[(name, tensor), ...]`.
-        shares: This rank's shard of each flattened parameter, by name: 1-dim, possibly empty.
+        shards: This rank's shard of each flattened parameter, by name: 1-dim, possibly empty.
         shapes: Shape of each full parameter.
         sharded_by: The setting that shards them, and its value, for messages.
         quiet: Do not log, because another rank does.
@@ -57,16 +57,16 @@ def build_on_shares(
         ConfigError: If the update of an element depends on other elements.
     """
     placeholders = [
-        (name, share.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, share in shares
+        (name, shard.new_zeros(()).expand(shapes[name]).requires_grad_()) for name, shard in shards
     ]
     optimizer = build_on(factory, placeholders)
     _check_elementwise(type(optimizer), *sharded_by, quiet=quiet)
-    share_of = {
-        id(placeholder): share
-        for (_, placeholder), (_, share) in zip(placeholders, shares, strict=True)
+    shard_of = {
+        id(placeholder): shard
+        for (_, placeholder), (_, shard) in zip(placeholders, shards, strict=True)
     }
     groups: list[dict[str, Any]] = [
-        {**group, "params": [share_of[id(parameter)] for parameter in group["params"]]}
+        {**group, "params": [shard_of[id(parameter)] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
     if optimizer.state:  # some, such as Adagrad, create it immediately, with the wrong shape

@@ -9,8 +9,14 @@ from torch import nn
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, nearest
 from distmp.parallel.blocks import prepare_blocks
-from distmp.parallel.settings import SHARDED_STRATEGIES, ParallelConfig
-from distmp.parallel.strategy import FORMER_STRATEGIES, STRATEGIES, AccumulationSettings, Strategy
+from distmp.parallel.settings import (
+    FORMER_STRATEGIES,
+    SHARDED_STRATEGIES,
+    STRATEGIES,
+    AccumulationSettings,
+    ParallelConfig,
+)
+from distmp.parallel.strategy import Strategy
 from distmp.precision.policy import PrecisionPolicy
 
 __all__ = [
@@ -18,7 +24,6 @@ __all__ = [
     "AccumulationSettings",
     "ParallelConfig",
     "Strategy",
-    "World",
     "build_strategy",
     "resolve_strategy",
 ]

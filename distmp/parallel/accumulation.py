@@ -12,6 +12,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.settings import Accumulation
 from distmp.utils.cgroups import free_host_bytes
+from distmp.utils.units import bytes_text
 
 Place = Literal["sharded", "unsharded", "hybrid"]
 
@@ -97,10 +98,10 @@ def choose(requested: Accumulation, memory: AccumulationMemory) -> AccumulationC
             "several would",
         )
     full = 4 * memory.elements
-    share = f"{_size(full)} of {_size(memory.free_bytes)} free memory"
+    share = f"{bytes_text(full)} of {bytes_text(memory.free_bytes)} free memory"
     if full > SHARE_OF_FREE_MEMORY * memory.free_bytes:
         return AccumulationChoice(frequent, f"the full FP32 gradients would take {share}")
-    once, often = (_size(bytes_per_step(place, memory)) for place in ("unsharded", frequent))
+    once, often = (bytes_text(bytes_per_step(place, memory)) for place in ("unsharded", frequent))
     per = "microbatch" if memory.microbatches is None else "step"
     return AccumulationChoice(
         "unsharded",
@@ -133,7 +134,3 @@ def least_free_bytes(world: World) -> int:
     if world.group is not None:
         dist.all_reduce(least, dist.ReduceOp.MIN, world.group)
     return int(least)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from distmp.distributed import rank_monitor
 from distmp.distributed.lost_peers import is_lost_connection
 from distmp.distributed.world import World
-from distmp.errors import TrainingError
+from distmp.errors import TrainingError, rank_names, ranks_by_value
 
 Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -202,30 +202,27 @@ class CollectiveOrder:
         if self._monitor is None:
             return {}
         waiting = {
-            rank: presence
-            for rank, presence in self._monitor.query(range(self._world_size)).items()
-            if presence is not None
-            and presence.waits_in
-            and not presence.compares
+            rank: status
+            for rank, status in self._monitor.query(range(self._world_size)).items()
+            if status is not None
+            and status.waits_in
+            and not status.compares
             # Not in a collective of the user's code before this call of the engine.
-            and presence.engine_calls >= self._monitor.engine_calls
+            and status.engine_calls >= self._monitor.engine_calls
         }
-        for rank, presence in waiting.items():
-            if seen.get(rank) == presence.collectives:
+        for rank, status in waiting.items():
+            if seen.get(rank) == status.collectives:
                 raise TrainingError(
                     f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, "
-                    f"and rank {rank} waits in {presence.waits_in}; {self._advice}"
+                    f"and rank {rank} waits in {status.waits_in}; {self._advice}"
                 )
-        return {rank: presence.collectives for rank, presence in waiting.items()}
+        return {rank: status.collectives for rank, status in waiting.items()}
 
     def _describe_all(self, by_rank: list[Collective]) -> str:
-        ranks_by_collective: dict[Collective, list[str]] = {}
-        for rank, collective in enumerate(by_rank):
-            ranks_by_collective.setdefault(collective, []).append(str(rank))
         return "ranks run different code: " + ", ".join(
-            f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} "
-            f"{'are' if len(ranks) > 1 else 'is'} about to {self._describe(collective)}"
-            for collective, ranks in ranks_by_collective.items()
+            f"{rank_names(ranks)} {'are' if len(ranks) > 1 else 'is'} about to "
+            f"{self._describe(collective)}"
+            for collective, ranks in ranks_by_value(dict(enumerate(by_rank))).items()
         )
 
     def _describe(self, collective: Collective) -> str:

@@ -20,7 +20,7 @@ from distmp.distributed.collectives import all_gather
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import OptimizerFactory
-from distmp.optim.sharded import build_on_shares
+from distmp.optim.sharded import build_on_shards
 from distmp.parallel import fsdp_internals
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
@@ -143,7 +143,7 @@ class FullySharded1(ShardedStrategy):
     def build_optimizer(
         self, factory: OptimizerFactory, parameters: Sequence[tuple[str, Tensor]]
     ) -> torch.optim.Optimizer:
-        return build_on_shares(
+        return build_on_shards(
             factory, parameters, self._shapes, ("strategy", "fsdp1"), quiet=self._group.rank() > 0
         )
 

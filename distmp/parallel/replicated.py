@@ -16,8 +16,8 @@ from distmp.optim import OptimizerFactory
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.module_buffers import buffer_values, revert_buffers
+from distmp.parallel.settings import AccumulationSettings
 from distmp.parallel.strategy import (
-    AccumulationSettings,
     KnownParameters,
     Strategy,
     broadcast_from_rank_zero,
@@ -150,9 +150,9 @@ class Replicated(Strategy):
         if not self._parts[0].buckets.sharded:
             return super().build_optimizer(factory, parameters)
         # Import lazily: most runs do not need it.
-        from distmp.optim.sharded import build_on_shares
+        from distmp.optim.sharded import build_on_shards
 
-        return build_on_shares(factory, parameters, self._shapes, quiet=self._world.rank > 0)
+        return build_on_shards(factory, parameters, self._shapes, quiet=self._world.rank > 0)
 
     def compare_microbatches(self, microbatches: int) -> None:
         if self._order is not None:
@@ -224,9 +224,9 @@ class Replicated(Strategy):
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         for part in self._parts:
-            share = part.parameters.shares.get(name)
-            if share is not None and tensor.shape == (share.stop - share.start,):
-                return FlatShard.of(tensor, self._shapes[name], share.start)
+            shard = part.parameters.shard_ranges.get(name)
+            if shard is not None and tensor.shape == (shard.stop - shard.start,):
+                return FlatShard.of(tensor, self._shapes[name], shard.start)
         return tensor
 
 

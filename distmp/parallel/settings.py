@@ -6,7 +6,7 @@ finds the blocks of a model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal, get_args
 
 from distmp.errors import ConfigError, nearest
@@ -16,7 +16,11 @@ Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
 ActivationCheckpointing = Literal["none", "blocks"]
 Compilation = Literal["none", "blocks", "model"]
 
+STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
+# Removed names of strategies, and the strategy with the same results that they select now.
+FORMER_STRATEGIES = {"ddp-torch": "ddp"}
 SHARDED_STRATEGIES = ("fsdp", "hsdp", "fsdp1")
+ON_NONFINITE = ("skip_step", "drop_microbatch")
 
 
 @dataclass(frozen=True)
@@ -117,3 +121,58 @@ class ParallelConfig:
             value = getattr(self, setting)
             if value not in get_args(literal):
                 raise ConfigError(setting, value, nearest(str(value), get_args(literal)))
+
+
+@dataclass(frozen=True)
+class AccumulationSettings:
+    """How the strategies single and ddp accumulate, reduce and step gradients.
+
+    Attributes:
+        shard_optimizer: Whether every rank keeps and steps only its shard of the FP32 weights and
+            the optimizer state.
+        reproducible: Whether results are bitwise equal for every power-of-two number of ranks.
+        on_nonfinite: "skip_step", or "drop_microbatch" to drop only microbatches with non-finite
+            gradients.
+
+    Raises:
+        ConfigError: If a value is not one of these.
+    """
+
+    shard_optimizer: bool = False
+    reproducible: bool = False
+    on_nonfinite: str = "skip_step"
+
+    def __post_init__(self) -> None:
+        check_types(self, skip={"on_nonfinite"})
+        if self.on_nonfinite not in ON_NONFINITE:
+            raise ConfigError(
+                "precision.on_nonfinite",
+                self.on_nonfinite,
+                nearest(self.on_nonfinite, ON_NONFINITE),
+            )
+
+    @property
+    def drop_non_finite(self) -> bool:
+        """Whether single microbatches can be dropped."""
+        return self.on_nonfinite == "drop_microbatch"
+
+    def refuse_for(self, strategy: str) -> None:
+        """Refuse settings that a sharded strategy does not implement.
+
+        Raises:
+            ConfigError: Naming the first such setting.
+        """
+        problems = {
+            "shard_optimizer": "always shards the optimizer",
+            "reproducible": "does not control the order of additions in torch",
+            "on_nonfinite": "reduces gradients before they can be checked",
+        }
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value != setting.default:
+                section = "precision." if setting.name == "on_nonfinite" else ""
+                raise ConfigError(
+                    f"{section}{setting.name}",
+                    value,
+                    f"needs strategy single or ddp; {strategy} {problems[setting.name]}",
+                )

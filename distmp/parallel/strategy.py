@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
 
 import torch
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from distmp.distributed.world import World
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.optim.stepped import build_on
 from distmp.precision.policy import PrecisionPolicy, dtype_word
@@ -20,71 +19,10 @@ from distmp.scaling import GradientPart
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.dtypes import dtype_name
 
-STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
-# Removed names of strategies, and the strategy with the same results that they select now.
-FORMER_STRATEGIES = {"ddp-torch": "ddp"}
 REBUILD = (
     "unlike when the engine was built; change a model before you build the engine, or build a new "
     "engine"
 )
-ON_NONFINITE = ("skip_step", "drop_microbatch")
-
-
-@dataclass(frozen=True)
-class AccumulationSettings:
-    """How the strategies single and ddp accumulate, reduce and step gradients.
-
-    Attributes:
-        shard_optimizer: Whether every rank keeps and steps only its shard of the FP32 weights and
-            the optimizer state.
-        reproducible: Whether results are bitwise equal for every power-of-two number of ranks.
-        on_nonfinite: "skip_step", or "drop_microbatch" to drop only microbatches with non-finite
-            gradients.
-
-    Raises:
-        ConfigError: If a value is not one of these.
-    """
-
-    shard_optimizer: bool = False
-    reproducible: bool = False
-    on_nonfinite: str = "skip_step"
-
-    def __post_init__(self) -> None:
-        for name in ("shard_optimizer", "reproducible"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(name, getattr(self, name), "must be True or False")
-        if self.on_nonfinite not in ON_NONFINITE:
-            raise ConfigError(
-                "precision.on_nonfinite",
-                self.on_nonfinite,
-                nearest(self.on_nonfinite, ON_NONFINITE),
-            )
-
-    @property
-    def drop_non_finite(self) -> bool:
-        """Whether single microbatches can be dropped."""
-        return self.on_nonfinite == "drop_microbatch"
-
-    def refuse_for(self, strategy: str) -> None:
-        """Refuse settings that a sharded strategy does not implement.
-
-        Raises:
-            ConfigError: Naming the first such setting.
-        """
-        problems = {
-            "shard_optimizer": "always shards the optimizer",
-            "reproducible": "does not control the order of additions in torch",
-            "on_nonfinite": "reduces gradients before they can be checked",
-        }
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                section = "precision." if field.name == "on_nonfinite" else ""
-                raise ConfigError(
-                    f"{section}{field.name}",
-                    value,
-                    f"needs strategy single or ddp; {strategy} {problems[field.name]}",
-                )
 
 
 class Strategy(ABC):

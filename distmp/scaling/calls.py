@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from distmp.distributed.compare_ranks import FINGERPRINT_BITS
+from distmp.errors import ranks_by_value
 from distmp.scaling.optimizer_identity import OptimizerIdentity, all_identities, identify
 
 ADVICE = "make the same calls of the scaler in the same order on every rank"
@@ -189,10 +190,9 @@ def _different_order(
 ) -> str | None:
     """Return the order of optimizers on each rank, if ranks use the same ones in another order."""
     first = min(decisions)
-    ranks_by_order: dict[tuple[OptimizerIdentity, ...], list[int]] = {}
+    ranks_by_order = ranks_by_value({rank: decision.new for rank, decision in decisions.items()})
     is_other_order = False
     for rank, decision in decisions.items():
-        ranks_by_order.setdefault(decision.new, []).append(rank)
         for one, other in zip(decisions[first].new, decision.new, strict=False):
             has_one = one.digest in optimizers.get(rank, ())
             has_other = other.digest in optimizers.get(first, ())
@@ -216,12 +216,9 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _by_rank(calls: Mapping[int, str]) -> str:
     """Join the calls of ranks, each text once: "rank 0 calls A, ranks 1 and 2 call B"."""
-    ranks_by_call: dict[str, list[int]] = {}
-    for rank, call in calls.items():
-        ranks_by_call.setdefault(call, []).append(rank)
     return ", ".join(
         f"{format_ranks(ranks)} {call.replace('calls', 'call', len(ranks) - 1)}"
-        for call, ranks in ranks_by_call.items()
+        for call, ranks in ranks_by_value(calls).items()
     )
 
 

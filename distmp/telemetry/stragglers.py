@@ -6,10 +6,8 @@ import math
 import socket
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from distmp.distributed.collectives import all_gather
 from distmp.distributed.own_time import STEPS, OwnTime, StepClock
@@ -58,8 +56,7 @@ class Stragglers:
         self._pending: _PendingTimes | None = None
 
     def _names(self) -> list[str]:
-        hosts: list[Any] = [None] * self._world.world_size
-        dist.all_gather_object(hosts, socket.gethostname(), group=self._world.group)
+        hosts = self._world.ranks.gather(socket.gethostname())
         return [f"rank {rank} on {host}" for rank, host in enumerate(hosts)]
 
     def before(self, step: int) -> None:

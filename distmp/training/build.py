@@ -66,7 +66,7 @@ class Run:
     progress: Progress
 
 
-def build_run(config: RunConfig, world: World, console: Console) -> Run:
+def build_run(config: RunConfig, world: World, console: Console, restarts: Restarts) -> Run:
     """Build a run, load its checkpoint, and print a summary. Collective over all ranks.
 
     Raises:
@@ -74,7 +74,6 @@ def build_run(config: RunConfig, world: World, console: Console) -> Run:
     """
     callbacks = world.ranks.all_or_none(lambda: load_callbacks(config.callbacks))
     components = world.ranks.all_or_none(lambda: prepare(config, world))
-    restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
     checkpoint = world.ranks.all_or_none(
         lambda: restarts.checkpoint(lambda: find_checkpoint(config))
     )

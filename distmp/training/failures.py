@@ -46,10 +46,7 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
     stop_watching()
     store: rendezvous_store.Store = rendezvous_store.HashStore()
     if world.group is not None:
-        job_store = rendezvous_store.connect(STORE_SECONDS)
-        store = rendezvous_store.for_attempt(
-            job_store, rendezvous_store.restarts(), world.world_size
-        )
+        store = rendezvous_store.for_current_attempt(world.world_size, STORE_SECONDS)
     peers = Peers(rendezvous_store.PrefixStore("peers", store), world.rank, world.world_size)
     never = float("inf")
     _watchdog = Watchdog(

@@ -16,11 +16,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from distmp.distributed import rendezvous_store
 from distmp.distributed.world import World
 from distmp.errors import DistmpError
+from distmp.training.run_directory import try_to_write
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.files import replacing
 from distmp.utils.settings.flat import digest
@@ -49,21 +48,13 @@ def record(path: Path, world: World, configuration: Mapping[str, Any], first_ste
         SetupError: On every rank, if the file exists and is not a manifest.
     """
     own = {"host": socket.gethostname(), "pid": os.getpid(), "device": device_name(world)}
-    ranks: list[Any] = [own]
-    if world.group is not None:
-        ranks = [None] * world.world_size
-        dist.all_gather_object(ranks, own, group=world.group)
+    ranks = world.ranks.gather(own)
 
-    def write() -> None:
-        if world.rank != 0:
-            return
-        try:
-            start = describe_start(configuration)
-            append(path, {**start, "first_step": first_step, "ranks": ranks})
-        except OSError as error:
-            logger.warning("cannot write %s: %s; training continues without it", path, error)
+    def write(path: Path) -> None:
+        start = describe_start(configuration)
+        append(path, {**start, "first_step": first_step, "ranks": ranks})
 
-    world.ranks.all_or_none(write)
+    world.ranks.from_rank_0(lambda: try_to_write(path, write, logger.warning))
 
 
 def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:

@@ -88,12 +88,19 @@ class Restarts:
 
         Raises:
             TrainingError: If the last restarts completed no further step.
+            RecordError: If a line of the record file is damaged.
         """
         if self.directory is None:
             self._store_value("first checkpoint", None if checkpoint is None else str(checkpoint))
             self._store_value("directory", str(directory.path))
             return
-        reached, best = _last_step(directory), self._stored_value("reached")
+        try:
+            reached = _last_step(directory)
+        except RecordError as error:
+            # Every later attempt would fail to append to this file, too.
+            self.give_up(error.exit_code)
+            raise
+        best = self._stored_value("reached")
         futile = 0 if best is None or reached > best else self._stored_value("futile") + 1
         self._store_value("reached", reached if best is None else max(reached, best))
         self._store_value("futile", futile)
@@ -172,5 +179,5 @@ def _last_step(directory: RunDirectory) -> int:
     """Return the last step with a record."""
     try:
         return max((record.step for record in read_records(directory.records)), default=0)
-    except (OSError, RecordError):
+    except OSError:  # no file yet, or one that cannot be read, of which `RecordWriter` warns
         return 0

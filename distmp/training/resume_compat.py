@@ -1,7 +1,7 @@
 """Compares a run with the one that wrote its checkpoint, and decides whether it may resume.
 
-Each setting declares the effect of a change, see `distmp.utils.resume_rules`. `RUN_FACTS` lists the
-other properties of a run that are compared.
+Each setting declares the effect of a change, see `distmp.utils.resume_rules`. `RUN_PROPERTIES`
+lists the other properties of a run that are compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distmp.utils.resume_rules import ResumeRule, resume_rules
 _OTHER_SAMPLES = "the position in the data refers to other samples"
 
 
-class RunFact(NamedTuple):
+class RunProperty(NamedTuple):
     """A property of a run that is compared and is not a setting.
 
     Attributes:
@@ -34,24 +34,24 @@ class RunFact(NamedTuple):
     rule: ResumeRule
 
 
-RUN_FACTS = {
-    "samples in the data": RunFact("data", "samples", ResumeRule("dangerous", _OTHER_SAMPLES)),
-    "vocabulary of the data": RunFact(
+RUN_PROPERTIES = {
+    "samples in the data": RunProperty("data", "samples", ResumeRule("dangerous", _OTHER_SAMPLES)),
+    "vocabulary of the data": RunProperty(
         "data", "vocabulary", ResumeRule("dangerous", "token ids have another meaning")
     ),
-    "digest of the data": RunFact("data", "digest", ResumeRule("dangerous", _OTHER_SAMPLES)),
-    "number of ranks": RunFact("ranks", "number", ResumeRule("harmless")),
-    "device": RunFact("ranks", "device", ResumeRule("harmless")),
-    "resolved precision": RunFact(
+    "digest of the data": RunProperty("data", "digest", ResumeRule("dangerous", _OTHER_SAMPLES)),
+    "number of ranks": RunProperty("ranks", "number", ResumeRule("harmless")),
+    "device": RunProperty("ranks", "device", ResumeRule("harmless")),
+    "resolved precision": RunProperty(
         "ranks",
         "precision",
         ResumeRule("consequential", "forward, backward and reductions round differently"),
     ),
-    "version of distmp": RunFact("versions", "distmp", ResumeRule("harmless")),
-    "version of torch": RunFact("versions", "torch", ResumeRule("harmless")),
-    "version of Python": RunFact("versions", "python", ResumeRule("harmless")),
+    "version of distmp": RunProperty("versions", "distmp", ResumeRule("harmless")),
+    "version of torch": RunProperty("versions", "torch", ResumeRule("harmless")),
+    "version of Python": RunProperty("versions", "python", ResumeRule("harmless")),
 }
-"""Facts by their name in messages."""
+"""Properties by their name in messages."""
 
 _MISSING = object()
 # A setting that exists in one of two versions of distmp only.
@@ -62,8 +62,8 @@ logger = logging.getLogger("distmp")
 
 @functools.cache
 def all_rules() -> Mapping[str, ResumeRule]:
-    """Return the rules of all settings and facts, by name."""
-    return resume_rules(RunConfig) | {name: fact.rule for name, fact in RUN_FACTS.items()}
+    """Return the rules of all settings and properties, by name."""
+    return resume_rules(RunConfig) | {name: entry.rule for name, entry in RUN_PROPERTIES.items()}
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Changes:
 def compare(
     before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> Changes:
-    """Compare the settings and facts of two runs, name by name.
+    """Compare the settings and properties of two runs, name by name.
 
     Args:
         before: Values when the checkpoint was written, by dotted name.

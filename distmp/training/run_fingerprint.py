@@ -12,7 +12,7 @@ from distmp.data.identity import identity
 from distmp.distributed.world import World
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
-from distmp.training.resume_compat import RUN_FACTS, Changes, compare
+from distmp.training.resume_compat import RUN_PROPERTIES, Changes, compare
 from distmp.utils.environment_info import versions
 from distmp.utils.settings import current_name, former_names, leaf_names, to_mapping
 from distmp.utils.settings.flat import digest, flat
@@ -64,18 +64,19 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
         current_name(name, former): value
         for name, value in flat(before["configuration"], leaves).items()
     }
-    facts_before, facts_now = _facts(before), _facts(now)
-    known = [name for name in facts_now if name in facts_before]
+    properties_before, properties_now = _properties(before), _properties(now)
+    known = [name for name in properties_now if name in properties_before]
     return compare(
-        settings_before | {name: facts_before[name] for name in known},
-        flat(now["configuration"], leaves) | {name: facts_now[name] for name in known},
+        settings_before | {name: properties_before[name] for name in known},
+        flat(now["configuration"], leaves) | {name: properties_now[name] for name in known},
         defaults=flat(to_json(RunConfig()), leaves),
     )
 
 
-def _facts(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts that a fingerprint contains, by the names of `RUN_FACTS`."""
+def _properties(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the properties that a fingerprint contains, by the names of `RUN_PROPERTIES`."""
     values = {
-        name: fingerprint.get(fact.section, {}).get(fact.key) for name, fact in RUN_FACTS.items()
+        name: fingerprint.get(entry.section, {}).get(entry.key)
+        for name, entry in RUN_PROPERTIES.items()
     }
     return {name: value for name, value in values.items() if value is not None}

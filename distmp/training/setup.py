@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 from distmp.checkpoint import store
+from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
 from distmp.data.loading import Batch, step_batches
 from distmp.data.order import microbatches_per_rank
+from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.models.build import Loss, build_loss, build_model
@@ -154,7 +156,8 @@ def find_checkpoint(config: RunConfig) -> store.StoredCheckpoint | None:
     if config.resume is None:
         return None
     place = config.checkpoint.path
-    run = store.Ranks(None).on_rank_0(
+    run = rank_0_or_checkpoint_error(
+        Ranks(None),
         f"find the folder of {config.run_dir}",
         lambda: str((latest_run(config.run_dir, place) or RunDirectory(Path(config.run_dir))).path),
     )

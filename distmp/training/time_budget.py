@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
 
 import psutil
+
+from distmp.distributed.rank_environment import is_under_torchrun
 
 # The next steps are expected to take as long as the slowest of this many recent ones.
 _STEPS_REMEMBERED = 50
@@ -72,5 +73,5 @@ def job_started() -> float:
     restart of the ranks; otherwise it is the start of this process.
     """
     # torchrun's agent is the parent of each rank.
-    parent = psutil.Process().parent() if "TORCHELASTIC_RUN_ID" in os.environ else None
+    parent = psutil.Process().parent() if is_under_torchrun() else None
     return (parent or psutil.Process()).create_time()

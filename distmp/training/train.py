@@ -102,7 +102,7 @@ def end_process(exit_code: int) -> NoReturn:
 def _train(
     log: RankLog, callbacks: Sequence[Callback], config: RunConfig, environment: RankEnvironment
 ) -> int:
-    restarts = Restarts.of_this_job(environment.world_size)
+    restarts = Restarts.of_this_job(environment.world_size, config.checkpoint.path)
     if (given_up := restarts.given_up()) is not None:
         if given_up == STOPPED_EXIT_CODE:
             if environment.rank == 0:
@@ -118,7 +118,7 @@ def _train(
         with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
         failures.watch(world, config.hang_seconds, 0.9 * 60 * config.timeout_minutes)
-        trainer = Trainer(config, world, console, callbacks)
+        trainer = Trainer(config, world, console, callbacks, restarts)
         log.place(trainer.directory.log(world.rank))
         finished = trainer.run(stop)
         if not finished:

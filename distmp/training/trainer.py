@@ -21,6 +21,7 @@ from distmp.training.build import build_run
 from distmp.training.callbacks import Callback, PendingStep, StepResult
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.order import in_order
+from distmp.training.restarts import Restarts
 from distmp.training.setup import training_batches
 from distmp.training.spikes import action_for
 from distmp.training.time_budget import job_started
@@ -36,6 +37,7 @@ class Trainer:
         world: The ranks.
         console: Prints messages; quiet on all ranks but the first.
         callbacks: Called after those of `config.callbacks`. Every rank passes the same ones.
+        restarts: Earlier attempts of this job; None reads them from the launcher's store.
 
     Attributes:
         components: Data, loss, and the model before it was distributed.
@@ -51,9 +53,16 @@ class Trainer:
     """
 
     def __init__(
-        self, config: RunConfig, world: World, console: Console, callbacks: Sequence[Callback] = ()
+        self,
+        config: RunConfig,
+        world: World,
+        console: Console,
+        callbacks: Sequence[Callback] = (),
+        restarts: Restarts | None = None,
     ) -> None:
-        run = build_run(config, world, console)
+        if restarts is None:
+            restarts = Restarts.of_this_job(world.world_size, config.checkpoint.path)
+        run = build_run(config, world, console, restarts)
         self.config = config
         self.world = world
         self.console = console

@@ -16,6 +16,7 @@ from distmp.checkpoint import layout
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import INDEX_FILE, is_checkpoint, storage
+from tests.checkpoint import listing
 
 REMOVE_TREE = shutil.rmtree
 
@@ -39,14 +40,14 @@ def names(directory: Path) -> list[str]:
 
 
 def test_latest_of_nothing(tmp_path: Path) -> None:
-    assert layout.latest(tmp_path / "missing") is None
-    assert layout.latest(tmp_path) is None
+    assert listing.latest(tmp_path / "missing") is None
+    assert listing.latest(tmp_path) is None
 
 
 def test_latest_is_by_number_not_by_letters(tmp_path: Path) -> None:
     save(tmp_path, 999_999)
     save(tmp_path, 1_000_000)
-    assert layout.latest(tmp_path) == tmp_path / "step-1000000"
+    assert listing.latest(tmp_path) == tmp_path / "step-1000000"
 
 
 def test_keep(tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_unfinished_and_foreign_directories_are_not_checkpoints(tmp_path: Path) 
     for name in ("step-000004.removing", "step-000005.abandoned", "step-6", "step-000007x"):
         shutil.copytree(tmp_path / "step-000001", tmp_path / name)
     (tmp_path / "step-000008").mkdir()
-    assert layout.latest(tmp_path) == tmp_path / "step-000001"
+    assert listing.latest(tmp_path) == tmp_path / "step-000001"
 
 
 def test_leftovers_of_a_crash_are_removed(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_later_steps_are_set_aside(tmp_path: Path) -> None:
     for step in (10, 20, 30):
         save(tmp_path, step, keep=3)
     save(tmp_path, 15, keep=3)
-    assert layout.latest(tmp_path) == tmp_path / "step-000015"
+    assert listing.latest(tmp_path) == tmp_path / "step-000015"
     aside = ["step-000020.abandoned", "step-000030.abandoned"]
     assert names(tmp_path) == ["step-000010", "step-000015", *aside]
     assert is_checkpoint(tmp_path / "step-000030.abandoned")
@@ -146,7 +147,7 @@ def killed_save(directory: Path, step: int, keep: int, content: str, lives: int)
 
 
 def found(directory: Path) -> tuple[int, str] | None:
-    path = layout.latest(directory)
+    path = listing.latest(directory)
     if path is None:
         return None
     assert isinstance(path, Path)
@@ -162,7 +163,7 @@ def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
             save(directory, earlier, keep=3, content="old")
         killed = killed_save(directory, step, 2, "new", lives)
         assert found(directory) in ((3, "old"), (step, "new"))
-        assert all((path / "data").exists() for path in layout.checkpoints(directory).values())
+        assert all((path / "data").exists() for path in listing.checkpoints(directory).values())
         save(directory, step, keep=1, content="newer")
         assert found(directory) == (step, "newer")
         assert [n for n in names(directory) if "abandoned" not in n] == [f"step-{step:06d}"]
@@ -187,7 +188,7 @@ class CrashingSaves(RuleBasedStateMachine):
     def save(self, step: int, keep: int) -> None:
         self.current = (step, next(self.contents))
         save(self.directory, step, keep, self.current[1])
-        assert len(layout.checkpoints(self.directory)) <= keep
+        assert len(listing.checkpoints(self.directory)) <= keep
 
     @rule(step=st.integers(0, 4), keep=st.integers(1, 3), lives=st.integers(0, 8))
     def crash(self, step: int, keep: int, lives: int) -> None:

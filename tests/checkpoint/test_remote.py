@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from distmp.checkpoint import store
-from distmp.checkpoint.layout import checkpoints, discard
+from distmp.checkpoint.layout import discard
 from distmp.checkpoint.location import Location, RemotePath, locate
 from distmp.errors import CheckpointError
 from distmp.telemetry import read_records
 from distmp.training.train import main
-from tests.checkpoint import tiny
+from tests.checkpoint import listing, tiny
 from tests.checkpoint.objects import URL
 from tests.ranks import ranks
 from tests.torchrun import TINY, corpus
@@ -46,10 +46,10 @@ def names(directory: Location) -> list[str]:
 
 
 def test_round_trip(directory: Location) -> None:
-    assert store.latest(directory) is None
+    assert listing.latest(directory) is None
     assert store.usable(directory) == (None, [], [])
     path = save(directory, 1)
-    assert path == store.latest(directory) == store.usable(directory).checkpoint.path
+    assert path == listing.latest(directory) == store.usable(directory).checkpoint.path
     assert str(path) == f"{directory}/step-000001"
     assert content(path) == 100
     assert store.StoredCheckpoint(path).numbers == {"content": 0}
@@ -65,18 +65,18 @@ def test_the_same_step_again(directory: Location) -> None:
     save(directory, 1)
     for number in (1, 2):
         path = save(directory, 1, content=number)
-        assert content(path) == content(store.latest(directory)) == 100 + number
+        assert content(path) == content(listing.latest(directory)) == 100 + number
         assert len(names(directory)) == 1
 
 
 def test_later_steps_are_set_aside(directory: Location) -> None:
     save(directory, 10, 20, 30)
     save(directory, 15)
-    assert list(checkpoints(directory)) == [10, 15]
+    assert list(listing.checkpoints(directory)) == [10, 15]
     assert store.usable(directory).checkpoint.path == directory / "step-000015"
     assert content(store.resolve(f"{directory}/step-000030", directory).path) == 3000
     save(directory, 30, content=1)
-    assert content(store.latest(directory)) == 3001
+    assert content(listing.latest(directory)) == 3001
     assert content(directory / "step-000030") == 3000
 
 
@@ -147,7 +147,7 @@ def test_killed_at_any_operation(tmp_path: Path, step: int) -> None:
         directory = locate("checkpoint.path", f"memory://{uuid.uuid4().hex}")
         save(directory, 1, 2)
         killed = killed_save(directory, step, lives)
-        for path in checkpoints(directory).values():
+        for path in listing.checkpoints(directory).values():
             store.StoredCheckpoint(path).verify()
         assert content(store.usable(directory).checkpoint.path) in (200, 100 * step + 1)
         save(directory, step, keep=1, content=2)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from distmp.checkpoint import dcp, store
 from distmp.checkpoint.storage import LocalStorage
 from distmp.errors import CheckpointError
+from tests.checkpoint import listing
 from tests.ranks import ranks, run_ranks
 
 NUMBERS = {"step": 7, "loss": 0.1 + 0.2, "name": "run", "nested": {"list": [1, None, True]}}
@@ -66,7 +67,7 @@ def assert_all_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
 
 def test_round_trip_without_process_group(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     path = store.save(tmp_path / "run", 7, plain_tensors(), NUMBERS, keep=1)
-    assert path == store.latest(tmp_path / "run") == tmp_path / "run" / "step-000007"
+    assert path == listing.latest(tmp_path / "run") == tmp_path / "run" / "step-000007"
     found = zeros(plain_tensors())
     addresses = {name: tensor.data_ptr() for name, tensor in found.items()}
     assert store.load(path, found) == []
@@ -179,7 +180,7 @@ def test_save_in_a_thread_while_the_ranks_talk(tmp_path: Path) -> None:
         while not (rounds > 20 and agreed(saving.done())):
             rounds += 1
     found = zeros(tensors)
-    store.load(saving.result(), found, group=group)
+    store.load(saving.result(), found)
     assert_all_equal(found, plain_tensors())
 
 
@@ -244,7 +245,7 @@ def _save_and_fail(directory: Path, point: str, failing_rank: int) -> tuple[str,
     with pytest.raises(CheckpointError) as error:
         store.save(directory, 2, tensors | {"mark": torch.tensor(2.0)}, {}, keep=1)
     found = {"mark": torch.tensor(0.0)}
-    latest = store.latest(directory)
+    latest = listing.latest(directory)
     assert latest is not None
     store.load(latest, found)
     return str(error.value), found["mark"].item()
@@ -295,13 +296,13 @@ def _save_to_storage_of_its_own(directory: Path) -> str:
 def test_storage_must_be_shared(tmp_path: Path) -> None:
     messages = run_ranks(_save_to_storage_of_its_own, 2, tmp_path)
     assert "all hosts must write to the same, shared storage" in messages[0]
-    assert store.latest(tmp_path) is None
+    assert listing.latest(tmp_path) is None
 
 
 def test_numbers_must_fit_json(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not JSON serializable"):
         store.save(tmp_path, 1, {}, {"tensor": torch.ones(1)}, keep=1)
-    assert store.latest(tmp_path) is None
+    assert listing.latest(tmp_path) is None
 
 
 @ranks(2)

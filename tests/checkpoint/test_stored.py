@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from distmp.checkpoint import store, stored
 from distmp.checkpoint.location import Location, RemotePath, locate
+from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError
 from distmp.training.setup import restore
 from distmp.training.train import main
@@ -110,7 +111,7 @@ def test_remote_files_that_do_not_fit_into_memory_are_read_again(
 def test_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cgroups, "memory_limit", lambda: 16_000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert stored._spare_bytes(store.Ranks(None)) == 2_000
+    assert stored._spare_bytes(Ranks(None)) == 2_000
 
 
 @pytest.mark.parametrize("then", ["load", "forget"])

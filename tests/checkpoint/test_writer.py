@@ -24,6 +24,7 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import CheckpointError
+from tests.checkpoint import listing
 from tests.parallel.sharding import sharded
 from tests.progress import of_children
 from tests.ranks import ranks, run_ranks
@@ -241,7 +242,7 @@ def test_leaving_finishes_the_save(
         saving.save(1, {"a": torch.ones(1)}, {})
         if error is not None:
             raise error
-    assert store.latest(tmp_path) is not None
+    assert listing.latest(tmp_path) is not None
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("of one rank")])
@@ -382,7 +383,7 @@ def test_a_model_that_changes_its_weights_in_forward_is_told_what_to_do(tmp_path
         weight.mul_(2)
     assert "model/weight was changed" in messages[0]
     assert "set checkpoint.asynchronous to false" in messages[0]
-    assert store.latest(tmp_path) is None
+    assert listing.latest(tmp_path) is None
 
 
 @ranks(2)
@@ -394,7 +395,7 @@ def test_a_rank_without_memory_fails_the_save_of_all(tmp_path: Path) -> None:
         saving.save(1, {f"weight {n}": torch.ones(3) for n in range(4)}, {})
     assert f"cannot save {tmp_path / 'step-000001'}" in messages[0]
     assert "the state could not be copied to host memory (MemoryError: not enough)" in messages[0]
-    assert store.latest(tmp_path) is None
+    assert listing.latest(tmp_path) is None
 
 
 def _no_memory(*_: Any) -> Tensor:
@@ -436,7 +437,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) ->
     assert done.stdout.split() == [str(-signal.SIGKILL.value)] * 3, done.stderr
     for point in ("write_data", "finish", "publish"):
         assert (tmp_path / point / "step-000002.writing").exists()
-        latest = store.latest(tmp_path / point)
+        latest = listing.latest(tmp_path / point)
         assert latest == tmp_path / point / "step-000001"
         found = {"a": torch.zeros(4)}
         store.load(latest, found)

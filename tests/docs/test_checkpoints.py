@@ -12,6 +12,7 @@ from distmp.config import RunConfig
 from distmp.training.run_directory import RunDirectory
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping
+from tests.checkpoint import listing
 from tests.torchrun import TINY, corpus
 
 PAGE = (Path(__file__).parent.parent.parent / "docs" / "checkpoints.md").read_text()
@@ -35,7 +36,7 @@ def test_contents(tmp_path: Path) -> None:
     data, run = corpus(tmp_path / "corpus"), tmp_path / "run"
     arguments = [*TINY, f"--data.path={data}", f"--run-dir={run}", "--steps=1"]
     assert main([*arguments, "--precision.policy=fp16"]) == 0
-    path = store.latest(run / "checkpoints")
+    path = listing.latest(run / "checkpoints")
     assert path is not None
     described = first_column(section("Contents"))
     files = {file.name for file in path.iterdir()}

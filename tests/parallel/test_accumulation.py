@@ -30,19 +30,23 @@ FACTS = AccumulationMemory(
 @pytest.mark.parametrize(
     ("changes", "place", "reason"),
     [
-        ({}, "unsharded", "a rank sends 3.5 GB per step instead of 14 GB per step; the full FP32 "),
-        ({"microbatches": None}, "unsharded", "3.5 GB per step instead of 3.5 GB per microbatch"),
+        ({}, "unsharded", "a rank sends 3.3 GiB per step instead of 13.0 GiB per step; the full "),
+        ({"microbatches": None}, "unsharded", "3.3 GiB per step instead of 3.3 GiB per microbatch"),
         ({"microbatches": 1}, "sharded", "a step has one microbatch"),
-        ({"free_bytes": 10**10}, "sharded", "gradients would take 4 GB of 10 GB free memory"),
+        ({"free_bytes": 10**10}, "sharded", "gradients would take 3.7 GiB of 9.3 GiB free memory"),
         (
             {"free_bytes": 10**10, "replicas": 2},
             "hybrid",
-            "gradients would take 4 GB of 10 GB free",
+            "gradients would take 3.7 GiB of 9.3 GiB free",
         ),
         ({"comm_bytes": 2}, "sharded", "gradients of one microbatch lose nothing in 16-bit"),
         ({"comm_bytes": 2, "replicas": 2}, "hybrid", "lose nothing in 16-bit communication"),
         # Autocast: gradients are FP32, so communication in 16 bits rounds them.
-        ({"comm_bytes": 2, "gradient_bytes": 4}, "unsharded", "1.75 GB per step instead of 7 GB"),
+        (
+            {"comm_bytes": 2, "gradient_bytes": 4},
+            "unsharded",
+            "1.6 GiB per step instead of 6.5 GiB",
+        ),
         ({"weight_bytes": 2}, "unsharded", "FP32 sums for 16-bit weights"),
         ({"weight_bytes": 2, "replicas": 2}, "hybrid", "FP32 sums for 16-bit weights"),
     ],

@@ -100,7 +100,8 @@ def test_what_fsdp_needs_is_not_imported_without_it() -> None:
 import sys, torch
 before = set(sys.modules)
 import distmp
-from distmp.parallel import World, build_strategy
+from distmp.distributed.world import World
+from distmp.parallel import build_strategy
 build_strategy("single", torch.nn.Linear(1, 1), distmp.policy("bf16"), World.current("cpu"))
 print([name for name in sorted(set(sys.modules) - before) if "fsdp" in name or "_tensor" in name
        or name in ("tyro", "rich", "matplotlib", "yaml", "accelerate")])

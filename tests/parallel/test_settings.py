@@ -23,16 +23,25 @@ def world(size: int) -> World:
     ("arguments", "message"),
     [
         ("--sharding.accumulate unshard", "sharding.accumulate = 'unshard'"),
-        ("--sharding.accumulate hybrid --strategy fsdp", "is for the strategies hsdp, and"),
-        ("--sharding.accumulate sharded", "is for the strategies fsdp, hsdp and fsdp1, and"),
+        (
+            "--sharding.accumulate hybrid --strategy fsdp",
+            "applies only to the strategies hsdp, but",
+        ),
+        (
+            "--sharding.accumulate sharded",
+            "applies only to the strategies fsdp, hsdp and fsdp1, but",
+        ),
         (
             "--sharding.accumulate unsharded --strategy fsdp1",
             "FSDP1 accumulates unsharded gradients",
         ),
-        ("--sharding.shard-size 2 --strategy fsdp", "sharding.shard_size = 2: is for"),
+        ("--sharding.shard-size 2 --strategy fsdp", "sharding.shard_size = 2: applies only to"),
         ("--sharding.shard-size 0 --strategy hsdp", "sharding.shard_size = 0: use 1 or more"),
         ("--no-sharding.reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),
-        ("--sharding.offload --strategy fsdp1", "is for the strategies fsdp and hsdp, and"),
+        (
+            "--sharding.offload --strategy fsdp1",
+            "applies only to the strategies fsdp and hsdp, but",
+        ),
         ("--compile block", "compile = 'block'"),
         ("--activation-checkpointing all", "activation_checkpointing = 'all'"),
         (

@@ -12,6 +12,7 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.engine import rank_consistency
 from distmp.errors import ConfigError
+from tests.checkpoint import listing
 from tests.ranks import run_ranks
 from tests.reference import (
     FOUR_RANKS,
@@ -64,10 +65,10 @@ def compare_with_replicated() -> None:
                 torch.testing.assert_close(parameter, parameters[name], rtol=1e-2, atol=1e-5)
             # The parameters of the module are the same on all ranks.
             assert rank_consistency.check(sharded) is None
-            check_shares(sharded, world_size)
+            check_shards(sharded, world_size)
 
 
-def check_shares(engine: Any, world_size: int) -> None:
+def check_shards(engine: Any, world_size: int) -> None:
     """Each rank steps about 1/ranks of all elements, and has optimizer state for these only."""
     total = sum(parameter.numel() for parameter in engine.module.parameters())
     held = sum(p.numel() for group in engine.optimizer.param_groups for p in group["params"])
@@ -140,7 +141,7 @@ def test_checkpoints_fit_other_numbers_of_ranks_and_whole_optimizers(
     for number, (world_size, options) in enumerate(ways[:3]):
         directory = tmp_path / str(number)
         expected = on_ranks(world_size, save_after, 4, directory, options)
-        checkpoint = store.latest(directory)
+        checkpoint = listing.latest(directory)
         for other_size, other in ways:
             found = on_ranks(other_size, load_and_train, 4, checkpoint, other)
             if (other_size, other) == (world_size, options):

@@ -17,6 +17,7 @@ from distmp.parallel import ParallelConfig
 from distmp.precision import PRESETS, PrecisionPolicy
 from distmp.scaling import LossScaleConfig
 from distmp.training.setup import restore
+from tests.checkpoint import listing
 from tests.parallel.sharding import FOUR_BY_TWO, Observed, sharded
 from tests.parallel.test_replicated import train_rank
 from tests.ranks import ranks, run_ranks
@@ -268,7 +269,7 @@ def test_a_checkpoint_of_each_strategy_continues_under_each_other(tmp_path: Path
         ("hsdp", "fsdp1"),
     ):
         engine = make_engine(model=make_model(seed=9), policy="fp16", **CHECKPOINTED[target])
-        restore(engine, store.StoredCheckpoint(store.latest(tmp_path / source)))
+        restore(engine, store.StoredCheckpoint(listing.latest(tmp_path / source)))
         assert_same_bits(weights(engine), before[source])
         resumed = make_engine(model=make_model(seed=8), policy="fp16", **CHECKPOINTED[target])
         resumed.load_state_dict(engine.state_dict())

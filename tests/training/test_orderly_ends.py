@@ -27,6 +27,7 @@ from distmp.training.callbacks.time_limit import TimeLimit
 from distmp.training.time_budget import TimeBudget
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
+from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.progress import of_children
 from tests.ranks import ranks, run_ranks
@@ -269,7 +270,7 @@ def test_launch_ends_with_the_exit_code_of_the_ranks(tmp_path: Path) -> None:
 
 def assert_stopped_once(folder: Path, output: str) -> None:
     assert (folder / "signals").read_text() == "sent ", output
-    checkpoint = store.latest(folder / "run" / "checkpoints")
+    checkpoint = listing.latest(folder / "run" / "checkpoints")
     assert checkpoint is not None
     step = store.StoredCheckpoint(checkpoint).numbers["step"]
     assert 4 <= step < 10
@@ -319,4 +320,4 @@ def test_exit_codes_of_a_single_process(
     assert (
         f"({signal.Signals(number).name}); continue with --resume auto" in capsys.readouterr().out
     )
-    assert store.latest(tmp_path / "run" / "checkpoints") is not None
+    assert listing.latest(tmp_path / "run" / "checkpoints") is not None

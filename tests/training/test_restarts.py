@@ -22,10 +22,11 @@ from distmp.distributed.progress import current_phase
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore, for_attempt
 from distmp.errors import TrainingError
 from distmp.faults.peers import Ending, Peers
-from distmp.telemetry import RecordWriter, read_records
+from distmp.telemetry import RecordError, RecordWriter, read_records
 from distmp.training.restarts import RESTARTS_WITHOUT_GAIN, Restarts
 from distmp.training.run_directory import RunDirectory, create_run
 from tests import elastic, faulty_runs
+from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.progress import of_children
 from tests.telemetry.samples import record
@@ -135,7 +136,7 @@ def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
 
 def _weights(run: Path) -> dict[str, torch.Tensor]:
     """Return all tensors of the run's last checkpoint."""
-    checkpoint = store.latest(run / "checkpoints")
+    checkpoint = listing.latest(run / "checkpoints")
     assert checkpoint is not None
     assert store.StoredCheckpoint(checkpoint).numbers["step"] == STEPS
     found = {
@@ -285,6 +286,16 @@ def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
             with pytest.raises(TrainingError, match=r"4 times in a row .* after step 6"):
                 attempt(memory, count).begin(run, None)
     assert attempt(memory, len(reached) + 1).given_up() == 1
+
+
+def test_a_damaged_record_ends_the_restarts_with_its_line(tmp_path: Path) -> None:
+    run = create_run(str(tmp_path / "run"))
+    memory = HashStore()
+    attempt(memory, 0).begin(run, None)
+    run.records.write_text("damaged\n")
+    with pytest.raises(RecordError, match=r"steps.jsonl, line 1: .* fix or delete that line"):
+        attempt(memory, 1).begin(run, None)
+    assert attempt(memory, 2).given_up() == 1
 
 
 def _pretend_checkpoint(run: RunDirectory, step: int) -> Path:

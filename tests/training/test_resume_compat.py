@@ -7,13 +7,13 @@ import pytest
 
 from distmp.config import RunConfig
 from distmp.errors import ConfigError
-from distmp.training.resume_compat import RUN_FACTS, Changes, all_rules, compare
+from distmp.training.resume_compat import RUN_PROPERTIES, Changes, all_rules, compare
 from distmp.utils.resume_rules import HARMLESS, consequential, resume_rules
 from distmp.utils.settings import leaf_names
 
 
 def test_every_setting_has_a_rule_and_no_rule_is_of_something_else() -> None:
-    compared = [*leaf_names(RunConfig), *RUN_FACTS]
+    compared = [*leaf_names(RunConfig), *RUN_PROPERTIES]
     assert sorted(set(compared) - set(all_rules())) == [], "declare what a change of these means"
     assert sorted(set(all_rules()) - set(compared)) == [], "there are no such settings"
 

@@ -20,6 +20,7 @@ from distmp.config import RunConfig
 from distmp.telemetry import StepRecord, read_records
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml
+from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
 from tests.progress import of_children
 from tests.torchrun import TINY, corpus, environment, python, run, torchrun
@@ -141,7 +142,7 @@ def test_a_run_leaves_everything_in_its_folder(
     assert (config.steps, config.data.path) == (3, str(data))
     assert [record.step for record in read_records(folder / "steps.jsonl")] == [1, 2, 3]
     assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert store.latest(folder / "checkpoints") == folder / "checkpoints" / "step-000003"
+    assert listing.latest(folder / "checkpoints") == folder / "checkpoints" / "step-000003"
     for expected in ("data:", "precision fp32", "strategy single", "step 3/3", "held-out loss"):
         assert expected in output
     assert "sample of generated text:\ndef " in output
@@ -412,7 +413,7 @@ def test_ctrl_c_ends_all_ranks_with_a_checkpoint(launcher: str, tmp_path: Path) 
         log.seek(0)
         output = log.read()
     records = read_records(tmp_path / "run" / "steps.jsonl")
-    checkpoint = store.latest(tmp_path / "run" / "checkpoints")
+    checkpoint = listing.latest(tmp_path / "run" / "checkpoints")
     assert checkpoint is not None
     assert store.StoredCheckpoint(checkpoint).numbers["step"] == records[-1].step
     assert f"stopped after step {records[-1].step}" in output

@@ -15,6 +15,7 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard, global_shape, rectangles
+from tests.checkpoint import listing
 from tests.ranks import run_ranks
 
 
@@ -105,7 +106,7 @@ def test_slices_are_saved_and_loaded_at_other_world_sizes(tmp_path: Path) -> Non
             save(directory)
         else:
             run_ranks(save, world_size, directory)
-        checkpoint = store.latest(directory)
+        checkpoint = listing.latest(directory)
         assert checkpoint is not None
         assert store.StoredCheckpoint(checkpoint).tensors["cube"] == ((3, 4, 5), torch.float32)
         load(checkpoint, as_slices=False)
@@ -120,7 +121,7 @@ def _load_slices(path: Path) -> None:
 
 def test_a_slice_of_another_shape_does_not_fit(tmp_path: Path) -> None:
     save(tmp_path)
-    checkpoint = store.latest(tmp_path)
+    checkpoint = listing.latest(tmp_path)
     assert checkpoint is not None
     wrong = FlatShard.of(torch.zeros(35), torch.Size([5, 7]), 0)
     with pytest.raises(CheckpointError, match=r"'matrix' has shape \[7, 5\] in it, not \[5, 7\]"):

@@ -232,8 +232,9 @@ def _mebibytes(text: str | None) -> int | None:
 def _native_dtypes() -> tuple[str, ...]:
     from distmp.distributed.world import local_device
     from distmp.precision.hardware import native_dtypes
+    from distmp.utils.dtypes import dtype_name
 
-    return tuple(str(dtype).removeprefix("torch.") for dtype in native_dtypes(local_device(0)))
+    return tuple(dtype_name(dtype) for dtype in native_dtypes(local_device(0)))
 
 
 def _size(path: Path) -> int | None:

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from distmp.config import RunConfig
-from distmp.errors import SetupError
-from distmp.launcher.preflight.store import PreflightStore, rank_names
+from distmp.errors import SetupError, rank_names, ranks_by_value
+from distmp.launcher.preflight.store import PreflightStore
 from distmp.utils import settings
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.settings.flat import digest, flat
@@ -117,9 +117,8 @@ def differing_variables(identities: Sequence[RankIdentity]) -> list[str]:
 def _difference(
     name: str, values: Sequence[Any], identities: Sequence[RankIdentity]
 ) -> Iterator[str]:
-    by_value: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        by_value.setdefault("unset" if value is None else json.dumps(value), []).append(rank)
+    texts = ["unset" if value is None else json.dumps(value) for value in values]
+    by_value = ranks_by_value(dict(enumerate(texts)))
     if len(by_value) > 1:
         parts = []
         for value, ranks in by_value.items():

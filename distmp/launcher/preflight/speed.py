@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -58,10 +58,7 @@ def measure_speed(store: PreflightStore, world: World, stride: int) -> list[Rank
     ]
     store.enter("reducing data over all ranks")
     all_reduce = _best_time(lambda: dist.all_reduce(sent), device)
-    own = RankSpeed(product, min(links, default=0.0), all_reduce)
-    gathered: list[Any] = [None] * world.world_size
-    dist.all_gather_object(gathered, tuple(own), group=world.group)
-    return [RankSpeed(*times) for times in gathered]
+    return world.ranks.gather(RankSpeed(product, min(links, default=0.0), all_reduce))
 
 
 def stride(local_sizes: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from distmp.distributed import rendezvous_store
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError
+from distmp.errors import LOST_PEER_EXIT_CODE, DistmpError, rank_names
 
 # Timeout of the connection to the store.
 STORE_SECONDS = 15.0
@@ -191,18 +191,6 @@ def describe_late_ranks(
         f"{', '.join(parts)} {'is' if len(parts) == 1 else 'are'} still {phase} after "
         f"{seconds:g} s; the other ranks are waiting"
     )
-
-
-def rank_names(ranks: Sequence[int]) -> str:
-    """Return a compact list of ranks: "ranks 0-3, 5"."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    listed = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed}"
 
 
 def _first_line(error: Exception) -> str:

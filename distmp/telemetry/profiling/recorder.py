@@ -12,7 +12,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distmp.distributed.progress import CurrentPhase, current_phase
@@ -70,11 +69,7 @@ class StepProfiler:
         if self._profile is None:
             return
         own = self._stop()
-        gathered: list[RankSummary | None] = [own]
-        if self._world.group is not None:
-            gathered = [None] * self._world.world_size
-            dist.all_gather_object(gathered, own, group=self._world.group)
-        known = [rank for rank in gathered if rank is not None]
+        known = [rank for rank in self._world.ranks.gather(own) if rank is not None]
         if self._world.rank == 0 and known:
             self._report(Summary(*self._ranges.steps, known))
 

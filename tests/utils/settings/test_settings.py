@@ -293,12 +293,6 @@ def test_wrong_mapping_is_one_message(values: dict[Any, Any], setting: str, prob
     assert problem in str(error.value)
 
 
-def test_section_by_itself_has_full_names() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'optim\.schedule\.kind'") as error:
-        from_mapping(Schedule, {"kinds": "linear"}, "optim.schedule")
-    assert error.value.setting == "optim.schedule.kinds"
-
-
 # Strings that either version of YAML could read as another type.
 NUMBERS = ("3e-4", "1e-08", "1_0", "0x1F", "0o7", "010", "1:30", ".inf", "-", "2024-01-01")
 WORDS = ("true", "No", "on", "y", "null", "~", "=", "<<")

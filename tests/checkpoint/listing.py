@@ -1,0 +1,21 @@
+"""Lists the checkpoints in a directory."""
+
+from __future__ import annotations
+
+from distmp.checkpoint.location import Location
+from distmp.checkpoint.storage import is_checkpoint, storage
+
+
+def latest(directory: Location) -> Location | None:
+    """Return the checkpoint of the highest step in `directory`, or None if there is none."""
+    by_step = checkpoints(directory)
+    return by_step[max(by_step)] if by_step else None
+
+
+def checkpoints(directory: Location) -> dict[int, Location]:
+    """Return the complete checkpoints in `directory` by step, in ascending order."""
+    by_step: dict[int, Location] = {}
+    for entry in storage(directory).entries():
+        if entry.finished and entry.step not in by_step and is_checkpoint(entry.path):
+            by_step[entry.step] = entry.path
+    return dict(sorted(by_step.items()))
