@@ -91,7 +91,7 @@ class ShardingConfig:
         raise ConfigError(
             f"sharding.{name}",
             getattr(self, name),
-            f"applies only to the strategies {strategies}, but strategy is {strategy!r}",
+            f"applies only to {strategies}, but strategy is {strategy!r}",
         )
 
 

@@ -25,11 +25,11 @@ def world(size: int) -> World:
         ("--sharding.accumulate unshard", "sharding.accumulate = 'unshard'"),
         (
             "--sharding.accumulate hybrid --strategy fsdp",
-            "applies only to the strategies hsdp, but",
+            "applies only to hsdp, but",
         ),
         (
             "--sharding.accumulate sharded",
-            "applies only to the strategies fsdp, hsdp and fsdp1, but",
+            "applies only to fsdp, hsdp and fsdp1, but",
         ),
         (
             "--sharding.accumulate unsharded --strategy fsdp1",
@@ -40,7 +40,7 @@ def world(size: int) -> World:
         ("--no-sharding.reshard-after-forward --strategy ddp", "sharding.reshard_after_forward"),
         (
             "--sharding.offload --strategy fsdp1",
-            "applies only to the strategies fsdp and hsdp, but",
+            "applies only to fsdp and hsdp, but",
         ),
         ("--compile block", "compile = 'block'"),
         ("--activation-checkpointing all", "activation_checkpointing = 'all'"),

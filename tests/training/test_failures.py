@@ -202,7 +202,5 @@ def test_watchdog_seconds() -> None:
     assert RunConfig(watchdog_seconds=7).hang_seconds == 7
     assert RunConfig(watchdog_seconds=0).hang_seconds == 0
     for seconds in (-1.0, 600.0, float("nan")):
-        with pytest.raises(
-            ValueError, match=r"watchdog_seconds = .*from 0 to less than timeout_minutes"
-        ):
+        with pytest.raises(ValueError, match=r"watchdog_seconds = .*from 0 to less than"):
             RunConfig(watchdog_seconds=seconds)
