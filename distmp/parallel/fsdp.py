@@ -88,6 +88,7 @@ from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
     KnownParameters,
     broadcast_from_rank_zero,
+    check_accumulation,
     check_parameters,
     group_of,
     narrow_parameters,
@@ -134,6 +135,7 @@ class FullySharded(ShardedStrategy):
         config = config or ParallelConfig()
         group_of(world, name)
         _check_offload(config.sharding, world)
+        check_accumulation(policy)
         check_parameters(module, policy)
         _check_shapes(module, name)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size

@@ -30,6 +30,7 @@ from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
     KnownParameters,
     broadcast_from_rank_zero,
+    check_accumulation,
     check_parameters,
     group_of,
     parameter_name,
@@ -69,6 +70,7 @@ class FullySharded1(ShardedStrategy):
         self._group = group_of(world, "fsdp1")
         if world.world_size == 1:
             raise ConfigError("strategy", "fsdp1", "is for several ranks; use 'single'")
+        check_accumulation(policy)
         check_parameters(module, policy)
         _check_weights(module, policy)
         self._shapes = {

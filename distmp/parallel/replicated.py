@@ -21,6 +21,7 @@ from distmp.parallel.strategy import (
     KnownParameters,
     Strategy,
     broadcast_from_rank_zero,
+    check_accumulation,
     check_parameters,
     store_parameters_in_fp32,
     trainable,
@@ -72,6 +73,7 @@ class Replicated(Strategy):
         _check_buckets(policy, self._settings)
         self._policy = policy
         self._world = world
+        check_accumulation(policy)
         check_parameters(module, policy)
         if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
             logger.warning(COMPILED_WHOLE)

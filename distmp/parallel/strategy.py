@@ -158,13 +158,11 @@ class Strategy(ABC):
         return found
 
 
-def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
-    """Refuse a policy that no strategy implements, and parameters that it cannot convert.
+def check_accumulation(policy: PrecisionPolicy) -> None:
+    """Refuse a policy that does not accumulate in FP32, as every strategy does.
 
     Raises:
-        ConfigError: For a policy that does not accumulate in FP32, for an integer parameter under a
-            policy with 16-bit parameters, and for a trainable parameter that is not FP32 or 16-bit
-            floating point.
+        ConfigError: For another dtype.
     """
     if policy.accumulate_dtype != torch.float32:
         raise ConfigError(
@@ -172,6 +170,15 @@ def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
             policy.accumulate_dtype,
             "all strategies sum microbatches in FP32; use fp32",
         )
+
+
+def check_parameters(module: nn.Module, policy: PrecisionPolicy) -> None:
+    """Refuse parameters that the policy cannot convert.
+
+    Raises:
+        ConfigError: For an integer parameter under a policy with 16-bit parameters, and for a
+            trainable parameter that is not FP32 or 16-bit floating point.
+    """
     for name, parameter in module.named_parameters():
         if not parameter.is_floating_point() and policy.casts_parameters:
             raise ConfigError(

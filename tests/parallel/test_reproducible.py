@@ -140,7 +140,7 @@ def test_three_ranks_are_refused() -> None:
 def test_three_microbatches_are_refused() -> None:
     engine = Engine(make_model(), loss, fused_adamw, reproducible=True, device="cpu")
     torch.use_deterministic_algorithms(False)
-    with pytest.raises(ConfigError, match=r"which 3 do not make.* a rank has 2 or 4"):
+    with pytest.raises(ConfigError, match=r"power of two, not 3; .* a rank has 2 or 4"):
         engine.step([samples(0, 2)] * 3)
 
 
