@@ -72,7 +72,7 @@ class RankEnvironment:
 
 
 def local_world_size(world_size: int) -> int:
-    """Return the number of ranks on this machine; all of them if torchrun does not tell it."""
+    """Return the number of ranks on this machine; `world_size` if LOCAL_WORLD_SIZE is not set."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
