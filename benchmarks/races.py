@@ -123,7 +123,7 @@ def _speed(ours: Result, theirs: Result, name: str) -> str:
     turns = sum((share > 1) == slower for share in shares)
     return (
         f"{abs(percent)} % {'slower' if slower else 'faster'} than the fastest peer, {name} "
-        f"(in {turns} of {len(shares)} turns)"
+        f"(in {turns} of {len(shares)} rounds)"
     )
 
 

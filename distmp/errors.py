@@ -8,6 +8,8 @@ from typing import TypeVar
 
 Value = TypeVar("Value")
 
+# Number of names in a message.
+LISTED = 5
 # Exit code of a rank that ends because another rank did; the other's exit code shows the cause.
 LOST_PEER_EXIT_CODE = 3
 # Exit code of the rank that reports hanging ranks.
@@ -120,9 +122,9 @@ class LostPeerError(TrainingError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Return the first five names, separated by commas, and the number of remaining ones."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
+    """Return the first names, separated by commas, and the number of remaining ones."""
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
 
 
 def ranks_by_value(values: Mapping[int, Value]) -> dict[Value, list[int]]:

@@ -129,7 +129,7 @@ def accumulation_microbatches(result: dict[str, Any]) -> str:
         f"{table(rows)}\n\nAt {' / '.join(counts)} microbatches of {result['samples']} samples on "
         f"each of {result['ranks']} ranks; {result['parameters'] / 1e6:.2f} M parameters. Relative "
         "L2 error against the float64 mean of the gradients of single microbatches. Time: median "
-        f"of {len(reference[counts[0]]['seconds'])} alternating rounds of a step, ratios turn by "
-        f"turn; the reference takes {times} s. Memory: peak of live tensors. "
+        f"of {len(reference[counts[0]]['seconds'])} alternating rounds of a step, ratios per "
+        f"round; the reference takes {times} s. Memory: peak of live tensors. "
         + machine_line(result)
     )

@@ -21,12 +21,9 @@ from distmp.checkpoint.rank_failures import all_or_checkpoint_error
 from distmp.checkpoint.storage import INDEX_FILE, named_step
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.ranks import Ranks, describe
-from distmp.errors import CheckpointError
+from distmp.errors import LISTED, CheckpointError
 from distmp.utils.cgroups import free_host_bytes
 from distmp.utils.flat_shard import global_shape
-
-# How many tensors that do not fit an error names.
-LISTED = 5
 
 logger = logging.getLogger("distmp")
 

@@ -135,7 +135,7 @@ def plan_hosts(
 
     Raises:
         ConfigError: If the user's options configure another kind of rendezvous.
-        AddressError: If the first host has no address.
+        AddressError: If the first machine has no address.
     """
     if given.own_rendezvous or given.node_rank is not None:
         option = "--" + (given.own_rendezvous or "node_rank").replace("_", "-")

@@ -95,7 +95,7 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def watched(self, lost: Callable[[str], None]) -> Iterator[None]:
-        """Detect when the first host falls silent, for which torchrun would wait without a limit.
+        """Detect when the first machine falls silent; torchrun would wait for it without a limit.
 
         Args:
             lost: Called with a message on a separate thread. It must end the process, because the
@@ -139,7 +139,7 @@ class Rendezvous:
         try:
             others = [member for member in self.members() if member != self.this]
         except RuntimeError:
-            # The first host is up, but its part of the run has ended.
+            # The first machine is up, but its part of the run has ended.
             return []
         with ThreadPoolExecutor(max(1, min(64, len(others)))) as pool:
             up = list(pool.map(lambda member: _responds(member.address, _CLOSED_PORT), others))
@@ -314,7 +314,7 @@ def _connect(endpoint: Endpoint) -> TCPStore:
                 is_master=False,
                 timeout=timedelta(seconds=_HANDSHAKE_SECONDS),
             )
-            # The first host may not have set it yet.
+            # The first machine may not have set it yet.
             store.wait([_RUN])
             result.append(store)
         except (RuntimeError, ValueError) as error:

@@ -381,7 +381,8 @@ def shard_size(sharding: ShardingConfig, world: World) -> int:
     Raises:
         ConfigError: If it does not divide the number of ranks.
     """
-    size = sharding.shard_size or local_world_size(world.world_size)
+    local = local_world_size(world.world_size)
+    size = local if sharding.shard_size is None else sharding.shard_size
     if world.world_size % size:
         divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
         raise ConfigError(

@@ -164,7 +164,7 @@ def test_a_race_has_a_table_and_a_summary() -> None:
     ]
     assert work == "Transformer of size 1m, 600 tokens a step."
     assert summary.splitlines() == [
-        "- distmp `fp16`: 10 % faster than the fastest peer, torch DDP (in 2 of 3 turns); "
+        "- distmp `fp16`: 10 % faster than the fastest peer, torch DDP (in 2 of 3 rounds); "
         "10 % more memory than the smallest peer, torch DDP.",
         "- Lightning Fabric is excluded: it is not installed.",
     ]

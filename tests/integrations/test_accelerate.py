@@ -34,6 +34,7 @@ from distmp.precision import policy
 from distmp.precision.builders import fsdp1_policy
 from distmp.scaling import DistributedGradScaler, LossScaleConfig
 from tests.ranks import ranks
+from tests.reference import gathered
 from tests.torchrun import python, run
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +151,8 @@ def test_fsdp_computes_as_the_policy_says(version: int) -> None:
         final = reference(batch(9, 0))
         rounding = {} if name == "fp32" else {"rtol": 0.1, "atol": 0.1}
         torch.testing.assert_close(model(batch(9, 0)), final, **rounding)
+        weights = gathered(dict(model.named_parameters()))
+        assert all(isinstance(weight, Tensor) for weight in weights.values())
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
