@@ -29,7 +29,7 @@ from distmp.distributed.compare_ranks import (
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.own_time import StepClock
 from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_phase
-from distmp.distributed.world import world_of_process
+from distmp.distributed.world import World, world_of_process
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.microbatches import MicrobatchStats
@@ -54,6 +54,12 @@ from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state, prepare_for_device_skip
 from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import ParallelConfig, build_strategy, resolve_strategy
+from distmp.parallel.materialize import (
+    InitialValues,
+    initial_values,
+    is_on_meta,
+    not_a_number,
+)
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
 from distmp.parallel.settings import SHARDED_STRATEGIES
@@ -73,6 +79,7 @@ from distmp.scaling import (
     pack,
     unused_rules,
 )
+from distmp.utils.deferred import build_deferred
 from distmp.utils.flat_shard import global_shape
 
 if TYPE_CHECKING:
@@ -97,13 +104,17 @@ class Engine:
     regardless of how samples or tokens are distributed over microbatches and ranks.
 
     Args:
-        model: Trained in place. All ranks start from rank 0's parameters and buffers.
+        model: Trained in place; or a function that returns it, which is called so that sharded
+            strategies never hold the whole model. Parameters on the meta device are computed where
+            they are needed. All others start from rank 0's values.
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
             its weight (the number of summed tokens or samples), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
         config: The settings; None uses the defaults.
         schedule: Builds a torch learning-rate scheduler on an optimizer.
         device: The device to train on; None uses the GPU of this rank if there is one.
+        initialize: Whether to compute the initial values of parameters on the meta device. With
+            False they are NaN until a state is loaded.
         settings: Fields of `EngineConfig`, which override those in `config`: `policy`, `strategy`,
             `max_norm`, ...
 
@@ -147,19 +158,20 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Callable[[], nn.Module],
         loss: LossFunction,
         optimizer: OptimizerFactory,
         config: EngineConfig | None = None,
         *,
         schedule: ScheduleFactory | None = None,
         device: torch.device | str | None = None,
+        initialize: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
         check_not_inference("building an engine")
         self.world = world_of_process(device)
         self.device = self.world.device
-        check_model(model)
+        model, values = _built(model, self.world, initialize=initialize)
         check_loss_function(loss)
         config = with_settings(config, settings)
         self.policy, self.policy_reason = resolve(config.policy, self.device)
@@ -190,6 +202,7 @@ class Engine:
                 self.world,
                 config.accumulation,
                 config.parallel,
+                values,
             )
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
@@ -786,6 +799,20 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(device, non_blocking=True)
     return torch.full((), value, dtype=torch.float64, device=device)
+
+
+def _built(
+    model: nn.Module | Callable[[], nn.Module], world: World, *, initialize: bool
+) -> tuple[nn.Module, InitialValues]:
+    """Return the model, and the initial values of its parameters on the meta device."""
+    is_function = callable(model) and not isinstance(model, nn.Module | type)
+    deferred = is_function or (isinstance(model, nn.Module) and is_on_meta(model))
+    # Every rank draws, so that the generators of all ranks advance; rank 0's seed counts.
+    seed = world.ranks.gather(int(torch.randint(2**62, ())) if deferred else 0)[0]
+    module = build_deferred(model, seed) if is_function else model
+    check_model(module)
+    assert isinstance(module, nn.Module)
+    return module, initial_values(module, seed) if initialize else not_a_number(module)
 
 
 def _round_up_to_power_of_two(weight: float) -> float:

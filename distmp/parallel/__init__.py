@@ -9,6 +9,7 @@ from torch import nn
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, nearest
 from distmp.parallel.blocks import prepare_blocks
+from distmp.parallel.materialize import InitialValues, nothing_to_compute
 from distmp.parallel.settings import (
     FORMER_STRATEGIES,
     SHARDED_STRATEGIES,
@@ -67,6 +68,7 @@ def build_strategy(
     world: World,
     accumulation: AccumulationSettings | None = None,
     config: ParallelConfig | None = None,
+    values: InitialValues = nothing_to_compute,
 ) -> Strategy:
     """Prepare a module for a strategy.
 
@@ -77,6 +79,7 @@ def build_strategy(
         world: The ranks to train on.
         accumulation: How the strategies single and ddp accumulate gradients and step the optimizer.
         config: How the model is sharded, recomputed and compiled.
+        values: The initial values of parameters and buffers that are on the meta device.
 
     Raises:
         ConfigError: If module, policy, strategy and settings are not compatible.
@@ -90,11 +93,11 @@ def build_strategy(
     if name in ("fsdp", "hsdp"):
         from distmp.parallel.fsdp import FullySharded
 
-        return FullySharded(module, policy, world, config, name)
+        return FullySharded(module, policy, world, config, name, values)
     if name == "fsdp1":
         from distmp.parallel.fsdp1 import FullySharded1
 
-        return FullySharded1(module, policy, world, config)
+        return FullySharded1(module, policy, world, config, values)
     from distmp.parallel.replicated import Replicated
 
-    return Replicated(module, policy, world, accumulation)
+    return Replicated(module, policy, world, accumulation, values)

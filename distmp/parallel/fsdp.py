@@ -82,6 +82,12 @@ from distmp.parallel import fsdp_internals
 from distmp.parallel.accumulation import AccumulationMemory, choose, least_free_bytes
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
+from distmp.parallel.materialize import (
+    InitialValues,
+    materialize_buffers,
+    materialize_shards,
+    nothing_to_compute,
+)
 from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.sharded import ShardedStrategy
@@ -91,6 +97,7 @@ from distmp.parallel.strategy import (
     check_accumulation,
     check_parameters,
     group_of,
+    move_to,
     narrow_parameters,
     parameter_name,
     store_parameters_in_fp32,
@@ -114,11 +121,12 @@ class FullySharded(ShardedStrategy):
 
     Args:
         module: The model; it gets the values of rank 0 and is sharded in place, one group per
-            block.
+            block. Parameters on the meta device are never whole.
         policy: The precision policy; gathered parameters have its compute dtype.
         world: The ranks to shard over.
         config: Settings of sharding.
         name: "fsdp" or "hsdp".
+        values: The initial values of parameters and buffers that are on the meta device.
 
     Attributes:
         accumulation: Where gradients of microbatches are accumulated, and why.
@@ -131,6 +139,7 @@ class FullySharded(ShardedStrategy):
         world: World,
         config: ParallelConfig | None = None,
         name: str = "fsdp",
+        values: InitialValues = nothing_to_compute,
     ) -> None:
         config = config or ParallelConfig()
         group_of(world, name)
@@ -141,7 +150,9 @@ class FullySharded(ShardedStrategy):
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
         self._param_dtype = policy.param_dtype
-        self.module = _move(module, world.device, parameters=not config.sharding.offload)
+        materialize_buffers(module, values, world.device)
+        self.module = module
+        move_to(module, world.device, parameters=not config.sharding.offload)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
@@ -149,6 +160,8 @@ class FullySharded(ShardedStrategy):
         narrow_parameters(module, policy.param_dtype, except_for=kept)
         self._frozen_in_fp32 = _frozen_in_16_bit_groups(module, policy, kept)
         _shard(module, policy, kept, _mesh(world, shards, name), config.sharding)
+        storage = torch.device("cpu") if config.sharding.offload else world.device
+        materialize_shards(module, values, world.device, storage)
         self._root = cast(FSDPModule, module)
         self._order = self._watch_collectives(world, policy, kept)
         self._prepare_gradients()
@@ -489,12 +502,3 @@ def _check_offload(sharding: ShardingConfig, world: World) -> None:
             True,
             "this run computes on the CPU, so everything is in host memory already; use false",
         )
-
-
-def _move(module: nn.Module, device: torch.device, *, parameters: bool) -> nn.Module:
-    if parameters:
-        return module.to(device)
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            setattr(part, name, buffer.to(device))
-    return module

@@ -24,6 +24,12 @@ from distmp.optim.sharded import build_on_shards
 from distmp.parallel import fsdp_internals
 from distmp.parallel.blocks import find_blocks
 from distmp.parallel.collective_order import END_OF_FORWARD, Collective, CollectiveOrder
+from distmp.parallel.materialize import (
+    InitialValues,
+    materialize_buffers,
+    materialize_own,
+    nothing_to_compute,
+)
 from distmp.parallel.reduce_scatter import reduce_scatter_sum
 from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.sharded import ShardedStrategy
@@ -33,6 +39,7 @@ from distmp.parallel.strategy import (
     check_accumulation,
     check_parameters,
     group_of,
+    move_to,
     parameter_name,
     store_parameters_in_fp32,
 )
@@ -55,6 +62,7 @@ class FullySharded1(ShardedStrategy):
         policy: The precision policy; gathered parameters have its compute dtype.
         world: The ranks to shard over.
         config: Settings of sharding.
+        values: The initial values of parameters and buffers that are on the meta device.
     """
 
     reason = "gradients sharded: FSDP1 accumulates in FP32 only in shards"
@@ -65,6 +73,7 @@ class FullySharded1(ShardedStrategy):
         policy: PrecisionPolicy,
         world: World,
         config: ParallelConfig | None = None,
+        values: InitialValues = nothing_to_compute,
     ) -> None:
         config = config or ParallelConfig()
         self._group = group_of(world, "fsdp1")
@@ -76,13 +85,14 @@ class FullySharded1(ShardedStrategy):
         self._shapes = {
             parameter_name(name): parameter.shape for name, parameter in module.named_parameters()
         }
-        module.to(world.device)
+        materialize_buffers(module, values, world.device)
+        move_to(module, world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
         cast_buffers(module, policy)
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         cast_inputs_and_outputs(module, policy)
-        self._root = _wrap(module, policy, kept, world, config)
+        self._root = _wrap(module, policy, kept, world, config, values)
         self.module = self._root
         self._track_parameters(world)
         self._ranges = self._local_ranges(world)
@@ -223,6 +233,7 @@ def _wrap(
     kept: list[nn.Module],
     world: World,
     config: ParallelConfig,
+    values: InitialValues,
 ) -> FullyShardedDataParallel:
     # FP32, because the communication hook converts to the communication dtype.
     computed = replace(
@@ -247,6 +258,7 @@ def _wrap(
         ),
         auto_wrap_policy=CustomPolicy(own_group),
         mixed_precision=computed,
+        param_init_fn=materialize_own(module, values, world.device),
         device_id=world.device,
         use_orig_params=True,
     )

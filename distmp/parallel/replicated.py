@@ -15,6 +15,7 @@ from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
+from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
 from distmp.parallel.module_buffers import buffer_values, revert_buffers
 from distmp.parallel.settings import AccumulationSettings
 from distmp.parallel.strategy import (
@@ -60,6 +61,7 @@ class Replicated(Strategy):
             parameters.
         world: The ranks, each of which holds a copy.
         settings: How gradients are accumulated, reduced and stepped.
+        values: The initial values of parameters and buffers that are on the meta device.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Replicated(Strategy):
         policy: PrecisionPolicy,
         world: World,
         settings: AccumulationSettings | None = None,
+        values: InitialValues = nothing_to_compute,
     ) -> None:
         self._settings = settings or AccumulationSettings()
         _check_buckets(policy, self._settings)
@@ -77,16 +80,17 @@ class Replicated(Strategy):
         check_parameters(module, policy)
         if world.group is not None and world.rank == 0 and hasattr(module, "_orig_mod"):
             logger.warning(COMPILED_WHOLE)
+        materialize(module, values, world.device)
         self.module = module.to(world.device)
         store_parameters_in_fp32(module.parameters())
         broadcast_from_rank_zero(module, world)
         named = trainable(module)
-        values = {name: parameter.data for name, parameter in named}
+        fp32 = {name: parameter.data for name, parameter in named}
         prepare(module, policy, world.device.type)
         self._shapes: dict[str, torch.Size] = {}
         # Copies of the buffers before a microbatch that may be dropped.
         self._buffers: dict[str, Tensor] = {}
-        self._parts = [self._build_part(named, values)]
+        self._parts = [self._build_part(named, fp32)]
         self._known = KnownParameters(module)
         self._order: CollectiveOrder | None = None
         if self._settings.reproducible and world.world_size > 1:

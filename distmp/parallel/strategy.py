@@ -225,8 +225,6 @@ def check_model(model: object) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if is_lazy(tensor):
             problem = "has no shape yet; run a batch through the model first"
-        elif tensor.is_meta:
-            problem = "is on the meta device; use model.to_empty() and initialize it"
         elif tensor.is_inference():
             problem = "was created in inference mode; build the model outside of it"
         elif is_dtensor(tensor):
@@ -289,6 +287,18 @@ class KnownParameters:
                 raise ConfigError("model", name, f"is new, {REBUILD}")
 
 
+def move_to(module: nn.Module, device: torch.device, *, parameters: bool = True) -> None:
+    """Move buffers, and parameters if wanted; those on the meta device stay there."""
+    if parameters:
+        for parameter in module.parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
+    for part in module.modules():
+        for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False):
+            if not buffer.is_meta:
+                setattr(part, name, buffer.to(device))
+
+
 @torch.no_grad()
 def store_parameters_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
     """Convert trainable 16-bit parameters to FP32 in place, which is exact."""
@@ -310,10 +320,12 @@ def narrow_parameters(
 
 @torch.no_grad()
 def broadcast_from_rank_zero(module: nn.Module, world: World) -> None:
-    """Copy parameters and buffers of rank 0 to all ranks."""
+    """Copy parameters and buffers of rank 0 to all ranks, except those on the meta device."""
     if world.group is None:
         return
     for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.is_meta:
+            continue
         dist.broadcast(tensor.detach(), src=0, group=world.group)
 
 

@@ -1,0 +1,422 @@
+"""Builds modules without memory for their parameters, and computes initial values later.
+
+A constructor runs as it is written, but large and random tensors are fake: they have shape, dtype
+and device, and no memory. The operations on them are recorded and can be run later, for one
+parameter at a time. Whatever the constructor does (`reset_parameters`, `self.apply(init)`,
+`torch.randn(n) * 0.02`, a deep copy of a layer) is repeated on a real tensor of the same shape.
+
+Each random operation has a seed of its own, so values depend neither on the order in which
+parameters are computed nor on the ranks that compute them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distmp.errors import DistmpError, listed
+
+Module = TypeVar("Module", bound=nn.Module)
+
+# Tensors with known values up to this size are created as usual: constructors read them
+# (`torch.linspace(0, rate, depth).tolist()`), and they cost little.
+SMALL_ELEMENTS = 2**16
+
+_META = torch.device("meta")
+
+
+class NotDeferrableError(DistmpError):
+    """The initial values of a module cannot be computed one parameter at a time."""
+
+
+@dataclass(frozen=True)
+class _View:
+    """A fake tensor: the number of its storage, and its place in it."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """A recorded call.
+
+    Attributes:
+        function: An operator of aten.
+        args: Its arguments; each fake tensor is replaced by its `_View`.
+        kwargs: Its keyword arguments, likewise.
+        results: What it returned, likewise.
+        reads: The storages of all its arguments.
+        writes: The storages that it creates or changes.
+        seed: Seed of a random operation; None for others.
+    """
+
+    function: Any
+    args: Any
+    kwargs: dict[str, Any]
+    results: list[Any]
+    reads: frozenset[int]
+    writes: frozenset[int]
+    seed: int | None
+
+
+class Recording:
+    """The operations of a constructor, and the parameters and buffers that they create.
+
+    Attributes:
+        views: Where each tensor without memory is, by its name in the module.
+    """
+
+    def __init__(self) -> None:
+        self.views: dict[str, _View] = {}
+        self._operations: list[_Operation] = []
+        # Storage numbers by address. Tensors of recorded storages are kept, or an address could be
+        # used again; they have no memory.
+        self._numbers: dict[int, int] = {}
+        self._kept: list[Tensor] = []
+        self._writers: dict[int, list[int]] = defaultdict(list)
+
+    @torch.no_grad()
+    def compute(self, name: str, device: torch.device) -> Tensor:
+        """Return the initial value of a parameter or buffer, computed on a device."""
+        return self._replayed(self.views[name], device)
+
+    def value(self, tensor: Tensor) -> Tensor:
+        """Return the current value of a fake tensor, which a constructor reads."""
+        return self._replayed(self.view(tensor), torch.device("cpu"))
+
+    def is_set(self, view: _View) -> bool:
+        """Return whether an operation has set the values of a tensor."""
+        return any(
+            self._operations[index].function.overloadpacket not in _UNINITIALIZED
+            for index in self._writers[view.storage]
+        )
+
+    def view(self, tensor: Tensor) -> _View:
+        """Return the place of a fake tensor."""
+        return _View(
+            self._number(tensor),
+            tensor.dtype,
+            tuple(tensor.size()),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+        )
+
+    def add(
+        self, function: Any, args: Any, kwargs: dict[str, Any], result: Any, seed: int | None
+    ) -> None:
+        """Record a call, and the seed of its random numbers."""
+        reads = frozenset(self._storages((args, kwargs)))
+        changed = frozenset(self._storages(_mutated(function, args, kwargs)))
+        created = frozenset(self._storages(result)) - reads
+        if not created and not changed:
+            return  # a view: it shares its storage with an argument
+        operation = _Operation(
+            function,
+            self._described(args),
+            self._described(kwargs),
+            pytree.tree_leaves(self._described(result)),
+            reads,
+            created | changed,
+            seed,
+        )
+        for number in operation.writes:
+            self._writers[number].append(len(self._operations))
+        self._operations.append(operation)
+
+    def _replayed(self, view: _View, device: torch.device) -> Tensor:
+        replay = _Replay(device)
+        with _generators_kept(device):
+            for index in self._needed(view.storage):
+                replay.run(self._operations[index])
+        return replay.tensor(view)
+
+    def _needed(self, storage: int) -> list[int]:
+        """Return the indices of the operations on which a storage depends, in order."""
+        needed: set[int] = set()
+        reached: dict[int, int] = {}
+        pending = [(storage, len(self._operations))]
+        while pending:
+            number, end = pending.pop()
+            if reached.get(number, -1) >= end:
+                continue
+            reached[number] = end
+            for index in self._writers[number]:
+                if index < end:
+                    needed.add(index)
+                    operation = self._operations[index]
+                    pending += [(other, index) for other in operation.reads | operation.writes]
+        return sorted(needed)
+
+    def _storages(self, tree: Any) -> Iterator[int]:
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, FakeTensor):
+                yield self._number(leaf)
+
+    def _described(self, tree: Any) -> Any:
+        def describe(tensor: Tensor) -> Any:
+            return self.view(tensor) if isinstance(tensor, FakeTensor) else tensor.detach().clone()
+
+        return pytree.tree_map_only(Tensor, describe, tree)
+
+    def _number(self, tensor: Tensor) -> int:
+        address = tensor.untyped_storage()._cdata
+        if address not in self._numbers:
+            self._numbers[address] = len(self._numbers)
+            self._kept.append(tensor)
+        return self._numbers[address]
+
+
+class _Replay:
+    """Runs recorded operations on real tensors.
+
+    Args:
+        device: Where to run them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def run(self, operation: _Operation) -> None:
+        """Run an operation."""
+        if operation.seed is not None:
+            torch.manual_seed(operation.seed)
+        args, kwargs = self._real((operation.args, operation.kwargs))
+        if "device" in kwargs:
+            kwargs["device"] = self._device
+        results = pytree.tree_leaves(operation.function(*args, **kwargs))
+        for described, result in zip(operation.results, results, strict=True):
+            if isinstance(described, _View):
+                self._storages.setdefault(described.storage, result.untyped_storage())
+
+    def tensor(self, view: _View) -> Tensor:
+        """Return a tensor of a storage."""
+        empty = torch.empty(0, dtype=view.dtype, device=self._device)
+        storage = self._storages[view.storage]
+        return empty.set_(storage, view.offset, view.size, view.stride)
+
+    def _real(self, tree: Any) -> Any:
+        def convert(leaf: Any) -> Any:
+            if isinstance(leaf, _View):
+                return self.tensor(leaf)
+            if isinstance(leaf, Tensor) and leaf.dim() > 0:  # 0-dim tensors work on any device
+                return leaf.to(self._device)
+            return leaf
+
+        return pytree.tree_map(convert, tree)
+
+
+class _Seeded(TorchDispatchMode):
+    """Gives each random operation a seed of its own.
+
+    Args:
+        seed: Determines all of these seeds.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._seed = seed
+        self._random_operations = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self.run_real(function, args, kwargs or {}, self.next_seed(function))
+
+    def next_seed(self, function: Any) -> int | None:
+        """Return the seed of a call; None if the function is not random."""
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return None
+        digest = hashlib.sha256(f"{self._seed}/{self._random_operations}".encode()).digest()
+        self._random_operations += 1
+        return int.from_bytes(digest[:8], "little") >> 1
+
+    def run_real(self, function: Any, args: Any, kwargs: dict[str, Any], seed: int | None) -> Any:
+        """Run an operation with a seed."""
+        if seed is not None:
+            torch.manual_seed(seed)
+        return function(*args, **kwargs)
+
+
+class _Recorder(_Seeded):
+    """Makes large and random tensors fake, and records the operations on them."""
+
+    def __init__(self, recording: Recording, seed: int) -> None:
+        super().__init__(seed)
+        self._recording = recording
+        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        seed = self.next_seed(function)
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not is_fake and (tensors or not _is_deferred(function, args, kwargs)):
+            return self.run_real(function, args, kwargs, seed)
+        if function.overloadpacket in _READS:
+            (tensor,) = tensors
+            return function(self._recording.value(tensor))
+        with self._fake:
+            result = function(*args, **kwargs)
+        self._recording.add(function, args, kwargs, result, seed)
+        return result
+
+
+def build_deferred(build: Callable[[], Module], seed: int) -> Module:
+    """Build a module whose large parameters are on the meta device, with values to be computed.
+
+    Args:
+        build: Returns the module.
+        seed: Seed of the initial values.
+
+    Raises:
+        NotDeferrableError: If the constructor does what cannot be recorded.
+    """
+    recording = Recording()
+    try:
+        with _generators_kept(), _Recorder(recording, seed):
+            module = build()
+    except _UNSUPPORTED as error:
+        raise NotDeferrableError(f"{type(error).__name__}: {error}") from error
+    _leave_fake(module, recording)
+    _recordings[module] = recording
+    return module
+
+
+def build_whole(build: Callable[[], Module], seed: int) -> Module:
+    """Build a module with the initial values that `build_deferred` computes on the CPU."""
+    with _generators_kept(), _Seeded(seed):
+        return build()
+
+
+def recording_of(module: nn.Module, seed: int) -> Recording:
+    """Return how the tensors of a module on the meta device get their initial values.
+
+    Args:
+        module: A module from `build_deferred`; or any other, whose tensors on the meta device are
+            set by `reset_parameters` of the modules that hold them.
+        seed: Seed of the initial values, if `build_deferred` has not built the module.
+
+    Raises:
+        NotDeferrableError: Naming the tensors whose values are unknown.
+    """
+    if module not in _recordings:
+        recording = Recording()
+        with _generators_kept(), _Recorder(recording, seed):
+            for name, part in module.named_modules():
+                _record_reset(name, part, recording)
+        _recordings[module] = recording
+    recording = _recordings[module]
+    if unknown := [name for name, view in recording.views.items() if not recording.is_set(view)]:
+        raise NotDeferrableError(f"nothing sets the initial values of {listed(unknown)}")
+    return recording
+
+
+def _record_reset(name: str, part: nn.Module, recording: Recording) -> None:
+    """Record how a module sets its own tensors on the meta device."""
+    own = [(key, tensor) for key, tensor in _own_tensors(part) if tensor.is_meta]
+    for key, tensor in own:
+        fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        recording.views[f"{name}.{key}".lstrip(".")] = recording.view(fake)
+        is_parameter = isinstance(tensor, nn.Parameter)
+        setattr(part, key, nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake)
+    reset = getattr(part, "reset_parameters", None)
+    if own and callable(reset):
+        reset()
+    for key, tensor in own:
+        setattr(part, key, tensor)
+
+
+_recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDictionary()
+
+# What a constructor raises that reads the address or the memory of a tensor without memory.
+_UNSUPPORTED = (NotImplementedError, RuntimeError, TypeError)
+
+_aten = torch.ops.aten
+# Operators that create a tensor without setting its values.
+_UNINITIALIZED = (
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+)
+# Operators that return values instead of tensors.
+_READS = (_aten._local_scalar_dense, _aten.is_nonzero, _aten.equal)
+
+
+def _is_deferred(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether the result of a factory is fake."""
+    if not any(argument.name == "device" for argument in function._schema.arguments):
+        return False
+    if function.overloadpacket in _UNINITIALIZED:
+        return True
+    if torch.Tag.nondeterministic_seeded in function.tags:
+        return True
+    return bool(function(*args, **{**kwargs, "device": _META}).numel() > SMALL_ELEMENTS)
+
+
+@contextlib.contextmanager
+def _generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the default generators of the CPU and of a device at the end."""
+    if device is None or device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type):
+            yield
+
+
+def _leave_fake(module: nn.Module, recording: Recording) -> None:
+    """Replace the fake tensors of a module by tensors on the meta device."""
+    replaced: dict[int, Tensor] = {}  # a tied parameter is one tensor with several names
+    for prefix, part in module.named_modules():
+        for key, tensor in _own_tensors(part):
+            if isinstance(tensor, FakeTensor):
+                recording.views[f"{prefix}.{key}".lstrip(".")] = recording.view(tensor)
+                if id(tensor) not in replaced:
+                    replaced[id(tensor)] = _on_meta(tensor)
+                setattr(part, key, replaced[id(tensor)])
+
+
+def _own_tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters and buffers that a module holds itself, by their names there."""
+    return [
+        *part.named_parameters(recurse=False, remove_duplicate=False),
+        *part.named_buffers(recurse=False, remove_duplicate=False),
+    ]
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    bare = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(bare, requires_grad=tensor.requires_grad)
+    return bare
+
+
+def _mutated(function: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to."""
+    arguments = function._schema.arguments
+    given = {arguments[index].name: value for index, value in enumerate(args)} | kwargs
+    return [
+        given[argument.name]
+        for argument in arguments
+        if argument.name in given and argument.alias_info and argument.alias_info.is_write
+    ]
