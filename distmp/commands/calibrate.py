@@ -96,14 +96,21 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
         config = _for_one_process(config)
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
     checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
-    if checkpoint is None:
-        world.ranks.all_or_none(lambda: start_from_weights(config, parts.model))
     measured_in, reason = _policy(config.precision.policy, world.device)
     engine = world.ranks.all_or_none(
-        lambda: build_engine(config, parts, world, policy=measured_in, attribution=False),
+        lambda: build_engine(
+            config,
+            parts,
+            world,
+            policy=measured_in,
+            attribution=False,
+            load=checkpoint is not None,
+        )
     )
     progress = Progress()
-    if checkpoint is not None:
+    if checkpoint is None:
+        start_from_weights(parts, engine)
+    else:
         progress = world.ranks.all_or_none(lambda: restore(engine, checkpoint))
     batches = training_batches(config, parts, world, progress)
     with closing(batches), GradientRecorder(engine.module, world.device) as recorder:

@@ -57,7 +57,7 @@ from distmp.parallel import ParallelConfig, build_strategy, resolve_strategy
 from distmp.parallel.materialize import (
     InitialValues,
     initial_values,
-    is_on_meta,
+    needs_seed,
     not_a_number,
 )
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
@@ -806,7 +806,7 @@ def _built(
 ) -> tuple[nn.Module, InitialValues]:
     """Return the model, and the initial values of its parameters on the meta device."""
     is_function = callable(model) and not isinstance(model, nn.Module | type)
-    deferred = is_function or (isinstance(model, nn.Module) and is_on_meta(model))
+    deferred = is_function or (isinstance(model, nn.Module) and needs_seed(model))
     # Every rank draws, so that the generators of all ranks advance; rank 0's seed counts.
     seed = world.ranks.gather(int(torch.randint(2**62, ())) if deferred else 0)[0]
     module = build_deferred(model, seed) if is_function else model

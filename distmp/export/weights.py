@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, listed
 from distmp.models.architecture import CONFIG_FILE, TRANSFORMER, read, rebuild
 from distmp.models.transformer import Transformer
+from distmp.utils.flat_shard import global_shape, local_parts
 
 SETTING = "model.weights"
+PREFIX = "model/"
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
@@ -33,11 +35,45 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         ConfigError: If the weights do not fit; one message lists all misfits, and the model is
             unchanged.
     """
-    files = _files(Path(folder))
-    try:
-        _fill(model, folder, files)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(SETTING, str(folder), f"cannot be read: {error}") from error
+    _load(model.state_dict(keep_vars=True), folder, _dimensions(model))
+
+
+def read_shards(state: Mapping[str, Tensor], built: BuiltModel, folder: str | Path) -> None:
+    """Read the weights in a folder of safetensors into the state of an engine, without collectives.
+
+    Each rank reads its shards.
+
+    Args:
+        state: Result of `Engine.state_dict`; all parameters and persistent buffers of the model are
+            overwritten. `Engine.load_state_dict` then updates what the engine derives from them.
+        built: The model of the engine, before the engine was built.
+        folder: As for `load_weights`.
+
+    Raises:
+        ConfigError: If the weights do not fit; the state is unchanged.
+    """
+    targets = {name: state[f"{PREFIX}{first}"] for name, first in built.names.items()}
+    _load(targets, folder, built.dimensions)
+
+
+class BuiltModel(NamedTuple):
+    """A model before an engine was built on it.
+
+    Attributes:
+        names: For each name in its `state_dict`, the first name of the same tensor.
+        dimensions: Dimensions of distmp's transformer; None for another model.
+    """
+
+    names: dict[str, str]
+    dimensions: dict[str, Any] | None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> BuiltModel:
+        """Describe a model."""
+        first: dict[int, str] = {}
+        state = model.state_dict(keep_vars=True)
+        names = {name: first.setdefault(id(tensor), name) for name, tensor in state.items()}
+        return cls(names, _dimensions(model))
 
 
 def load_model(folder: str | Path) -> nn.Module:
@@ -61,18 +97,37 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _fill(model: nn.Module, folder: str | Path, files: list[Path]) -> None:
-    state = model.state_dict(keep_vars=True)
+def _load(
+    targets: Mapping[str, Tensor], folder: str | Path, dimensions: dict[str, Any] | None
+) -> None:
+    files = _files(Path(folder))
+    try:
+        _fill(targets, folder, files, dimensions)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(SETTING, str(folder), f"cannot be read: {error}") from error
+
+
+@torch.no_grad()
+def _fill(
+    targets: Mapping[str, Tensor],
+    folder: str | Path,
+    files: list[Path],
+    dimensions: dict[str, Any] | None,
+) -> None:
     stored: dict[str, Any] = {}
     for file in files:
         opened = safe_open(file, framework="pt")
         stored.update((name, opened) for name in opened.keys())  # noqa: SIM118 - no dictionary
-    problems = [*_misfits(state, stored), *_other_dimensions(model, Path(folder))]
+    problems = [*_misfits(targets, stored), *_other_dimensions(dimensions, Path(folder))]
     if problems:
         raise ConfigError(SETTING, str(folder), f"does not fit the model: {'; '.join(problems)}")
-    with torch.no_grad():
-        for name, opened in stored.items():
-            state[name].copy_(opened.get_tensor(name))
+    for name, opened in stored.items():
+        for index, part in local_parts(targets[name]):
+            part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
+
+
+def _dimensions(model: nn.Module) -> dict[str, Any] | None:
+    return asdict(model.config) if isinstance(model, Transformer) else None
 
 
 def _misfits(state: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Iterator[str]:
@@ -85,18 +140,18 @@ def _misfits(state: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Iterator
     for name, opened in stored.items():
         if name in state:
             shape = opened.get_slice(name).get_shape()
-            if shape != [*state[name].shape]:
-                shapes.append(f"{name} {shape} for {[*state[name].shape]}")
+            if shape != [*global_shape(state[name])]:
+                shapes.append(f"{name} {shape} for {[*global_shape(state[name])]}")
     for problem, names in (("missing", missing), ("unknown", unknown), ("other shape", shapes)):
         if names:
             yield f"{problem}: {listed(names)}"
 
 
-def _other_dimensions(model: nn.Module, folder: Path) -> Iterator[str]:
+def _other_dimensions(own: dict[str, Any] | None, folder: Path) -> Iterator[str]:
     """Yield dimensions that differ but do not change shapes, such as the number of heads."""
-    if not isinstance(model, Transformer) or not (folder / CONFIG_FILE).is_file():
+    if own is None or not (folder / CONFIG_FILE).is_file():
         return
-    described, own = read(folder), asdict(model.config)
+    described = read(folder)
     if described.pop("model_type") == TRANSFORMER:
         for name, value in described.items():
             # The weights do not depend on the longest sequence.

@@ -50,24 +50,46 @@ def _require_transformers(name: str) -> None:
 def build(
     name: str, options: Mapping[str, Any], vocabulary_size: int | None, sequence_length: int
 ) -> nn.Module:
-    """Build a causal language model, on torch's default device, with FP32 parameters.
+    """Build a causal language model, on torch's default device, with random FP32 parameters.
 
     Args:
-        name: `hf:FOLDER` uses the weights in the folder, or random weights if it has none;
-            `hf:FILE.json` uses random weights.
+        name: `hf:FOLDER` or `hf:FILE.json`.
         options: Values that replace those in the configuration file.
         vocabulary_size: Number of token ids in the data; None if it is unknown.
         sequence_length: Length of the data's samples, in tokens.
 
     Raises:
-        ConfigError: If transformers cannot build it, weights are missing or not safetensors, or the
-            model is too small for the data.
+        ConfigError: If transformers cannot build it, or the model is too small for the data.
     """
     path = locate(name)
     with _quiet():
         config = _read_config(name, path, options)
         _check_size(name, config, vocabulary_size, sequence_length)
-        model = _load(name, path, config) if _has_weights(name, path) else _create(name, config)
+        return _prepared(_create(name, config))
+
+
+def weights_folder(name: str) -> Path | None:
+    """Return the folder of the weights of a model; None for a model with random weights.
+
+    Raises:
+        ConfigError: If the weights are not safetensors.
+    """
+    path = locate(name)
+    return path if _has_weights(name, path) else None
+
+
+def load(name: str, options: Mapping[str, Any]) -> nn.Module:
+    """Build a model whole, and load the weights in its folder, as transformers does.
+
+    Raises:
+        ConfigError: If transformers cannot do it, or weights are missing.
+    """
+    path = locate(name)
+    with _quiet():
+        return _prepared(_load(name, path, _read_config(name, path, options)))
+
+
+def _prepared(model: nn.Module) -> nn.Module:
     if "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     return model.train()

@@ -72,6 +72,10 @@ class ModelConfig:
     """Folder of safetensors (or one such file) that a new run starts from, for example from
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
 
+    deferred: bool = field(default=True, metadata=HARMLESS)
+    """Build the model without memory for its parameters and compute them where they are needed, so
+    that sharded strategies never hold it whole; false builds it on the host of every rank first."""
+
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
     replace those in config.json. The transformer takes `tied_head` (true, false) and `rotary_base`

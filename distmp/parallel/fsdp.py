@@ -108,6 +108,7 @@ from distmp.precision.keep import cast_buffers, keep_in_fp32
 from distmp.precision.policy import PrecisionPolicy
 from distmp.scaling import GradientPart
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.host_memory import return_freed_memory
 
 
 class FullySharded(ShardedStrategy):
@@ -160,6 +161,8 @@ class FullySharded(ShardedStrategy):
         narrow_parameters(module, policy.param_dtype, except_for=kept)
         self._frozen_in_fp32 = _frozen_in_16_bit_groups(module, policy, kept)
         _shard(module, policy, kept, _mesh(world, shards, name), config.sharding)
+        if world.device.type == "cpu":
+            return_freed_memory()
         storage = torch.device("cpu") if config.sharding.offload else world.device
         materialize_shards(module, values, world.device, storage)
         self._root = cast(FSDPModule, module)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from distmp.errors import ConfigError
-from distmp.utils.deferred import NotDeferrableError, recording_of
+from distmp.utils.deferred import NotDeferrableError, is_recorded, recording_of
+from distmp.utils.flat_shard import local_parts
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 InitialValues = Callable[[str, torch.device], Tensor]
 """Returns the initial value of a parameter or buffer by its name, on a device."""
@@ -50,6 +52,11 @@ def initial_values(module: nn.Module, seed: int) -> InitialValues:
 def is_on_meta(module: nn.Module) -> bool:
     """Return whether a parameter or buffer of a module is on the meta device."""
     return any(True for _ in _on_meta(module))
+
+
+def needs_seed(module: nn.Module) -> bool:
+    """Return whether the initial values of a module are not determined yet."""
+    return is_on_meta(module) and not is_recorded(module)
 
 
 def nothing_to_compute(name: str, device: torch.device) -> Tensor:
@@ -120,16 +127,17 @@ def materialize_shards(
         device: Where to compute them.
         storage: Where the shards are held.
     """
-    _replace(module, lambda name, meta: _shard(values(name, device), cast(DTensor, meta), storage))
+    _replace(
+        module, lambda name, meta: _shard(values(name, device), cast("DTensor", meta), storage)
+    )
 
 
 def _shard(value: Tensor, meta: DTensor, storage: torch.device) -> Tensor:
-    size, offset = compute_local_shape_and_global_offset(
-        meta.shape, meta.device_mesh, meta.placements
-    )
-    index = tuple(slice(start, start + count) for start, count in zip(offset, size, strict=True))
-    local = torch.empty(tuple(size), dtype=meta.dtype, device=storage)
-    if local.numel():
+    # Import lazily: only sharded strategies need it.
+    from torch.distributed.tensor import DTensor
+
+    local = torch.empty_like(meta.to_local(), device=storage)
+    for index, _ in local_parts(meta):
         local.copy_(value[index])
     _broadcast_to_replicas(local, meta)
     return DTensor.from_local(

@@ -77,11 +77,13 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
     checkpoint = world.ranks.all_or_none(
         lambda: restarts.checkpoint(lambda: find_checkpoint(config))
     )
-    if checkpoint is None:
-        world.ranks.all_or_none(lambda: start_from_weights(config, components.model))
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
     parameters = sum(parameter.numel() for parameter in components.model.parameters())
-    engine = world.ranks.all_or_none(lambda: _engine(config, components, world))
+    engine = world.ranks.all_or_none(
+        lambda: _engine(config, components, world, load=checkpoint is not None)
+    )
+    if checkpoint is None:
+        start_from_weights(components, engine)
     fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
     fingerprint["model"] = architecture(components.model, config.model)
     changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
@@ -109,10 +111,15 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
     )
 
 
-def _engine(config: RunConfig, components: RunComponents, world: World) -> Engine:
+def _engine(config: RunConfig, components: RunComponents, world: World, *, load: bool) -> Engine:
     precision = config.precision
     return build_engine(
-        config, components, world, policy=precision.policy, attribution=precision.attribution
+        config,
+        components,
+        world,
+        policy=precision.policy,
+        attribution=precision.attribution,
+        load=load,
     )
 
 

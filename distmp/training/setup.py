@@ -20,10 +20,16 @@ from distmp.data.order import microbatches_per_rank
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.export.weights import BuiltModel, read_shards
+from distmp.models import huggingface
 from distmp.models.build import Loss, build_loss, build_model
+from distmp.models.settings import ModelConfig
 from distmp.parallel.reproducible import check_power_of_two
+from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PolicyLike
 from distmp.training.run_directory import RunDirectory, latest_run
+from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
 
 
 class RunComponents(NamedTuple):
@@ -34,12 +40,16 @@ class RunComponents(NamedTuple):
         model: The model as it was built.
         loss: Returns the loss sum and the weight of a microbatch.
         microbatches: Microbatches per step on each rank.
+        weights: Folder or file of the weights that a new run starts from; None for random weights.
+        built: Names and dimensions of the model as it was built.
     """
 
     datasets: Datasets
     model: nn.Module
     loss: Loss
     microbatches: int
+    weights: Path | None
+    built: BuiltModel
 
 
 @dataclass
@@ -73,21 +83,38 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     store.check_reachable(config.checkpoint.path, config.resume)
     datasets = build_datasets(config.data)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, datasets.vocabulary_size, config.data.sequence_length)
-    return RunComponents(datasets, model, build_loss(config.model), microbatches)
+    model = _build(config, datasets.vocabulary_size)
+    weights = _weights(config.model)
+    return RunComponents(
+        datasets, model, build_loss(config.model), microbatches, weights, BuiltModel.of(model)
+    )
 
 
-def start_from_weights(config: RunConfig, model: nn.Module) -> None:
-    """Load the weights that `model.weights` names, if any, into the model.
+def _build(config: RunConfig, vocabulary_size: int | None) -> nn.Module:
+    """Build the model, if possible without memory for its parameters."""
 
-    Raises:
-        ConfigError: If they cannot be read or do not match the model.
-    """
-    if config.model.weights is not None:
-        # Imported here: most runs do not need it.
-        from distmp.export.weights import load_weights
+    def build() -> nn.Module:
+        return build_model(config.model, vocabulary_size, config.data.sequence_length)
 
-        load_weights(model, config.model.weights)
+    if not config.model.deferred:
+        return build_whole(build, config.seed)
+    try:
+        return build_deferred(build, config.seed)
+    except NotDeferrableError as error:
+        if config.strategy in SHARDED_STRATEGIES:
+            raise ConfigError(
+                "model.deferred",
+                True,
+                f"the constructor of {config.model.name} needs the values of its parameters "
+                f"({error}); use false to build the whole model on every rank first",
+            ) from error
+        return build_whole(build, config.seed)
+
+
+def _weights(config: ModelConfig) -> Path | None:
+    if config.weights is not None:
+        return Path(config.weights)
+    return huggingface.weights_folder(config.name) if config.is_hugging_face else None
 
 
 def build_engine(
@@ -98,6 +125,7 @@ def build_engine(
     policy: PolicyLike,
     attribution: bool,
     first_step_checks: bool = True,
+    load: bool = False,
 ) -> Engine:
     """Build the engine of a configuration.
 
@@ -108,6 +136,7 @@ def build_engine(
         policy: The precision policy.
         attribution: Whether the engine records what `Engine.explain` needs.
         first_step_checks: Whether the engine checks for common mistakes in the first step.
+        load: Whether a checkpoint is loaded next, so that initial values are not needed.
 
     Raises:
         ConfigError: If model, policy, strategy and optimizer are not compatible.
@@ -125,7 +154,21 @@ def build_engine(
         settings,
         schedule=config.schedule_factory,
         device=world.device,
+        initialize=not load and parts.weights is None,
     )
+
+
+def start_from_weights(parts: RunComponents, engine: Engine) -> None:
+    """Load the weights of a new run, if any, into its engine. Collective over all ranks.
+
+    Raises:
+        SetupError: On every rank, if they cannot be read or do not fit the model.
+    """
+    weights = parts.weights
+    if weights is not None:
+        state = engine.state_dict()
+        engine.world.ranks.all_or_none(lambda: read_shards(state, parts.built, weights))
+        engine.load_state_dict(state)
 
 
 def training_batches(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -270,9 +271,9 @@ class _Recorder(_Seeded):
         is_fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         if not is_fake and (tensors or not _is_deferred(function, args, kwargs)):
             return self.run_real(function, args, kwargs, seed)
-        if function.overloadpacket in _READS:
-            (tensor,) = tensors
-            return function(self._recording.value(tensor))
+        if function.overloadpacket in _READS or _writes_to_real(function, args, kwargs):
+            args, kwargs = pytree.tree_map_only(FakeTensor, self._recording.value, (args, kwargs))
+            return self.run_real(function, args, kwargs, seed)
         with self._fake:
             result = function(*args, **kwargs)
         self._recording.add(function, args, kwargs, result, seed)
@@ -291,8 +292,12 @@ def build_deferred(build: Callable[[], Module], seed: int) -> Module:
     """
     recording = Recording()
     try:
-        with _generators_kept(), _Recorder(recording, seed):
+        with _generators_kept(), _Recorder(recording, seed), warnings.catch_warnings():
+            # torch does so to copy a tensor (`copy.deepcopy`).
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             module = build()
+    except DistmpError:
+        raise
     except _UNSUPPORTED as error:
         raise NotDeferrableError(f"{type(error).__name__}: {error}") from error
     _leave_fake(module, recording)
@@ -304,6 +309,11 @@ def build_whole(build: Callable[[], Module], seed: int) -> Module:
     """Build a module with the initial values that `build_deferred` computes on the CPU."""
     with _generators_kept(), _Seeded(seed):
         return build()
+
+
+def is_recorded(module: nn.Module) -> bool:
+    """Return whether `build_deferred` has built a module."""
+    return module in _recordings
 
 
 def recording_of(module: nn.Module, seed: int) -> Recording:
@@ -382,6 +392,14 @@ def _generators_kept(device: torch.device | None = None) -> Iterator[None]:
     else:
         with torch.random.fork_rng(devices=[device], device_type=device.type):
             yield
+
+
+def _writes_to_real(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator writes to a tensor that has memory."""
+    return any(
+        isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)
+        for leaf in pytree.tree_leaves(_mutated(function, args, kwargs))
+    )
 
 
 def _leave_fake(module: nn.Module, recording: Recording) -> None:

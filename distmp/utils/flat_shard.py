@@ -9,11 +9,14 @@ dimension.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from distmp.utils.dtensor import is_dtensor
 
 
 class Rectangle(NamedTuple):
@@ -139,8 +142,7 @@ class FlatShard(Tensor):
         flat = self.as_subclass(Tensor)
         for part in self._rectangles():
             if torch.Size(part.offsets) == index.offset:
-                size = math.prod(part.sizes)
-                return flat[part.start : part.start + size].view(part.sizes)
+                return _view(flat, part)
         raise ValueError(f"no part of {index.fqn!r} begins at {index.offset}")
 
     def _rectangles(self) -> list[Rectangle]:
@@ -150,6 +152,37 @@ class FlatShard(Tensor):
 def global_shape(tensor: Tensor) -> torch.Size:
     """Return the shape of the full tensor: that of a `FlatShard`'s or DTensor's full tensor."""
     return tensor.global_shape if isinstance(tensor, FlatShard) else tensor.shape
+
+
+def local_parts(tensor: Tensor) -> list[tuple[tuple[slice, ...], Tensor]]:
+    """Return the parts of a full tensor that this rank holds: their indices, and their memory.
+
+    Args:
+        tensor: A DTensor, a `FlatShard` or a plain tensor.
+    """
+    if isinstance(tensor, FlatShard):
+        flat = tensor.as_subclass(Tensor)
+        return [
+            (_slices(part.offsets, part.sizes), _view(flat, part)) for part in tensor._rectangles()
+        ]
+    if is_dtensor(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        sharded: Any = tensor
+        sizes, offsets = compute_local_shape_and_global_offset(
+            sharded.shape, sharded.device_mesh, sharded.placements
+        )
+        local = sharded.to_local()
+        return [(_slices(offsets, sizes), local)] if local.numel() else []
+    return [(_slices((0,) * tensor.dim(), tuple(tensor.shape)), tensor)]
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+
+
+def _view(flat: Tensor, part: Rectangle) -> Tensor:
+    return flat[part.start : part.start + math.prod(part.sizes)].view(part.sizes)
 
 
 def gathered(tensor: Tensor) -> Tensor:

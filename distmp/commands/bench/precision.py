@@ -23,7 +23,13 @@ from distmp.distributed.world import World, join, leave
 from distmp.errors import ConfigError, SetupError
 from distmp.precision import policy, resolve
 from distmp.telemetry.memory import begin_peak, peak_since
-from distmp.training.setup import Progress, build_engine, prepare, training_batches
+from distmp.training.setup import (
+    Progress,
+    build_engine,
+    prepare,
+    start_from_weights,
+    training_batches,
+)
 from distmp.training.train import end_process, run_as_rank
 from distmp.utils.settings import command_line
 
@@ -120,6 +126,7 @@ def measure(
         )
     except SetupError as error:
         return PolicyRefused(str(error))
+    start_from_weights(parts, engine)
     losses, seconds, skipped = [], [], 0
     with closing(training_batches(config, parts, world, Progress())) as batches:
         for _ in range(steps):

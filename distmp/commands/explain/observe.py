@@ -20,7 +20,13 @@ from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.parallel.strategy import parameter_name
 from distmp.precision.policy import PrecisionPolicy
-from distmp.training.setup import Progress, build_engine, prepare, training_batches
+from distmp.training.setup import (
+    Progress,
+    build_engine,
+    prepare,
+    start_from_weights,
+    training_batches,
+)
 from distmp.utils.dtypes import dtype_name
 
 # Operations whose inputs show in which dtype a module computes, by kind.
@@ -162,6 +168,7 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
         engine = build_engine(
             small, parts, world, policy=policy, attribution=False, first_step_checks=False
         )
+        start_from_weights(parts, engine)
         model = engine.model
         stored: dict[str, set[torch.dtype]] = {}
         for name, value in model.named_parameters():

@@ -66,6 +66,7 @@ def trace_steps(
             policy=policy,
             attribution=config.precision.attribution,
             first_step_checks=False,
+            load=True,
         )
         tracker.engine = engine
         engine.optimizer.register_step_pre_hook(tracker.before_update)

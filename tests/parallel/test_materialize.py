@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import hashlib
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.parallel import ParallelConfig
+from distmp.parallel.settings import ShardingConfig
+from distmp.utils.deferred import build_whole
+from tests.ranks import ranks, run_ranks
+from tests.reference import gathered
+
+SMALL = TransformerConfig(
+    vocabulary_size=67, sequence_length=8, layers=2, dimension=16, heads=2, hidden=20
+)
+SEED = 11
+
+
+def small() -> nn.Module:
+    return Transformer(SMALL)
+
+
+def small_on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return small()
+
+
+def next_token(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    logits = module(batch[:, :-1]).float()
+    loss = nn.functional.cross_entropy(
+        logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
+    )
+    return loss, batch[:, 1:].numel()
+
+
+def sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1)
+
+
+def digest_of_start(strategy: str, policy: str, model: Any) -> str:
+    """Return a digest of the initial weights of an engine."""
+    torch.manual_seed(SEED)
+    engine = Engine(model, next_token, sgd, policy=policy, strategy=strategy)
+    weights = {
+        name: tensor for name, tensor in engine.state_dict().items() if name.startswith("model/")
+    }
+    digest = hashlib.sha256()
+    for name, value in sorted(gathered(weights).items()):
+        digest.update(name.encode() + value.float().numpy().tobytes())
+    outcome = engine.step([torch.arange(16).view(2, 8)])
+    assert not outcome.numbers.skipped
+    return digest.hexdigest()
+
+
+def whole() -> nn.Module:
+    """Build the model with the values that an engine computes for it after the same seed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(SEED)
+        return build_whole(small, int(torch.randint(2**62, ())))
+
+
+EXPECTED = "expected"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "world_size"),
+    [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp1", 2)],
+)
+def test_initial_weights_do_not_depend_on_strategy_or_ranks(strategy: str, world_size: int) -> None:
+    expected = digest_of_start("single", "fp32", whole())
+    assert digest_of_start("single", "fp32", small) == expected
+    assert digest_of_start("single", "fp32", small_on_meta()) == expected
+    results = run_ranks(digest_of_start, world_size, strategy, "fp32", small)
+    assert set(results) == {expected}
+
+
+@ranks(2)
+def test_16_bit_weights_are_rounded_once() -> None:
+    starts = [
+        digest_of_start(strategy, "bf16-pure", model)
+        for strategy, model in (("fsdp", small), ("ddp", small), ("ddp", whole()))
+    ]
+    assert len(set(starts)) == 1
+
+
+@ranks(2)
+def test_without_initial_values_weights_are_not_a_number() -> None:
+    engine = Engine(small, next_token, sgd, policy="fp32", strategy="fsdp", initialize=False)
+    assert all(value.isnan().all() for value in engine.module.state_dict().values())
+
+
+@ranks(2)
+def test_parts_on_the_meta_device() -> None:
+    """Real parameters get rank 0's values, the others are computed."""
+
+    def partly() -> nn.Module:
+        torch.manual_seed(dist.get_rank())
+        with torch.device("meta"):
+            second = nn.Linear(6, 3)
+        return nn.Sequential(nn.Linear(4, 6), second)
+
+    def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return module(batch).square().sum(), len(batch)
+
+    for strategy in ("ddp", "fsdp"):
+        engine = Engine(partly(), loss, sgd, policy="fp32", strategy=strategy)
+        torch.manual_seed(0)
+        first = nn.Linear(4, 6)
+        values = gathered({f"model/{n}": t for n, t in engine.module.state_dict().items()})
+        assert torch.equal(values["model/0.weight"], first.weight)
+        assert values["model/1.weight"].abs().max() <= 6**-0.5
+        engine.step([torch.ones(2, 4)])
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+
+def test_a_module_without_values_is_refused() -> None:
+    with torch.device("meta"):
+        model = NoReset()
+    message = r"nothing sets the initial values of gain; pass the constructor"
+    with pytest.raises(ConfigError, match=message):
+        Engine(model, next_token, sgd, policy="fp32")
+
+
+# Under a limit of memory
+
+LARGE = TransformerConfig(
+    vocabulary_size=2048, sequence_length=8, layers=24, dimension=512, heads=4, hidden=1536
+)
+LARGE_BYTES = 4 * 86_000_000
+RANKS = 4
+
+
+def large() -> nn.Module:
+    return Transformer(LARGE)
+
+
+def large_on_cpu() -> nn.Module:
+    """Build the model whole, as one does without deferral."""
+    return large()
+
+
+def start_within(build: Callable[[], nn.Module], limit: int, deferred: bool) -> tuple[int, int]:
+    """Build an engine and take steps with a limit of additional memory.
+
+    Returns:
+        The number of parameters, and the peak of the resident memory until the first step relative
+        to that of later steps, in thousandths.
+    """
+    torch.set_num_threads(1)
+    _limit_memory(limit)
+    parallel = ParallelConfig(sharding=ShardingConfig(accumulate="sharded"))
+    engine = Engine(
+        build if deferred else build(),
+        next_token,
+        sgd,
+        policy="fp32",
+        strategy="fsdp",
+        parallel=parallel,
+    )
+    batch = torch.arange(8).view(1, 8)
+    started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(2):
+        assert not engine.step([batch]).numbers.skipped
+    steady = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    elements = sum(parameter.numel() for parameter in engine.module.parameters())
+    return elements, 1000 * started // steady
+
+
+def _limit_memory(limit: int) -> None:
+    """Let this process allocate so many more bytes: private memory, which counts when it is mapped."""
+    status = Path("/proc/self/status").read_text()
+    used = 1024 * int(status.partition("VmData:")[2].split()[0])
+    resource.setrlimit(resource.RLIMIT_DATA, (used + limit, used + limit))
+
+
+def test_a_model_starts_in_less_memory_than_it_has_whole() -> None:
+    results = run_ranks(start_within, RANKS, large, LARGE_BYTES * 8 // 10, True)
+    for elements, started in results:
+        assert 4 * elements >= LARGE_BYTES
+        assert started <= 1100
+
+
+def test_the_limit_is_one_for_the_whole_model() -> None:
+    with pytest.raises(AssertionError, match=r"[Cc]an't allocate memory|MemoryError|not enough"):
+        run_ranks(start_within, RANKS, large, LARGE_BYTES * 8 // 10, False)

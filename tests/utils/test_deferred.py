@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from distmp.utils.deferred import (
+    SMALL_ELEMENTS,
+    NotDeferrableError,
+    build_deferred,
+    build_whole,
+    is_recorded,
+    recording_of,
+)
+
+CPU = torch.device("cpu")
+
+
+class Initialized(nn.Module):
+    """Sets the values of its submodules in its own constructor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6, padding_idx=2)
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 6))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.apply(self.initialize)
+        self.layers[0].weight.data.normal_(0.0, 0.02)
+
+    def initialize(self, part: nn.Module) -> None:
+        if isinstance(part, nn.Linear):
+            nn.init.xavier_normal_(part.weight)
+
+
+class Inits(nn.Module):
+    """Uses functions of torch.nn.init, some of which read values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.tall, self.cut, self.sparse = (nn.Linear(7, 9) for _ in range(4))
+        nn.init.orthogonal_(self.wide.weight, gain=2.0)
+        nn.init.orthogonal_(self.tall.weight.T)
+        nn.init.trunc_normal_(self.cut.weight, std=0.5, a=-0.1, b=0.1)
+        nn.init.sparse_(self.sparse.weight, 0.5)
+        nn.init.zeros_(self.sparse.bias)
+
+
+class Expressions(nn.Module):
+    """Creates values out of place, reads values, and has buffers of all sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.Parameter(torch.randn(3, 5) * 0.02 + torch.arange(5))
+        self.copied = nn.Parameter(torch.empty(4))
+        with torch.no_grad():
+            self.copied.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+            self.copied[1:3].mul_(torch.rand(2))
+        self.rates = [rate.item() for rate in torch.linspace(0, 1, 4)]
+        self.bound = float(torch.rand(3).max())
+        self.register_buffer("frequencies", 1.0 / 10_000 ** (torch.arange(0, 8, 2) / 8))
+        self.register_buffer("positions", torch.arange(SMALL_ELEMENTS + 3).float().sqrt())
+
+
+class Copies(nn.Module):
+    """Copies layers, so that their initial values are equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2)
+        self.recurrent = nn.LSTM(3, 4)
+        self.twin = copy.deepcopy(self.recurrent)
+
+
+CONSTRUCTORS = [Initialized, Inits, Expressions, Copies]
+
+
+def computed(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """Return all parameters and buffers; those on the meta device are computed, in any order."""
+    recording = recording_of(module, seed)
+    names = list(recording.views)
+    random.Random(5).shuffle(names)
+    values = {name: recording.compute(name, CPU) for name in names}
+    own = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+    return {name: values[name] if tensor.is_meta else tensor for name, tensor in own}
+
+
+@pytest.mark.parametrize("constructor", CONSTRUCTORS)
+def test_values_are_those_of_the_constructor(constructor: Callable[[], nn.Module]) -> None:
+    whole, deferred = build_whole(constructor, 7), build_deferred(constructor, 7)
+    values = computed(deferred)
+    expected = dict([*whole.named_parameters(remove_duplicate=False), *whole.named_buffers()])
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(values[name], value), name
+        assert values[name].stride() == value.stride(), name
+    # Python values that the constructor has read are the same, too.
+    assert vars(deferred).get("rates") == vars(whole).get("rates")
+    assert vars(deferred).get("bound") == vars(whole).get("bound")
+
+
+def test_another_seed_gives_other_values() -> None:
+    first, second = (computed(build_deferred(Initialized, seed)) for seed in (1, 2))
+    assert not torch.equal(first["layers.0.weight"], second["layers.0.weight"])
+    assert torch.equal(first["layers.1.weight"], second["layers.1.weight"])  # ones
+
+
+def test_copies_are_equal_and_ties_stay() -> None:
+    values = computed(build_deferred(Copies, 3))
+    layers = "encoder.layers.{}.self_attn.in_proj_weight"
+    assert torch.equal(values[layers.format(0)], values[layers.format(1)])
+    tied = build_deferred(Initialized, 3)
+    assert tied.head.weight is tied.embedding.weight
+    assert len(list(tied.parameters())) == 7
+
+
+def test_it_takes_no_memory_and_leaves_the_generator() -> None:
+    state = torch.get_rng_state()
+    module = build_deferred(lambda: nn.Linear(2**24, 2**24), 1)  # 1 PiB
+    assert module.weight.is_meta
+    assert module.weight.requires_grad
+    assert is_recorded(module)
+    small = build_deferred(Inits, 1)
+    recording_of(small, 0).compute("wide.weight", CPU)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+STEPS: list[Callable[[Tensor], Tensor]] = [
+    lambda x: x.normal_(),
+    lambda x: x.uniform_(-1, 1),
+    lambda x: x.mul_(0.5),
+    lambda x: x + torch.randn(4, 6),
+    lambda x: x.clone().clamp_(-1, 1),
+    lambda x: x.view(-1)[3:9].zero_() and x if x.is_contiguous() else x,
+    lambda x: x.t().contiguous().t(),
+    lambda x: x.copy_(torch.rand(4, 1)),
+    lambda x: torch.where(x > 0, x, torch.rand_like(x)),
+    lambda x: torch.linalg.qr(x.double())[0].float() if x.shape[0] == x.shape[1] else x.abs(),
+    lambda x: x.index_fill_(0, torch.tensor([1, 3]), 2.0),
+]
+STEPS[5] = lambda x: (x[1, 2:].zero_(), x)[1]
+
+
+@given(st.lists(st.sampled_from(range(len(STEPS))), max_size=8), st.integers(0, 2**62))
+@settings(max_examples=60, deadline=None)
+def test_any_sequence_of_operations(steps: list[int], seed: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            value, other = torch.zeros(4, 6).normal_(), torch.rand(4, 6)
+            for step in steps:
+                value, other = other, STEPS[step](value)
+            self.value, self.other = nn.Parameter(value), nn.Parameter(other.detach().clone())
+
+    whole = build_whole(Model, seed)
+    values = computed(build_deferred(Model, seed))
+    assert torch.equal(values["value"], whole.value)
+    assert torch.equal(values["other"], whole.other)
+
+
+def test_modules_on_the_meta_device_are_reset() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    values = computed(module, seed=5)
+    assert values["0.weight"].abs().max() <= 3**-0.5
+    assert torch.equal(values["1.running_var"], torch.ones(4))
+    assert all(parameter.is_meta for parameter in module.parameters())
+    again = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).to("meta")
+    assert torch.equal(computed(again, seed=5)["0.weight"], values["0.weight"])
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(3))
+
+
+class Unset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+
+
+class ReadsMemory(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.weight.detach().numpy()[0] = 1.0
+
+
+def test_unknown_values_are_refused() -> None:
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(3, 4), NoReset())
+    with pytest.raises(NotDeferrableError, match=r"nothing sets the initial values of 1\.gain"):
+        recording_of(module, 0)
+    with pytest.raises(NotDeferrableError, match="nothing sets the initial values of weight"):
+        recording_of(build_deferred(Unset, 0), 0)
+    with pytest.raises(NotDeferrableError, match="numpy"):
+        build_deferred(ReadsMemory, 0)
+
+
+def test_errors_of_a_constructor_are_its_own() -> None:
+    with pytest.raises(ZeroDivisionError):
+        build_deferred(lambda: nn.Linear(1 // 0, 3), 0)
