@@ -142,9 +142,9 @@ def test_a_module_without_values_is_refused() -> None:
 # Under a limit of memory
 
 LARGE = TransformerConfig(
-    vocabulary_size=2048, sequence_length=8, layers=24, dimension=512, heads=4, hidden=1536
+    vocabulary_size=2048, sequence_length=8, layers=20, dimension=384, heads=4, hidden=1152
 )
-LARGE_BYTES = 4 * 86_000_000
+LARGE_BYTES = 4 * 39_000_000
 RANKS = 4
 
 
@@ -185,7 +185,7 @@ def start_within(build: Callable[[], nn.Module], limit: int, deferred: bool) -> 
 
 
 def _limit_memory(limit: int) -> None:
-    """Let this process allocate so many more bytes: private memory, which counts when it is mapped."""
+    """Let this process allocate so many more bytes of private memory."""
     status = Path("/proc/self/status").read_text()
     used = 1024 * int(status.partition("VmData:")[2].split()[0])
     resource.setrlimit(resource.RLIMIT_DATA, (used + limit, used + limit))
