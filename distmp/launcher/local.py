@@ -144,7 +144,11 @@ def run_ranks(
         with port_conflicts_explained():
             return _run(parsed)
     rendezvous = Rendezvous.open(plan.endpoint, log)
-    with failures_explained(rendezvous), rendezvous.watched(_give_up):
+    with (
+        failures_explained(rendezvous),
+        rendezvous.watched(_give_up),
+        rendezvous.missing_hosts_logged(log),
+    ):
         code = _run(parsed)
     if code and (lost := rendezvous.unresponsive()):
         log(f"lost {', '.join(lost)}, which does not respond any more")

@@ -172,9 +172,12 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
     if given.own_rendezvous is not None:
         return plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
-    if nodes is None and job.environment == "kubernetes":
+    if nodes is None and job.environment != "local":
         raise ConfigError(
-            "--nnodes", None, "Kubernetes does not provide the number of pods of the Job; set it"
+            "--nnodes",
+            None,
+            f"{job.evidence} ({job.environment}) does not give the number of machines; set it, or "
+            "train on this machine only with `--environment local`",
         )
     one = nodes in (None, 1)
     if one and not _has_port(given.rdzv_endpoint):
@@ -277,11 +280,14 @@ def _head_and_port(given: UserOptions, job: Job) -> tuple[ExplainedValue[str], E
         raise ConfigError(
             "--rdzv-endpoint",
             None,
-            "several machines need the address of the first one: pass --rdzv-endpoint HOST[:PORT] "
-            "on each of them, or start all of them from one with --hosts HOST,HOST,...",
+            f"several machines ({job.evidence}) need the address of the first one: pass "
+            "--rdzv-endpoint HOST[:PORT] on each of them, or start all of them from one with "
+            "--hosts HOST,HOST,...",
         )
     if given.port is not None:
         return job.head, ExplainedValue(given.port, "--port")
+    if job.port is not None:
+        return job.head, job.port
     if job.name is None:
         return job.head, ExplainedValue(_DEFAULT_PORT, "torchrun's default")
     return job.head, port_of(job.name.value)

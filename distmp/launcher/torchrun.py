@@ -39,7 +39,8 @@ def read(arguments: list[str]) -> UserOptions:
     # None.
     options = parse([*arguments, "-m", "module"], arguments, Namespace(**dict.fromkeys(_READ)))
     for name in _READ:
-        if getattr(options, name) is None:
+        # A pod of Kubeflow Trainer has PET_MASTER_ADDR; `job` reads it as the first machine.
+        if getattr(options, name) is None and not name.startswith("master_"):
             setattr(options, name, os.environ.get(f"PET_{name.upper()}"))
     try:
         ranks = options.nproc_per_node and determine_local_world_size(options.nproc_per_node)

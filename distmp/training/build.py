@@ -160,12 +160,19 @@ def _summary(
         f"precision {engine.policy.name} ({engine.policy_reason})"
     )
     yield (
-        f"ranks: {world.world_size} on {world.device.type}, strategy "
+        f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
         f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
         f"batch {batch.global_batch_size} = {world.world_size} ranks x "
         f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
     )
     yield from overridden_options(os.environ, engine.policy, engine.strategy)
+
+
+def _backend(world: World) -> str:
+    if world.backend is None:
+        return ""
+    shared = world.device.type == "cuda" and world.backend == "gloo"
+    return f" ({world.backend}{', because ranks share a GPU' if shared else ''})"
 
 
 def _record_start(

@@ -15,6 +15,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from distmp.config import RunConfig, load
+from distmp.distributed.launcher_variables import adopt_ranks
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import (
     INTERRUPTED_EXIT_CODE,
@@ -71,6 +72,7 @@ def run_as_rank(
     environment = RankEnvironment()
     config = None
     try:
+        adopt_ranks()
         environment = RankEnvironment.from_variables()
         with _quiet_except_first(environment.local_rank):
             config = load(argv)

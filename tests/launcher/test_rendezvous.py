@@ -61,7 +61,9 @@ def test_hosts_join_and_know_each_other(port: int, first: Rendezvous) -> None:
 
 
 def test_a_host_that_does_not_join_is_named(first: Rendezvous) -> None:
-    with pytest.raises(LaunchError, match=r"only 1 of 2 hosts joined .*; missing: n2\."):
+    with pytest.raises(
+        LaunchError, match=r"only 1 of 2 hosts joined .*; missing: n2 \(node rank 1\)\."
+    ):
         raise_in(first, api.RendezvousTimeoutError())
 
 
