@@ -67,6 +67,29 @@ def test_a_host_that_does_not_join_is_named(first: Rendezvous) -> None:
         raise_in(first, api.RendezvousTimeoutError())
 
 
+def test_hosts_that_have_not_joined_are_logged(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_LOG_AFTER_SECONDS", 0.01)
+    monkeypatch.setattr(rendezvous, "_LOG_AGAIN_SECONDS", 0.01)
+    first = Rendezvous.open(endpoint(port, min_nodes=3), quiet)
+    lines: list[str] = []
+    progress = of_children()
+
+    def wait_for(text: str) -> None:
+        while not any(line.startswith(text) for line in lines):
+            assert progress.problem() is None, lines
+            time.sleep(0.01)
+
+    with first.missing_hosts_logged(lines.append):
+        # The endpoint names only two of the hosts.
+        wait_for("waiting for n2 (node rank 1), node rank 2 to join 127.0.0.1:")
+        Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
+        wait_for("waiting for node rank 2 to join 127.0.0.1:")
+        unnumbered = endpoint(port, is_host=False, local_address="127.0.0.3", node_rank=None)
+        third = Rendezvous.open(unnumbered, quiet)
+    # With all of them there is nothing to log.
+    assert third._missing() == ""
+
+
 def test_a_host_that_falls_silent_is_named(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
