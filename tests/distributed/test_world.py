@@ -181,3 +181,16 @@ def test_alone_the_message_is_the_problem() -> None:
 def test_faults_that_are_not_ours_pass_through() -> None:
     with pytest.raises(ZeroDivisionError):
         World.current("cpu").ranks.all_or_none(lambda: 1 // 0)
+
+
+@ranks(2, initialize=False)
+def test_ranks_of_mpirun_meet() -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        end = name.replace("WORLD_", "")
+        os.environ[f"OMPI_COMM_WORLD_{end}"] = os.environ.pop(name)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
+    world = world_of_process("cpu")
+    assert (world.rank, world.world_size) == (int(os.environ["OMPI_COMM_WORLD_RANK"]), 2)
+    assert world.backend == "gloo"
+    dist.barrier()
+    leave()
