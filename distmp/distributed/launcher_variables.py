@@ -72,13 +72,13 @@ TORCHRUN = LauncherVariables("WORLD_SIZE", "RANK", "LOCAL_WORLD_SIZE", "LOCAL_RA
 _SLURM_STEP = LauncherVariables(
     "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", head=""
 )
-# In order of precedence: mpirun starts its processes within those of srun.
+# In order of precedence: mpirun starts its processes within those of srun, and Flux sets PMI_SIZE.
 PROCESSES = (
     _prefixed("OMPI_COMM_WORLD_"),
     _prefixed("MV2_COMM_WORLD_"),
     _prefixed("JSM_NAMESPACE_"),
-    LauncherVariables("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     LauncherVariables("FLUX_JOB_SIZE", "FLUX_TASK_RANK", "", "FLUX_TASK_LOCAL_ID"),
+    LauncherVariables("PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
     # PMIx provides no number of processes; mpirun sets this one beside it.
     LauncherVariables("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", head=""),
 )
