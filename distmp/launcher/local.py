@@ -147,7 +147,7 @@ def run_ranks(
     with (
         failures_explained(rendezvous),
         rendezvous.watched(_give_up),
-        rendezvous.missing_hosts_logged(log),
+        rendezvous.waiting_logged(log),
     ):
         code = _run(parsed)
     if code and (lost := rendezvous.unresponsive()):

@@ -236,7 +236,7 @@ def _several(
         local_address=local_address,
         node_rank=None if rank is None else rank.value,
         min_nodes=_min_nodes(given, job),
-        hosts=job.hosts,
+        hosts=job.hosts or _numbered_hosts(rank, given, job),
         join_timeout_seconds=join_timeout_seconds(conf),
         read_timeout_seconds=_seconds(conf, "read_timeout", _READ_TIMEOUT_SECONDS),
     )
@@ -438,6 +438,13 @@ def _check_interface(given: str, local_address: str, network: Network) -> None:
             given,
             f"{problem}; unset it, or use one of: {network.describe_interfaces()}",
         )
+
+
+def _numbered_hosts(
+    rank: ExplainedValue[int] | None, given: UserOptions, job: Job
+) -> tuple[str, ...]:
+    """Return the machines by node rank, for messages, if they have one and nothing names them."""
+    return () if rank is None else tuple(f"node rank {n}" for n in range(_min_nodes(given, job)))
 
 
 def _min_nodes(given: UserOptions, job: Job) -> int:

@@ -14,13 +14,13 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from distmp.errors import DistmpError, listed
+from distmp.errors import DistmpError
 from distmp.launcher.network import join_port
 from distmp.launcher.plan import Endpoint
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _PROBE_SECONDS = 3.0
 _HANDSHAKE_SECONDS = 30.0
 _LOG_AFTER_SECONDS = 10.0
-_LOG_AGAIN_SECONDS = 60.0
 _RETRY_SECONDS = 0.5
 # A port on which hosts do not listen, to probe a host without a known open port.
 _CLOSED_PORT = 9
@@ -133,42 +132,40 @@ class Rendezvous:
             done.set()
 
     @contextlib.contextmanager
-    def missing_hosts_logged(self, log: Callable[[str], None]) -> Iterator[None]:
-        """Log for which machines this one waits; torchrun waits for them silently.
-
-        Args:
-            log: Called with a message on a separate thread.
-        """
+    def waiting_logged(self, log: Callable[[str], None]) -> Iterator[None]:
+        """Log which machines the first one waits for, until enough have joined."""
         done = threading.Event()
 
-        def look() -> None:
-            wait = _LOG_AFTER_SECONDS
-            # The store is gone if the run has ended on the first machine.
-            with contextlib.suppress(RuntimeError):
-                while not done.wait(wait) and (missing := self._missing()):
-                    log(
-                        f"waiting for {missing} to join {self.endpoint}, up to "
-                        f"{self.endpoint.join_timeout_seconds} s since the start"
-                    )
-                    wait = _LOG_AGAIN_SECONDS
+        def watch() -> None:
+            reported = ""
+            while not done.wait(_LOG_AFTER_SECONDS):
+                try:
+                    members = self.members()
+                except RuntimeError:
+                    return
+                if len(members) >= self.endpoint.min_nodes:
+                    return
+                if (waiting := self._waiting_for(members)) != reported:
+                    log(f"waiting for {waiting}, up to {self.endpoint.join_timeout_seconds} s")
+                    reported = waiting
 
-        threading.Thread(target=look, daemon=True).start()
+        if self.endpoint.is_host:
+            threading.Thread(target=watch, daemon=True).start()
         try:
             yield
         finally:
             done.set()
 
-    def _missing(self) -> str:
-        """Return which of the machines have not joined, or an empty string."""
-        members = self.members()
-        absent = self.endpoint.min_nodes - len(members)
-        if absent <= 0:
-            return ""
-        joined = {member.node_rank for member in members}
-        if None in joined:
-            return f"{absent} of {self.endpoint.min_nodes} machines"
-        ranks = [rank for rank in range(self.endpoint.min_nodes) if rank not in joined]
-        return listed([_named(rank, self.endpoint.hosts) for rank in ranks])
+    def _waiting_for(self, members: Sequence[Member]) -> str:
+        names = ", ".join(self._missing(members))
+        count = self.endpoint.min_nodes - len(members)
+        joined = ", ".join(map(str, members))
+        return f"{names or f'{count} more host' + 's' * (count > 1)} (joined: {joined})"
+
+    def _missing(self, members: Sequence[Member]) -> list[str]:
+        """Return the names of the machines that have not joined, if the job lists its machines."""
+        ranks = {member.node_rank for member in members}
+        return [host for rank, host in enumerate(self.endpoint.hosts) if rank not in ranks]
 
     def unresponsive(self) -> list[str]:
         """Return the names of the machines that do not respond any more, for messages."""
@@ -200,16 +197,14 @@ class Rendezvous:
                 f"the hosts of the run did not join again within {seconds} s, although they "
                 f"respond: {joined}; see the logs of their ranks"
             )
+        missing = self._missing(members)
         return (
             f"only {len(members)} of {endpoint.min_nodes} hosts joined {endpoint} within "
-            f"{seconds} s: {joined}; missing: {self._missing()}. Check that `distmp launch` runs "
-            "on the others with the same --rdzv-endpoint and --rdzv-id, or wait longer with "
-            "--rdzv-conf join_timeout=SECONDS"
+            f"{seconds} s: {joined}"
+            + (f"; missing: {', '.join(missing)}" if missing else "")
+            + ". Check that `distmp launch` runs on the others with the same --rdzv-endpoint "
+            "and --rdzv-id, or wait longer with --rdzv-conf join_timeout=SECONDS"
         )
-
-
-def _named(rank: int, hosts: tuple[str, ...]) -> str:
-    return f"{hosts[rank]} (node rank {rank})" if rank < len(hosts) else f"node rank {rank}"
 
 
 def _head(endpoint: Endpoint) -> str:

@@ -166,7 +166,7 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
         assert re.search(message, last_line(output)), f"{name}: {output}"
         assert "Traceback" not in output, f"{name}: {output}"
         if "missing" in name:
-            assert "waiting for node rank 1 to join 10.99.7.1:29403, up to 25 s" in output
+            assert "waiting for node rank 1 (joined: one (10.99.7.1)), up to 25 s" in output
 
 
 def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:
