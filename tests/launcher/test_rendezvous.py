@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import queue
+import re
 import socket
 import threading
 import time
@@ -63,6 +65,19 @@ def test_hosts_join_and_know_each_other(port: int, first: Rendezvous) -> None:
 def test_a_host_that_does_not_join_is_named(first: Rendezvous) -> None:
     with pytest.raises(LaunchError, match=r"only 1 of 2 hosts joined .*; missing: n2\."):
         raise_in(first, api.RendezvousTimeoutError())
+
+
+def test_the_first_host_says_whom_it_waits_for(
+    first: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_LOG_AFTER_SECONDS", 0.05)
+    lines: queue.Queue[str] = queue.Queue()
+    with first.waiting_logged(lines.put):
+        line = lines.get(timeout=60)
+        assert re.fullmatch(r"waiting for n2 \(joined: .* \(127\.0\.0\.1\)\), up to \d+ s", line)
+        time.sleep(0.3)
+    # It repeats only what has changed.
+    assert lines.empty()
 
 
 def test_a_host_that_falls_silent_is_named(
