@@ -19,7 +19,8 @@ from torch.distributed.run import get_args_parser
 
 from distmp.errors import ConfigError
 from distmp.launcher import local
-from distmp.launcher.local import LaunchOptions, default_ranks, launch, run_ranks
+from distmp.launcher.local import LaunchOptions, default_ranks, launch, plan_here, run_ranks
+from distmp.utils import cgroups
 from tests.progress import finished, of_children
 
 LAUNCHER = """
@@ -459,3 +460,16 @@ def test_a_valid_configuration_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(local, "run_ranks", lambda *arguments: arguments)
     result = launch(["--nproc-per-node=2"], ["--seed", "1"])
     assert result == (["--nproc-per-node=2"], "distmp.train", ["--seed", "1"], LaunchOptions())
+
+
+def test_ranks_and_threads_follow_the_quota_of_the_control_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cgroups, "usable_cores", lambda: 8)
+    for quota, ranks, threads in ((None, 2, "4"), (3.5, 2, "1"), (0.5, 1, "1")):
+        monkeypatch.setattr(cgroups, "core_quota", lambda root, quota=quota: quota)
+        assert default_ranks()[0] == ranks
+        plan = plan_here([], LaunchOptions())
+        assert plan.variables["OMP_NUM_THREADS"].value == threads
