@@ -63,6 +63,7 @@ class TwoHosts:
         first_host = ["nsenter", f"--target={first}", "--pid", "--mount", "--net", "--uts"]
         second_host = [*first_host, "nsenter", f"--target={second}", "--net", "--uts"]
         self._enter = (first_host, second_host)
+        self.second = second
 
     def run(
         self,

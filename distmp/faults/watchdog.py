@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 import psutil
@@ -191,7 +192,7 @@ class Watchdog:
     def _report_hang(self) -> None:
         """Ask every rank for its state, report it once, and end all ranks."""
         peers = self.peers
-        statuses = peers.statuses()
+        statuses = self._observer.until(time.monotonic(), peers.statuses())
         peers.ask()
         peers.answer(self._answer())
         self._answered = True
@@ -300,10 +301,23 @@ class Observer:
             statuses: The last heartbeat of each rank that has not left.
             now: Time on this rank's clock; clocks of different ranks are not compared.
         """
+        current = self.until(now, statuses)
+        return bool(current) and all(status.idle > status.limit for status in current.values())
+
+    def until(self, now: float, statuses: Mapping[int, Status]) -> dict[int, Status]:
+        """Return heartbeats whose `idle` includes the time since they were first seen.
+
+        A rank that is stopped sends no more of them: its last one says that it has just made
+        progress.
+
+        Args:
+            now: Time on this rank's clock.
+            statuses: The last heartbeat of each rank that has not left.
+        """
         for rank, status in statuses.items():
             if self._seen.get(rank, (None,))[0] != status.count:
                 self._seen[rank] = (status.count, now)
-        return bool(statuses) and all(
-            status.idle + now - self._seen[rank][1] > status.limit
+        return {
+            rank: replace(status, idle=status.idle + now - self._seen[rank][1])
             for rank, status in statuses.items()
-        )
+        }

@@ -172,7 +172,7 @@ def _rendezvous_options(
         names = tuple(_network_name(host, ssh) for host in hosts)
         job = Job("hosts", "--hosts", hosts=names)
         head = ExplainedValue(names[0], "first of --hosts")
-        address, reason = address_of(head, ExplainedValue(0, "--hosts"), job, network)
+        address, reason, _ = address_of(head, ExplainedValue(0, "--hosts"), job, network)
         endpoint = join_port(address, port.value)
         options.append(
             ExplainedValue(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}")
@@ -223,6 +223,9 @@ def run_on_hosts(plan: HostsPlan) -> int:
     if codes & _STOPPED and codes <= {0, *_STOPPED}:
         log(f"stopped by {received[0].name}" if received else "stopped after a checkpoint")
         return max(codes)
+    if received.count(signal.SIGINT) > 1:
+        log("stopped by SIGINT, without waiting for a checkpoint")
+        return INTERRUPTED_EXIT_CODE
     if failed is None:
         return 0
     code = failed.process.returncode

@@ -17,6 +17,7 @@ _SLURM = """\
 #
 #     sbatch launch/slurm.sbatch                     # the run at the end of this file
 #     sbatch launch/slurm.sbatch --optim.lr 3e-4     # change one setting
+#     sbatch launch/slurm.sbatch --config FILE       # another configuration
 #     sbatch --nodes=4 launch/slurm.sbatch           # more nodes
 #
 # Before its time limit the job writes a checkpoint and requeues itself, as often as the run needs.
@@ -42,8 +43,13 @@ _SLURM = """\
 
 export PET_NPROC_PER_NODE="${PET_NPROC_PER_NODE:-^ranks}"
 
+config=(^config)
+for word in "$@"; do
+    case "$word" in --config | --config=*) config=() ;; esac
+done
+
 srun --cpu-bind=none "${PYTHON:-python3}" -m distmp launch ^options-- \\
-    ^run "$@"
+    --resume=auto "${config[@]}" ^run"$@"
 code=$?
 
 # The run stopped before its last step and wrote a checkpoint.
@@ -124,9 +130,20 @@ def _count(option: str, text: str | None) -> int:
 
 
 def _slurm(request: JobRequest) -> str:
+    config, run = _split_config(request.run)
     return _Template(_SLURM).substitute(
         nodes=request.nodes,
         ranks=request.ranks,
         options="".join(f"{shlex.quote(word)} " for word in request.options),
-        run=shlex.join(["--resume=auto", *request.run]),
+        config=shlex.join(config),
+        run="".join(f"{shlex.quote(word)} " for word in run),
     )
+
+
+def _split_config(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return `--config FILE` and the other options."""
+    for index, word in enumerate(words):
+        if word.partition("=")[0] == "--config":
+            end = index + (1 if "=" in word else 2)
+            return [*words[index:end]], [*words[:index], *words[end:]]
+    return [], [*words]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import shlex
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
@@ -23,6 +25,7 @@ from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import Machine, Plan, join_timeout_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
 from distmp.launcher.torchrun import binding, parse, read
+from distmp.utils.cgroups import granted_cores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -30,6 +33,9 @@ if TYPE_CHECKING:
 # What torchrun logs about every stopped or failed rank; `_report` logs one line instead.
 _NOISE = {
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
+    # A node that cannot reach the first one says so although the run has just ended there, or the
+    # first machine is slow to respond; `Rendezvous` reports a first machine that is lost.
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": ("The node '",),
     # The launcher passes it to decide which machine hosts the rendezvous.
     "torch.distributed.run": ("node_rank is only used for static rdzv_backend",),
     "torch.distributed.elastic.multiprocessing.api": (
@@ -47,11 +53,14 @@ _CONSEQUENCES = (
     -signal.SIGABRT,
 )
 
-# The usual cause of a signal that kills a rank.
+# The usual cause of a signal that kills a rank. Logs of several machines are often merged: advice
+# about a machine names it.
 _LIKELY_CAUSES: dict[int, str] = {
-    signal.SIGKILL: "the kernel does this when memory runs out (see dmesg)",
+    signal.SIGKILL: "the kernel does this when memory runs out (see dmesg on {host})",
     signal.SIGSEGV: "native code crashed (an extension, a driver or torch); see the stack above",
-    signal.SIGBUS: "usually shared memory is full (/dev/shm): reduce data.workers or enlarge it",
+    signal.SIGBUS: (
+        "usually shared memory is full on {host} (/dev/shm): reduce data.workers or enlarge it"
+    ),
     signal.SIGABRT: "native code aborted; see its message above",
     signal.SIGILL: "native code was built for another processor",
 }
@@ -87,7 +96,7 @@ def default_ranks() -> tuple[int, str]:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         return count, f"one for each of {count} CUDA devices" if count > 1 else "one CUDA device"
-    if _cores() == 1:
+    if granted_cores() == 1:
         return 1, "no CUDA device and one processor core"
     return 2, "no CUDA device; two CPU ranks make a distributed run"
 
@@ -133,13 +142,9 @@ def run_ranks(
     if options.dry_run:
         sys.stdout.write(plan.describe(command))
         return 0
-    parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
-    os.environ.update({name: choice.value for name, choice in plan.variables.items()})
-    for note in (*plan.job.notes, *plan.notes):
-        log(note)
-    names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
-    variables = [f"{name}={os.environ[name]}" for name in names]
-    log(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
+    parsed = _parsed(plan, command, torchrun_arguments)
+    if plan.endpoint is None or not plan.endpoint.provisional:
+        _announce(plan, command)
     if plan.endpoint is None:
         with port_conflicts_explained():
             return _run(parsed)
@@ -149,14 +154,44 @@ def run_ranks(
         rendezvous.watched(_give_up),
         rendezvous.waiting_logged(log),
     ):
+        if plan.endpoint.provisional:
+            address = Network.of_this_machine().source(rendezvous.another().address)
+            plan = plan_here(torchrun_arguments, options, {plan.endpoint.head: address})
+            assert plan.endpoint is not None
+            rendezvous.move_to(plan.endpoint)
+            parsed = _parsed(plan, command, torchrun_arguments)
+            _announce(plan, command)
         code = _run(parsed)
     if code and (lost := rendezvous.unresponsive()):
         log(f"lost {', '.join(lost)}, which does not respond any more")
     return code
 
 
-def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
+def _parsed(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Namespace:
+    return parse([*plan.torchrun(), *command], torchrun_arguments)
+
+
+def _announce(plan: Plan, command: list[str]) -> None:
+    """Set the plan's variables, and log what is run."""
+    os.environ.update({name: choice.value for name, choice in plan.variables.items()})
+    for note in (*plan.job.notes, *plan.notes):
+        log(note)
+    names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
+    variables = [f"{name}={os.environ[name]}" for name in names]
+    log(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
+
+
+def plan_here(
+    torchrun_arguments: list[str],
+    options: LaunchOptions,
+    addresses: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
     """Derive what to run on this machine.
+
+    Args:
+        torchrun_arguments: Options of torchrun.
+        options: The options of `distmp launch` itself.
+        addresses: Addresses of names, which take precedence over what the names resolve to.
 
     Raises:
         ConfigError: If an option is invalid, or the machines could not reach each other.
@@ -168,7 +203,7 @@ def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
     if given.ranks is None:
         count, reason = default_ranks()
         ranks = ExplainedValue(count, f"{reason}; change with --nproc-per-node")
-        if not options.dry_run:
+        if not options.dry_run and not addresses:
             log(f"{count} rank{'s' if count > 1 else ''} ({ranks.reason})")
     else:
         ranks = ExplainedValue(given.ranks, "--nproc-per-node")
@@ -176,13 +211,10 @@ def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
         network = replace(network, resolve=slurm_resolver(network.resolve))
     if job.names_appear and not options.dry_run:
         network = network.with_retries(join_timeout_seconds(given.rdzv_conf or {}), log)
-    machine = Machine(network, _cores(), ranks, binding(ranks.value))
+    resolve = network.resolve
+    network = replace(network, resolve=lambda name: addresses.get(name) or resolve(name))
+    machine = Machine(network, granted_cores(), ranks, binding(ranks.value))
     return make_plan(given, job, machine, os.environ)
-
-
-def _cores() -> int:
-    """Return the number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def _run(options: Namespace) -> int:
@@ -267,7 +299,7 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
             f"the run with --resume auto (exit code {stopped})"
         )
         return stopped
-    hint = _LIKELY_CAUSES.get(-code, "")
+    hint = _LIKELY_CAUSES.get(-code, "").format(host=platform.node())
     log(f"rank {rank} was killed by {_signal_name(-code)}{'; ' if hint else ''}{hint}")
     return 128 - code
 

@@ -6,7 +6,9 @@ import hashlib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
@@ -84,6 +86,8 @@ class Endpoint:
         hosts: All machines, if known.
         join_timeout_seconds: How long machines wait for each other.
         read_timeout_seconds: How long the first machine may be unreachable during the run.
+        provisional: Whether the address is one of several of this machine, and the other machines
+            may have to use another one.
     """
 
     head: str
@@ -97,6 +101,7 @@ class Endpoint:
     hosts: tuple[str, ...]
     join_timeout_seconds: int
     read_timeout_seconds: int
+    provisional: bool = False
 
     def others(self) -> list[str]:
         """Return the other known machines."""
@@ -223,7 +228,7 @@ def _several(
         else job.node_rank
     )
     conf = dict(given.rdzv_conf or {})
-    address, address_reason = address_of(head, rank, job, network)
+    address, address_reason, uncertain = address_of(head, rank, job, network)
     is_host, host_reason = _is_host(conf, address, rank, network)
     local_address, local_reason = _local_address(given, address, network)
     run_id = given.rdzv_id or (job.name.value if job.name else "none")
@@ -239,6 +244,7 @@ def _several(
         hosts=job.hosts or _numbered_hosts(rank, given, job),
         join_timeout_seconds=join_timeout_seconds(conf),
         read_timeout_seconds=_seconds(conf, "read_timeout", _READ_TIMEOUT_SECONDS),
+        provisional=uncertain and is_host and _min_nodes(given, job) > 1,
     )
     if given.nnodes is None and job.nodes is not None:
         plan = _with(plan, ExplainedValue(f"--nnodes={job.nodes.value}", job.nodes.reason))
@@ -317,10 +323,25 @@ def port_of(name: str) -> ExplainedValue[int]:
     )
 
 
+class Address(NamedTuple):
+    """The address of the first machine.
+
+    Attributes:
+        value: The address.
+        reason: Why it is this one.
+        uncertain: Whether this machine is the first one and other machines may reach it only at
+            another of its addresses.
+    """
+
+    value: str
+    reason: str
+    uncertain: bool = False
+
+
 def address_of(
     head: ExplainedValue[str], rank: ExplainedValue[int] | None, job: Job, network: Network
-) -> tuple[str, str]:
-    """Return the address at which all machines reach the first one, and the reason.
+) -> Address:
+    """Return the address at which all machines reach the first one.
 
     Raises:
         AddressError: If there is no such address.
@@ -334,16 +355,21 @@ def address_of(
             "ADDRESS:PORT"
         ) from None
     if not is_loopback(address) or _is_local_run(head.value, job, network):
-        return address, head.reason
+        return Address(address, head.reason)
     if rank is not None and rank.value != 0:
         raise AddressError(
             f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
             f"{address} here, a loopback address, but this machine has node rank {rank.value}. "
             "Correct /etc/hosts, or pass its address with --rdzv-endpoint ADDRESS:PORT"
         )
-    return network.default_address(), (
-        f"{head.reason}; {head.value!r} is {address} here, so the default route's address is used"
-    )
+    reason = f"{head.reason}; {head.value!r} is {address} here, so "
+    for host in job.hosts:
+        with suppress(AddressError):
+            source = network.source(network.resolve(host))
+            if not is_loopback(source):
+                return Address(source, f"{reason}this machine's source address for {host} is used")
+    own, why = network.default_address()
+    return Address(own, f"{reason}{why}", uncertain=len(network.external_interfaces()) > 1)
 
 
 def _is_local_run(head: str, job: Job, network: Network) -> bool:

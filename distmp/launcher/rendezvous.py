@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from distmp.errors import DistmpError
-from distmp.launcher.network import join_port
+from distmp.launcher.network import LARGE_MESSAGE, MTU_ADVICE, join_port
 from distmp.launcher.plan import Endpoint
 
 if TYPE_CHECKING:
@@ -66,9 +66,15 @@ class Rendezvous:
     def __init__(self, endpoint: Endpoint, store: TCPStore) -> None:
         self.endpoint = endpoint
         self.store = store
+        self._key = f"{_ROSTER}/{store.add(_ROSTER, 1)}"
+        self.move_to(endpoint)
+
+    def move_to(self, endpoint: Endpoint) -> None:
+        """Publish this machine's address, at the start or because it has another one now."""
+        self.endpoint = endpoint
         self.this = Member(platform.node(), endpoint.local_address, endpoint.node_rank)
         entry = json.dumps([self.this.name, self.this.address, self.this.node_rank])
-        store.set(f"{_ROSTER}/{store.add(_ROSTER, 1)}", entry)
+        self.store.set(self._key, entry)
 
     @classmethod
     def open(cls, endpoint: Endpoint, log: Callable[[str], None]) -> Rendezvous:
@@ -82,6 +88,20 @@ class Rendezvous:
             LaunchError: If the port is in use, nothing responds in time, or another program does.
         """
         return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint, log))
+
+    def another(self) -> Member:
+        """Wait for the first of the other machines and return it.
+
+        Raises:
+            LaunchError: If none joins in time.
+        """
+        deadline = time.monotonic() + self.endpoint.join_timeout_seconds
+        while time.monotonic() < deadline:
+            for member in self.members():
+                if member != self.this:
+                    return member
+            time.sleep(_RETRY_SECONDS)
+        raise LaunchError(self.timeout_message())
 
     def members(self) -> list[Member]:
         """Return the machines that have joined so far.
@@ -340,6 +360,7 @@ def _connect(endpoint: Endpoint) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     result: list[TCPStore | Exception] = []
+    small_messages_arrive = threading.Event()
 
     def connect() -> None:
         try:
@@ -351,13 +372,22 @@ def _connect(endpoint: Endpoint) -> TCPStore:
             )
             # The first machine may not have set it yet.
             store.wait([_RUN])
+            small_messages_arrive.set()
+            key = f"distmp/large/{endpoint.local_address}"
+            store.set(key, LARGE_MESSAGE)
+            store.get(key)
+            store.delete_key(key)
             result.append(store)
         except (RuntimeError, ValueError) as error:
             result.append(error)
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(2 * _HANDSHAKE_SECONDS)
+    thread.join(_HANDSHAKE_SECONDS)
+    if not small_messages_arrive.is_set():
+        thread.join(_HANDSHAKE_SECONDS)
+    if not result and small_messages_arrive.is_set():
+        raise LaunchError(f"cannot send data to {_head(endpoint)}: {MTU_ADVICE}")
     if not result or isinstance(result[0], Exception):
         raise LaunchError(
             f"what responds at {endpoint} is not the rendezvous of a run: another program uses "

@@ -252,3 +252,27 @@ def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[s
     while not ended.exists():
         assert progress.problem() is None
         time.sleep(0.02)
+
+
+def test_two_interrupts_end_with_the_code_of_an_interrupt(ssh: list[str]) -> None:
+    program = f"""
+        import sys
+        from distmp.launcher.hosts import HostsPlan, run_on_hosts
+        agent = "echo ready; read line; echo got; read line; exit 3"
+        sys.exit(run_on_hosts(HostsPlan({{"a": {ssh!r} + ["a", agent]}}, (), 1)))
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    with process:
+        for expected in ("ready", "got"):
+            assert process.stdout.readline() == f"[a] {expected}\n"
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert process.returncode == 130
+    assert err == "distmp launch: stopped by SIGINT, without waiting for a checkpoint\n"

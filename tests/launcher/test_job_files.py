@@ -121,6 +121,12 @@ def test_a_batch_script_passes_on_every_word(
     assert (code, got) == (0, [*launch, "--", "--resume=auto", *run, *more])
 
 
+@pytest.mark.parametrize("given", [["--config", "x.yaml"], ["--config=x.yaml"]])
+def test_a_configuration_after_a_batch_script_replaces_the_one_in_it(given: list[str]) -> None:
+    _, got = run_script(ROOT / FILES["slurm"], "--steps=3", *given)
+    assert got[got.index("--") + 1 :] == ["--resume=auto", "--steps=3", *given]
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, STOPPED_EXIT_CODE])
 def test_a_batch_script_requeues_itself_after_an_orderly_stop(code: int) -> None:
     ended, got = run_script(ROOT / FILES["slurm"], code=code)

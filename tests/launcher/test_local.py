@@ -19,7 +19,8 @@ from torch.distributed.run import get_args_parser
 
 from distmp.errors import ConfigError
 from distmp.launcher import local
-from distmp.launcher.local import LaunchOptions, default_ranks, launch, run_ranks
+from distmp.launcher.local import LaunchOptions, default_ranks, launch, plan_here, run_ranks
+from distmp.utils import cgroups
 from tests.progress import finished, of_children
 
 LAUNCHER = """
@@ -253,6 +254,17 @@ def test_a_rank_that_fails_after_another_has_stopped_in_order(
     assert "stopped by SIGTERM, and a rank failed with exit code 4" in last_line(output)
 
 
+def test_two_interrupts_end_with_the_code_of_an_interrupt(tmp_path: Path) -> None:
+    with launched("give up", tmp_path, "--nproc-per-node", "2") as run:
+        run.ranks()
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for_signals(1)
+        run.process.send_signal(signal.SIGINT)
+        code, output = run.finish(STOP_SECONDS)
+    assert code == 130, output
+    assert "stopped by SIGINT" in last_line(output)
+
+
 def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
     with launched("ignore", tmp_path, "--nproc-per-node", "2") as run:
         ranks = run.ranks()
@@ -405,9 +417,13 @@ class Failure:
         pytest.param([(-9, 7), (4, 6)], "rank 1 failed with exit code 4", id="a hang, then killed"),
         pytest.param([(-11, 7)], "rank 0 was killed by SIGSEGV; native code crashed", id="a crash"),
         pytest.param(
-            [(-7, 7)], "rank 0 was killed by SIGBUS; usually shared memory", id="/dev/shm"
+            [(-7, 7)],
+            "rank 0 was killed by SIGBUS; usually shared memory is full on ",
+            id="/dev/shm",
         ),
-        pytest.param([(-9, 7)], "rank 0 was killed by SIGKILL; the kernel", id="a kill"),
+        pytest.param(
+            [(-9, 7)], f"memory runs out (see dmesg on {os.uname().nodename})", id="a kill"
+        ),
         pytest.param([(-3, 7)], "rank 0 was killed by SIGQUIT\n", id="no likely reason"),
         pytest.param(
             [(-15, 7), (-15, 7)],
@@ -444,3 +460,16 @@ def test_a_valid_configuration_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(local, "run_ranks", lambda *arguments: arguments)
     result = launch(["--nproc-per-node=2"], ["--seed", "1"])
     assert result == (["--nproc-per-node=2"], "distmp.train", ["--seed", "1"], LaunchOptions())
+
+
+def test_ranks_and_threads_follow_the_quota_of_the_control_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cgroups, "usable_cores", lambda: 8)
+    for quota, ranks, threads in ((None, 2, "4"), (3.5, 2, "1"), (0.5, 1, "1")):
+        monkeypatch.setattr(cgroups, "core_quota", lambda root, quota=quota: quota)
+        assert default_ranks()[0] == ranks
+        plan = plan_here([], LaunchOptions())
+        assert plan.variables["OMP_NUM_THREADS"].value == threads

@@ -175,10 +175,25 @@ def test_a_head_that_is_this_machine_by_mistake_is_an_error() -> None:
 
 
 def test_the_head_itself_may_have_such_a_name() -> None:
+    """Then the route to another machine decides, not the default route."""
     planned = plan(FIRST, machines=network(names={"n2": "127.0.1.1", "n1": "10.0.0.1"}))
     endpoint = planned.endpoint
     assert endpoint is not None
-    assert (endpoint.address, endpoint.is_host) == ("192.168.7.9", True)
+    assert (endpoint.address, endpoint.is_host) == ("10.0.0.2", True)
+    assert not endpoint.provisional
+
+
+def test_without_names_of_others_the_address_of_such_a_head_is_provisional() -> None:
+    machines = network(names={"n2": "127.0.1.1"})
+    endpoint = plan(replace(FIRST, hosts=()), machines=machines).endpoint
+    assert endpoint is not None
+    assert (endpoint.address, endpoint.provisional) == ("192.168.7.9", True)
+    alone = network(
+        names={"n2": "127.0.1.1"}, interfaces={"lo": ("127.0.0.1",), "e": ("10.0.0.2",)}
+    )
+    endpoint = plan(replace(FIRST, hosts=()), machines=alone).endpoint
+    assert endpoint is not None
+    assert (endpoint.address, endpoint.provisional) == ("10.0.0.2", False)
 
 
 def test_machines_that_are_all_this_one() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests import two_hosts as machine
+from tests.launcher.relay import relay_link
 from tests.progress import of_children
 from tests.torchrun import environment
 
@@ -59,13 +60,14 @@ class TwoHosts:
         self._hosts = hosts
         self._started: list[subprocess.Popen[str]] = []
 
-    def launch(self, host: int, *words: str, **variables: str) -> Agent:
-        """Start `distmp launch` on a host."""
+    def launch(self, host: int, *words: str, mounts: str = "", **variables: str) -> Agent:
+        """Start `distmp launch` on a host, after shell commands that change only its mounts."""
         output = self.folder / f"output-{next(_numbers)}"
+        alone = ("unshare", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh") if mounts else ()
         with output.open("w") as file:
             process = self._start(
                 host,
-                *(sys.executable, "-m", "distmp", "launch", *words),
+                *(*alone, sys.executable, "-m", "distmp", "launch", *words),
                 env={**_without_schedulers(environment()), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -76,6 +78,14 @@ class TwoHosts:
     def hold(self, host: int, *words: str) -> None:
         """Run a command on a host until the end of the test."""
         self._start(host, *words)
+
+    def run(self, host: int, *words: str) -> str:
+        """Run a command on a host and return its output."""
+        return self._hosts.run(host, *words)
+
+    def relay(self, *options: str) -> None:
+        """Replace the link by one that delays, loses or drops packets, see `relay`."""
+        self._started.append(relay_link(self._hosts, *options))
 
     def cut(self) -> None:
         """Take the interface of host 1 down."""

@@ -20,9 +20,9 @@ def main(ending: str, folder: Path) -> None:
     if ending in ("obey", "fail late"):
         for number in STOP_SIGNALS:
             signal.signal(number, lambda received, _: signals.append(received))
-    if ending == "ignore":
+    if ending in ("ignore", "give up"):
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: record_signal(folder / f"{rank}.received"))
+            signal.signal(number, lambda *_: record_signal(folder / f"{rank}.received", ending))
     # Renamed when complete, because tests read it as soon as it exists.
     with (folder / "starts").open("a") as starts:
         starts.write(f"{rank}\n")
@@ -39,9 +39,12 @@ def main(ending: str, folder: Path) -> None:
     time.sleep(60)
 
 
-def record_signal(path: Path) -> None:
+def record_signal(path: Path, ending: str) -> None:
     with path.open("a") as received:
         received.write(".")
+    if ending == "give up" and path.stat().st_size == 2:
+        # As a rank that a second Ctrl-C interrupts, or one that loses such a rank.
+        sys.exit(3 if path.name.startswith("1") else 1)
 
 
 def end(ending: str, stopped: Path) -> None:
