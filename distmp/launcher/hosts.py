@@ -24,7 +24,7 @@ from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
 from distmp.launcher.messages import log
 from distmp.launcher.network import Network, join_port
-from distmp.launcher.plan import UserOptions, address_of, port_of
+from distmp.launcher.plan import UserOptions, address_of, random_port
 
 # Variables that are passed to the ranks on other machines.
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
@@ -164,7 +164,7 @@ def _rendezvous_options(
     hosts: list[Host], ssh: list[str], given: UserOptions, network: Network
 ) -> tuple[ExplainedValue[str], ...]:
     run_id = given.rdzv_id or f"hosts-{uuid.uuid4().hex[:12]}"
-    port = ExplainedValue(given.port, "--port") if given.port else port_of(run_id)
+    port = ExplainedValue(given.port, "--port") if given.port else random_port()
     options = []
     if given.nnodes is None:
         options.append(ExplainedValue(f"--nnodes={len(hosts)}", "hosts in --hosts"))

@@ -22,6 +22,7 @@ from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import Machine, Plan, join_timeout_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
+from distmp.launcher.rendezvous_guard import guarded
 from distmp.launcher.torchrun import binding, parse, read
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _run(options: Namespace) -> int:
     from torch.distributed.run import run
 
     _drop_noise()
-    with OrderlyStop(options) as stop:
+    with guarded(), OrderlyStop(options) as stop:
         try:
             run(options)
         except SignalException as signalled:

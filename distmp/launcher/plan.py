@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ _DEFAULT_PORT = 29400
 _JOIN_SECONDS = 600
 _READ_TIMEOUT_SECONDS = 60
 
+_LOOPBACK = "127.0.0.1"
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
@@ -169,6 +171,8 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
     if machine.binding is not None and given.numa_binding is None:
         options.append(machine.binding)
     plan = Plan(job, tuple(options), given.arguments, _threads(given, machine, variables))
+    if given.own_rendezvous == "standalone":
+        return _on_loopback(plan, given, machine.network, variables)
     if given.own_rendezvous is not None:
         return plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
@@ -181,9 +185,9 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
         )
     one = nodes in (None, 1)
     if one and not _has_port(given.rdzv_endpoint):
-        if given.nnodes is None and given.rdzv_endpoint is None:
+        if given.rdzv_endpoint is None:
             plan = _with(plan, ExplainedValue("--standalone", "one machine"))
-        return plan
+        return _on_loopback(plan, given, machine.network, variables)
     plan = _several(plan, given, machine.network, variables)
     if one and plan.endpoint is not None and not plan.endpoint.is_host:
         raise ConfigError(
@@ -194,6 +198,20 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
             "remove --rdzv-endpoint",
         )
     return plan
+
+
+def _on_loopback(
+    plan: Plan, given: UserOptions, network: Network, variables: Mapping[str, str]
+) -> Plan:
+    """Let a run on one machine listen on the loopback interface only."""
+    loopback = network.interface_of(_LOOPBACK)
+    if loopback is None:
+        return plan
+    reason = "one machine: nothing listens on its other interfaces"
+    if given.local_addr is None:
+        plan = _with(plan, ExplainedValue(f"--local-addr={_LOOPBACK}", reason))
+    additions = _interface_variables(loopback, reason, variables)
+    return replace(plan, variables={**plan.variables, **additions})
 
 
 def _has_port(endpoint: str | None) -> bool:
@@ -317,6 +335,11 @@ def port_of(name: str) -> ExplainedValue[int]:
     )
 
 
+def random_port() -> ExplainedValue[int]:
+    """Return a port that others cannot predict, for a launcher that tells it to all machines."""
+    return ExplainedValue(secrets.choice(_PORTS), "random, new for every launch")
+
+
 def address_of(
     head: ExplainedValue[str], rank: ExplainedValue[int] | None, job: Job, network: Network
 ) -> tuple[str, str]:
@@ -404,14 +427,9 @@ def _interface(
     interface = network.interface_of(local_address)
     if interface is None:
         return {}, ()
-    reason = f"the interface that has {local_address}"
-    # "=" makes NCCL match the full name: eth1 would match eth10 too.
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    additions = {
-        name: ExplainedValue(value, reason)
-        for name, value in names.items()
-        if not variables.get(name)
-    }
+    additions = _interface_variables(
+        interface, f"the interface that has {local_address}", variables
+    )
     notes: tuple[str, ...] = ()
     given = variables.get("GLOO_SOCKET_IFNAME")
     if given:
@@ -422,6 +440,18 @@ def _interface(
                 f"through {interface}",
             )
     return additions, notes
+
+
+def _interface_variables(
+    interface: str, reason: str, variables: Mapping[str, str]
+) -> dict[str, ExplainedValue[str]]:
+    # "=" makes NCCL match the full name: eth1 would match eth10 too.
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {
+        name: ExplainedValue(value, reason)
+        for name, value in names.items()
+        if not variables.get(name)
+    }
 
 
 def _check_interface(given: str, local_address: str, network: Network) -> None:

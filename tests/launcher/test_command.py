@@ -70,7 +70,7 @@ def test_dry_run_starts_nothing_and_prints_reasons(
     words = ["--dry-run", "--nproc-per-node=3", "--max-restarts=1", "--", "--seed", "2"]
     assert command.main(words) == 0
     out = capsys.readouterr().out
-    torchrun = "torchrun --standalone --nproc-per-node=3 --max-restarts=1"
+    torchrun = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=3 --max-restarts=1"
     assert out.splitlines()[-1].endswith(f"{torchrun} -m distmp.train --seed 2")
     assert "#   --standalone" in out
     assert dict(os.environ) == before
