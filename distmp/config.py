@@ -17,6 +17,7 @@ from distmp.engine.config import EngineConfig
 from distmp.engine.rank_consistency import RankConsistencyConfig
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, nearest
+from distmp.masking import is_masked
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import (
     OptimizerFactory,
@@ -40,7 +41,8 @@ from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.profiling.settings import ProfileConfig
 from distmp.telemetry.settings import LogConfig
 from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential, dangerous
-from distmp.utils.settings import command_line
+from distmp.utils.settings import command_line, to_mapping
+from distmp.utils.settings.flat import flat
 
 
 @dataclass(frozen=True)
@@ -356,6 +358,12 @@ def load(argv: Sequence[str]) -> RunConfig:
         ConfigError: If a name, type, value or combination is wrong.
         SystemExit: With code 0, after `--help`.
     """
-    return command_line(
+    config = command_line(
         RunConfig, argv, prog="distmp train", description="Train a model on any number of ranks."
     )
+    for name, value in flat(to_mapping(config)).items():
+        if is_masked(value):
+            raise ConfigError(
+                name, value, "is hidden in files that distmp writes; set the real value, or null"
+            )
+    return config

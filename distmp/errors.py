@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from distmp.masking import masked, masked_text
+
 Value = TypeVar("Value")
 
 # Number of names in a message.
@@ -61,7 +63,7 @@ class ConfigError(DistmpError, ValueError):
     def __init__(self, setting: str, value: object, problem: str) -> None:
         self.setting = setting
         self.value = value
-        super().__init__(f"{setting} = {value!r}: {problem}")
+        super().__init__(f"{setting} = {masked(value, setting)!r}: {masked_text(problem)}")
 
 
 class SetupError(DistmpError):

@@ -30,6 +30,7 @@ from distmp.distributed.progress import PhaseTracker
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
 from distmp.faults import hang_report, stacks
 from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
+from distmp.masking import masked_text
 from distmp.utils.frames import collective
 
 INTERVAL_SECONDS = 1.0
@@ -260,7 +261,7 @@ def record(cause: str) -> None:
 
 def print_message(text: str) -> None:
     """Print a message to standard error in a single write."""
-    sys.stderr.write(f"distmp: {text}\n")
+    sys.stderr.write(f"distmp: {masked_text(text)}\n")
     sys.stderr.flush()
 
 

@@ -25,6 +25,7 @@ from distmp.launcher.job import Job
 from distmp.launcher.messages import log
 from distmp.launcher.network import Network, join_port
 from distmp.launcher.plan import UserOptions, address_of, random_port
+from distmp.masking import masked_text
 
 # Variables that are passed to the ranks on other machines.
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
@@ -108,7 +109,7 @@ class HostsPlan:
         lines = ["# environment: hosts (--hosts)"]
         lines += [f"#   {option.value:{width}}  {option.reason}" for option in self.options]
         lines.append("# each host determines its own address, interface, ranks and threads")
-        lines += [shlex.join(command) for command in self.commands.values()]
+        lines += [masked_text(shlex.join(command)) for command in self.commands.values()]
         return "".join(f"{line}\n" for line in lines)
 
 

@@ -24,6 +24,7 @@ from distmp.launcher.plan import Machine, Plan, join_timeout_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
 from distmp.launcher.rendezvous_guard import guarded
 from distmp.launcher.torchrun import binding, parse, read
+from distmp.masking import masked
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -140,7 +141,7 @@ def run_ranks(
         log(note)
     names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
     variables = [f"{name}={os.environ[name]}" for name in names]
-    log(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
+    log(" ".join([*variables, shlex.join(masked(["torchrun", *plan.torchrun(), *command]))]))
     if plan.endpoint is None:
         with port_conflicts_explained():
             return _run(parsed)

@@ -13,6 +13,7 @@ from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
 from distmp.launcher.network import AddressError, Network, is_loopback, join_port
+from distmp.masking import masked
 
 # Below the ports that Linux (32768 and up) and Kubernetes (30000 and up) allocate.
 _PORTS = range(20000, 30000)
@@ -146,7 +147,8 @@ class Plan:
             lines.append(
                 f"# the same on {others}, each with its own is_host, address and interface"
             )
-        lines.append(" ".join([*variables, "torchrun", shlex.join([*self.torchrun(), *command])]))
+        words = masked(["torchrun", *self.torchrun(), *command])
+        lines.append(" ".join([*variables, shlex.join(words)]))
         return "".join(f"{line}\n" for line in lines)
 
 

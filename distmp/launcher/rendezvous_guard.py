@@ -15,6 +15,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from distmp.distributed.rendezvous_store import STORE_SECONDS
 from distmp.errors import DistmpError
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 # Connections that the kernel keeps until the store accepts them; all ranks connect at once.
 _BACKLOG = 2048
+_TIMEOUT = timedelta(seconds=STORE_SECONDS)
 _RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 # The classes of torchrun's rendezvous state.
 _STATE_CLASSES = frozenset(
@@ -58,7 +60,7 @@ def load_state(data: bytes) -> Any:
     return _StateUnpickler(io.BytesIO(data)).load()
 
 
-def open_store(host: str, port: int, timeout: timedelta | None = None) -> TCPStore:
+def open_store(host: str, port: int, timeout: timedelta = _TIMEOUT) -> TCPStore:
     """Open a store that listens on one address only.
 
     torchrun gets the same store if it opens one with this port in this process.
@@ -66,7 +68,7 @@ def open_store(host: str, port: int, timeout: timedelta | None = None) -> TCPSto
     Args:
         host: The address to listen on, or a name of this machine.
         port: The port; 0 takes a free one.
-        timeout: Timeout of an operation of the store; None takes torch's default.
+        timeout: Timeout of an operation of the store.
 
     Raises:
         OSError: If the port is in use, or this machine does not have the address.
@@ -74,7 +76,6 @@ def open_store(host: str, port: int, timeout: timedelta | None = None) -> TCPSto
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listener = _listener(host, port)
-    options = {} if timeout is None else {"timeout": timeout}
     return TCPStore(
         host,
         listener.getsockname()[1],
@@ -82,7 +83,7 @@ def open_store(host: str, port: int, timeout: timedelta | None = None) -> TCPSto
         multi_tenant=True,
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
-        **options,
+        timeout=timeout,
     )
 
 
@@ -113,13 +114,13 @@ def guarded() -> Iterator[None]:
         dynamic_rendezvous,
     )
 
-    original = c10d_rendezvous_backend.TCPStore
+    original = c10d_rendezvous_backend.TCPStore  # type: ignore[attr-defined]
     handler = dynamic_rendezvous.DynamicRendezvousHandler
 
     def store(host: str, port: int, *, is_master: bool, **options: Any) -> TCPStore:
         # With another port, `distmp.launcher.rendezvous` has opened the store, and torch shares it.
         if is_master and port == 0:
-            return open_store(host, port, options.get("timeout"))
+            return open_store(host, port, options.get("timeout", _TIMEOUT))
         return original(host, port, is_master=is_master, **options)
 
     restricted = SimpleNamespace(**vars(pickle) | {"loads": load_state})

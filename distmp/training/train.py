@@ -27,6 +27,7 @@ from distmp.distributed.stopping import (
 from distmp.distributed.world import World, join, leave
 from distmp.errors import STOPPED_EXIT_CODE, DistmpError
 from distmp.launcher.preflight.check import is_enabled, join_checked
+from distmp.masking import mask_record
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.training import failures
@@ -69,6 +70,7 @@ def run_as_rank(
     Returns:
         The exit code of this rank.
     """
+    logging.getLogger("distmp").addFilter(mask_record)
     environment = RankEnvironment()
     config = None
     try:

@@ -12,6 +12,7 @@ from typing import Any
 from distmp.config import RunConfig
 from distmp.errors import SetupError, rank_names, ranks_by_value
 from distmp.launcher.preflight.store import PreflightStore
+from distmp.masking import masked
 from distmp.utils import settings
 from distmp.utils.environment_info import relevant, versions
 from distmp.utils.settings.flat import digest, flat
@@ -55,7 +56,7 @@ class RankIdentity:
 def compare(store: PreflightStore, config: RunConfig) -> tuple[list[str], list[RankIdentity]]:
     """Compare ranks through the store; return warnings, and the identities of all ranks."""
     environment = store.environment
-    values = flat(settings.to_mapping(config))
+    values = flat(masked(settings.to_mapping(config)))
     own = RankIdentity(
         host=socket.gethostname(),
         pid=os.getpid(),
