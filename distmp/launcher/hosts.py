@@ -61,7 +61,11 @@ def read_hosts(text: str) -> list[Host]:
     """
     path = Path(text)
     if path.is_file():
-        lines = path.read_text().splitlines()
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            problem = getattr(error, "strerror", "it is not text")
+            raise ConfigError("--hosts", text, f"cannot be read ({problem})") from None
     elif "/" in text:
         raise ConfigError("--hosts", text, "this file does not exist")
     else:

@@ -23,7 +23,7 @@ from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import Machine, Plan, join_timeout_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
 from distmp.launcher.rendezvous_guard import guarded
-from distmp.launcher.torchrun import binding, parse, read
+from distmp.launcher.torchrun import binding, check, parse, read
 from distmp.masking import masked
 
 if TYPE_CHECKING:
@@ -136,6 +136,7 @@ def run_ranks(
         sys.stdout.write(plan.describe(command))
         return 0
     parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
+    check(parsed, torchrun_arguments)
     os.environ.update({name: choice.value for name, choice in plan.variables.items()})
     for note in (*plan.job.notes, *plan.notes):
         log(note)

@@ -148,6 +148,8 @@ def dictionary_from_line(text: str) -> dict[str, Any]:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(_bad_syntax(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
     if not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
         raise ValueError("not a dictionary")
     return value
