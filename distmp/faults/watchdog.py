@@ -246,7 +246,8 @@ def died(rank: int, place: RankPlace) -> str:
     """Return a message about a process that ended without one."""
     return (
         f"rank {rank} ended without a message (process {place.pid} on {place.host}): it was "
-        "killed, as the kernel does when memory runs out, or crashed in native code"
+        "killed, as the kernel does when memory runs out, crashed in native code, or called "
+        "os._exit"
     )
 
 

@@ -81,6 +81,13 @@ def run_as_rank(
         return work(config, environment)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
+    except SystemExit as stop:
+        if config is None:  # after --help
+            raise
+        # Without its peers, gloo would abort the process.
+        error = RuntimeError(f"a function of this run called sys.exit({stop.code!r})")
+        error.__cause__ = stop
+        return failures.report(environment, error, config)
     except Exception as error:  # noqa: BLE001  # reported as the cause of the run's end
         exit_code = failures.report(environment, error, config)
         if isinstance(error, DistmpError):

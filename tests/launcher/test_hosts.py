@@ -46,6 +46,12 @@ def test_no_hosts(text: str) -> None:
         read_hosts(text)
 
 
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"--hosts = .*: cannot be read \(it is not text\)"):
+        read_hosts(str(tmp_path / "hosts"))
+
+
 # A replacement for ssh: knows `alias`, and runs commands locally.
 FAKE_SSH = """\
 #!/bin/sh

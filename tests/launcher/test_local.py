@@ -343,6 +343,8 @@ def test_number_of_ranks_from_the_environment(
         (["--nnodes", "3:2"], "MIN <= MAX"),
         (["--optim.lr", "1"], "--optim.lr"),
         (["script.py"], "'script.py' is not an option"),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0"),
+        (["--local-ranks-filter", "x"], "must be a comma-separated list"),
     ],
 )
 def test_wrong_torchrun_options_are_one_message(
