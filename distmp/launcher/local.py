@@ -136,8 +136,9 @@ def run_ranks(
         sys.stdout.write(plan.describe(command))
         return 0
     parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
-    check(parsed, torchrun_arguments)
     os.environ.update({name: choice.value for name, choice in plan.variables.items()})
+    # torchrun warns about variables that are not set.
+    check(parsed, torchrun_arguments)
     for note in (*plan.job.notes, *plan.notes):
         log(note)
     names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))

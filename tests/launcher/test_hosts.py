@@ -82,6 +82,15 @@ def words(plan: HostsPlan, host: str) -> list[str]:
     return shlex.split(remote)
 
 
+def test_each_launch_takes_another_port(ssh: list[str]) -> None:
+    """Also if the name of the run is the same: others must not predict it."""
+    given = UserOptions(rdzv_id="run")
+    plans = [plan_hosts([Host("n1"), Host("n2")], ssh, given, [], network(), {}) for _ in range(8)]
+    endpoints = {plan.options[1].value for plan in plans}
+    assert all(endpoint.startswith("--rdzv-endpoint=10.0.0.1:2") for endpoint in endpoints)
+    assert len(endpoints) > 1
+
+
 def test_every_host_gets_the_rendezvous_endpoint(ssh: list[str]) -> None:
     variables = {"NCCL_DEBUG": "INFO", "HOME": "/root", "PET_LOG_DIR": "a b"}
     given = UserOptions(arguments=("--max-restarts", "1"), port=4321)
