@@ -126,13 +126,16 @@ def test_a_store_does_not_take_a_port_in_use() -> None:
         open_store("127.0.0.1", other.getsockname()[1])
 
 
-@pytest.mark.parametrize("options", [(), ("--standalone",), ("--nnodes", "1")])
+@pytest.mark.parametrize("options", [("--max-restarts", "1"), ("--standalone",), ("--nnodes", "1")])
 def test_a_run_on_one_machine_listens_on_loopback_only(
     options: tuple[str, ...], tmp_path: Path
 ) -> None:
     with launched("listen", tmp_path, "--nproc-per-node", "2", *options) as run:
         code, output = run.finish()
     assert code == 0, output
+    # Restarted ranks find each other in the same stores.
+    attempts = 2 if "--max-restarts" in options else 1
+    assert len((tmp_path / "starts").read_text().split()) == 2 * attempts
     found = [json.loads((tmp_path / f"{rank}.listening").read_text()) for rank in range(2)]
     assert all(len(addresses) >= 3 for addresses in found), found  # two stores, and gloo
     assert {address for addresses in found for address in addresses} <= {"127.0.0.1", "::1"}

@@ -34,7 +34,10 @@ def main(ending: str, folder: Path) -> None:
         return
     if ending == "listen":
         (folder / f"{rank}.listening").write_text(json.dumps(listening_addresses()))
-        return
+        # The first of several attempts fails.
+        attempts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+        done, allowed = (int(os.environ[name]) for name in attempts)
+        sys.exit(done < allowed)
     if rank == "1" or ending in ("obey", "fail late"):
         # The launcher ends all ranks after the first failure, also those that are still starting.
         while len(list(folder.glob("*.rank"))) < int(os.environ["WORLD_SIZE"]):
