@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +20,7 @@ from distmp.checkpoint.storage import INDEX_FILE, storage, synchronize
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError
+from distmp.utils.files import PRIVATE
 
 __all__ = [
     "Location",
@@ -105,7 +108,11 @@ def _finish(
                 f"{error} (all hosts must write to the same, shared storage)"
             ) from error
     file = writing / STATE_FILE
-    file.write_bytes(state)
-    if not isinstance(file, RemotePath):
+    if isinstance(file, RemotePath):
+        file.write_bytes(state)
+    else:
+        # It contains the configuration of the run.
+        with open(file, "wb", opener=partial(os.open, mode=PRIVATE)) as stream:
+            stream.write(state)
         synchronize(file)
     return storage(directory).publish(writing)

@@ -10,6 +10,8 @@ from distmp.utils.resume_rules import HARMLESS, consequential
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
+# Processes per rank; more than a machine has cores only compete.
+_MAX_WORKERS = 512
 _SOURCES = ("text", "tokens")
 _CALL_ARGUMENTS = ("split", "sequence_length")
 # A wider type does not imply a vocabulary: no tokenizer has four billion tokens.
@@ -108,8 +110,8 @@ class DataConfig:
             raise ConfigError(
                 "data.held_out", self.held_out, "must be a share from 0 to below 1, such as 0.05"
             )
-        if self.workers < 0:
-            raise ConfigError("data.workers", self.workers, "must be 0 or more")
+        if not 0 <= self.workers <= _MAX_WORKERS:
+            raise ConfigError("data.workers", self.workers, f"must be from 0 to {_MAX_WORKERS}")
 
     def _check_vocabulary(self) -> None:
         size = self.vocabulary_size

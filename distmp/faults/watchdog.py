@@ -31,6 +31,7 @@ from distmp.distributed.progress import PhaseTracker
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
 from distmp.faults import hang_report, stacks
 from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
+from distmp.masking import masked_text
 from distmp.utils.frames import collective
 
 INTERVAL_SECONDS = 1.0
@@ -246,7 +247,8 @@ def died(rank: int, place: RankPlace) -> str:
     """Return a message about a process that ended without one."""
     return (
         f"rank {rank} ended without a message (process {place.pid} on {place.host}): it was "
-        "killed, as the kernel does when memory runs out, or crashed in native code"
+        "killed, as the kernel does when memory runs out, crashed in native code, or called "
+        "os._exit"
     )
 
 
@@ -261,7 +263,7 @@ def record(cause: str) -> None:
 
 def print_message(text: str) -> None:
     """Print a message to standard error in a single write."""
-    sys.stderr.write(f"distmp: {text}\n")
+    sys.stderr.write(f"distmp: {masked_text(text)}\n")
     sys.stderr.flush()
 
 

@@ -24,7 +24,9 @@ from distmp.launcher.network import Network
 from distmp.launcher.orderly_stop import OrderlyStop
 from distmp.launcher.plan import Machine, Plan, join_timeout_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
-from distmp.launcher.torchrun import binding, parse, read
+from distmp.launcher.rendezvous_guard import guarded
+from distmp.launcher.torchrun import binding, check, parse, read
+from distmp.masking import masked
 from distmp.utils.cgroups import granted_cores
 
 if TYPE_CHECKING:
@@ -142,9 +144,9 @@ def run_ranks(
     if options.dry_run:
         sys.stdout.write(plan.describe(command))
         return 0
-    parsed = _parsed(plan, command, torchrun_arguments)
+    parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
     if plan.endpoint is None or not plan.endpoint.provisional:
-        _announce(plan, command)
+        _apply(plan, command, parsed, torchrun_arguments)
     if plan.endpoint is None:
         with port_conflicts_explained():
             return _run(parsed)
@@ -159,26 +161,26 @@ def run_ranks(
             plan = plan_here(torchrun_arguments, options, {plan.endpoint.head: address})
             assert plan.endpoint is not None
             rendezvous.move_to(plan.endpoint)
-            parsed = _parsed(plan, command, torchrun_arguments)
-            _announce(plan, command)
+            parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
+            _apply(plan, command, parsed, torchrun_arguments)
         code = _run(parsed)
     if code and (lost := rendezvous.unresponsive()):
         log(f"lost {', '.join(lost)}, which does not respond any more")
     return code
 
 
-def _parsed(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Namespace:
-    return parse([*plan.torchrun(), *command], torchrun_arguments)
-
-
-def _announce(plan: Plan, command: list[str]) -> None:
-    """Set the plan's variables, and log what is run."""
+def _apply(
+    plan: Plan, command: list[str], parsed: Namespace, torchrun_arguments: list[str]
+) -> None:
+    """Set the plan's variables, check the options, and log what is run."""
     os.environ.update({name: choice.value for name, choice in plan.variables.items()})
+    # torchrun warns about variables that are not set.
+    check(parsed, torchrun_arguments)
     for note in (*plan.job.notes, *plan.notes):
         log(note)
     names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
     variables = [f"{name}={os.environ[name]}" for name in names]
-    log(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
+    log(" ".join([*variables, shlex.join(masked(["torchrun", *plan.torchrun(), *command]))]))
 
 
 def plan_here(
@@ -223,7 +225,7 @@ def _run(options: Namespace) -> int:
     from torch.distributed.run import run
 
     _drop_noise()
-    with OrderlyStop(options) as stop:
+    with guarded(), OrderlyStop(options) as stop:
         try:
             run(options)
         except SignalException as signalled:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,6 +15,7 @@ from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
 from distmp.launcher.network import AddressError, Network, is_loopback, join_port
+from distmp.masking import masked
 
 # Below the ports that Linux (32768 and up) and Kubernetes (30000 and up) allocate.
 _PORTS = range(20000, 30000)
@@ -22,6 +24,7 @@ _DEFAULT_PORT = 29400
 _JOIN_SECONDS = 600
 _READ_TIMEOUT_SECONDS = 60
 
+_LOOPBACK = "127.0.0.1"
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
@@ -149,7 +152,8 @@ class Plan:
             lines.append(
                 f"# the same on {others}, each with its own is_host, address and interface"
             )
-        lines.append(" ".join([*variables, "torchrun", shlex.join([*self.torchrun(), *command])]))
+        words = masked(["torchrun", *self.torchrun(), *command])
+        lines.append(" ".join([*variables, shlex.join(words)]))
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -174,6 +178,8 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
     if machine.binding is not None and given.numa_binding is None:
         options.append(machine.binding)
     plan = Plan(job, tuple(options), given.arguments, _threads(given, machine, variables))
+    if given.own_rendezvous == "standalone":
+        return _on_loopback(plan, given, machine.network, variables)
     if given.own_rendezvous is not None:
         return plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
@@ -186,9 +192,9 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
         )
     one = nodes in (None, 1)
     if one and not _has_port(given.rdzv_endpoint):
-        if given.nnodes is None and given.rdzv_endpoint is None:
+        if given.rdzv_endpoint is None:
             plan = _with(plan, ExplainedValue("--standalone", "one machine"))
-        return plan
+        return _on_loopback(plan, given, machine.network, variables)
     plan = _several(plan, given, machine.network, variables)
     if one and plan.endpoint is not None and not plan.endpoint.is_host:
         raise ConfigError(
@@ -199,6 +205,20 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
             "remove --rdzv-endpoint",
         )
     return plan
+
+
+def _on_loopback(
+    plan: Plan, given: UserOptions, network: Network, variables: Mapping[str, str]
+) -> Plan:
+    """Let a run on one machine listen on the loopback interface only."""
+    loopback = network.interface_of(_LOOPBACK)
+    if loopback is None:
+        return plan
+    reason = "one machine: nothing listens on its other interfaces"
+    if given.local_addr is None:
+        plan = _with(plan, ExplainedValue(f"--local-addr={_LOOPBACK}", reason))
+    additions = _interface_variables(loopback, reason, variables)
+    return replace(plan, variables={**plan.variables, **additions})
 
 
 def _has_port(endpoint: str | None) -> bool:
@@ -323,6 +343,11 @@ def port_of(name: str) -> ExplainedValue[int]:
     )
 
 
+def random_port() -> ExplainedValue[int]:
+    """Return a port that others cannot predict, for a launcher that tells it to all machines."""
+    return ExplainedValue(secrets.choice(_PORTS), "random, new for every launch")
+
+
 class Address(NamedTuple):
     """The address of the first machine.
 
@@ -430,14 +455,9 @@ def _interface(
     interface = network.interface_of(local_address)
     if interface is None:
         return {}, ()
-    reason = f"the interface that has {local_address}"
-    # "=" makes NCCL match the full name: eth1 would match eth10 too.
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    additions = {
-        name: ExplainedValue(value, reason)
-        for name, value in names.items()
-        if not variables.get(name)
-    }
+    additions = _interface_variables(
+        interface, f"the interface that has {local_address}", variables
+    )
     notes: tuple[str, ...] = ()
     given = variables.get("GLOO_SOCKET_IFNAME")
     if given:
@@ -448,6 +468,18 @@ def _interface(
                 f"through {interface}",
             )
     return additions, notes
+
+
+def _interface_variables(
+    interface: str, reason: str, variables: Mapping[str, str]
+) -> dict[str, ExplainedValue[str]]:
+    # "=" makes NCCL match the full name: eth1 would match eth10 too.
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {
+        name: ExplainedValue(value, reason)
+        for name, value in names.items()
+        if not variables.get(name)
+    }
 
 
 def _check_interface(given: str, local_address: str, network: Network) -> None:

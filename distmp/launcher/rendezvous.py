@@ -8,6 +8,7 @@ that never joined is one message with names in it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import platform
 import re
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING
 from distmp.errors import DistmpError
 from distmp.launcher.network import LARGE_MESSAGE, MTU_ADVICE, join_port
 from distmp.launcher.plan import Endpoint
+from distmp.launcher.rendezvous_guard import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -233,25 +235,29 @@ def _head(endpoint: Endpoint) -> str:
 
 
 def _host(endpoint: Endpoint) -> TCPStore:
-    from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
-
     try:
         # torchrun opens the same port in this process and gets this store.
-        store = TCPStore(
-            endpoint.address,
-            endpoint.port,
-            is_master=True,
-            multi_tenant=True,
-            wait_for_workers=False,
-        )
-    except DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise LaunchError(f"port {endpoint.port} cannot be opened here: {error}") from None
+        store = _open_store(endpoint)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise LaunchError(f"{endpoint} cannot be opened here: {error.strerror}") from None
         raise _port_in_use(
             endpoint.port, "--port PORT, or --rdzv-endpoint HOST:PORT if you passed that"
         ) from None
     store.set(_RUN, endpoint.run_id)
     return store
+
+
+def _open_store(endpoint: Endpoint) -> TCPStore:
+    if endpoint.provisional:  # the other machines may reach any of this machine's addresses
+        return open_store("::" if ":" in endpoint.address else "0.0.0.0", endpoint.port)
+    try:
+        return open_store(endpoint.address, endpoint.port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # With network address translation, this machine does not have the address.
+        return open_store(endpoint.local_address, endpoint.port)
 
 
 def _port_in_use(port: int, options: str) -> LaunchError:

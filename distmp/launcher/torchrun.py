@@ -100,6 +100,24 @@ def parse(
     return options
 
 
+def check(options: Namespace, torchrun_arguments: list[str]) -> None:
+    """Refuse values that torchrun would refuse with a traceback.
+
+    Args:
+        options: Parsed options.
+        torchrun_arguments: The options to show in an error message.
+
+    Raises:
+        ConfigError: If torchrun would not accept a value.
+    """
+    from torch.distributed.run import config_from_args
+
+    try:
+        config_from_args(Namespace(**vars(options)))
+    except (AssertionError, ValueError) as error:
+        raise _not_torchruns(torchrun_arguments, str(error)) from None
+
+
 def binding(ranks: int) -> ExplainedValue[str] | None:
     """Return the option that binds each rank to the NUMA node of its GPU, or None.
 

@@ -29,6 +29,8 @@ SIZES = {
 """Named sizes. The names of the first two count parameters with a vocabulary of bytes; the others
 are the usual sizes of that name, which include the embeddings of about 50,000 tokens."""
 
+# No machine can hold a model with more.
+_MOST_LAYERS, _MOST = 10_000, 2**31
 _OVERRIDES = ("layers", "dimension", "heads", "hidden")
 _TRANSFORMER_OPTIONS = ("tied_head", "rotary_base")
 
@@ -128,8 +130,9 @@ class ModelConfig:
                 value,
                 f"{self.name} does not use this setting; pass it in model.options",
             )
-        if value < 1:
-            raise ConfigError(f"model.{name}", value, "must be at least 1")
+        most = _MOST_LAYERS if name == "layers" else _MOST
+        if not 1 <= value <= most:
+            raise ConfigError(f"model.{name}", value, f"must be from 1 to {most:,}")
 
     def _check_transformer(self) -> None:
         _, dimension, heads, _ = self.dimensions

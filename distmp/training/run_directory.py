@@ -46,8 +46,15 @@ def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
         run_dir: Setting `run_dir`.
         checkpoint_path: Setting `checkpoint.path`. A run with a folder there counts too: it may
             have been started on another machine.
+
+    Raises:
+        ConfigError: If the folder cannot be read.
     """
     first = Path(run_dir)
+    try:
+        exists = first.is_dir()
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"cannot be read ({error.strerror})") from None
     names = {path.name for path in first.parent.glob(f"{glob.escape(first.name)}*/")}
     if checkpoint_path is not None:
         names |= _folders_in(locate("checkpoint.path", checkpoint_path))
@@ -58,8 +65,8 @@ def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
     ]
     if numbered:
         return RunDirectory(Path(f"{first}-{max(numbered)}"), checkpoint_path)
-    exists = first.is_dir() or first.name in names
-    return RunDirectory(first, checkpoint_path) if exists else None
+    found = exists or first.name in names
+    return RunDirectory(first, checkpoint_path) if found else None
 
 
 def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory:

@@ -27,6 +27,7 @@ from distmp.distributed.stopping import (
 from distmp.distributed.world import World, join, leave
 from distmp.errors import STOPPED_EXIT_CODE, DistmpError
 from distmp.launcher.preflight.check import is_enabled, join_checked
+from distmp.masking import mask_record
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.training import failures
@@ -69,6 +70,7 @@ def run_as_rank(
     Returns:
         The exit code of this rank.
     """
+    logging.getLogger("distmp").addFilter(mask_record)
     environment = RankEnvironment()
     config = None
     try:
@@ -79,6 +81,13 @@ def run_as_rank(
         return work(config, environment)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
+    except SystemExit as stop:
+        if config is None:  # after --help
+            raise
+        # Without its peers, gloo would abort the process.
+        error = RuntimeError(f"a function of this run called sys.exit({stop.code!r})")
+        error.__cause__ = stop
+        return failures.report(environment, error, config)
     except Exception as error:  # noqa: BLE001  # reported as the cause of the run's end
         exit_code = failures.report(environment, error, config)
         if isinstance(error, DistmpError):

@@ -46,6 +46,12 @@ def test_no_hosts(text: str) -> None:
         read_hosts(text)
 
 
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"--hosts = .*: cannot be read \(it is not text\)"):
+        read_hosts(str(tmp_path / "hosts"))
+
+
 # A replacement for ssh: knows `alias`, and runs commands locally.
 FAKE_SSH = """\
 #!/bin/sh
@@ -74,6 +80,15 @@ def words(plan: HostsPlan, host: str) -> list[str]:
     *_, name, remote = plan.commands[host]
     assert name == host
     return shlex.split(remote)
+
+
+def test_each_launch_takes_another_port(ssh: list[str]) -> None:
+    """Also if the name of the run is the same: others must not predict it."""
+    given = UserOptions(rdzv_id="run")
+    plans = [plan_hosts([Host("n1"), Host("n2")], ssh, given, [], network(), {}) for _ in range(8)]
+    endpoints = {plan.options[1].value for plan in plans}
+    assert all(endpoint.startswith("--rdzv-endpoint=10.0.0.1:2") for endpoint in endpoints)
+    assert len(endpoints) > 1
 
 
 def test_every_host_gets_the_rendezvous_endpoint(ssh: list[str]) -> None:

@@ -37,6 +37,8 @@ sys.exit(code)
 # busy. torchrun itself kills ranks after 30 seconds.
 START_SECONDS = 60
 STOP_SECONDS = 25
+# What the launcher adds for one machine.
+ALONE = "--standalone --local-addr=127.0.0.1"
 
 
 @dataclass
@@ -109,9 +111,10 @@ def test_success(tmp_path: Path) -> None:
     threads = {file.read_text().split()[1] for file in tmp_path.glob("*.rank")}
     assert threads == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
     # Only the command is logged: no banner of torchrun.
-    command = "torchrun --standalone --nproc-per-node 2 -m tests.launcher.worker succeed"
+    command = f"torchrun {ALONE} --nproc-per-node 2 -m tests.launcher.worker succeed"
+    interfaces = "GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME==lo"
     assert output.splitlines() == [
-        f"distmp launch: OMP_NUM_THREADS={threads.pop()} {command} {tmp_path}"
+        f"distmp launch: OMP_NUM_THREADS={threads.pop()} {interfaces} {command} {tmp_path}"
     ]
 
 
@@ -293,11 +296,12 @@ def test_forced_stop_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove the variables that a launcher reads; OMP_NUM_THREADS is restored at the end."""
+    """Remove the variables that a launcher reads; those that it sets are restored at the end."""
     for name in [*os.environ]:
         if name.startswith(("PET_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "JOB_")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "1")
     return monkeypatch
 
 
@@ -310,13 +314,16 @@ def commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        ([], "--nproc-per-node=3 --standalone"),
-        (["--nproc_per_node", "2"], "--standalone --nproc_per_node 2"),
-        (["--standalone"], "--nproc-per-node=3 --standalone"),
-        (["--nnodes", "1"], "--nproc-per-node=3 --nnodes 1"),
+        ([], f"--nproc-per-node=3 {ALONE}"),
+        (["--nproc_per_node", "2"], f"{ALONE} --nproc_per_node 2"),
+        (["--standalone"], "--nproc-per-node=3 --local-addr=127.0.0.1 --standalone"),
+        (["--nnodes", "1"], f"--nproc-per-node=3 {ALONE} --nnodes 1"),
         (["--master-port", "1234"], "--nproc-per-node=3 --master-port 1234"),
-        (["--rdzv-endpoint=localhost:0"], "--nproc-per-node=3 --rdzv-endpoint=localhost:0"),
-        (["--max-restarts", "1"], "--nproc-per-node=3 --standalone --max-restarts 1"),
+        (
+            ["--rdzv-endpoint=localhost:0"],
+            "--nproc-per-node=3 --local-addr=127.0.0.1 --rdzv-endpoint=localhost:0",
+        ),
+        (["--max-restarts", "1"], f"--nproc-per-node=3 {ALONE} --max-restarts 1"),
     ],
 )
 def test_completes_torchruns_options(
@@ -335,7 +342,7 @@ def test_number_of_ranks_from_the_environment(
 ) -> None:
     unset.setattr(local, "_run", lambda options: int(options.nproc_per_node) - 4)
     unset.setenv("PET_NPROC_PER_NODE", "4")
-    assert commands([], capsys).startswith("--standalone -m")
+    assert commands([], capsys).startswith(f"{ALONE} -m")
 
 
 @pytest.mark.parametrize(
@@ -348,6 +355,8 @@ def test_number_of_ranks_from_the_environment(
         (["--nnodes", "3:2"], "MIN <= MAX"),
         (["--optim.lr", "1"], "--optim.lr"),
         (["script.py"], "'script.py' is not an option"),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0"),
+        (["--local-ranks-filter", "x"], "must be a comma-separated list"),
     ],
 )
 def test_wrong_torchrun_options_are_one_message(

@@ -48,9 +48,26 @@ PORT = port_of("7.0").value
 
 def test_one_machine_needs_no_rendezvous() -> None:
     planned = plan()
-    assert planned.torchrun() == ["--nproc-per-node=4", "--standalone"]
+    assert planned.torchrun() == [*("--nproc-per-node=4", "--standalone", "--local-addr=127.0.0.1")]
     assert planned.endpoint is None
-    assert variables_of(planned) == {"OMP_NUM_THREADS": "4"}
+    assert variables_of(planned) == {
+        "OMP_NUM_THREADS": "4",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+    }
+
+
+def test_one_machine_keeps_what_the_user_has_set() -> None:
+    given = UserOptions(("--local-addr=10.0.0.2",), local_addr="10.0.0.2")
+    variables = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "1"}
+    planned = plan(LOCAL, given, variables=variables)
+    assert planned.torchrun() == ["--nproc-per-node=4", "--standalone", "--local-addr=10.0.0.2"]
+    assert variables_of(planned) == {}
+
+
+def test_one_machine_without_a_loopback_interface() -> None:
+    planned = plan(machines=network(interfaces={"eth0": ("192.168.7.9",)}))
+    assert planned.torchrun() == ["--nproc-per-node=4", "--standalone"]
 
 
 def test_the_second_machine_connects_to_the_first() -> None:
@@ -248,7 +265,9 @@ def test_port_0_of_one_machine_is_any_free_port() -> None:
     given = UserOptions(arguments=("--rdzv-endpoint=localhost:0",), rdzv_endpoint="localhost:0")
     planned = plan(LOCAL, given)
     assert planned.endpoint is None
-    assert planned.torchrun() == ["--nproc-per-node=4", "--rdzv-endpoint=localhost:0"]
+    assert planned.torchrun() == [
+        *("--nproc-per-node=4", "--local-addr=127.0.0.1", "--rdzv-endpoint=localhost:0")
+    ]
 
 
 @pytest.mark.parametrize("nnodes", [None, (1, 1)])

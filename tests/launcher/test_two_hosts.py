@@ -98,6 +98,7 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     ]
     agents = [hosts.launch(host, *words) for host in range(2)]
     wait_for_steps(tmp_path, 3, agents[0])
+    assert [hosts.listening(host) for host in range(2)] == [{"10.99.7.1"}, {"10.99.7.2"}]
     hosts.cut()
     (first_code, first_output), (second_code, second_output) = (a.finish() for a in agents)
     assert first_code != 0

@@ -87,6 +87,11 @@ class TwoHosts:
         """Replace the link by one that delays, loses or drops packets, see `relay`."""
         self._started.append(relay_link(self._hosts, *options))
 
+    def listening(self, host: int) -> set[str]:
+        """Return the addresses on which the processes of a host listen."""
+        lines = self._hosts.run(host, "ss", "-tlnH").splitlines()
+        return {line.split()[3].rpartition(":")[0] for line in lines}
+
     def cut(self) -> None:
         """Take the interface of host 1 down."""
         self._hosts.run(1, "ip", "link", "set", self.links[1], "down")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -31,12 +32,44 @@ def main(ending: str, folder: Path) -> None:
     unfinished.rename(folder / f"{rank}.rank")
     if ending == "succeed":
         return
+    if ending == "listen":
+        (folder / f"{rank}.listening").write_text(json.dumps(listening_addresses()))
+        # The first of several attempts fails.
+        attempts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+        done, allowed = (int(os.environ[name]) for name in attempts)
+        sys.exit(done < allowed)
     if rank == "1" or ending in ("obey", "fail late"):
         # The launcher ends all ranks after the first failure, also those that are still starting.
         while len(list(folder.glob("*.rank"))) < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.02)
         end(ending, folder / f"{rank}.stopped")
     time.sleep(60)
+
+
+def listening_addresses() -> list[str]:
+    """Return where this rank and its launcher listen, while the ranks are connected."""
+    import psutil
+    import torch
+    import torch.distributed as dist
+
+    from distmp.distributed.rank_environment import RankEnvironment
+    from distmp.distributed.rank_monitor import current
+    from distmp.distributed.world import join, leave
+
+    world = join(RankEnvironment.from_variables(), timeout_seconds=60)
+    current()
+    dist.all_reduce(torch.ones(1))
+    world.ranks.gather(None)
+    processes = [psutil.Process(), psutil.Process().parent()]
+    found = [
+        entry.laddr.ip
+        for process in processes
+        for entry in process.net_connections("inet")
+        if entry.status == psutil.CONN_LISTEN
+    ]
+    dist.barrier()
+    leave()
+    return found
 
 
 def record_signal(path: Path, ending: str) -> None:

@@ -104,6 +104,19 @@ def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
     assert "in _spin\n" in native
 
 
+def test_ranks_that_end_themselves(tmp_path: Path) -> None:
+    """Their exit code 0 is neither success nor the end of the message."""
+    exited, left = run_jobs([job("1 forward exit"), job("1 forward quit")], tmp_path, timeout=180)
+    assert exited.stderr.startswith("distmp: rank 1 of 2 failed:\n")
+    assert "RuntimeError: a function of this run called sys.exit(0)" in exited.stderr
+    assert exited.stderr.count("distmp:") == 1
+    assert "in _exit\n" in exited.stderr
+    assert exited.exit_codes[1] == 1
+    assert left.stderr.startswith("distmp: rank 1 ended without a message (process ")
+    assert "or called os._exit" in left.stderr
+    assert left.exit_codes == {0: 3}
+
+
 def test_other_failures(tmp_path: Path) -> None:
     """A kill, no memory, a single rank that hangs, and a slow run that does not hang."""
     jobs = [

@@ -15,6 +15,7 @@ from distmp.config import RunConfig
 from distmp.data.build import text_files
 from distmp.data.settings import DataConfig
 from distmp.errors import ConfigError
+from distmp.masking import masked
 from distmp.models.huggingface import PREFIX
 from distmp.utils import settings
 from distmp.utils.file_samples import sampled_digests
@@ -36,7 +37,7 @@ def inputs(config: RunConfig, *, with_files: bool) -> dict[str, dict[str, Any]]:
         config: The configuration of the run.
         with_files: Whether to read files; one rank of each machine is enough.
     """
-    values = flat(settings.to_mapping(config))
+    values = flat(masked(settings.to_mapping(config)))
     if not with_files:
         return {SETTINGS: values}
     return {

@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from distmp.errors import ConfigError, nearest
-from distmp.utils.files import replacing
+from distmp.masking import masked
+from distmp.utils.files import PRIVATE, replacing
 from distmp.utils.settings.convert import to_mapping
 
 # The scalars of YAML 1.2. PyYAML implements YAML 1.1, in which 3e-4 is a string, `no` is false,
@@ -127,12 +128,13 @@ def _bad_syntax(error: yaml.YAMLError) -> str:
 def write_yaml(config: Any, path: str | os.PathLike[str]) -> None:
     """Write a configuration so that `read_yaml` and `from_mapping` return an equal object.
 
-    The file is replaced atomically.
+    Secrets are hidden, see `distmp.masking`. The file is replaced atomically, and only its owner
+    can read it.
     """
     text = yaml.dump(
-        to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+        masked(to_mapping(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )
-    with replacing(path) as file:
+    with replacing(path, mode=PRIVATE) as file:
         file.write(text.encode())
 
 
@@ -146,6 +148,8 @@ def dictionary_from_line(text: str) -> dict[str, Any]:
         value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ValueError(_bad_syntax(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
     if not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
         raise ValueError("not a dictionary")
     return value
