@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from distmp.distributed.orphans import known_as_launcher
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.explained_value import ExplainedValue
@@ -191,7 +192,7 @@ def _run(options: Namespace) -> int:
     from torch.distributed.run import run
 
     _drop_noise()
-    with OrderlyStop(options) as stop:
+    with OrderlyStop(options) as stop, known_as_launcher():
         try:
             run(options)
         except SignalException as signalled:
