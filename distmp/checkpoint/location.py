@@ -105,6 +105,16 @@ class RemotePath:
         self._file_system.pipe_file(self._path, data)
         return len(data)
 
+    def create(self, data: bytes) -> None:
+        """Write a new file. Atomic on memory, S3, GCS and others with conditional writes.
+
+        Raises:
+            FileExistsError: If the file exists.
+        """
+        if self.exists():  # not all file systems know the mode
+            raise FileExistsError(str(self))
+        self._file_system.pipe_file(self._path, data, mode="create")
+
     def rename(self, target: RemotePath) -> RemotePath:
         """Move a file. Most object stores copy it, so that both paths exist for a while."""
         self._file_system.mv(self._path, target._path)

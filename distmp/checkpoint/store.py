@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -43,6 +44,7 @@ def save(
     keep: int | Retention,
     *,
     group: dist.ProcessGroup | None = None,
+    permit: Callable[[], None] = lambda: None,
 ) -> Location:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
@@ -60,6 +62,8 @@ def save(
         numbers: Values that JSON can represent. Those of rank 0 are written.
         keep: Number of latest checkpoints to keep, 1 or more, or all rules of retention.
         group: Group of all ranks, used for the collectives. None: the default group.
+        permit: Raises if this job must not write any more. Called on rank 0, before anything is
+            written and before the checkpoint appears.
 
     Returns:
         Path of the checkpoint.
@@ -71,15 +75,19 @@ def save(
     retention = Retention(keep) if isinstance(keep, int) else keep
     ranks = Ranks(group)
     goal = f"save {final_path(directory, step)}"
+
+    def begin() -> str:
+        permit()
+        return _begin(directory, step, numbers)
+
     # The name and not the path: objects of a file system cannot always be pickled.
-    writing = directory / rank_0_or_checkpoint_error(
-        ranks, goal, lambda: _begin(directory, step, numbers)
-    )
+    writing = directory / rank_0_or_checkpoint_error(ranks, goal, begin)
     written = ranks.gather(dcp.write(goal, writing, tensors, ranks))
     files = {name: file for sums in written for name, file in sums.items()}
     files[INDEX_FILE] = files.pop(INDEX_FILE)  # last, after one data file of each rank
 
     def finish() -> str:
+        permit()
         final = _finish(directory, writing, manifest.encode(step, numbers, files), files)
         tidy(directory, step, retention)
         return final.name

@@ -10,6 +10,7 @@ stops. Earlier checkpoints are unchanged.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -73,6 +74,7 @@ class CheckpointWriter:
         timeout_seconds: Timeout of a collective of a save, in seconds.
         log: Prints a message on rank 0.
         on_saved: Called with the duration in seconds of each successful save.
+        permit: Raises a `DistmpError` if this job must not write any more; called on rank 0.
 
     Attributes:
         saved_step: Step of the latest complete checkpoint of this run; None if there is none.
@@ -88,12 +90,14 @@ class CheckpointWriter:
         timeout_seconds: float,
         log: Callable[[str], None],
         on_saved: Callable[[float], object] = lambda seconds: None,
+        permit: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._world = world
         self._log = log
         self._on_saved = on_saved
+        self._permit = permit
         self.saved_step: int | None = None
         self.stalled_seconds = 0.0
         self._failure: str | None = None
@@ -182,7 +186,7 @@ class CheckpointWriter:
         self._clock.restart(step)
         problem = None
         try:
-            store.save(self._directory, step, tensors, numbers, keep=self._settings.retention)
+            self._store(step, tensors, numbers)
         except CheckpointError as error:
             problem = str(error)
         self._record(step, problem, time.perf_counter() - started)
@@ -251,14 +255,7 @@ class CheckpointWriter:
                 torch.cuda.set_device(self._world.device)
             goal = f"save {path}"
             tensors = all_or_checkpoint_error(Ranks(group), goal, pending.snapshot.complete)
-            store.save(
-                self._directory,
-                pending.step,
-                tensors,
-                numbers,
-                keep=self._settings.retention,
-                group=group,
-            )
+            self._store(pending.step, tensors, numbers, group)
             pending.problem = None
         except CheckpointError as error:
             pending.problem = str(error)
@@ -266,6 +263,16 @@ class CheckpointWriter:
             pending.problem = f"cannot save {path}: {type(error).__name__}: {error}"
         finally:
             pending.seconds = time.perf_counter() - started
+
+    def _store(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        numbers: dict[str, Any],
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        keep = self._settings.retention
+        store.save(self._directory, step, tensors, numbers, keep, group=group, permit=self._permit)
 
     def _release(self) -> None:
         """Wait until the optimizer may change the tensors that the pending snapshot holds."""
@@ -299,11 +306,16 @@ class CheckpointWriter:
             self._on_saved(seconds)
             return
         if self._world.rank == 0:
-            # The files of a failed save take space that other files of the run may need.
-            discard(self._directory, step)
+            self._discard(step)
         self._stopped = self._stopped or self._settings.on_failure == "stop"
         then = "stops (checkpoint.on_failure)" if self._stopped else "continues"
         self._log(f"NOT SAVED: {problem}; {self._last_saved()}; the run {then}")
+
+    def _discard(self, step: int) -> None:
+        """Remove the files of a failed save: other files of the run may need their space."""
+        with contextlib.suppress(DistmpError):
+            self._permit()
+            discard(self._directory, step)
 
     def _last_saved(self) -> str:
         if self.saved_step is None:

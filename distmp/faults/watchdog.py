@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
@@ -56,6 +56,9 @@ class Watchdog:
         seconds: Time without progress after which a rank hangs.
         first_seconds: The same until the end of the first step, which compiles and starts up.
         interval_seconds: Time between two heartbeats.
+
+    Attributes:
+        before_exit: Called before the watchdog ends this process; must return soon.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Watchdog:
         self._suspects: set[int] = set()
         self._observes = peers.rank in (0, peers.world_size - 1)
         self._observer = Observer()
+        self.before_exit: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         """Start monitoring."""
@@ -240,6 +244,7 @@ class Watchdog:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(place.pid, signal.SIGKILL)
         own = ending.rank == self.peers.rank
+        self.before_exit()
         os._exit(ending.exit_code if own else LOST_PEER_EXIT_CODE)
 
 

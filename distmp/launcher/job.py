@@ -290,6 +290,20 @@ def _slurm_hosts(variables: Variables, *names: str) -> tuple[str, ...]:
     return ()
 
 
+def scheduled_job(variables: Variables) -> tuple[str, int, str | None] | None:
+    """Return a scheduler's unique name of this job, which it keeps when it is requeued.
+
+    Returns:
+        The name, how often the job was requeued, and the name of the array that it is a task of;
+        None if no scheduler that tells all this has started the job.
+    """
+    if "SLURM_JOB_ID" not in variables:
+        return None
+    restarts = variables.get("SLURM_RESTART_COUNT", "0")
+    requeued = int(restarts) if restarts.isdecimal() else 0
+    return variables["SLURM_JOB_ID"], requeued, variables.get("SLURM_ARRAY_JOB_ID")
+
+
 def srun_command(variables: Variables, nodes: int, command: list[str]) -> list[str]:
     """Return the command that runs `command` once on every machine of this Slurm job."""
     words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from distmp.distributed.orphans import known_as_launcher
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.explained_value import ExplainedValue
@@ -225,7 +226,7 @@ def _run(options: Namespace) -> int:
     from torch.distributed.run import run
 
     _drop_noise()
-    with guarded(), OrderlyStop(options) as stop:
+    with guarded(), OrderlyStop(options) as stop, known_as_launcher():
         try:
             run(options)
         except SignalException as signalled:

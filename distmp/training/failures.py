@@ -10,6 +10,7 @@ import contextlib
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -53,6 +54,12 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
         peers, current_phase, seconds or never, first_seconds if seconds else never
     )
     _watchdog.start()
+
+
+def before_exit(action: Callable[[], object]) -> None:
+    """Call `action` before the watchdog ends this rank; the action must not raise."""
+    if _watchdog is not None:
+        _watchdog.before_exit = action
 
 
 def stop_watching() -> None:

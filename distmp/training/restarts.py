@@ -6,10 +6,14 @@ and outlives its ranks. Jobs that a scheduler starts one after the other use the
 
 from __future__ import annotations
 
+import contextlib
 import json
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from distmp.checkpoint import store as checkpoints
 from distmp.checkpoint.store import StoredCheckpoint
@@ -125,6 +129,14 @@ class Restarts:
             remedy = "Give a job more time than startup, one step and one save take"
             raise _no_gain(starts, step, cause, remedy, directory)
 
+    def job(self) -> str:
+        """Return the identity of this job, the same in all its attempts. Rank 0 calls it."""
+        job = self._stored_value("job")
+        if job is None:
+            job = uuid.uuid4().hex
+            self._store_value("job", job)
+        return str(job)
+
     def note_saved(self) -> None:
         """Store that this job has saved a checkpoint."""
         self._store_value("saved", True)
@@ -157,7 +169,9 @@ class Restarts:
 
     def _store_value(self, key: str, value: Any) -> None:
         if self._values is not None:
-            self._values.set(key, json.dumps(value))
+            # Without the agent that hosts the store, there is no later attempt that would read it.
+            with contextlib.suppress(dist.DistError):
+                self._values.set(key, json.dumps(value))
 
     def _stored_value(self, key: str) -> Any:
         if self._values is None or not self._values.check([key]):

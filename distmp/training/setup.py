@@ -145,23 +145,33 @@ def training_batches(
     )
 
 
-def find_checkpoint(config: RunConfig) -> store.StoredCheckpoint | None:
+def find_checkpoint(
+    config: RunConfig, directory: RunDirectory | None = None
+) -> store.StoredCheckpoint | None:
     """Return the checkpoint to continue from, verified, or None for a run from scratch.
 
     Collective over all ranks. Damaged checkpoints are logged and skipped.
+
+    Args:
+        config: The configuration of the run.
+        directory: The directory of the run, for `resume: auto`; None: the newest one.
 
     Raises:
         CheckpointError: If `resume` names a checkpoint that is missing or damaged.
     """
     if config.resume is None:
         return None
+    return store.resolve(config.resume, (directory or _newest(config)).checkpoints)
+
+
+def _newest(config: RunConfig) -> RunDirectory:
     place = config.checkpoint.path
-    run = rank_0_or_checkpoint_error(
+    path = rank_0_or_checkpoint_error(
         Ranks(None),
         f"find the folder of {config.run_dir}",
         lambda: str((latest_run(config.run_dir, place) or RunDirectory(Path(config.run_dir))).path),
     )
-    return store.resolve(config.resume, RunDirectory(Path(run), place).checkpoints)
+    return RunDirectory(Path(path), place)
 
 
 def restore(

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from distmp.config import RunConfig, load
 from distmp.distributed.launcher_variables import adopt_ranks
+from distmp.distributed.orphans import end_with_launcher, is_orphan
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import (
     INTERRUPTED_EXIT_CODE,
@@ -23,9 +24,10 @@ from distmp.distributed.stopping import (
     default_signal_handlers,
     exit_code_after,
     ignore_stop_signals,
+    stop_requested_on_any_rank,
 )
 from distmp.distributed.world import World, join, leave
-from distmp.errors import STOPPED_EXIT_CODE, DistmpError
+from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, DistmpError
 from distmp.launcher.preflight.check import is_enabled, join_checked
 from distmp.masking import mask_record
 from distmp.telemetry import Console, RankLog
@@ -78,7 +80,8 @@ def run_as_rank(
         environment = RankEnvironment.from_variables()
         with _quiet_except_first(environment.local_rank):
             config = load(argv)
-        return work(config, environment)
+        with end_with_launcher():
+            return work(config, environment)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except SystemExit as stop:
@@ -130,14 +133,22 @@ def _train(
             world = _join(config, environment, console)
         failures.watch(world, config.hang_seconds, 0.9 * 60 * config.timeout_minutes)
         trainer = Trainer(config, world, console, callbacks, restarts)
+        if trainer.lease is not None:
+            failures.before_exit(trainer.lease.release)
         log.place(trainer.directory.log(world.rank))
         finished = trainer.run(stop)
-        if not finished:
-            # torchrun treats every exit code except 0 as a failure, and may restart the ranks.
-            restarts.give_up(STOPPED_EXIT_CODE)
+        exit_code = 0 if finished else _stopped(restarts, stop, world)
         leave()
-    if finished:
-        return 0
+    return exit_code
+
+
+def _stopped(restarts: Restarts, stop: StopSignals, world: World) -> int:
+    """Return the exit code after an orderly stop, and tell the launcher not to restart the run."""
+    if stop_requested_on_any_rank(is_orphan(), world.group) and restarts.max_restarts:
+        # A launcher was killed; those of other hosts may continue without it.
+        return LOST_PEER_EXIT_CODE
+    # torchrun treats every exit code except 0 as a failure, and may restart the ranks.
+    restarts.give_up(STOPPED_EXIT_CODE)
     return exit_code_after(stop.received)
 
 

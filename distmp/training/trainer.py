@@ -43,6 +43,7 @@ class Trainer:
         components: Data, loss, and the model before it was distributed.
         engine: Takes the steps; holds model, optimizer and loss scale.
         directory: The folder of the run.
+        lease: On rank 0, the right to write to the folder; None on the others.
         progress: Steps and samples up to now.
         timer: Measures the time of steps.
         pending: The step that was launched last, until its numbers are read.
@@ -71,6 +72,7 @@ class Trainer:
         self.fingerprint = run.fingerprint
         self.directory = run.directory
         self.restarts = run.restarts
+        self.lease = run.lease
         self.progress = run.progress
         self.timer = StepTimer()
         self.checkpointing = Checkpointing(run)
@@ -107,6 +109,8 @@ class Trainer:
         """
         self._stop = stop
         with ExitStack() as exits:
+            if self.lease is not None:
+                exits.callback(self.lease.release)
             # The callbacks of users exit last; the last one that is pushed exits first.
             users_last = sorted(
                 self.callbacks, key=lambda callback: callback in self._users_callbacks

@@ -80,6 +80,14 @@ def test_later_steps_are_set_aside(directory: Location) -> None:
     assert content(directory / "step-000030") == 3000
 
 
+def test_the_latest_of_those_set_aside_stay(directory: Location) -> None:
+    save(directory, 10, 20, 30, 40)
+    save(directory, 15, keep=2)
+    assert names(directory) == ["step-000010", "step-000015", "step-000030", "step-000040"]
+    save(directory, 16, keep=1)
+    assert names(directory) == ["step-000016", "step-000040"]
+
+
 def test_a_damaged_one_gives_way(directory: Location) -> None:
     first, second = save(directory, 1), save(directory, 2)
     data = bytearray((second / "__0_0.distcp").read_bytes())
@@ -190,7 +198,7 @@ def test_a_run_and_its_continuation_on_another_machine(
     assert main([*common, f"--run-dir={here}", *which]) == 0
     assert not (here / "checkpoints").exists()
     kept = locate("checkpoint.path", place) / "run"
-    assert names(kept) == ["step-000002", "step-000004"]
+    assert names(kept) == ["lease-000001.json", "step-000002", "step-000004"]
     assert isinstance(kept, RemotePath)
     (kept / "step-000004").remove_tree()
 

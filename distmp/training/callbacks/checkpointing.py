@@ -35,6 +35,7 @@ class Checkpointing(Callback):
             timeout_seconds=60 * run.config.timeout_minutes,
             log=run.console.message,
             on_saved=self._note_save,
+            permit=lambda: None if run.lease is None else run.lease.check(),
         )
         self.writer.guard(run.engine.optimizer)
         if run.checkpoint is not None:
