@@ -10,6 +10,8 @@ from distmp.distributed.accelerate_launch import check_started
 from distmp.distributed.launcher_variables import refuse_several
 from distmp.errors import ConfigError
 
+# Set by `distmp launch` on several machines: RUN_ID@HOST:PORT of its store.
+STORE_VARIABLE = "DISTMP_STORE"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 

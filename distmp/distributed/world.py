@@ -126,6 +126,7 @@ def world_of_process(device: torch.device | str | None = None) -> World:
 
     Raises:
         ConfigError: If a launcher has started several processes that this one cannot join.
+        AttemptError: If some of the ranks did not start.
         SetupError: If the other ranks did not connect.
     """
     adopt_ranks()
@@ -171,7 +172,7 @@ def _initialize_group(
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
     if rendezvous_store.is_hosted_by_agent():
         seconds = timeout_seconds or rendezvous_store.STORE_SECONDS
-        store = rendezvous_store.for_current_attempt(environment.world_size, seconds)
+        store = rendezvous_store.for_current_attempt(seconds)
     else:
         store, _, _ = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
     dist.init_process_group(

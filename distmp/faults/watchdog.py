@@ -20,15 +20,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import NoReturn
 
 import psutil
 import torch.distributed as dist
 
+from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.progress import PhaseTracker
-from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
+from distmp.distributed.reachability import responds, source_address
+from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report, stacks
 from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
 from distmp.masking import masked_text
@@ -56,6 +58,7 @@ class Watchdog:
         seconds: Time without progress after which a rank hangs.
         first_seconds: The same until the end of the first step, which compiles and starts up.
         interval_seconds: Time between two heartbeats.
+        store_address: Host and port of the store; None if it is in this process.
 
     Attributes:
         before_exit: Called before the watchdog ends this process; must return soon.
@@ -68,6 +71,7 @@ class Watchdog:
         seconds: float,
         first_seconds: float,
         interval_seconds: float = INTERVAL_SECONDS,
+        store_address: tuple[str, int] | None = None,
     ) -> None:
         self.peers = peers
         self._activity = current_phase
@@ -76,6 +80,8 @@ class Watchdog:
         self._interval = interval_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._store_address = store_address
+        self._store_unused = threading.Event()
         self._count = 0
         self._last_turn = time.monotonic()
         self._transferred = 0
@@ -91,9 +97,13 @@ class Watchdog:
         self._activity.restart()
         self._stack = stacks.SharedStack()
         self._beat()
-        place = RankPlace(socket.gethostname(), os.getpid(), self._stack.descriptor)
+        address = source_address(*self._store_address) if self._store_address else ""
+        place = RankPlace(socket.gethostname(), os.getpid(), self._stack.descriptor, address)
         self.peers.introduce(place)
         self._thread.start()
+        if self._store_address:
+            arguments = (self._store_address,)
+            threading.Thread(target=self._watch_store, args=arguments, daemon=True).start()
 
     def stop(self) -> None:
         """Stop monitoring, and publish that this rank has ended."""
@@ -103,6 +113,7 @@ class Watchdog:
         self._stack.close()
         with contextlib.suppress(dist.DistError):
             self.peers.leave()
+        self._store_unused.set()
 
     def end_for_lost_ranks(self) -> bool:
         """End the run if a process of this machine has ended without a message."""
@@ -146,8 +157,11 @@ class Watchdog:
             self.peers.answer(self._answer())
             self._answered = True
         self._check_for_lost_ranks()
-        if self._observes and self._observer.is_hang(self.peers.statuses(), time.monotonic()):
-            self._report_hang()
+        if self._observes:
+            statuses = self.peers.statuses()
+            if self._observer.is_hang(statuses, time.monotonic()):
+                self._report_hang()
+            self._check_for_lost_machines(statuses)
 
     def _beat(self) -> None:
         self._count += 1
@@ -193,6 +207,35 @@ class Watchdog:
         if gone & self._suspects:
             self.end_for_lost_ranks()
         self._suspects = gone
+
+    def _check_for_lost_machines(self, statuses: Mapping[int, Status]) -> None:
+        """End the run if a machine is silent, and does not respond to a connection either."""
+        silences = self._observer.silences(statuses, time.monotonic())
+        silent = {rank: seconds for rank, seconds in silences.items() if seconds > LINK_SECONDS}
+        for rank in silent:
+            place = self._places.get(rank)
+            if place and place.address and not responds(place.address):
+                cause = lost_machine(place, ranks_of(place.host, self._places), silent[rank])
+                step = self._activity.now.step
+                if self.peers.end(Ending(rank, step, cause, LOST_PEER_EXIT_CODE)):
+                    print_message(cause)
+                    record(cause)
+                return
+
+    def _watch_store(self, address: tuple[str, int]) -> None:
+        """End this rank if the machine of the store is silent: the other thread waits for it."""
+        while not self._store_unused.wait(self._interval):
+            silence = time.monotonic() - self._last_turn
+            if silence > LINK_SECONDS and not responds(*address):
+                cause = (
+                    f"the machine of the launcher's store ({address[0]}) has been silent for "
+                    f"{silence:.0f} s and does not respond: it is down, or the connection of "
+                    f"{socket.gethostname()} to it is cut"
+                )
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    print_message(cause)
+                    record(cause)
+                os._exit(LOST_PEER_EXIT_CODE)
 
     def _report_hang(self) -> None:
         """Ask every rank for its state, report it once, and end all ranks."""
@@ -254,6 +297,19 @@ def died(rank: int, place: RankPlace) -> str:
         f"rank {rank} ended without a message (process {place.pid} on {place.host}): it was "
         "killed, as the kernel does when memory runs out, crashed in native code, or called "
         "os._exit"
+    )
+
+
+def ranks_of(host: str, places: Mapping[int, RankPlace]) -> list[int]:
+    """Return the ranks of a machine."""
+    return [rank for rank, place in places.items() if place.host == host]
+
+
+def lost_machine(place: RankPlace, ranks: Collection[int], seconds: float) -> str:
+    """Return a message about a machine that does not respond any more."""
+    return (
+        f"machine {place.host} ({place.address}) with {rank_names(ranks)} has been silent for "
+        f"{seconds:.0f} s and does not respond: it is down, or its connection is cut"
     )
 
 
@@ -328,3 +384,7 @@ class Observer:
             rank: replace(status, idle=status.idle + now - self._seen[rank][1])
             for rank, status in statuses.items()
         }
+
+    def silences(self, statuses: Mapping[int, Status], now: float) -> dict[int, float]:
+        """Return how long each rank has sent no heartbeat, in seconds."""
+        return {rank: now - self._seen[rank][1] for rank in statuses if rank in self._seen}

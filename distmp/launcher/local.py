@@ -16,14 +16,15 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from distmp.distributed.orphans import known_as_launcher
+from distmp.distributed.rank_environment import STORE_VARIABLE
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import detect, slurm_resolver
 from distmp.launcher.messages import log
 from distmp.launcher.network import Network
-from distmp.launcher.orderly_stop import OrderlyStop
-from distmp.launcher.plan import Machine, Plan, join_timeout_seconds, make_plan
+from distmp.launcher.orderly_stop import OrderlyStop, has_ranks
+from distmp.launcher.plan import Endpoint, Machine, Plan, join_timeout_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
 from distmp.launcher.rendezvous_guard import guarded
 from distmp.launcher.torchrun import binding, check, parse, read
@@ -154,7 +155,7 @@ def run_ranks(
     rendezvous = Rendezvous.open(plan.endpoint, log)
     with (
         failures_explained(rendezvous),
-        rendezvous.watched(_give_up),
+        rendezvous.watched(_give_up, has_ranks, log),
         rendezvous.waiting_logged(log),
     ):
         if plan.endpoint.provisional:
@@ -164,10 +165,24 @@ def run_ranks(
             rendezvous.move_to(plan.endpoint)
             parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
             _apply(plan, command, parsed, torchrun_arguments)
+        os.environ.update(_store_variables(rendezvous.endpoint))
         code = _run(parsed)
     if code and (lost := rendezvous.unresponsive()):
         log(f"lost {', '.join(lost)}, which does not respond any more")
     return code
+
+
+def _store_variables(endpoint: Endpoint) -> dict[str, str]:
+    """Return the variables by which the ranks use the launcher's store for everything.
+
+    torchrun's agent of rank 0 hosts a second one. It publishes its address once, so an agent that
+    joins later waits for it in vain, and if another agent becomes the one of rank 0, the others
+    keep the address of the first store (torch 2.13).
+    """
+    return {
+        STORE_VARIABLE: f"{endpoint.run_id}@{endpoint}",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
 
 
 def _apply(

@@ -148,6 +148,11 @@ class OrderlyStop:
         raise SignalException(f"the ranks were stopped by {received.name}", received)
 
 
+def has_ranks() -> bool:
+    """Return whether ranks of this launcher run."""
+    return bool(_ranks())
+
+
 def _ranks() -> list[int]:
     """Return the process ids of the ranks: torchrun starts each in a new session."""
     ranks = []

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
@@ -22,7 +23,6 @@ _PORTS = range(20000, 30000)
 # torchrun's default for an endpoint without a port.
 _DEFAULT_PORT = 29400
 _JOIN_SECONDS = 600
-_READ_TIMEOUT_SECONDS = 60
 
 _LOOPBACK = "127.0.0.1"
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
@@ -263,7 +263,7 @@ def _several(
         min_nodes=_min_nodes(given, job),
         hosts=job.hosts or _numbered_hosts(rank, given, job),
         join_timeout_seconds=join_timeout_seconds(conf),
-        read_timeout_seconds=_seconds(conf, "read_timeout", _READ_TIMEOUT_SECONDS),
+        read_timeout_seconds=_seconds(conf, "read_timeout", REJOIN_SECONDS),
         provisional=uncertain and is_host and _min_nodes(given, job) > 1,
     )
     if given.nnodes is None and job.nodes is not None:
@@ -280,7 +280,11 @@ def _several(
         plan = _with(plan, ExplainedValue(f"--rdzv-id={run_id}", reason))
     if given.local_addr is None:
         plan = _with(plan, ExplainedValue(f"--local-addr={local_address}", local_reason))
-    conf = {"is_host": str(is_host).lower(), **conf}
+    conf = {
+        "is_host": str(is_host).lower(),
+        "read_timeout": str(endpoint.read_timeout_seconds),
+        **conf,
+    }
     option = "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items())
     plan = _with(plan, ExplainedValue(option, host_reason))
     if given.rdzv_conf:

@@ -12,15 +12,17 @@ import errno
 import json
 import platform
 import re
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from distmp.distributed.beats import INTERVAL_SECONDS, ROSTER, Beats
+from distmp.distributed.limits import SAY_AFTER_SECONDS
+from distmp.distributed.reachability import connection_error, responds
 from distmp.errors import DistmpError
 from distmp.launcher.network import LARGE_MESSAGE, MTU_ADVICE, join_port
 from distmp.launcher.plan import Endpoint
@@ -29,15 +31,8 @@ from distmp.launcher.rendezvous_guard import open_store
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# Connect timeout of a probe; a refused connection is also a response.
-_PROBE_SECONDS = 3.0
 _HANDSHAKE_SECONDS = 30.0
-_LOG_AFTER_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
-# A port on which hosts do not listen, to probe a host without a known open port.
-_CLOSED_PORT = 9
-_HEARTBEAT_SECONDS = 5.0
-_ROSTER = "distmp/roster"
 _RUN = "distmp/run"
 
 
@@ -68,7 +63,9 @@ class Rendezvous:
     def __init__(self, endpoint: Endpoint, store: TCPStore) -> None:
         self.endpoint = endpoint
         self.store = store
-        self._key = f"{_ROSTER}/{store.add(_ROSTER, 1)}"
+        number = store.add(ROSTER, 1)
+        self._key = f"{ROSTER}/{number}"
+        self._beats = Beats(store, number)
         self.move_to(endpoint)
 
     def move_to(self, endpoint: Endpoint) -> None:
@@ -111,42 +108,59 @@ class Rendezvous:
         Raises:
             RuntimeError: If the store does not respond.
         """
-        count = self.store.add(_ROSTER, 0)
-        entries = [self.store.get(f"{_ROSTER}/{number}") for number in range(1, count + 1)]
-        return list(dict.fromkeys(Member(*json.loads(entry)) for entry in entries))
+        return list(dict.fromkeys(self._launchers()))
+
+    def _launchers(self) -> list[Member]:
+        """Return the machine of each launcher; one that was started again is there twice."""
+        count = self.store.add(ROSTER, 0)
+        entries = [self.store.get(f"{ROSTER}/{number}") for number in range(1, count + 1)]
+        return [Member(*json.loads(entry)) for entry in entries]
 
     @contextlib.contextmanager
-    def watched(self, lost: Callable[[str], None]) -> Iterator[None]:
+    def watched(
+        self,
+        lost: Callable[[str], None],
+        has_ranks: Callable[[], bool],
+        log: Callable[[str], None],
+    ) -> Iterator[None]:
         """Detect when the first machine falls silent; torchrun would wait for it without a limit.
 
         Args:
             lost: Called with a message on a separate thread. It must end the process, because the
                 main thread is blocked in torch and does not handle signals.
+            has_ranks: Returns whether this machine runs ranks. While it does not, it waits for
+                other machines.
+            log: Called with a message about whom it waits for.
         """
-        if self.endpoint.is_host:
-            yield
-            return
         done = threading.Event()
         last_response = [time.monotonic()]
 
         def beat() -> None:
-            while not done.wait(_HEARTBEAT_SECONDS):
+            since, has_said = time.monotonic(), True  # `waiting_logged` reports the first start
+            while not done.wait(INTERVAL_SECONDS):
                 # Blocks while the host is silent; raises if the host closed the connection, which
                 # torchrun detects itself.
                 with contextlib.suppress(RuntimeError):
-                    self.store.add(_ROSTER, 0)
+                    launchers = self.store.add(ROSTER, 0)
                     last_response[0] = time.monotonic()
+                    self._beats.beat()
+                    alive = self._beats.alive(launchers)
+                    if has_ranks():
+                        since, has_said = time.monotonic(), False
+                    elif not has_said and time.monotonic() - since > SAY_AFTER_SECONDS:
+                        log(self._waiting_message(alive))
+                        has_said = True
 
         def watch() -> None:
-            while not done.wait(_HEARTBEAT_SECONDS / 5):
+            while not done.wait(INTERVAL_SECONDS / 5):
                 silence = time.monotonic() - last_response[0]
-                if silence > self.endpoint.read_timeout_seconds and not _responds(
+                if silence > self.endpoint.read_timeout_seconds and not responds(
                     self.endpoint.address, self.endpoint.port
                 ):
                     lost(f"{_head(self.endpoint)} has been silent for {silence:.0f} s")
                     return
 
-        for target in (beat, watch):
+        for target in (beat,) if self.endpoint.is_host else (beat, watch):
             threading.Thread(target=target, daemon=True).start()
         try:
             yield
@@ -160,7 +174,7 @@ class Rendezvous:
 
         def watch() -> None:
             reported = ""
-            while not done.wait(_LOG_AFTER_SECONDS):
+            while not done.wait(SAY_AFTER_SECONDS):
                 try:
                     members = self.members()
                 except RuntimeError:
@@ -189,10 +203,24 @@ class Rendezvous:
         ranks = {member.node_rank for member in members}
         return [host for rank, host in enumerate(self.endpoint.hosts) if rank not in ranks]
 
+    def _waiting_message(self, alive: Collection[int]) -> str:
+        """Return a message about the machines that a restart waits for.
+
+        Args:
+            alive: Numbers of the launchers that run.
+        """
+        launchers = self._launchers()
+        present = {launchers[number - 1] for number in alive}
+        gone = [str(member) for member in dict.fromkeys(launchers) if member not in present]
+        most = f"up to {self.endpoint.join_timeout_seconds} s"
+        if not gone:
+            return f"waiting for the ranks of {', '.join(map(str, present))} to start again, {most}"
+        return f"waiting for {', '.join(gone)} to join again, {most}"
+
     def unresponsive(self) -> list[str]:
         """Return the names of the machines that do not respond any more, for messages."""
         endpoint = self.endpoint
-        if not endpoint.is_host and not _responds(endpoint.address, endpoint.port):
+        if not endpoint.is_host and not responds(endpoint.address, endpoint.port):
             return [_head(endpoint)]
         try:
             others = [member for member in self.members() if member != self.this]
@@ -200,7 +228,7 @@ class Rendezvous:
             # The first machine is up, but its part of the run has ended.
             return []
         with ThreadPoolExecutor(max(1, min(64, len(others)))) as pool:
-            up = list(pool.map(lambda member: _responds(member.address, _CLOSED_PORT), others))
+            up = list(pool.map(lambda member: responds(member.address), others))
         return [str(member) for member, is_up in zip(others, up, strict=True) if not is_up]
 
     def timeout_message(self) -> str:
@@ -316,31 +344,17 @@ def _reach(endpoint: Endpoint, log: Callable[[str], None]) -> TCPStore:
 def _wait_until_open(endpoint: Endpoint, log: Callable[[str], None]) -> None:
     started = time.monotonic()
     logged = False
-    while (problem := _connection_error(endpoint.address, endpoint.port)) is not None:
+    while (problem := connection_error(endpoint.address, endpoint.port)) is not None:
         waited = time.monotonic() - started
         if waited > endpoint.join_timeout_seconds:
             raise LaunchError(_unreachable(endpoint, problem))
-        if not logged and waited > _LOG_AFTER_SECONDS:
+        if not logged and waited > SAY_AFTER_SECONDS:
             log(
                 f"waiting for {_head(endpoint)} to open port {endpoint.port}, up to "
                 f"{endpoint.join_timeout_seconds} s ({problem.strerror or problem})"
             )
             logged = True
         time.sleep(_RETRY_SECONDS)
-
-
-def _connection_error(address: str, port: int) -> OSError | None:
-    """Return the error of a connection attempt, or None if it succeeds."""
-    try:
-        socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
-    except OSError as error:
-        return error
-    return None
-
-
-def _responds(address: str, port: int) -> bool:
-    problem = _connection_error(address, port)
-    return problem is None or isinstance(problem, (ConnectionRefusedError, ConnectionResetError))
 
 
 def _unreachable(endpoint: Endpoint, problem: OSError) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distmp.distributed import rendezvous_store
+from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.lost_peers import is_lost_connection
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
@@ -30,7 +31,6 @@ from distmp.training.out_of_memory import advice
 GRACE_SECONDS = 15.0
 # Time that a rank that lost its connection to another rank waits for the message of that rank.
 MESSAGE_SECONDS = 2.0
-STORE_SECONDS = 20.0
 
 _watchdog: Watchdog | None = None
 
@@ -46,12 +46,18 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
     global _watchdog
     stop_watching()
     store: rendezvous_store.Store = rendezvous_store.HashStore()
+    address = None
     if world.group is not None:
-        store = rendezvous_store.for_current_attempt(world.world_size, STORE_SECONDS)
+        store = rendezvous_store.for_current_attempt(REJOIN_SECONDS)
+        address = rendezvous_store.address()
     peers = Peers(rendezvous_store.PrefixStore("peers", store), world.rank, world.world_size)
     never = float("inf")
     _watchdog = Watchdog(
-        peers, current_phase, seconds or never, first_seconds if seconds else never
+        peers,
+        current_phase,
+        seconds or never,
+        first_seconds if seconds else never,
+        store_address=address,
     )
     _watchdog.start()
 

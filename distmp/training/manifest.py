@@ -59,7 +59,7 @@ def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry of this start, without the ranks."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "restart": rendezvous_store.restarts(),
+        "restart": rendezvous_store.attempt(),
         "command": masked(sys.orig_argv),
         "working_directory": os.getcwd(),
         "configuration_hash": digest(masked(configuration)),

@@ -34,7 +34,7 @@ from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.training import failures
 from distmp.training.callbacks import Callback
-from distmp.training.restarts import Restarts
+from distmp.training.restarts import MORE_MACHINES, Restarts
 from distmp.training.trainer import Trainer
 
 Config = TypeVar("Config")
@@ -146,6 +146,11 @@ def _stopped(restarts: Restarts, stop: StopSignals, world: World) -> int:
     """Return the exit code after an orderly stop, and tell the launcher not to restart the run."""
     if stop_requested_on_any_rank(is_orphan(), world.group) and restarts.max_restarts:
         # A launcher was killed; those of other hosts may continue without it.
+        return LOST_PEER_EXIT_CODE
+    received = world.ranks.gather(stop.received)
+    if world.ranks.from_rank_0(lambda: restarts.follows(received)):
+        if world.rank == 0:
+            sys.stdout.write(f"{MORE_MACHINES}; the ranks start again with them\n")
         return LOST_PEER_EXIT_CODE
     # torchrun treats every exit code except 0 as a failure, and may restart the ranks.
     restarts.give_up(STOPPED_EXIT_CODE)

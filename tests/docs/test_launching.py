@@ -35,8 +35,8 @@ def test_the_variables_in_their_order() -> None:
 
 def test_the_numbers() -> None:
     assert f"join_timeout={plan.join_timeout_seconds({})}" in PAGE
-    assert f"read_timeout={plan._READ_TIMEOUT_SECONDS}" in PAGE
-    assert f"say so after {rendezvous._LOG_AFTER_SECONDS:g} s" in PAGE
+    assert f"read_timeout={plan.REJOIN_SECONDS}" in PAGE
+    assert f"say so after {rendezvous.SAY_AFTER_SECONDS:g} s" in PAGE
     assert f"between {plan._PORTS[0]} and {plan._PORTS[-1]}" in PAGE
 
 

@@ -75,7 +75,7 @@ def test_the_second_machine_connects_to_the_first() -> None:
     assert planned.torchrun() == [
         *("--nproc-per-node=4", "--nnodes=2", "--rdzv-backend=c10d"),
         *(f"--rdzv-endpoint=10.0.0.1:{PORT}", "--rdzv-id=7.0"),
-        *("--local-addr=10.0.0.2", "--rdzv-conf=is_host=false"),
+        *("--local-addr=10.0.0.2", "--rdzv-conf=is_host=false,read_timeout=115"),
     ]
     assert variables_of(planned) == {
         "OMP_NUM_THREADS": "4",
@@ -90,7 +90,7 @@ def test_the_first_machine_is_identified_by_its_address_not_its_name() -> None:
     machines = network(names={**NAMES, "n2": "10.0.0.2"}, hostname="another-name")
     planned = plan(FIRST, machines=machines)
     assert f"--rdzv-endpoint=10.0.0.2:{PORT}" in planned.torchrun()
-    assert "--rdzv-conf=is_host=true" in planned.torchrun()
+    assert "--rdzv-conf=is_host=true,read_timeout=115" in planned.torchrun()
 
 
 def test_both_machines_agree() -> None:
@@ -127,13 +127,13 @@ def test_both_machines_agree() -> None:
         ),
         (
             {"rdzv_conf": {"join_timeout": "9"}, "arguments": ("--rdzv-conf=join_timeout=9",)},
-            "--rdzv-conf=is_host=false",
-            "--rdzv-conf=is_host=false,join_timeout=9",
+            "--rdzv-conf=is_host=false,read_timeout=115",
+            "--rdzv-conf=is_host=false,read_timeout=115,join_timeout=9",
         ),
         (
             {"rdzv_conf": {"is_host": "1"}, "arguments": ("--rdzv-conf=is_host=1",)},
-            "--rdzv-conf=is_host=false",
-            "--rdzv-conf=is_host=1",
+            "--rdzv-conf=is_host=false,read_timeout=115",
+            "--rdzv-conf=is_host=1,read_timeout=115",
         ),
         ({"port": 4321}, f"--rdzv-endpoint=10.0.0.1:{PORT}", "--rdzv-endpoint=10.0.0.1:4321"),
     ],

@@ -1,4 +1,4 @@
-"""`distmp launch` on two simulated hosts whose connection can be cut."""
+"""`distmp launch` on simulated hosts whose connections can be cut."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from tests.torchrun import environment
 
 # Generous, because the machine may be busy.
 TIMEOUT_SECONDS = 240
+NAMES = ("one", "two", "three")
 _numbers = itertools.count()
 
 
@@ -51,7 +52,7 @@ class Agent:
 
 
 class TwoHosts:
-    """Hosts 0 and 1, named one and two; each resolves the other's name."""
+    """Hosts 0, 1 and so on, named one, two and so on; each resolves the others' names."""
 
     links = (machine.INTERFACE, machine.INTERFACE)
 
@@ -92,13 +93,13 @@ class TwoHosts:
         lines = self._hosts.run(host, "ss", "-tlnH").splitlines()
         return {line.split()[3].rpartition(":")[0] for line in lines}
 
-    def cut(self) -> None:
-        """Take the interface of host 1 down."""
-        self._hosts.run(1, "ip", "link", "set", self.links[1], "down")
+    def cut(self, host: int = 1) -> None:
+        """Take the interface of a host down."""
+        self._hosts.run(host, "ip", "link", "set", machine.INTERFACE, "down")
 
-    def reconnect(self) -> None:
-        """Take the interface of host 1 up again."""
-        self._hosts.run(1, "ip", "link", "set", self.links[1], "up")
+    def reconnect(self, host: int = 1) -> None:
+        """Take the interface of a host up again."""
+        self._hosts.run(host, "ip", "link", "set", machine.INTERFACE, "up")
 
     def close(self) -> None:
         for process in self._started:
@@ -113,12 +114,12 @@ class TwoHosts:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Start two hosts, or skip the test where that is not permitted."""
+def two_hosts(folder: Path, names: tuple[str, ...] = NAMES[:2]) -> Iterator[TwoHosts]:
+    """Start hosts, or skip the test where that is not permitted."""
     reason = machine.why_not()
     if reason is not None:
         pytest.skip(reason)
-    with machine.two_hosts(("one", "two")) as started:
+    with machine.two_hosts(names) as started:
         hosts = TwoHosts(started, folder)
         try:
             yield hosts

@@ -28,6 +28,7 @@ _PER_RANK_VARIABLES = (
     "PET_",
     "MASTER_",
     "TORCHELASTIC_",
+    "DISTMP_STORE",
     "TORCHINDUCTOR_CACHE_DIR",
 )
 

@@ -83,14 +83,14 @@ class PreflightStore:
     def _new_connection(self) -> PrefixStore:
         seconds = min(STORE_SECONDS, self._limit / 2)
         try:
-            store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+            store = _connection(seconds)
         except RuntimeError as error:
             raise PreflightError(
                 f"preflight: rank {self.rank} on {socket.gethostname()} does not reach the store "
                 f"at {self._address} within {seconds:g} s; {_ADVICE} ({_first_line(error)})"
             ) from None
         # The prefix hides messages from before a restart.
-        return PrefixStore(f"preflight/{rendezvous_store.restarts()}/{self.world_size}", store)
+        return PrefixStore(f"preflight/{rendezvous_store.attempt()}", store)
 
     def enter(self, phase: str, *, alone: bool = False) -> None:
         """Publish this rank's next phase.
@@ -205,6 +205,13 @@ class PreflightStore:
         return describe_late_ranks(
             entries, self.world_size, self.environment.local_world_size, idle
         )
+
+
+def _connection(seconds: float) -> Any:
+    if rendezvous_store.is_hosted_by_agent():
+        return rendezvous_store.connect(seconds)
+    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
+    return store
 
 
 def describe_late_ranks(

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distmp.config import BatchConfig, RunConfig
+from distmp.distributed import rendezvous_store
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import leave
 from distmp.errors import LOST_PEER_EXIT_CODE, SetupError
@@ -44,6 +45,7 @@ def as_rank(case: str, port: int, folder: str, limit: float) -> Result:
     """Run a preflight in a child process, which may exit in any way."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    rendezvous_store._attempt = 0  # the ranks have agreed
     output = Path(folder) / f"{case}-{os.environ['RANK']}"
     child = os.fork()
     if child == 0:
@@ -227,6 +229,7 @@ def test_a_store_out_of_reach_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(preflight_store, "STORE_SECONDS", 1.0)
+    monkeypatch.setattr(rendezvous_store, "_attempt", 0)
     message = f"rank 1 on .* the store at .*:{port}"
     with pytest.raises(preflight_store.PreflightError, match=message):
         join_checked(RunConfig(), RankEnvironment(1, 0, 2, 1))
