@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from distmp.checkpoint import manifest
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import Storage, folder_name, storage
+from distmp.errors import CheckpointError
 from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")
@@ -54,7 +56,8 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
                 aside,
             )
         sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in by_step.items()}
-        surplus = retention.surplus(sizes)
+        unhealthy = {s for s, path in by_step.items() if _is_unhealthy(path)}
+        surplus = retention.surplus(sizes, unhealthy)
         for old in surplus:
             place.remove(by_step[old])
         kept = sum(size for s, size in sizes.items() if s not in surplus)
@@ -79,6 +82,13 @@ def _tidy_abandoned(place: Storage[Any], retention: Retention, kept_bytes: int) 
         full = retention.max_bytes is not None and kept_bytes > retention.max_bytes
         if number >= retention.last or full:
             place.remove(entry.path)
+
+
+def _is_unhealthy(path: Location) -> bool:
+    try:
+        return manifest.read(path).unhealthy is not None
+    except CheckpointError:  # damaged: it is found before the checkpoint is loaded
+        return False
 
 
 def _size(path: Location) -> int:

@@ -58,16 +58,29 @@ class State:
         files: Size and checksum of the other files, by name; None in a checkpoint without
             checksums.
         crc32: CRC-32 of the content; 0 in a checkpoint without checksums.
+        unhealthy: Why a run should not continue from this state; None for a healthy one.
     """
 
     step: int
     numbers: dict[str, Any]
     files: dict[str, FileSum] | None
     crc32: int
+    unhealthy: str | None = None
 
 
-def encode(step: int, numbers: dict[str, Any], files: dict[str, FileSum]) -> bytes:
+def encode(
+    step: int,
+    numbers: dict[str, Any],
+    files: dict[str, FileSum],
+    unhealthy: str | None = None,
+) -> bytes:
     """Return the bytes of `state.json`.
+
+    Args:
+        step: Number of steps done.
+        numbers: Values that JSON can represent.
+        files: Size and checksum of the other files, by name.
+        unhealthy: Why a run should not continue from this state; None for a healthy one.
 
     Raises:
         TypeError: If `numbers` holds a value that JSON cannot represent.
@@ -75,7 +88,9 @@ def encode(step: int, numbers: dict[str, Any], files: dict[str, FileSum]) -> byt
     listed = {
         name: {"bytes": file.size, "crc32": f"{file.crc32:08x}"} for name, file in files.items()
     }
-    state = {"format": FORMAT, "step": step, "numbers": numbers, "files": listed}
+    state: dict[str, Any] = {"format": FORMAT, "step": step, "numbers": numbers, "files": listed}
+    if unhealthy is not None:
+        state["unhealthy"] = unhealthy
     # The sum covers what will be read: JSON converts other keys to strings.
     state["crc32"] = f"{_content_sum(json.loads(json.dumps(state))):08x}"
     return json.dumps(state, indent=2).encode() + b"\n"
@@ -173,7 +188,7 @@ def _decode(state: dict[str, Any]) -> State:
         name: FileSum(file["bytes"], int(file["crc32"], 16))
         for name, file in state["files"].items()
     }
-    return State(state["step"], state["numbers"], files, written)
+    return State(state["step"], state["numbers"], files, written, state.get("unhealthy"))
 
 
 def _content_sum(state: dict[str, Any]) -> int:

@@ -15,6 +15,7 @@ from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World
+from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry import Console, StepTimer
 from distmp.training import rollback
 from distmp.training.build import build_run
@@ -187,9 +188,18 @@ class Trainer:
         for callback in self._each("on_step_end"):
             callback.on_step_end(self, result)
         self._stopping = self._stopping or numbers.stop
-        self.engine.check(step.outcome)
+        self._check_can_continue(step)
         if result.rolls_back and self.rollback_from is None:
             self.rollback_from = result
+
+    def _check_can_continue(self, step: PendingStep) -> None:
+        """Raise if training cannot continue, with the checkpoint to go back to."""
+        try:
+            self.engine.check(step.outcome)
+        except LostPeerError:
+            raise
+        except TrainingError as error:
+            raise TrainingError(f"{error}; {self.checkpointing.advice(self)}") from None
 
     def _roll_back(self, result: StepResult) -> None:
         # A step that was launched after the one that is out of bounds is discarded, unread.

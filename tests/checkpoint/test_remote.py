@@ -47,7 +47,7 @@ def names(directory: Location) -> list[str]:
 
 def test_round_trip(directory: Location) -> None:
     assert listing.latest(directory) is None
-    assert store.usable(directory) == (None, [], [])
+    assert store.usable(directory) == (None, [], [], [])
     path = save(directory, 1)
     assert path == listing.latest(directory) == store.usable(directory).checkpoint.path
     assert str(path) == f"{directory}/step-000001"
@@ -177,7 +177,7 @@ def test_several_ranks(tmp_path: Path) -> None:
         file = directory / "step-000003" / "__1_0.distcp"
         file.write_bytes(file.read_bytes()[:-1])
     dist.barrier()
-    checkpoint, damaged, _ = store.usable(directory)
+    checkpoint, damaged, *_ = store.usable(directory)
     assert checkpoint.path == directory / "step-000002.2"
     assert len(damaged) == 1
     tensors = tiny.zeros(mesh)
