@@ -72,11 +72,11 @@ def usable(
         if not finished:
             result.unfinished.append(f"{path} was not finished")
             continue
+        checkpoint = StoredCheckpoint(path)
         # Read before the data files, which may be large.
-        if mark := rank_0_or_checkpoint_error(ranks, goal, partial(_mark, path)):
+        if mark := rank_0_or_checkpoint_error(ranks, goal, partial(_mark, checkpoint)):
             result.unhealthy.append(mark)
             continue
-        checkpoint = StoredCheckpoint(path)
         try:
             checkpoint.verify()
         except CheckpointError as error:
@@ -146,9 +146,8 @@ def newest_healthy(directory: Location) -> Location | None:
     return None
 
 
-def _mark(path: Location) -> str | None:
+def _mark(checkpoint: StoredCheckpoint) -> str | None:
     """Return a message if a checkpoint is marked as unhealthy; None also if it is damaged."""
-    checkpoint = StoredCheckpoint(path)
     try:
         return None if checkpoint.state.unhealthy is None else _unhealthy(checkpoint)
     except CheckpointError:

@@ -33,6 +33,7 @@ from distmp.training.setup import (
     prepare,
     restore,
     start_from_weights,
+    stored_progress,
 )
 from distmp.utils import settings
 
@@ -99,6 +100,8 @@ def _build_run(
     checkpoint = _find_checkpoint(config, world, restarts, choice)
     if checkpoint is None:
         world.ranks.all_or_none(lambda: start_from_weights(config, components.model))
+    else:
+        stored_progress(checkpoint)  # the same on all ranks
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
     parameters = sum(parameter.numel() for parameter in components.model.parameters())
     engine = world.ranks.all_or_none(lambda: _engine(config, components, world))

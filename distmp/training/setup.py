@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from distmp.checkpoint import store
+from distmp.checkpoint.manifest import check_number
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -20,6 +21,7 @@ from distmp.data.order import microbatches_per_rank
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
+from distmp.errors import CheckpointError
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.precision import PolicyLike
@@ -194,7 +196,33 @@ def restore(
     checkpoint.load(
         {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}
     )
+    progress, counts = stored_progress(checkpoint), live["engine/counts"][:2]
+    if progress.step != (taken := int(counts.sum())):
+        raise CheckpointError(
+            f"{checkpoint} cannot be used: its tensors are of step {taken}, not {progress.step}"
+        )
     engine.finish_loading(live)
-    known = {field.name for field in dataclasses.fields(Progress)}
-    numbers = checkpoint.numbers.items()
-    return Progress(**{name: number for name, number in numbers if name in known})
+    return progress
+
+
+def stored_progress(checkpoint: store.StoredCheckpoint) -> Progress:
+    """Return the progress of the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: If its numbers are not those of a run.
+    """
+    numbers = checkpoint.numbers
+    try:
+        for name in ("configuration", "data", "ranks", "versions"):
+            if not isinstance(numbers.get(name, {}), dict):
+                raise CheckpointError(f"{name} is a {type(numbers[name]).__name__}")
+        found = {
+            field.name: check_number(field.name, numbers[field.name])
+            for field in dataclasses.fields(Progress)
+            if numbers.get(field.name) is not None
+        }
+        if not {"step", "samples"} <= found.keys():
+            raise CheckpointError("they lack the step or the position in the data")
+    except CheckpointError as error:
+        raise CheckpointError(f"the numbers in {checkpoint} cannot be used: {error}") from error
+    return Progress(**found)

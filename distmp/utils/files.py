@@ -1,8 +1,10 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files, and reading of files that may be anything."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -38,3 +40,26 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Return the content of a regular file.
+
+    A pipe, whose writer may never come, and a device such as `/dev/zero`, which has no end, are not
+    opened.
+
+    Args:
+        path: The file, or a link to it.
+        limit: Largest size in bytes.
+
+    Raises:
+        OSError: If it cannot be read, is not a regular file, or is larger.
+    """
+    path = Path(path)
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        is_directory = stat.S_ISDIR(status.st_mode)
+        raise OSError(errno.EINVAL, "Is a directory" if is_directory else "Not a regular file")
+    if status.st_size > limit:
+        raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {limit}")
+    return path.read_bytes()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import yaml
 
 from distmp.errors import ConfigError, nearest
 from distmp.masking import masked
-from distmp.utils.files import PRIVATE, replacing
+from distmp.utils.files import PRIVATE, read_regular, replacing
 from distmp.utils.settings.convert import to_mapping
 
 # The scalars of YAML 1.2. PyYAML implements YAML 1.1, in which 3e-4 is a string, `no` is false,
@@ -27,6 +29,10 @@ _SCALARS = {
     ),
     "merge": (r"<<", ["<"]),
 }
+
+# A configuration with every setting has 6 kB. PyYAML reads 100 to 300 kB per second.
+_LARGEST_BYTES = 1 << 18
+_MOST_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -92,7 +98,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     name = os.fspath(path)
     try:
-        loaded = yaml.load(Path(path).read_bytes(), _Loader)
+        loaded = _load(read_regular(path, _LARGEST_BYTES))
     except OSError as error:
         raise ConfigError("--config", name, _unreadable(Path(path), error)) from None
     except yaml.YAMLError as error:
@@ -104,6 +110,39 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError("--config", name, "must hold settings as 'name: value' lines")
     return loaded
+
+
+def _load(text: str | bytes) -> Any:
+    """Parse YAML, unless it is much larger than it looks."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_size(document: yaml.Node) -> None:
+    """Refuse aliases of aliases, which stand for any number of values, also for infinitely many."""
+    level, size = [document], 0
+    while level:
+        following = (inner for node in level for inner in _parts(node))
+        level = list(itertools.islice(following, _MOST_VALUES))
+        size += len(level)
+        if size >= _MOST_VALUES:
+            problem = f"more than {_MOST_VALUES} values, with those of aliases"
+            raise yaml.constructor.ConstructorError(None, None, problem, document.start_mark)
+
+
+def _parts(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
 
 
 def _unreadable(path: Path, error: OSError) -> str:
@@ -145,7 +184,7 @@ def dictionary_from_line(text: str) -> dict[str, Any]:
         ValueError: If the text is not YAML, or not a dictionary with string keys.
     """
     try:
-        value = yaml.load(text, _Loader)
+        value = _load(text)
     except yaml.YAMLError as error:
         raise ValueError(_bad_syntax(error)) from None
     except RecursionError:
