@@ -1,7 +1,7 @@
 # make train   train the quickstart model on this machine (CONFIG=configs/x.yaml for another run)
 # make test    run every test that this machine can run
 # make test-fast   the tests that decide most changes, in about a minute
-# make nightly random runs of the engine against a float64 oracle, and random misuse (CASES=5000)
+# make nightly random runs of the engine against a float64 oracle, random misuse, and odd inputs
 # make soak    kill and cut off runs on two and three simulated hosts at random (SECONDS=240)
 # make lint    formatting, lint, types and layers
 # make docs    build the documentation into build/docs, with warnings as errors
@@ -52,6 +52,7 @@ soak: $(INSTALLED)
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary --cases $(CASES)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.misuse --cases $(CASES)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.inputs --cases $(CASES)
 	$(MAKE) soak SECONDS=1800
 
 lint: $(INSTALLED)
