@@ -80,7 +80,8 @@ def read_index(
     try:
         data = read_bytes(file, _LARGEST_BYTES) if opened is None else _read_again(opened)
         if files is None:
-            sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
+            files_here = (entry for entry in path.iterdir() if entry.is_file())
+            sizes = {entry.name: entry.stat().st_size for entry in files_here}
         else:
             sizes = {name: written.size for name, written in files.items()}
             manifest.check_sum(file, FileSum().extended(data), files.get(INDEX_FILE, FileSum()))

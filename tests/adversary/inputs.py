@@ -229,8 +229,8 @@ def odd_command(chance: random.Random) -> tuple[str, list[str]]:
         )
     if command == "launch":  # nothing is started
         arguments = ["--dry-run", *arguments]
-    if command in ("train", "explain") and chance.random() < 0.7:
-        arguments = ["--config=tiny.yaml", *arguments]
+    if command in ("train", "explain"):
+        arguments = [*chance.choice([["--config=tiny.yaml"], SMALL]), *arguments]
     while any(left_out(word) for word in arguments):
         arguments.pop()
     return ascii(arguments)[:300], [command, *arguments]
