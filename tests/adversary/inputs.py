@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import hashlib
 import importlib
 import json
@@ -75,7 +76,7 @@ RESUME = [
 VALUES: list[Any] = [
     None, True, False, 0, -1, 1, 2, 0.5, -0.0, 1e-300, 1e300, float("nan"), float("inf"),
     -float("inf"), 10**30, -(10**30), 10**4000, "", " ", "x", "0", "true", "nan", "auto", "é" * 9,
-    "a" * 5000, "\ud800", "nul\0", "new\nline", "\x1b[31m", "../..", "a/b", ":", "a:b", "os:path",
+    "a" * 250, "\ud800", "nul\0", "new\nline", "\x1b[31m", "../..", "a/b", ":", "a:b", "os:path",
     "%s", "{}", "~", "-1", [], [1], ["x", None], [[[]]], {}, {"a": 1}, {"x": {"y": [None]}}, {1: 2},
     {"": 0}, {None: 1}, {"é": "\0"},
 ]  # fmt: skip
@@ -140,7 +141,8 @@ def odd_settings(chance: random.Random) -> tuple[str, list[str]]:
     config, made = json.loads(json.dumps(TINY)), []
     for _ in range(chance.choice([1, 1, 2])):
         name = chance.choice([*_settings(), "unknown", "model", "optim", "log", "optim.unknown"])
-        value = chance.choice(VALUES)
+        fitting = [each for each in VALUES if type(each) is type(_defaults().get(name))]
+        value = chance.choice(fitting if fitting and chance.random() < 0.6 else VALUES)
         section = config
         *sections, last = name.split(".")
         for part in sections:
@@ -188,7 +190,7 @@ def odd_file(chance: random.Random) -> tuple[str, list[str]]:
     }
     kind = chance.choice(list(kinds))
     kinds[kind](Path("odd.yaml"))
-    return kind, ["train", "--config", "odd.yaml"]
+    return kind, ["train", "--config", "odd.yaml", *SMALL]
 
 
 def _loop(path: Path) -> None:
@@ -369,6 +371,15 @@ CASES = (
     odd_settings, damaged_checkpoint, odd_command, forged_numbers, odd_settings, odd_text,
     forged_index, odd_command, odd_settings, odd_file, damaged_checkpoint, mixed_files,
 )  # fmt: skip
+
+
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    from distmp.config import RunConfig
+    from distmp.utils.settings import leaf_names, to_mapping
+    from distmp.utils.settings.flat import flat
+
+    return flat(to_mapping(RunConfig()), frozenset(leaf_names(RunConfig)))
 
 
 def _settings() -> list[str]:
