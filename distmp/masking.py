@@ -37,6 +37,8 @@ _VALUE = re.compile(_GROUP + r"|(?:(?:basic|bearer|digest|token)\s+)?[^\s,;}\]&]
 _ENTRY_VALUE = re.compile(_GROUP + r"|[^,;}\]\n]+", re.S)
 _ASSIGNMENT = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)=(?=.)", re.S)
 _SCHEME = re.compile(r"(?<=\b[Bb]earer )[\w.~+/=-]{6,}|(?<=\b[Bb]asic )[\w+/=]{8,}(?!\w)")
+# What a message about the form of a setting says in place of a value.
+_PLACEHOLDER = re.compile(r"\.\.\.|VALUE\b")
 _LONE_NAME = re.compile(r"-{0,2}[A-Za-z_][\w.-]*")
 
 
@@ -66,7 +68,9 @@ def masked(value: Any, name: str = "") -> Any:
         return HIDDEN if _is_strong(_words(name)) else value
     if is_secret(name):
         return "" if isinstance(value, str) and not value else HIDDEN
-    return masked_text(value) if isinstance(value, str) else value
+    if isinstance(value, str) and (text := masked_text(value)) != value:
+        return text
+    return value  # itself, because its class may determine how it is shown
 
 
 def masked_text(text: str) -> str:
@@ -81,7 +85,7 @@ def masked_text(text: str) -> str:
         if match.start() < end or not is_secret(match["name"]) or _may_be_prose(match):
             continue
         value = (_VALUE if match["begins"] is None else _ENTRY_VALUE).match(text, match.end())
-        if value is not None:
+        if value is not None and not _PLACEHOLDER.match(value[0]):
             parts += text[end : match.end()], HIDDEN
             end = value.end()
     return "".join(parts) + text[end:]

@@ -21,7 +21,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from distmp.distributed.beats import INTERVAL_SECONDS, ROSTER, Beats
-from distmp.distributed.limits import SAY_AFTER_SECONDS
+from distmp.distributed.limits import PROBE_SECONDS, SAY_AFTER_SECONDS
 from distmp.distributed.reachability import connection_error, responds
 from distmp.errors import DistmpError
 from distmp.launcher.network import LARGE_MESSAGE, MTU_ADVICE, join_port
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 _HANDSHAKE_SECONDS = 30.0
 _RETRY_SECONDS = 0.5
+# How long threads may take to end, with a probe of a machine that does not respond.
+_END_SECONDS = PROBE_SECONDS + 2.0
 _RUN = "distmp/run"
 
 
@@ -160,12 +162,8 @@ class Rendezvous:
                     lost(f"{_head(self.endpoint)} has been silent for {silence:.0f} s")
                     return
 
-        for target in (beat,) if self.endpoint.is_host else (beat, watch):
-            threading.Thread(target=target, daemon=True).start()
-        try:
+        with _threads([beat] if self.endpoint.is_host else [beat, watch], done):
             yield
-        finally:
-            done.set()
 
     @contextlib.contextmanager
     def waiting_logged(self, log: Callable[[str], None]) -> Iterator[None]:
@@ -185,12 +183,8 @@ class Rendezvous:
                     log(f"waiting for {waiting}, up to {self.endpoint.join_timeout_seconds} s")
                     reported = waiting
 
-        if self.endpoint.is_host:
-            threading.Thread(target=watch, daemon=True).start()
-        try:
+        with _threads([watch] if self.endpoint.is_host else [], done):
             yield
-        finally:
-            done.set()
 
     def _waiting_for(self, members: Sequence[Member]) -> str:
         names = ", ".join(self._missing(members))
@@ -255,6 +249,24 @@ class Rendezvous:
             + ". Check that `distmp launch` runs on the others with the same --rdzv-endpoint "
             "and --rdzv-id, or wait longer with --rdzv-conf join_timeout=SECONDS"
         )
+
+
+@contextlib.contextmanager
+def _threads(targets: Sequence[Callable[[], None]], done: threading.Event) -> Iterator[None]:
+    """Run functions in threads; at the end, set the event and wait for them.
+
+    A thread that uses the store while the interpreter ends aborts the process. One that waits for a
+    silent machine is left behind after a few seconds.
+    """
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(_END_SECONDS)
 
 
 def _head(endpoint: Endpoint) -> str:
