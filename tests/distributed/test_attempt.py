@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -97,7 +98,7 @@ def as_rank(restarts: list[int], port: int) -> int:
     store.add("ranks", 1)
     store.wait(["ranks"])
     while store.add("ranks", 0) < world_size:
-        pass
+        time.sleep(0.05)
     return rendezvous_store.attempt()
 
 
