@@ -188,7 +188,8 @@ class Agreement:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _say(self, whom: str) -> None:
-        """Print for whom this machine waits, once per machine."""
-        if self._environment.local_rank == 0:
+        """Print for whom this machine of several waits, once per machine."""
+        own = self._environment
+        if own.local_rank == 0 and own.world_size > own.local_world_size:
             sys.stderr.write(f"distmp: rank {self.rank} waits for {whom}\n")
             sys.stderr.flush()
