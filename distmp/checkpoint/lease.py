@@ -231,7 +231,7 @@ class Lease:
             self._content = replace(self._content, state=state or self._content.state, count=count)
             if (latest := _latest(self.folder)) > self._number:
                 self._lose(latest)
-            elif start < self._expires and self._overwrite(self._content):
+            elif start < self._expires and self._overwrite(self._number, self._content):
                 self._expires = start + self._content.seconds
             elif not self._create(self._number + 1):
                 self._lose(_latest(self.folder))
@@ -255,9 +255,11 @@ class Lease:
             OSError: If the lease cannot be written; it expires then.
         """
         with self._lock:
-            if self.is_valid:
-                self._overwrite(replace(self._content, state=RELEASED))
+            number, valid = self._number, self.is_valid
+            # Before the write, after which another job may own the folder.
             self._number = None
+            if number is not None and valid:
+                self._overwrite(number, replace(self._content, state=RELEASED))
 
     def _is_free(self, number: int, tell: Callable[[Owner], object]) -> bool:
         """Return whether the owner has gone, after a wait; False if there is another one now."""
@@ -308,10 +310,9 @@ class Lease:
                 self._path(older).unlink(missing_ok=True)
         return True
 
-    def _overwrite(self, content: Content) -> bool:
+    def _overwrite(self, number: int, content: Content) -> bool:
         """Write this job's own file; return whether the lease had not expired before the end."""
-        assert self._number is not None
-        path, data = self._path(self._number), _encode(content)
+        path, data = self._path(number), _encode(content)
         try:
             if isinstance(path, RemotePath):
                 path.write_bytes(data)
