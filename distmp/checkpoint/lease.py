@@ -186,22 +186,16 @@ class Lease:
         """Become the owner. Waits while the folder may still belong to a job that has ended.
 
         Args:
-            on_wait: Called with each owner that this job waits for.
+            on_wait: Called before each look with the owner that this job waits for. It may raise an
+                exception to end the wait.
 
         Raises:
             HeldError: If another job owns the folder and goes on.
             OSError: If the lease cannot be read or written. File systems of fsspec raise any type.
         """
-        told: set[Owner] = set()
-
-        def tell(owner: Owner) -> None:
-            if owner not in told:
-                told.add(owner)
-                on_wait(owner)
-
         while True:
             number = _latest(self.folder)
-            if self._is_free(number, tell) and self._create(number + 1):
+            if self._is_free(number, on_wait) and self._create(number + 1):
                 return
 
     def claim_first(self) -> None:
@@ -261,7 +255,7 @@ class Lease:
             if number is not None and valid:
                 self._overwrite(number, replace(self._content, state=RELEASED))
 
-    def _is_free(self, number: int, tell: Callable[[Owner], object]) -> bool:
+    def _is_free(self, number: int, on_wait: Callable[[Owner], object]) -> bool:
         """Return whether the owner has gone, after a wait; False if there is another one now."""
         seen, since = self._read(number), self._clock()
         while True:
@@ -269,7 +263,7 @@ class Lease:
             if not number or (content is not None and self._may_replace(content)):
                 return True
             if content is not None:
-                tell(content.owner)
+                on_wait(content.owner)
             seconds = self._content.seconds if content is None else content.seconds
             self._sleep(seconds / LOOKS)
             # Before the file is read: the owner may renew it until then, see Note [Two owners].
