@@ -186,22 +186,16 @@ class Lease:
         """Become the owner. Waits while the folder may still belong to a job that has ended.
 
         Args:
-            on_wait: Called with each owner that this job waits for.
+            on_wait: Called before each look with the owner that this job waits for. It may raise an
+                exception to end the wait.
 
         Raises:
             HeldError: If another job owns the folder and goes on.
             OSError: If the lease cannot be read or written. File systems of fsspec raise any type.
         """
-        told: set[Owner] = set()
-
-        def tell(owner: Owner) -> None:
-            if owner not in told:
-                told.add(owner)
-                on_wait(owner)
-
         while True:
             number = _latest(self.folder)
-            if self._is_free(number, tell) and self._create(number + 1):
+            if self._is_free(number, on_wait) and self._create(number + 1):
                 return
 
     def claim_first(self) -> None:
@@ -231,7 +225,7 @@ class Lease:
             self._content = replace(self._content, state=state or self._content.state, count=count)
             if (latest := _latest(self.folder)) > self._number:
                 self._lose(latest)
-            elif start < self._expires and self._overwrite(self._content):
+            elif start < self._expires and self._overwrite(self._number, self._content):
                 self._expires = start + self._content.seconds
             elif not self._create(self._number + 1):
                 self._lose(_latest(self.folder))
@@ -255,11 +249,13 @@ class Lease:
             OSError: If the lease cannot be written; it expires then.
         """
         with self._lock:
-            if self.is_valid:
-                self._overwrite(replace(self._content, state=RELEASED))
+            number, valid = self._number, self.is_valid
+            # Before the write, after which another job may own the folder.
             self._number = None
+            if number is not None and valid:
+                self._overwrite(number, replace(self._content, state=RELEASED))
 
-    def _is_free(self, number: int, tell: Callable[[Owner], object]) -> bool:
+    def _is_free(self, number: int, on_wait: Callable[[Owner], object]) -> bool:
         """Return whether the owner has gone, after a wait; False if there is another one now."""
         seen, since = self._read(number), self._clock()
         while True:
@@ -267,7 +263,7 @@ class Lease:
             if not number or (content is not None and self._may_replace(content)):
                 return True
             if content is not None:
-                tell(content.owner)
+                on_wait(content.owner)
             seconds = self._content.seconds if content is None else content.seconds
             self._sleep(seconds / LOOKS)
             # Before the file is read: the owner may renew it until then, see Note [Two owners].
@@ -308,10 +304,9 @@ class Lease:
                 self._path(older).unlink(missing_ok=True)
         return True
 
-    def _overwrite(self, content: Content) -> bool:
+    def _overwrite(self, number: int, content: Content) -> bool:
         """Write this job's own file; return whether the lease had not expired before the end."""
-        assert self._number is not None
-        path, data = self._path(self._number), _encode(content)
+        path, data = self._path(number), _encode(content)
         try:
             if isinstance(path, RemotePath):
                 path.write_bytes(data)

@@ -22,6 +22,8 @@ LAUNCHER_VARIABLE = "DISTMP_LAUNCHER_PID"
 
 _POLL_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
+# SIGSTKFLT, which Linux does not use. Its number also is a time in seconds, see `_kill_later`.
+_LAUNCHER_ENDED = 16
 
 _launcher: int | None = None
 
@@ -47,7 +49,8 @@ def end_with_launcher() -> Iterator[None]:
 
     The process receives SIGTERM, for training a request to stop: all ranks end after the same step,
     with a checkpoint. If that takes too long, the process is killed; the checkpoint before it stays
-    intact. Without torchrun or `distmp launch`, this does nothing.
+    intact. If native code holds the GIL, Linux kills the process after 16 seconds. Without torchrun
+    or `distmp launch`, this does nothing.
 
     Use it around the training loop of your own script if its ranks should not outlive torchrun.
     Your script decides what SIGTERM does; by default it kills the process.
@@ -57,18 +60,35 @@ def end_with_launcher() -> Iterator[None]:
         yield
         return
     _launcher = _find_launcher()
-    if sys.platform == "linux":  # elsewhere, and for a launcher that ended just now: the thread
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     stopped = threading.Event()
     thread = threading.Thread(target=_watch, args=(stopped,), name="launcher watch", daemon=True)
     thread.start()
     try:
-        yield
+        with _kill_later() if sys.platform == "linux" else contextlib.nullcontext():
+            yield
     finally:
         stopped.set()
         thread.join()
-        if sys.platform == "linux":
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
+
+
+@contextlib.contextmanager
+def _kill_later() -> Iterator[None]:
+    """Let the kernel kill this process if it still runs some time after its launcher.
+
+    Python runs neither threads nor handlers while native code holds the GIL, but the kernel calls
+    the native handler of a signal. It passes the number of the signal, and `alarm` takes it as the
+    number of seconds until SIGALRM.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(_LAUNCHER_ENDED, ctypes.cast(libc.alarm, ctypes.c_void_p))
+    libc.prctl(_PR_SET_PDEATHSIG, _LAUNCHER_ENDED)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_PDEATHSIG, 0)
+        if is_orphan():
+            signal.alarm(0)
 
 
 def _find_launcher() -> int:
@@ -85,8 +105,6 @@ def _watch(stopped: threading.Event) -> None:
     while not is_orphan():
         if stopped.wait(_POLL_SECONDS):
             return
-    # The kernel's timer ends a process whose threads do not run, because native code holds the GIL.
-    signal.setitimer(signal.ITIMER_REAL, END_SECONDS + _POLL_SECONDS)
     if os.environ.get("LOCAL_RANK") == "0":
         with contextlib.suppress(OSError):
             os.write(2, _message().encode())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import threading
 from collections.abc import Callable
@@ -12,8 +13,8 @@ from collections.abc import Callable
 from distmp.checkpoint import lease as leases
 from distmp.checkpoint.lease import HeldError, Lease, Owner, SchedulerJob
 from distmp.distributed.orphans import is_orphan
-from distmp.distributed.stopping import StopSignals
-from distmp.errors import ConfigError, TrainingError
+from distmp.distributed.stopping import StopSignals, exit_code_after
+from distmp.errors import ConfigError, DistmpError, TrainingError
 from distmp.launcher.job import scheduled_job
 from distmp.training.run_directory import RunDirectory
 from distmp.utils.processes import ProcessIdentity
@@ -60,6 +61,22 @@ class LostLeaseError(TrainingError):
         )
 
 
+class StoppedWaitError(DistmpError):
+    """A request to stop arrived while this job waited for the run directory.
+
+    Args:
+        directory: The directory.
+        number: The signal.
+    """
+
+    def __init__(self, directory: RunDirectory, number: int) -> None:
+        self.exit_code = exit_code_after(number)
+        super().__init__(
+            f"stopped by {signal.Signals(number).name} while waiting for run_dir = "
+            f"{str(directory.path)!r} (exit code {self.exit_code})"
+        )
+
+
 def this_job(name: str) -> Owner:
     """Return the job that this process belongs to.
 
@@ -99,16 +116,29 @@ class RunLease:
 
         Raises:
             RunDirectoryInUseError: If another job owns them.
+            StoppedWaitError: If this process is asked to stop while it waits.
         """
+        told: set[Owner] = set()
+
+        def on_wait(owner: Owner) -> None:
+            if StopSignals.last is not None:
+                raise StoppedWaitError(self.directory, StopSignals.last)
+            if owner not in told:
+                told.add(owner)
+                log(self._waiting(owner))
+
         for lease in self._leases:
             try:
                 if first:
                     lease.claim_first()
                 else:
-                    lease.claim(lambda owner: log(self._waiting(owner)))
+                    lease.claim(on_wait)
             except HeldError as held:
                 self.release()
                 raise RunDirectoryInUseError(self.directory, held.owner) from None
+            except StoppedWaitError:
+                self.release()
+                raise
             except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
                 self._warn(lease, error)
         self._thread.start()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from distmp.checkpoint import lease as leases
 from distmp.checkpoint.lease import Content, HeldError, Lease, Owner, SchedulerJob
@@ -98,7 +99,7 @@ def test_a_job_that_goes_on_keeps_its_folder(folder: Location) -> None:
     clock.every(leases.SECONDS / leases.RENEWALS, first.renew)
     with pytest.raises(HeldError, match="owned by process 1 on host of a"):
         second.claim(waited_for.append)
-    assert [found.job for found in waited_for] == ["a"]
+    assert {found.job for found in waited_for} == {"a"}
     assert clock.now < leases.SECONDS / 2
     assert first.is_valid
     assert not second.is_valid
@@ -110,7 +111,7 @@ def test_a_job_that_says_nothing_any_more_loses_its_folder(folder: Location) -> 
     first.claim()
     second.claim(waited_for.append)
     assert leases.SECONDS <= clock.now < 1.2 * leases.SECONDS
-    assert [found.job for found in waited_for] == ["a"]
+    assert {found.job for found in waited_for} == {"a"}
     with pytest.raises(HeldError, match="owned by process 1 on host of b"):
         first.check()
     first.renew()
@@ -210,49 +211,50 @@ def test_only_a_new_folder_has_a_first_owner(folder: Location) -> None:
 
 # Every interleaving
 
+# More operations than an action has, except for a job that waits: it has begun to watch.
+WHOLE = 20
+
 
 class Objects:
-    """The file system of an object store, whose operations are atomic; `pause` is around each."""
+    """The file system of an object store: operations are atomic, with a pause after each."""
 
-    def __init__(self, content: dict[str, bytes], pause: Callable[[], None]) -> None:
+    def __init__(self, content: dict[str, bytes], pause: Callable[[str], None]) -> None:
         self._content = content
         self._pause = pause
-
-    @contextlib.contextmanager
-    def _step(self) -> Iterator[dict[str, bytes]]:
-        self._pause()
-        yield self._content
-        self._pause()
 
     def invalidate_cache(self) -> None:
         """Nothing is cached."""
 
     def exists(self, path: str) -> bool:
-        with self._step() as content:
-            return path in content
+        found = path in self._content
+        self._pause("exists")
+        return found
 
     def isdir(self, path: str) -> bool:
         return True
 
     def ls(self, path: str, detail: bool) -> list[str]:
-        with self._step() as content:
-            return list(content)
+        names = list(self._content)
+        self._pause("list")
+        return names
 
     def cat_file(self, path: str) -> bytes:
-        with self._step() as content:
-            if path not in content:
-                raise FileNotFoundError(path)
-            return content[path]
+        data = self._content.get(path)
+        self._pause("read")
+        if data is None:
+            raise FileNotFoundError(path)
+        return data
 
     def pipe_file(self, path: str, data: bytes, mode: str = "overwrite") -> None:
-        with self._step() as content:
-            if mode == "create" and path in content:
-                raise FileExistsError(path)
-            content[path] = data
+        if mode == "create" and path in self._content:
+            self._pause("exists")
+            raise FileExistsError(path)
+        self._content[path] = data
+        self._pause(mode)
 
     def rm_file(self, path: str) -> None:
-        with self._step() as content:
-            content.pop(path, None)
+        self._content.pop(path, None)
+        self._pause("unlink")
 
 
 class Killed(BaseException):
@@ -260,12 +262,21 @@ class Killed(BaseException):
 
 
 class Process:
-    """A job whose actions run in a thread, from one pause to the next."""
+    """A job whose actions run in a thread, from one pause to the next.
 
-    def __init__(self, job: str, content: dict[str, bytes], clock: Callable[[], float]) -> None:
+    A pause follows each operation on a file, each look at the clock, and each sleep, which may take
+    any time.
+
+    Attributes:
+        last: The last operation; "" between two actions.
+    """
+
+    def __init__(self, job: str, content: dict[str, bytes], now: Callable[[], float]) -> None:
         self.job = job
+        self.last = ""
         folder = RemotePath(Objects(content, self._pause), "run", "objects://run")
-        self.lease = Lease(folder, owner(job), clock=clock, sleep=lambda _: self._pause())
+        self.lease = Lease(folder, owner(job), clock=self._clock, sleep=self._sleep)
+        self._now = now
         self._thread: threading.Thread | None = None
         self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
         self._killed = False
@@ -274,30 +285,44 @@ class Process:
     def busy(self) -> bool:
         return self._thread is not None
 
-    def begin(self, action: Callable[[], object]) -> None:
+    @property
+    def owns(self) -> bool:
+        return self.lease._number is not None and self.lease._lost_to is None
+
+    def begin(self, action: str) -> None:
         def run() -> None:
             self._go.acquire()
             with contextlib.suppress(Killed, HeldError):
-                action()
-            self._thread = None
+                getattr(self.lease, action)()
+            self._thread, self.last = None, ""
             self._paused.release()
 
         self._thread = threading.Thread(target=run)
         self._thread.start()
 
     def go_on(self) -> None:
-        if self.busy:
-            self._go.release()
-            self._paused.acquire()
+        """Do the next operation."""
+        self._go.release()
+        self._paused.acquire()
 
     def kill(self) -> None:
         self._killed = True
-        thread = self._thread
-        self.go_on()
-        if thread is not None:
+        if (thread := self._thread) is not None:
+            self.go_on()
             thread.join()
 
-    def _pause(self) -> None:
+    def _clock(self) -> float:
+        now = self._now()
+        self._pause("clock")
+        return now
+
+    def _sleep(self, seconds: float) -> None:
+        self._pause("sleep")
+
+    def _pause(self, operation: str) -> None:
+        if threading.current_thread() is not self._thread:  # a look of the test
+            return
+        self.last = operation
         if not self._killed:
             self._paused.release()
             self._go.acquire()
@@ -305,7 +330,166 @@ class Process:
             raise Killed
 
 
+class Jobs:
+    """Jobs that want one folder. Whatever happens, at most one may write to it."""
+
+    def __init__(self, number: int) -> None:
+        self.now = 0.0
+        self._content: dict[str, bytes] = {}
+        self._names = map(str, range(10000))
+        self._dead: set[str] = set()
+        self.jobs = [self._start() for _ in range(number)]
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(
+            ProcessIdentity, "has_ended", lambda process: process.started in self._dead
+        )
+
+    def _start(self) -> Process:
+        return Process(next(self._names), self._content, lambda: self.now)
+
+    def close(self) -> None:
+        for job in self.jobs:
+            job.kill()
+        self._patch.undo()
+
+    def tick(self, thirds: int) -> None:
+        self.now += thirds * leases.SECONDS / 3
+
+    def kill(self, number: int) -> None:
+        self.jobs[number].kill()
+        self._dead.add(self.jobs[number].job)
+        self.jobs[number] = self._start()
+
+    def go_on(self, job: Process, steps: int, action: str = "") -> None:
+        """Do some operations of an action; by default of the next claim or renewal."""
+        if not job.busy:
+            job.begin(action or ("renew" if job.owns else "claim"))
+        for _ in range(steps):
+            if job.busy:
+                job.go_on()
+                self.check()
+
+    def until(self, job: Process, operation: str, action: str = "") -> None:
+        """Go on until after an operation; "" for the end of the action."""
+        for _ in range(100):
+            self.go_on(job, 1, action)
+            if job.last == operation:
+                return
+            assert job.busy
+        raise AssertionError(f"waits for {operation!r}")
+
+    def check(self) -> None:
+        valid = [job.job for job in self.jobs if job.lease.is_valid]
+        assert len(valid) <= 1, valid
+
+
+Two = tuple[Jobs, Process, Process]
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    """Two jobs: at time 0, the first one owns the folder, and the second one begins to watch it."""
+    with contextlib.closing(Jobs(2)) as jobs:
+        first, second = jobs.jobs
+        jobs.until(first, "")
+        jobs.until(second, "sleep")
+        yield jobs, first, second
+
+
+def test_a_write_after_the_end_of_the_lease_does_not_count(two: Two) -> None:
+    jobs, first, second = two
+    jobs.now = leases.SECONDS - 1
+    jobs.until(first, "list")
+    jobs.now = leases.SECONDS
+    jobs.until(second, "")
+    assert second.lease.is_valid
+    jobs.until(first, "")
+
+
+def test_a_renewal_counts_from_its_start(two: Two) -> None:
+    jobs, first, second = two
+    jobs.now = 10.0
+    jobs.until(first, "overwrite")
+    jobs.until(second, "")
+    assert not second.owns
+    jobs.until(second, "sleep")
+    jobs.now = leases.SECONDS - 1
+    jobs.until(first, "")
+    jobs.now = leases.SECONDS + 9
+    assert first.lease.is_valid
+    jobs.now = leases.SECONDS + 10
+    jobs.until(second, "")
+    assert second.lease.is_valid
+
+
+def test_a_new_lease_counts_from_its_start() -> None:
+    with contextlib.closing(Jobs(2)) as jobs:
+        first, second = jobs.jobs
+        jobs.until(first, "create")
+        jobs.until(second, "sleep")
+        jobs.now = leases.SECONDS - 1
+        jobs.until(first, "")
+        assert first.lease.is_valid
+        jobs.now = leases.SECONDS
+        jobs.until(second, "")
+        assert second.lease.is_valid
+
+
+def test_a_lease_that_is_renewed_after_it_was_read_is_not_taken(two: Two) -> None:
+    jobs, first, second = two
+    jobs.now = leases.SECONDS - 1
+    jobs.until(second, "read")
+    jobs.until(first, "")
+    jobs.now = leases.SECONDS + 1
+    jobs.until(second, "")
+    assert first.lease.is_valid
+
+
+def test_a_late_creation_of_an_older_number_does_not_count() -> None:
+    with contextlib.closing(Jobs(2)) as jobs:
+        first, second = jobs.jobs
+        jobs.until(second, "exists")  # number 1 does not
+        for action in ("claim", "release", "claim"):
+            jobs.until(first, "", action)
+        jobs.until(second, "create")
+        jobs.go_on(second, 20)
+        assert first.lease.is_valid
+
+
+def test_a_job_that_releases_its_lease_owns_nothing_any_more(two: Two) -> None:
+    jobs, first, second = two
+    jobs.until(first, "overwrite", "release")
+    jobs.until(second, "")
+    assert second.lease.is_valid
+
+
+# Thirds of a lease that pass between the parts of a schedule: none, or a whole lease.
+THIRDS = [ticks for ticks in itertools.product(range(3), repeat=4) if sum(ticks) in (0, 3)]
+
+
+@pytest.mark.parametrize("suspended", [0, 1], ids=["owner", "other"])
+@pytest.mark.parametrize("owned", [False, True], ids=["new", "owned"])
+def test_a_job_is_suspended_after_any_operation(owned: bool, suspended: int) -> None:
+    """All schedules in which one job stops, the other one acts, and both go on."""
+    others = [("", ""), ("", "release", "")]
+    for operations, actions, ticks in itertools.product(range(1, 11), others, THIRDS):
+        with contextlib.closing(Jobs(2)) as jobs:
+            if owned:
+                jobs.until(jobs.jobs[0], "")
+                jobs.go_on(jobs.jobs[1], WHOLE)
+            stopped, other = jobs.jobs[suspended], jobs.jobs[1 - suspended]
+            jobs.tick(ticks[0])
+            jobs.go_on(stopped, operations)
+            jobs.tick(ticks[1])
+            for action in actions:
+                jobs.go_on(other, WHOLE, action)
+            for job, passed in zip((stopped, other), ticks[2:], strict=True):
+                jobs.tick(passed)
+                jobs.go_on(job, WHOLE)
+
+
 JOBS = st.integers(0, 2)
+STEPS = st.one_of(st.integers(1, 8), st.just(WHOLE))
 
 
 class Interleavings(RuleBasedStateMachine):
@@ -313,65 +497,24 @@ class Interleavings(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = 0.0
-        self.content: dict[str, bytes] = {}
-        self.names = map(str, range(1000))
-        self.dead: set[str] = set()
-        self.jobs = [self._start() for _ in range(3)]
-        self._patch = pytest.MonkeyPatch()
-        self._patch.setattr(
-            ProcessIdentity, "has_ended", lambda process: process.started in self.dead
-        )
-
-    def _start(self) -> Process:
-        return Process(next(self.names), self.content, lambda: self.now)
+        self.jobs = Jobs(3)
 
     def teardown(self) -> None:
-        for job in self.jobs:
-            job.kill()
-        self._patch.undo()
+        self.jobs.close()
 
-    @rule(number=JOBS, action=st.sampled_from(["claim", "renew", "check", "release"]))
-    def begin(self, number: int, action: str) -> None:
-        job = self.jobs[number]
-        if not job.busy:
-            if action == "claim" and job.lease._number is not None:
-                action = "renew"
-            job.begin(getattr(job.lease, action))
+    @rule(number=JOBS, steps=STEPS, thirds=st.sampled_from([0, 0, 1, 1, 3]))
+    def go_on(self, number: int, steps: int, thirds: int) -> None:
+        self.jobs.tick(thirds)
+        self.jobs.go_on(self.jobs.jobs[number], steps)
 
-    @rule(number=JOBS, steps=st.integers(1, 8))
-    def go_on(self, number: int, steps: int) -> None:
-        for _ in range(steps):
-            self.jobs[number].go_on()
-            self.at_most_one_owner()
-
-    @rule(seconds=st.sampled_from([0.5, 4.0, 10.0, 16.0, 29.0, 31.0]))
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    @rule(number=JOBS, action=st.sampled_from(["claim", "claim", "renew", "release"]))
-    def alone(self, number: int, action: str) -> None:
-        """The other jobs hang until this one is done."""
-        self.begin(number, action)
-        for _ in range(1000):
-            if not self.jobs[number].busy:
-                break
-            self.now += 0.25
-            self.jobs[number].go_on()
-            self.at_most_one_owner()
-        assert not self.jobs[number].busy
+    @rule(number=JOBS, steps=STEPS)
+    def release(self, number: int, steps: int) -> None:
+        self.jobs.go_on(self.jobs.jobs[number], steps, "release")
 
     @rule(number=JOBS)
     def kill(self, number: int) -> None:
-        self.jobs[number].kill()
-        self.dead.add(self.jobs[number].job)
-        self.jobs[number] = self._start()
-
-    @invariant()
-    def at_most_one_owner(self) -> None:
-        valid = [job.job for job in self.jobs if job.lease.is_valid]
-        assert len(valid) <= 1, valid
+        self.jobs.kill(number)
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=100, stateful_step_count=25, deadline=None)
+TestInterleavings.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)

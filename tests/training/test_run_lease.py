@@ -50,14 +50,15 @@ def trainer(folder: Path, *arguments: str) -> Trainer:
 @contextmanager
 def job(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
     """Start a job; kill it and what it has started at the end."""
-    process = subprocess.Popen(
-        python(*command),
-        cwd=folder,
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with (folder / "stdout").open("w") as stdout:
+        process = subprocess.Popen(
+            python(*command),
+            cwd=folder,
+            env=environment(),
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
     try:
         yield process
     finally:
@@ -92,6 +93,20 @@ def test_the_same_command_twice_trains_once(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.glob("run*")] == ["run"]
     assert not list((tmp_path / "run" / "checkpoints").glob("*.abandoned"))
     assert "vanished" not in errors + second.stderr
+
+
+def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    Lease(tmp_path / "run", other("a")).claim()
+    arguments = ["distmp.train", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
+    with job(tmp_path, "-m", *arguments, "--run-dir=run", "--resume=auto") as waiting:
+        output = tmp_path / "stdout"
+        wait_until(lambda: waiting.poll() is not None or "; waiting until" in output.read_text())
+        waiting.send_signal(signal.SIGTERM)
+        errors = waiting.communicate()[1]
+    assert waiting.returncode == 75, errors
+    assert "stopped by SIGTERM while waiting for run_dir = 'run' (exit code 75)" in errors
+    assert not (tmp_path / "run" / "lease-000002.json").exists()
 
 
 def test_no_wait_after_a_killed_launcher(tmp_path: Path) -> None:
