@@ -65,10 +65,17 @@ class ConfigError(DistmpError, ValueError):
     def __init__(self, setting: str, value: object, problem: str) -> None:
         self.setting = setting
         self.value = value
-        shown = repr(masked(value, setting))
+        shown = _shown(masked(value, setting))
         if len(shown) > _SHOWN:
             shown = f"{shown[: _SHOWN // 2]}...{shown[-_SHOWN // 2 :]}"
         super().__init__(f"{setting} = {shown}: {masked_text(problem)}")
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python's limit of the digits of an integer
+        return "a number of thousands of digits"
 
 
 class SetupError(DistmpError):

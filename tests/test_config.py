@@ -65,6 +65,8 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
             for path in ("/", ".", "a/..")
         ),
         (["--run-dir", "a\0b"], "run_dir = 'a\\x00b': contains a NUL character"),
+        (["--data.path", "a/" + 300 * "b"], "has a name of more than 255 bytes"),
+        (["--model.weights", 300 * "b"], "has a name of more than 255 bytes"),
         (["--sample.prompt", "a\udc80"], "sample.prompt = 'a\\udc80': is not valid Unicode"),
         (["--seed", str(2**64)], "seed"),
         (["--log.every", str(2**64)], "log.every = 18446744073709551616: is too large"),

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models import huggingface
+from distmp.utils.files import check_name
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
 
 
@@ -85,6 +86,8 @@ class ModelConfig:
         Raises:
             ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
+        check_name("model.weights", self.weights)
+        check_name("model.name", self.name)
         if self.is_hugging_face:
             huggingface.locate(self.name)
         elif not self.is_import_path and self.name != "transformer":

@@ -11,6 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from distmp.errors import ConfigError
+
+# Longest name of a file in bytes, on Linux.
+_LONGEST_NAME = 255
 # Permissions of files that may contain secrets: only the user can read them.
 PRIVATE = 0o600
 
@@ -40,6 +44,19 @@ def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[Binar
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_name(setting: str, path: str | None) -> None:
+    """Refuse a path that no file system can have.
+
+    Raises:
+        ConfigError: If a name in it is longer than 255 bytes.
+    """
+    for name in Path(path or "").parts:
+        if len(os.fsencode(name)) > _LONGEST_NAME:
+            raise ConfigError(
+                setting, path, f"has a name of more than {_LONGEST_NAME} bytes; shorten it"
+            )
 
 
 def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:

@@ -28,7 +28,7 @@ from tests import two_hosts
 from tests.launcher.two_hosts import NAMES
 from tests.soak.cluster import Cluster, check_result, cluster, undisturbed
 
-STEPS = 400
+STEPS = 1500
 SETTINGS = [f"--steps={STEPS}", "--resume=auto"]
 OPTIONS = ["--max-restarts=100"]
 # Longest time without a further step. It contains a connection that is cut, and a start, which
@@ -63,7 +63,7 @@ class Disturbed:
         self._events = {n: w for n, w in EVENTS.items() if n != "delay" or can_delay}
         # What has to be undone, and when.
         self._pending: list[tuple[float, str, int]] = []
-        self._next_event = time.monotonic() + chance.uniform(2, 10)
+        self._next_event = time.monotonic() + chance.uniform(1, 4)
         self._restart_at: dict[int, float] = {}
         self._advanced = time.monotonic()
         self._state = (0, 0)
@@ -99,7 +99,7 @@ class Disturbed:
             else:
                 {"cut": self._run.cut, "pause": self._pause, "delay": self._delay}[event](host)
                 self._pending.append((now + seconds, event, host))
-        self._next_event = now + seconds + self._chance.uniform(1, 25)
+        self._next_event = now + seconds + self._chance.uniform(1, 10)
 
     def _pause(self, host: int) -> None:
         self._run.process(host, "rank").suspend()
