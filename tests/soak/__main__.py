@@ -1,6 +1,7 @@
 """Disturbs runs at random from a seed, until the time is up.
 
     python -m tests.soak --seconds 240 --seed 7 --hosts 2
+    python -m tests.soak --seconds 600 --only kill --events 20
 
 A run on several hosts is killed (ranks, launchers, whole hosts), cut off, paused and restarted. A
 launcher that has ended is started again, as a scheduler does. Each run has to end with all of its
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import random
 import shutil
 import signal
@@ -54,13 +56,17 @@ class Disturbed:
     Args:
         run: The run, started.
         chance: Chooses events, hosts and times.
-        can_delay: Whether the kernel can delay packets.
+        events: The possible events, and how often they happen relative to each other.
+
+    Attributes:
+        count: Number of events up to now.
     """
 
-    def __init__(self, run: Cluster, chance: random.Random, can_delay: bool) -> None:
+    def __init__(self, run: Cluster, chance: random.Random, events: dict[str, int]) -> None:
+        self.count = 0
         self._run = run
         self._chance = chance
-        self._events = {n: w for n, w in EVENTS.items() if n != "delay" or can_delay}
+        self._events = events
         # What has to be undone, and when.
         self._pending: list[tuple[float, str, int]] = []
         self._next_event = time.monotonic() + chance.uniform(1, 4)
@@ -86,6 +92,7 @@ class Disturbed:
         self._undo(float("inf"))
 
     def _disturb(self, now: float) -> None:
+        self.count += 1
         names, weights = zip(*self._events.items(), strict=True)
         (event,) = self._chance.choices(names, weights)
         host = self._chance.randrange(self._run.count)
@@ -148,38 +155,47 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def soak(folder: Path, hosts: int, seconds: float, seed: int) -> int:
-    """Disturb runs one after the other until the time is up; return how many."""
-    until = time.monotonic() + seconds
+def soak(folder: Path, options: argparse.Namespace, seed: int) -> tuple[int, int]:
+    """Disturb runs one after the other until the time is up, and enough has happened.
+
+    Returns:
+        The number of runs, and the number of events.
+    """
+    until = time.monotonic() + options.seconds
     chance = random.Random(seed)
-    can_delay = has_netem()
-    if not can_delay:
+    events = {name: weight for name, weight in EVENTS.items() if name.startswith(options.only)}
+    if "delay" in events and not has_netem():
+        del events["delay"]
         say("this kernel has no netem: packets are not delayed")
-    expected = undisturbed(folder / "undisturbed", hosts, SETTINGS)
-    number = 0
-    while number == 0 or time.monotonic() < until - 30:
-        number += 1
-        say(f"run {number} on {hosts} hosts")
-        with cluster(hosts, folder / f"run {number}", OPTIONS, SETTINGS) as run:
+    expected = undisturbed(folder / "undisturbed", options.hosts, SETTINGS)
+    runs = happened = 0
+    while happened < options.events or time.monotonic() < until - 30:
+        runs += 1
+        say(f"run {runs} on {options.hosts} hosts")
+        with cluster(options.hosts, folder / f"run {runs}", OPTIONS, SETTINGS) as run:
             run.start()
-            disturbed(run, chance, can_delay, until, expected)
-        shutil.rmtree(folder / f"run {number}")
-    return number
+            no_events_after = until if happened >= options.events else math.inf
+            happened += disturbed(run, chance, events, no_events_after, expected)
+        shutil.rmtree(folder / f"run {runs}")
+    return runs, happened
 
 
 def disturbed(
     run: Cluster,
     chance: random.Random,
-    can_delay: bool,
-    until: float,
+    events: dict[str, int],
+    no_events_after: float,
     expected: dict[str, torch.Tensor],
-) -> None:
+) -> int:
+    """Disturb a run until it has finished, and check it; return the number of events."""
+    disturbed = Disturbed(run, chance, events)
     try:
-        Disturbed(run, chance, can_delay).until_finished(until)
+        disturbed.until_finished(no_events_after)
         check_result(run, expected, STEPS)
     except AssertionError:
         say(f"what the hosts printed:\n{run.report()}")
         raise
+    return disturbed.count
 
 
 def has_netem() -> bool:
@@ -194,6 +210,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=240)
     parser.add_argument("--seed", type=int, default=None, help="default: from the clock")
     parser.add_argument("--hosts", type=int, default=2, choices=(2, 3))
+    parser.add_argument("--only", default="", help="events whose names begin with this")
+    parser.add_argument("--events", type=int, default=1, help="least number of events")
     options = parser.parse_args()
     if (reason := two_hosts.why_not()) is not None:
         say(f"skipped: {reason}")
@@ -201,8 +219,8 @@ def main() -> int:
     seed = int(time.time()) if options.seed is None else options.seed
     say(f"--hosts {options.hosts} --seed {seed} --seconds {options.seconds:g}")
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        number = soak(Path(folder), options.hosts, options.seconds, seed)
-    say(f"{number} runs ended with all steps and the weights of an undisturbed run")
+        runs, events = soak(Path(folder), options, seed)
+    say(f"{runs} runs, {events} events: all steps, and the weights of an undisturbed run")
     return 0
 
 
