@@ -2,7 +2,8 @@
 # make test    run every test that this machine can run
 # make test-fast   the tests that decide most changes, in about a minute
 # make nightly random runs of the engine against a float64 oracle, random misuse, and odd inputs
-# make soak    kill and cut off runs on two and three simulated hosts at random (SECONDS=240)
+# make soak    the tests that kill and cut off runs for minutes, then random faults on two and three
+#              simulated hosts (SECONDS=240)
 # make lint    formatting, lint, types and layers
 # make docs    build the documentation into build/docs, with warnings as errors
 # make bench   compare with other training loops, side by side
@@ -27,7 +28,7 @@ train: $(INSTALLED)
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 
 test: $(INSTALLED)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not soak"
 
 # The parts and the engine, without the tests marked slow; the trainer and the launcher start
 # processes that take seconds each.
@@ -44,6 +45,7 @@ test-fast: $(INSTALLED)
 		$(addprefix tests/,$(FAST))
 
 soak: $(INSTALLED)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m soak
 	for hosts in 2 3; do \
 		$(TEST_ENV) $(VENV)/bin/python -m tests.soak --hosts $$hosts \
 			--seconds $$(($(SECONDS) / 2)) || exit 1; \

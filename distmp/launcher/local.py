@@ -167,7 +167,9 @@ def run_ranks(
             _apply(plan, command, parsed, torchrun_arguments)
         os.environ.update(_store_variables(rendezvous.endpoint))
         code = _run(parsed)
-    if code and (lost := rendezvous.unresponsive()):
+    if code == 0:
+        rendezvous.leave()
+    elif lost := rendezvous.unresponsive():
         log(f"lost {', '.join(lost)}, which does not respond any more")
     return code
 

@@ -36,6 +36,7 @@ _RETRY_SECONDS = 0.5
 # How long threads may take to end, with a probe of a machine that does not respond.
 _END_SECONDS = PROBE_SECONDS + 2.0
 _RUN = "distmp/run"
+_LEFT = "distmp/left"
 
 
 class LaunchError(DistmpError, RuntimeError):
@@ -65,9 +66,9 @@ class Rendezvous:
     def __init__(self, endpoint: Endpoint, store: TCPStore) -> None:
         self.endpoint = endpoint
         self.store = store
-        number = store.add(ROSTER, 1)
-        self._key = f"{ROSTER}/{number}"
-        self._beats = Beats(store, number)
+        self._number = store.add(ROSTER, 1)
+        self._key = f"{ROSTER}/{self._number}"
+        self._beats = Beats(store, self._number)
         self.move_to(endpoint)
 
     def move_to(self, endpoint: Endpoint) -> None:
@@ -89,6 +90,26 @@ class Rendezvous:
             LaunchError: If the port is in use, nothing responds in time, or another program does.
         """
         return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint, log))
+
+    def leave(self) -> None:
+        """Close the store after the other machines have finished with it, at the end of a run.
+
+        torch warns with stack frames on a machine that uses a store that has gone.
+        """
+        deadline = time.monotonic() + _END_SECONDS
+        with contextlib.suppress(RuntimeError):
+            if not self.endpoint.is_host:
+                self.store.set(f"{_LEFT}/{self._number}", "")
+            while self.endpoint.is_host and not self._others_have_left():
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_RETRY_SECONDS / 10)
+
+    def _others_have_left(self) -> bool:
+        # A machine that was started again has joined more than once.
+        last = {member: number for number, member in enumerate(self._launchers(), 1)}
+        keys = [f"{_LEFT}/{number}" for number in last.values() if number != self._number]
+        return not keys or self.store.check(keys)
 
     def another(self) -> Member:
         """Wait for the first of the other machines and return it.

@@ -110,6 +110,7 @@ def _kill_in_step(seconds: float) -> None:
     _kill_after(seconds, "step")
 
 
+@pytest.mark.soak
 def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
     jobs = [
         Job(LONG),
