@@ -18,6 +18,7 @@ import torch.distributed as dist
 from distmp.distributed import rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.lost_peers import is_lost_connection
+from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
@@ -153,10 +154,14 @@ def _lost(environment: RankEnvironment) -> int:
 
 
 def wait_to_be_ended() -> bool:
-    """Wait for the launcher, which saw another rank fail, to end this one; return True if so."""
+    """Wait for the launcher, which saw another rank fail, to end this one.
+
+    Returns:
+        True if it does, or has ended itself; False if it does nothing for `GRACE_SECONDS`.
+    """
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
-        if StopSignals.last == signal.SIGTERM:
+        if StopSignals.last == signal.SIGTERM or is_orphan():
             return True
         time.sleep(0.05)
     return False

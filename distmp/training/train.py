@@ -52,8 +52,10 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
         an invalid configuration; 3 if another rank was lost; 4 if ranks hang; 1 for any
         other failure.
     """
-    with RankLog() as log:
-        work = functools.partial(_train, log, callbacks)
+    # An error is reported while the signals are still handled: the launcher stops this rank as soon
+    # as it sees another one fail, and a SIGTERM must not end it before its message.
+    with RankLog() as log, contextlib.ExitStack() as until_reported:
+        work = functools.partial(_train, log, callbacks, until_reported)
         return run_as_rank(sys.argv[1:] if argv is None else argv, load, work)
 
 
@@ -114,7 +116,11 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def _train(
-    log: RankLog, callbacks: Sequence[Callback], config: RunConfig, environment: RankEnvironment
+    log: RankLog,
+    callbacks: Sequence[Callback],
+    until_reported: contextlib.ExitStack,
+    config: RunConfig,
+    environment: RankEnvironment,
 ) -> int:
     restarts = Restarts.of_this_job(environment.world_size, config.checkpoint.path)
     if (given_up := restarts.given_up()) is not None:
@@ -128,7 +134,8 @@ def _train(
     if config.log.files:
         log.start(_header(environment))
     quiet = environment.rank != 0
-    with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
+    stop = until_reported.enter_context(StopSignals())
+    with Console(config.log, quiet=quiet, log=log) as console:
         with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
         failures.watch(world, config.hang_seconds, 0.9 * 60 * config.timeout_minutes)
@@ -144,9 +151,10 @@ def _train(
 
 def _stopped(restarts: Restarts, stop: StopSignals, world: World) -> int:
     """Return the exit code after an orderly stop, and tell the launcher not to restart the run."""
-    if stop_requested_on_any_rank(is_orphan(), world.group) and restarts.max_restarts:
-        # A launcher was killed; those of other hosts may continue without it.
-        return LOST_PEER_EXIT_CODE
+    if stop_requested_on_any_rank(is_orphan(), world.group):
+        # A launcher was killed, perhaps the one with the store that `Restarts` uses. Launchers of
+        # other hosts may continue without it.
+        return LOST_PEER_EXIT_CODE if restarts.max_restarts else exit_code_after(stop.received)
     received = world.ranks.gather(stop.received)
     if world.ranks.from_rank_0(lambda: restarts.follows(received)):
         if world.rank == 0:
