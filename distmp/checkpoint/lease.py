@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import threading
 import time
@@ -206,7 +205,7 @@ class Lease:
         """
         number = _latest(self.folder)
         if number or not self._create(1):
-            raise HeldError(self._owner(_latest(self.folder)) or self._content.owner)
+            raise HeldError(_owner(self.folder, _latest(self.folder)) or self._content.owner)
 
     def renew(self, state: str | None = None) -> None:
         """Extend the lease, or find out that another job owns the folder.
@@ -257,7 +256,7 @@ class Lease:
 
     def _is_free(self, number: int, on_wait: Callable[[Owner], object]) -> bool:
         """Return whether the owner has gone, after a wait; False if there is another one now."""
-        seen, since = self._read(number), self._clock()
+        seen, since = _read(self.folder, number), self._clock()
         while True:
             content = Content.decode(seen)
             if not number or (content is not None and self._may_replace(content)):
@@ -270,7 +269,7 @@ class Lease:
             expired = self._clock() - since >= seconds
             if _latest(self.folder) != number:
                 return False
-            now = self._read(number)
+            now = _read(self.folder, number)
             if now == seen:
                 if expired:
                     return True
@@ -288,12 +287,12 @@ class Lease:
         start = self._clock()
         data = _encode(self._content)
         try:
-            _create_file(self._path(number), data)
+            _create_file(_path(self.folder, number), data)
         except FileExistsError:
             return False
         if isinstance(self.folder, RemotePath):
             self._sleep(SETTLE_SECONDS)
-            if self._read(number) != data:
+            if _read(self.folder, number) != data:
                 return False
         numbers = _numbers(self.folder)
         if max(numbers, default=0) != number:
@@ -301,12 +300,12 @@ class Lease:
         self._number, self._expires = number, start + self._content.seconds
         for older in numbers:
             if older < number:
-                self._path(older).unlink(missing_ok=True)
+                _path(self.folder, older).unlink(missing_ok=True)
         return True
 
     def _overwrite(self, number: int, content: Content) -> bool:
         """Write this job's own file; return whether the lease had not expired before the end."""
-        path, data = self._path(number), _encode(content)
+        path, data = _path(self.folder, number), _encode(content)
         try:
             if isinstance(path, RemotePath):
                 path.write_bytes(data)
@@ -318,30 +317,33 @@ class Lease:
         return self._clock() < self._expires
 
     def _lose(self, number: int) -> None:
-        self._lost_to = self._owner(number) or replace(self._content.owner, job="", host="unknown")
-
-    def _owner(self, number: int) -> Owner | None:
-        content = Content.decode(self._read(number))
-        return None if content is None else content.owner
-
-    def _read(self, number: int) -> bytes:
-        try:
-            return self._path(number).read_bytes()
-        except FileNotFoundError:
-            return b""
-
-    def _path(self, number: int) -> Location:
-        return self.folder / f"lease-{number:06d}.json"
+        self._lost_to = _owner(self.folder, number) or replace(
+            self._content.owner, job="", host="unknown"
+        )
 
 
 def last_owner(folder: Location) -> Owner | None:
     """Return the job that owns a folder or was the last to own it; None if that is not known."""
     try:
-        data = (folder / f"lease-{_latest(folder):06d}.json").read_bytes()
+        return _owner(folder, _latest(folder))
     except OSError:
         return None
-    content = Content.decode(data)
+
+
+def _owner(folder: Location, number: int) -> Owner | None:
+    content = Content.decode(_read(folder, number))
     return None if content is None else content.owner
+
+
+def _read(folder: Location, number: int) -> bytes:
+    try:
+        return _path(folder, number).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _path(folder: Location, number: int) -> Location:
+    return folder / f"lease-{number:06d}.json"
 
 
 def _encode(content: Content) -> bytes:
@@ -364,8 +366,5 @@ def _create_file(path: Location, data: bytes) -> None:
         path.create(data)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        os.write(descriptor, data)
-    finally:
-        os.close(descriptor)
+    with path.open("xb") as file:
+        file.write(data)

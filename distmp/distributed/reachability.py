@@ -25,12 +25,14 @@ def responds(address: str, port: int = CLOSED_PORT) -> bool:
     return problem is None or isinstance(problem, (ConnectionRefusedError, ConnectionResetError))
 
 
-def source_address(address: str, port: int) -> str:
-    """Return the address of this machine from which it reaches another one; "" without a route."""
+def source_address(address: str) -> str:
+    """Return the address of this machine from which it reaches another one.
+
+    Raises:
+        OSError: If no route leads there.
+    """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_DGRAM) as unsent:
-            unsent.connect((address, port))
-            return str(unsent.getsockname()[0])
-    except OSError:
-        return ""
+    with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
+        # Selects the route and sends nothing; the port does not matter.
+        datagrams.connect((address, CLOSED_PORT))
+        return str(datagrams.getsockname()[0]).partition("%")[0]

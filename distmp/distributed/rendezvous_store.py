@@ -8,6 +8,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
 
 from distmp.distributed.attempt import Agreement, AttemptError
 from distmp.distributed.rank_environment import STORE_VARIABLE, RankEnvironment
@@ -21,6 +23,7 @@ __all__ = [
     "connect",
     "for_attempt",
     "for_current_attempt",
+    "for_this_start",
     "is_hosted_by_agent",
     "max_restarts",
 ]
@@ -115,6 +118,21 @@ def for_attempt(store: Store, attempt: int) -> Store:
         attempt: Number of the attempt, see `attempt`.
     """
     return PrefixStore(f"distmp/attempt {attempt}", store)
+
+
+def for_this_start(timeout_seconds: float | None = None) -> Store:
+    """Return a new connection to the store of this start of the ranks.
+
+    The launcher or torchrun's agent hosts it, see `for_current_attempt`; otherwise rank 0.
+
+    Args:
+        timeout_seconds: Timeout of connecting, and of an operation of the store; None: torch's.
+    """
+    if is_hosted_by_agent():
+        return for_current_attempt(timeout_seconds or STORE_SECONDS)
+    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else default_pg_timeout
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return store
 
 
 def for_current_attempt(timeout_seconds: float = STORE_SECONDS) -> Store:

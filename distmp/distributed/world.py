@@ -10,8 +10,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.constants import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
 from distmp.distributed import rendezvous_store
 from distmp.distributed.accelerate_launch import wants_cpu
@@ -170,11 +168,7 @@ def _initialize_group(
     environment: RankEnvironment, device: torch.device, timeout_seconds: float | None = None
 ) -> None:
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
-    if rendezvous_store.is_hosted_by_agent():
-        seconds = timeout_seconds or rendezvous_store.STORE_SECONDS
-        store = rendezvous_store.for_current_attempt(seconds)
-    else:
-        store, _, _ = next(rendezvous("env://", timeout=timeout or default_pg_timeout))
+    store = rendezvous_store.for_this_start(timeout_seconds)
     dist.init_process_group(
         **backend_for(device, store, environment.world_size),
         store=store,

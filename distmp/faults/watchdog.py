@@ -97,13 +97,21 @@ class Watchdog:
         self._activity.restart()
         self._stack = stacks.SharedStack()
         self._beat()
-        address = source_address(*self._store_address) if self._store_address else ""
-        place = RankPlace(socket.gethostname(), os.getpid(), self._stack.descriptor, address)
+        place = RankPlace(
+            socket.gethostname(), os.getpid(), self._stack.descriptor, self._own_address()
+        )
         self.peers.introduce(place)
         self._thread.start()
         if self._store_address:
             arguments = (self._store_address,)
             threading.Thread(target=self._watch_store, args=arguments, daemon=True).start()
+
+    def _own_address(self) -> str:
+        """Return the address at which other machines reach this one; "" if unknown."""
+        if self._store_address is not None:
+            with contextlib.suppress(OSError):
+                return source_address(self._store_address[0])
+        return ""
 
     def stop(self) -> None:
         """Stop monitoring, and publish that this rank has ended."""
@@ -380,8 +388,9 @@ class Observer:
         for rank, status in statuses.items():
             if self._seen.get(rank, (None,))[0] != status.count:
                 self._seen[rank] = (status.count, now)
+        silences = self.silences(statuses, now)
         return {
-            rank: replace(status, idle=status.idle + now - self._seen[rank][1])
+            rank: replace(status, idle=status.idle + silences[rank])
             for rank, status in statuses.items()
         }
 

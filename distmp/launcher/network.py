@@ -5,9 +5,10 @@ from __future__ import annotations
 import ipaddress
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from distmp.distributed.reachability import source_address
 from distmp.errors import DistmpError
 
 # Documentation addresses (RFC 5737, RFC 3849): no host has them, so the route to them is the
@@ -80,10 +81,6 @@ class Network:
             f"{name} ({', '.join(addresses)})" for name, addresses in self.interfaces.items()
         )
 
-    def external_interfaces(self) -> list[str]:
-        """Return the interfaces that have an address other than loopback and link-local ones."""
-        return [name for name, own in self.interfaces.items() if any(map(_is_external, own))]
-
     def default_address(self) -> tuple[str, str]:
         """Return the source address of the default route or of an interface, and which of them.
 
@@ -95,13 +92,18 @@ class Network:
                 return self.source(target), "the default route's address is used"
             except AddressError:
                 continue
-        for name in self.external_interfaces():
+        for name in external_interfaces(self.interfaces):
             address = next(filter(_is_external, self.interfaces[name]))
             return address, f"the address of {name} is used, because there is no default route"
         raise AddressError(
             "this machine has no interface that other machines could reach; its interfaces: "
             f"{self.describe_interfaces()}"
         )
+
+
+def external_interfaces(interfaces: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the interfaces that have an address other than loopback and link-local ones."""
+    return [name for name, own in interfaces.items() if any(map(_is_external, own))]
 
 
 def _is_external(address: str) -> bool:
@@ -171,11 +173,7 @@ def _resolve(name: str) -> str:
 
 
 def _source(address: str) -> str:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family, socket.SOCK_DGRAM) as datagrams:
-        try:
-            # Selects the route and sends nothing; the port does not matter.
-            datagrams.connect((address, 9))
-        except OSError as error:
-            raise AddressError(f"no route leads to {address} ({error.strerror})") from None
-        return str(datagrams.getsockname()[0]).partition("%")[0]
+    try:
+        return source_address(address)
+    except OSError as error:
+        raise AddressError(f"no route leads to {address} ({error.strerror})") from None

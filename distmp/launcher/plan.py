@@ -15,7 +15,13 @@ from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
-from distmp.launcher.network import AddressError, Network, is_loopback, join_port
+from distmp.launcher.network import (
+    AddressError,
+    Network,
+    external_interfaces,
+    is_loopback,
+    join_port,
+)
 from distmp.masking import masked
 
 # Below the ports that Linux (32768 and up) and Kubernetes (30000 and up) allocate.
@@ -398,7 +404,9 @@ def address_of(
             if not is_loopback(source):
                 return Address(source, f"{reason}this machine's source address for {host} is used")
     own, why = network.default_address()
-    return Address(own, f"{reason}{why}", uncertain=len(network.external_interfaces()) > 1)
+    return Address(
+        own, f"{reason}{why}", uncertain=len(external_interfaces(network.interfaces)) > 1
+    )
 
 
 def _is_local_run(head: str, job: Job, network: Network) -> bool:

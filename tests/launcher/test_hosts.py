@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,6 +135,19 @@ def test_another_rendezvous_is_refused(ssh: list[str]) -> None:
             plan_hosts([Host("n1")], ssh, given, [], network(), {})
 
 
+@contextlib.contextmanager
+def running(program: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a Python program, and wait for its end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        yield process
+
+
 def on_hosts(min_nodes: int, ssh: list[str], **scripts: str) -> HostsPlan:
     commands = {name: [*ssh, name, script] for name, script in scripts.items()}
     return HostsPlan(commands, (), min_nodes)
@@ -194,15 +209,8 @@ def test_a_signal_reaches_every_host(
         hosts = {{name: {ssh!r} + [name, obey % (name == "b")] for name in "ab"}}
         sys.exit(run_on_hosts(HostsPlan(hosts, (), 2)))
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdout is not None
-    with process:
+    with running(program) as process:
+        assert process.stdout is not None
         started = sorted(process.stdout.readline() for _ in "ab")
         assert started == ["[a] ready\n", "[b] ready\n"]
         process.send_signal(signal.SIGHUP)  # the terminal closes
@@ -276,15 +284,8 @@ def test_two_interrupts_end_with_the_code_of_an_interrupt(ssh: list[str]) -> Non
         agent = "echo ready; read line; echo got; read line; exit 3"
         sys.exit(run_on_hosts(HostsPlan({{"a": {ssh!r} + ["a", agent]}}, (), 1)))
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdout is not None
-    with process:
+    with running(program) as process:
+        assert process.stdout is not None
         for expected in ("ready", "got"):
             assert process.stdout.readline() == f"[a] {expected}\n"
             process.send_signal(signal.SIGINT)

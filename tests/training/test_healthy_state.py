@@ -51,6 +51,12 @@ class SkipsAll(Callback):
             first_parameter(trainer).copy_(self.before)
 
 
+@pytest.fixture(autouse=True)
+def folder_with_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path / "corpus")
+
+
 def train(*arguments: str) -> int:
     fixed = [*TINY, "--data.path=corpus", "--steps=20", "--run-dir=run", "--checkpoint.every=2"]
     return main([*fixed, *SKIPS, *arguments])
@@ -64,14 +70,9 @@ def marks() -> dict[int, str | None]:
 
 
 def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")
-    monkeypatch.chdir(tmp_path)
-    corpus(tmp_path / "corpus")
     assert train(f"--callbacks={__name__}:LeavesNaN") == 1
     error = capsys.readouterr().err
     assert "precision.max_consecutive_skips = 12: that many steps in a row" in error
@@ -95,10 +96,8 @@ def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
 
 
 def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    corpus(tmp_path / "corpus")
     # Otherwise a save would hold the weights that the callback changes.
     assert train(f"--callbacks={__name__}:SkipsAll", "--checkpoint.no-asynchronous") == 1
     # Fewer than ten are no reason to mark a checkpoint.
@@ -107,14 +106,9 @@ def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
 
 
 def test_exports_of_nan_weights_say_so(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")
-    monkeypatch.chdir(tmp_path)
-    corpus(tmp_path / "corpus")
     assert train(f"--callbacks={__name__}:LeavesNaN", "--steps=8") == 0
     assert "no sample of generated text: the output of the model is NaN" in capsys.readouterr().out
     marked = Path("run/checkpoints/step-000008")

@@ -7,6 +7,7 @@ from ipaddress import ip_address
 from typing import Literal, NamedTuple
 
 from distmp.commands.doctor.machine_info import MachineInfo
+from distmp.launcher.network import external_interfaces
 from distmp.utils.units import bytes_text
 
 Status = Literal["PASS", "WARN", "FAIL"]
@@ -329,7 +330,7 @@ def _network(machine: MachineInfo) -> Iterator[CheckResult]:
             "NCCL_NET=IB, but there is no InfiniBand or RoCE device: NCCL would not start",
             "unset NCCL_NET, or give this container access to the devices (/dev/infiniband)",
         )
-    if not _external_interfaces(machine):
+    if not external_interfaces(machine.interfaces):
         yield CheckResult("PASS", f"runs on this machine only; interfaces: {listed}")
     else:
         yield CheckResult(
@@ -405,15 +406,6 @@ def _limit(limit: int | None) -> str:
     return "unlimited" if limit is None else str(limit)
 
 
-def _external_interfaces(machine: MachineInfo) -> list[str]:
-    """Return the interfaces through which other machines may be reachable."""
-    return [
-        name
-        for name, addresses in machine.interfaces.items()
-        if not all(own.is_loopback or own.is_link_local for own in map(ip_address, addresses))
-    ]
-
-
 def _nccl_matches(setting: str, name: str) -> bool:
     """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` excludes."""
     names = setting.lstrip("^=").split(",")
@@ -434,7 +426,7 @@ def _gloo_default(machine: MachineInfo) -> str:
 
 def _nccl_default(machine: MachineInfo) -> str:
     """Return NCCL's default interfaces: InfiniBand, then others, then Docker's bridge."""
-    names = _external_interfaces(machine)
+    names = external_interfaces(machine.interfaces)
     infiniband = [name for name in names if name.startswith("ib")]
     others = [name for name in names if not name.startswith("docker")]
     return ", ".join(infiniband or others or names)

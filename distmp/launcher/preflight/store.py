@@ -12,11 +12,9 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, NoReturn
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torch.distributed.rendezvous import rendezvous
 
 from distmp.distributed import rendezvous_store
 from distmp.distributed.rank_environment import RankEnvironment
@@ -83,14 +81,13 @@ class PreflightStore:
     def _new_connection(self) -> PrefixStore:
         seconds = min(STORE_SECONDS, self._limit / 2)
         try:
-            store = _connection(seconds)
+            store = rendezvous_store.for_this_start(seconds)
         except RuntimeError as error:
             raise PreflightError(
                 f"preflight: rank {self.rank} on {socket.gethostname()} does not reach the store "
                 f"at {self._address} within {seconds:g} s; {_ADVICE} ({_first_line(error)})"
             ) from None
-        # The prefix hides messages from before a restart.
-        return PrefixStore(f"preflight/{rendezvous_store.attempt()}", store)
+        return PrefixStore("preflight", store)
 
     def enter(self, phase: str, *, alone: bool = False) -> None:
         """Publish this rank's next phase.
@@ -205,13 +202,6 @@ class PreflightStore:
         return describe_late_ranks(
             entries, self.world_size, self.environment.local_world_size, idle
         )
-
-
-def _connection(seconds: float) -> Any:
-    if rendezvous_store.is_hosted_by_agent():
-        return rendezvous_store.connect(seconds)
-    store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=seconds)))
-    return store
 
 
 def describe_late_ranks(
