@@ -146,21 +146,35 @@ def run_ranks(
     if options.dry_run:
         sys.stdout.write(plan.describe(command))
         return 0
+    if plan.endpoint is not None:
+        return _run_with_others(plan, plan.endpoint, command, torchrun_arguments, options)
     parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
-    if plan.endpoint is None or not plan.endpoint.provisional:
+    _apply(plan, command, parsed, torchrun_arguments)
+    with port_conflicts_explained():
+        return _run(parsed)
+
+
+def _run_with_others(
+    plan: Plan,
+    endpoint: Endpoint,
+    command: list[str],
+    torchrun_arguments: list[str],
+    options: LaunchOptions,
+) -> int:
+    """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
+    parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
+    if not endpoint.provisional:
         _apply(plan, command, parsed, torchrun_arguments)
-    if plan.endpoint is None:
-        with port_conflicts_explained():
-            return _run(parsed)
-    rendezvous = Rendezvous.open(plan.endpoint, log)
+    rendezvous = Rendezvous.open(endpoint, log)
     with (
         failures_explained(rendezvous),
         rendezvous.watched(_give_up, has_ranks, log),
         rendezvous.waiting_logged(log),
     ):
-        if plan.endpoint.provisional:
+        if endpoint.provisional:
+            # The route to another machine shows which address of this one the others reach.
             address = Network.of_this_machine().source(rendezvous.another().address)
-            plan = plan_here(torchrun_arguments, options, {plan.endpoint.head: address})
+            plan = plan_here(torchrun_arguments, options, {endpoint.head: address})
             assert plan.endpoint is not None
             rendezvous.move_to(plan.endpoint)
             parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
