@@ -1,7 +1,9 @@
 # make train   train the quickstart model on this machine (CONFIG=configs/x.yaml for another run)
 # make test    run every test that this machine can run
 # make test-fast   the tests that decide most changes, in about a minute
-# make nightly random runs of the engine against a float64 oracle, and random misuse (CASES=5000)
+# make nightly random runs of the engine against a float64 oracle, random misuse, and odd inputs
+# make soak    the tests that kill and cut off runs for minutes, then random faults on two and three
+#              simulated hosts (SECONDS=240)
 # make lint    formatting, lint, types and layers
 # make docs    build the documentation into build/docs, with warnings as errors
 # make bench   compare with other training loops, side by side
@@ -12,10 +14,11 @@ VENV ?= .venv
 CONFIG ?= configs/quickstart.yaml
 WORKERS ?= 5
 CASES ?= 5000
+SECONDS ?= 240
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 
-.PHONY: train test test-fast nightly lint format docs bench bench-gpu clean
+.PHONY: train test test-fast soak nightly lint format docs bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -25,7 +28,7 @@ train: $(INSTALLED)
 TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 
 test: $(INSTALLED)
-	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not soak"
 
 # The parts and the engine, without the tests marked slow; the trainer and the launcher start
 # processes that take seconds each.
@@ -41,9 +44,18 @@ test-fast: $(INSTALLED)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m "not slow" \
 		$(addprefix tests/,$(FAST))
 
+soak: $(INSTALLED)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -n 3 --dist worksteal -m soak
+	for hosts in 2 3; do \
+		$(TEST_ENV) $(VENV)/bin/python -m tests.soak --hosts $$hosts \
+			--seconds $$(($(SECONDS) / 2)) || exit 1; \
+	done
+
 nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary --cases $(CASES)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.misuse --cases $(CASES)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.inputs --cases $(CASES)
+	$(MAKE) soak SECONDS=1800
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

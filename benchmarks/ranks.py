@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 from benchmarks.device import synchronize
 from benchmarks.report import in_turns
-from distmp.distributed.world import World, backend_for, leave, local_device
+from distmp.distributed.backend import backend_for
+from distmp.distributed.world import World, leave, local_device
 
 
 class RankError(SystemExit):
@@ -145,11 +146,12 @@ def serve(make: Callable[[str, World], Callable[[str], Any]]) -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     torch.set_num_threads(1)
     device = local_device(int(rank)) if device_type == "cuda" else torch.device("cpu")
+    store = dist.FileStore(store_file, int(world_size))  # type: ignore[attr-defined]
     dist.init_process_group(
-        init_method=f"file://{store_file}",
+        store=store,
         rank=int(rank),
         world_size=int(world_size),
-        **backend_for(device, int(world_size)),
+        **backend_for(device, store, int(world_size)),
     )
     answer = functools.cache(lambda: make(method, World.current(device)))
     for order in _orders():

@@ -13,6 +13,8 @@ from typing import NoReturn, cast
 from distmp import __version__
 from distmp.distributed.stopping import exit_on_stop_signals
 from distmp.errors import DistmpError, nearest
+from distmp.masking import masked_text
+from distmp.utils.standard_streams import open_closed
 
 # Name: module with `main(argv) -> int`, imported when the subcommand runs; help text.
 _SUBCOMMANDS = {
@@ -37,6 +39,7 @@ _JOBS = ("train", "launch")
 
 def run() -> NoReturn:
     """Run the `distmp` command and exit."""
+    open_closed()
     if sys.argv[1:2] and sys.argv[1] in _JOBS:
         exit_on_stop_signals()
     sys.exit(main())
@@ -66,7 +69,7 @@ def _run(name: str, arguments: list[str]) -> int:
         module = importlib.import_module(_SUBCOMMANDS[name][0])
         return cast("int", module.main(arguments))
     except DistmpError as error:
-        sys.stderr.write(f"distmp {name}: {error}\n")
+        sys.stderr.write(f"distmp {name}: {masked_text(str(error))}\n")
         return error.exit_code
     except KeyboardInterrupt:
         return 128 + signal.SIGINT

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from distmp.engine.config import EngineConfig
 from distmp.engine.rank_consistency import RankConsistencyConfig
 from distmp.engine.spike_check import DivergenceConfig
 from distmp.errors import ConfigError, nearest
+from distmp.masking import is_masked
 from distmp.models.settings import ModelConfig
 from distmp.optim.build import (
     OptimizerFactory,
@@ -40,7 +42,12 @@ from distmp.scaling import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.profiling.settings import ProfileConfig
 from distmp.telemetry.settings import LogConfig
 from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential, dangerous
-from distmp.utils.settings import command_line
+from distmp.utils.settings import command_line, to_mapping
+from distmp.utils.settings.flat import flat
+
+# Far above every real run, and within the types that hold these values.
+_MAX_STEPS = 10**12
+_MAX_TIMEOUT_MINUTES = 14 * 24 * 60
 
 
 @dataclass(frozen=True)
@@ -248,18 +255,24 @@ class RunConfig:
         self._check_steps()
 
     def _check_run(self) -> None:
-        if self.steps < 1:
-            raise ConfigError("steps", self.steps, "use 1 or more steps")
+        if not 1 <= self.steps <= _MAX_STEPS:
+            raise ConfigError("steps", self.steps, f"use 1 to {_MAX_STEPS:,} steps")
         if not 0 <= self.seed < 2**63:
             raise ConfigError("seed", self.seed, "use an integer from 0 to 2^63 - 1")
-        if not self.run_dir:
-            raise ConfigError("run_dir", self.run_dir, "name a folder")
+        if Path(self.run_dir).name in ("", ".."):
+            raise ConfigError(
+                "run_dir", self.run_dir, "name a folder of the run's own, such as runs/first"
+            )
         if self.resume == "":
             raise ConfigError("resume", "", "give 'auto', the path of a checkpoint, or null")
 
     def _check_time(self) -> None:
-        if not (math.isfinite(self.timeout_minutes) and self.timeout_minutes > 0):
-            raise ConfigError("timeout_minutes", self.timeout_minutes, "use a number above 0")
+        if not 0 < self.timeout_minutes <= _MAX_TIMEOUT_MINUTES:
+            raise ConfigError(
+                "timeout_minutes",
+                self.timeout_minutes,
+                f"use a number above 0, up to {_MAX_TIMEOUT_MINUTES:,} (two weeks)",
+            )
         if self.max_minutes is not None and not (0 < self.max_minutes < math.inf):
             raise ConfigError("max_minutes", self.max_minutes, "use a number above 0, or null")
         limit = 60 * self.timeout_minutes
@@ -356,6 +369,25 @@ def load(argv: Sequence[str]) -> RunConfig:
         ConfigError: If a name, type, value or combination is wrong.
         SystemExit: With code 0, after `--help`.
     """
-    return command_line(
+    config = command_line(
         RunConfig, argv, prog="distmp train", description="Train a model on any number of ranks."
     )
+    for name, value in flat(to_mapping(config)).items():
+        if (problem := _unusable(value)) is not None:
+            raise ConfigError(name, value, problem)
+    return config
+
+
+def _unusable(value: Any) -> str | None:
+    """Return why no setting can have a value, or None."""
+    if isinstance(value, (list, tuple)):
+        return next(filter(None, map(_unusable, value)), None)
+    if is_masked(value):
+        return "is hidden in files that distmp writes; set the real value, or null"
+    if isinstance(value, str) and "\0" in value:
+        return "contains a NUL character; remove it"
+    if isinstance(value, str) and value != value.encode(errors="replace").decode():
+        return "is not valid Unicode text; correct its encoding"
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return "is too large; use an integer of 64 bits"
+    return None

@@ -6,10 +6,14 @@ import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
+from distmp.masking import masked, masked_text
+
 Value = TypeVar("Value")
 
 # Number of names in a message.
 LISTED = 5
+# Number of characters of a value in a message.
+_SHOWN = 500
 # Exit code of a rank that ends because another rank did; the other's exit code shows the cause.
 LOST_PEER_EXIT_CODE = 3
 # Exit code of the rank that reports hanging ranks.
@@ -61,7 +65,17 @@ class ConfigError(DistmpError, ValueError):
     def __init__(self, setting: str, value: object, problem: str) -> None:
         self.setting = setting
         self.value = value
-        super().__init__(f"{setting} = {value!r}: {problem}")
+        shown = _shown(masked(value, setting))
+        if len(shown) > _SHOWN:
+            shown = f"{shown[: _SHOWN // 2]}...{shown[-_SHOWN // 2 :]}"
+        super().__init__(f"{setting} = {shown}: {masked_text(problem)}")
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python's limit of the digits of an integer
+        return "a number of thousands of digits"
 
 
 class SetupError(DistmpError):

@@ -10,6 +10,7 @@ import ctypes
 import itertools
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,6 +132,14 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _quit() -> None:
+    os._exit(0)
+
+
+def _exit() -> NoReturn:
+    sys.exit(0)
+
+
 def _crash() -> None:
     ctypes.string_at(0)
 
@@ -147,5 +156,7 @@ _FAULTS = {
     "stop": _stop,
     "crash": _crash,
     "kill": _kill,
+    "quit": _quit,
+    "exit": _exit,
     "allocate": _allocate,
 }

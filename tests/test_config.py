@@ -32,7 +32,7 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--steps", "-3"], "steps = -3: use 1 or more steps"),
+        (["--steps", "-3"], "steps = -3: use 1 to 1,000,000,000,000 steps"),
         (["--steps", "many"], "steps = 'many': must be an integer"),
         (["--seed", "-1"], "seed = -1"),
         (["--strategy", "fdsp"], "strategy = 'fdsp': did you mean 'fsdp'?"),
@@ -60,6 +60,22 @@ def test_the_saved_configuration_is_the_configuration(tmp_path: Path) -> None:
         (["--sample.temperature", "inf"], "sample.temperature"),
         (["--timeout-minutes", "0"], "timeout_minutes"),
         (["--run-dir", ""], "run_dir"),
+        *(
+            (["--run-dir", path], f"run_dir = {path!r}: name a folder")
+            for path in ("/", ".", "a/..")
+        ),
+        (["--run-dir", "a\0b"], "run_dir = 'a\\x00b': contains a NUL character"),
+        (["--data.path", "a/" + 300 * "b"], "has a name of more than 255 bytes"),
+        (["--model.weights", 300 * "b"], "has a name of more than 255 bytes"),
+        (["--sample.prompt", "a\udc80"], "sample.prompt = 'a\\udc80': is not valid Unicode"),
+        (["--seed", str(2**64)], "seed"),
+        (["--log.every", str(2**64)], "log.every = 18446744073709551616: is too large"),
+        (["--steps", "1" + 400 * "0"], "use 1 to 1,000,000,000,000 steps"),
+        (["--timeout-minutes", "1e300"], "timeout_minutes = 1e+300: use a number above 0, up to"),
+        (["--data.workers", "100000"], "data.workers = 100000: must be from 0 to 512"),
+        (["--model.layers", "100000000"], "model.layers = 100000000: must be from 1 to 10,000"),
+        (["--optim.options", "{a: %s}" % (3000 * "[" + 3000 * "]")], "optim.options = '{a: [[["),
+        (["--checkpoint.path", "s3://***@bucket"], "is hidden in files that distmp writes"),
         (["--resume", ""], "resume"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Two hosts on one machine, each with its own name, address and network.
+"""Two or more hosts on one machine, each with its own name, address and network.
 
     with two_hosts() as hosts:
         hosts.run(1, "hostname")  # node2
@@ -13,7 +13,7 @@ import contextlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,42 +27,59 @@ INTERFACE = "eth0"
 
 _TOOLS = ("ip", "nsenter", "setpriv", "unshare")
 
-# The first process of the namespaces is the first host; bash, because it reaps orphans.
+# The first process of the namespaces is the first host; bash, because it reaps orphans. Two hosts
+# are connected directly, more of them by a switch: a bridge in a namespace of its own.
 _BOOT = """\
 set -e
 mount --bind "$1/hosts" /etc/hosts
 if [ -e /etc/nsswitch.conf ]; then mount --bind "$1/nsswitch.conf" /etc/nsswitch.conf; fi
 mount -t tmpfs tmpfs /run
-hostname "$2"
-ip link set lo up
-unshare --net --uts sleep infinity &
-second=$!
-while [ /proc/$second/ns/net -ef /proc/self/ns/net ]; do sleep 0.01; done
-ip link add eth0 type veth peer name eth0 netns $second
-ip address add 10.99.7.1/24 dev eth0
-ip link set eth0 up
-nsenter --target $second --net --uts sh -ec '
-    hostname "$1"
-    ip link set lo up
-    ip address add 10.99.7.2/24 dev eth0
-    ip link set eth0 up' boot "$3"
-echo $second
-wait $second
+shift
+start() {
+    unshare "$@" sleep infinity &
+    started=$!
+    while [ /proc/$started/ns/net -ef /proc/self/ns/net ]; do sleep 0.01; done
+}
+hosts=($$)
+for name in "${@:2}"; do start --net --uts; hosts+=($started); done
+if [ $# = 2 ]; then
+    ip link add eth0 type veth peer name eth0 netns ${hosts[1]}
+else
+    start --net
+    on_switch="nsenter --target $started --net"
+    $on_switch ip link add bridge type bridge
+    $on_switch ip link set bridge up
+    for host in ${hosts[@]}; do
+        ip link add eth0 netns $host type veth peer name port$host netns $started
+        $on_switch ip link set port$host master bridge up
+    done
+fi
+for host in ${hosts[@]}; do
+    nsenter --target $host --net --uts sh -ec '
+        hostname "$1"
+        ip link set lo up
+        ip address add 10.99.7.$2/24 dev eth0
+        ip link set eth0 up' boot "$1" $((++number))
+    shift
+done
+echo ${hosts[@]:1}
+wait
 """
 
 
 class TwoHosts:
-    """Runs commands on either host.
+    """Runs commands on the hosts.
 
     Args:
         first: Process id of the first host, in the namespace of this process.
-        second: Process id of the second host, in the namespace of the first host.
+        others: Process ids of the other hosts, in the namespace of the first host.
     """
 
-    def __init__(self, first: int, second: int) -> None:
+    def __init__(self, first: int, others: Sequence[int]) -> None:
         first_host = ["nsenter", f"--target={first}", "--pid", "--mount", "--net", "--uts"]
-        second_host = [*first_host, "nsenter", f"--target={second}", "--net", "--uts"]
-        self._enter = (first_host, second_host)
+        inner = [["nsenter", f"--target={other}", "--net", "--uts"] for other in others]
+        self._enter = [first_host, *([*first_host, *words] for words in inner)]
+        self.second = others[0]
 
     def run(
         self,
@@ -72,10 +89,10 @@ class TwoHosts:
         timeout: float = 60,
         **options: Any,
     ) -> str:
-        """Run a command on host 0 or 1 and return what it printed.
+        """Run a command on a host and return what it printed.
 
         Args:
-            host: 0 or 1.
+            host: Its number, from 0 on.
             *command: What to run.
             cwd: Where.
             timeout: Seconds without progress, see `tests.progress`, after which it is killed.
@@ -97,7 +114,7 @@ class TwoHosts:
         return output
 
     def command(self, host: int, words: tuple[str, ...], cwd: Path | None = None) -> list[str]:
-        """Return the command line that runs a command on host 0 or 1."""
+        """Return the command line that runs a command on a host."""
         # nsenter leaves the working directory when it enters a mount namespace.
         return [*self._enter[host], f"--wd={cwd or Path.cwd()}", "--", *words]
 
@@ -113,24 +130,25 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def two_hosts(names: tuple[str, str] = NAMES) -> Iterator[TwoHosts]:
-    """Start two hosts.
+def two_hosts(names: tuple[str, ...] = NAMES) -> Iterator[TwoHosts]:
+    """Start two hosts, or as many as there are names.
 
     Args:
         names: Names of the hosts; a name with a domain also works without the domain.
     """
     short = [name.partition(".")[0] for name in names]
-    entries = zip(ADDRESSES, names, short, strict=True)
+    addresses = [f"10.99.7.{number}" for number in range(1, len(names) + 1)]
+    entries = zip(addresses, names, short, strict=True)
     lines = [" ".join(dict.fromkeys(entry)) for entry in entries]
     with tempfile.TemporaryDirectory(prefix="hosts-") as directory:
         (Path(directory) / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
         # Names are looked up nowhere else.
         (Path(directory) / "nsswitch.conf").write_text("hosts: files\n")
         with _booted(directory, *short) as process:
-            second = process.stdout.readline()  # type: ignore[union-attr]
-            assert second, f"two hosts did not start: {process.communicate()[1]}"
+            others = process.stdout.readline()  # type: ignore[union-attr]
+            assert others, f"the hosts did not start: {process.communicate()[1]}"
             (first,) = psutil.Process(process.pid).children()
-            yield TwoHosts(first.pid, int(second))
+            yield TwoHosts(first.pid, [int(pid) for pid in others.split()])
 
 
 @contextlib.contextmanager

@@ -7,9 +7,9 @@ can be loaded at another world size or with another sharding than the one it was
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -21,34 +21,59 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystemWriter,
 )
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
 
+from distmp.checkpoint.finite import is_finite
 from distmp.checkpoint.location import Location, RemotePath
 from distmp.checkpoint.manifest import FileSum
 from distmp.checkpoint.rank_failures import checkpoint_error
 from distmp.distributed.ranks import Failure, Ranks, describe
 
 
+class Written(NamedTuple):
+    """What a rank has written.
+
+    Attributes:
+        sums: Size and checksum of each file, by name.
+        non_finite: Names of the tensors with NaN or infinite values, among those to be checked.
+    """
+
+    sums: dict[str, FileSum]
+    non_finite: set[str]
+
+
 def write(
-    goal: str, path: Location, tensors: dict[str, Tensor], ranks: Ranks
-) -> dict[str, FileSum]:
+    goal: str,
+    path: Location,
+    tensors: dict[str, Tensor],
+    ranks: Ranks,
+    finite: Collection[str] = (),
+) -> Written:
     """Write tensors and their index to the folder `path`. Collective over `ranks`.
 
+    Args:
+        goal: Purpose, for the error.
+        path: An empty folder.
+        tensors: The tensors by name, see `store.save`.
+        ranks: All ranks.
+        finite: Names of the tensors to check for non-finite values.
+
     Returns:
-        Size and checksum of the files that this rank wrote, by name.
+        What this rank wrote.
 
     Raises:
         CheckpointError: On all ranks, if one of them failed; it starts with "cannot <goal>".
     """
-    files = _Files({})
+    files, planner = _Files({}), _SavePlanner(finite)
     _silence(ranks)
     with _one_error(ranks, goal):
         state_dict_saver.save(
             dict(tensors),
             process_group=ranks.group,
             storage_writer=_Writer(path, files),
-            planner=DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False),
+            planner=planner,
         )
-    return files.sums
+    return Written(files.sums, planner.non_finite)
 
 
 def read(
@@ -160,6 +185,29 @@ class _Files(FileSystemBase):
 
     def rm_file(self, path: Any) -> None:
         path.unlink()
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Checks the parts of tensors that this rank writes, when it writes them.
+
+    Args:
+        checked: Names of the tensors to check.
+
+    Attributes:
+        non_finite: Names of those with NaN or infinite values.
+    """
+
+    def __init__(self, checked: Collection[str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._checked = checked
+        self.non_finite: set[str] = set()
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        data = super().resolve_data(write_item)
+        name = write_item.index.fqn
+        if name in self._checked and isinstance(data, Tensor) and not is_finite(data):
+            self.non_finite.add(name)
+        return data
 
 
 class _Writer(FileSystemWriter):

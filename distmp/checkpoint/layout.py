@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
+from distmp.checkpoint import manifest
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.retention import Retention
-from distmp.checkpoint.storage import folder_name, storage
+from distmp.checkpoint.storage import Storage, folder_name, storage
+from distmp.errors import CheckpointError
 from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")
@@ -33,6 +36,9 @@ def discard(directory: Location, step: int) -> None:
 def tidy(directory: Location, step: int, retention: Retention) -> None:
     """Apply the retention rules to the checkpoints up to `step`, and set later ones aside.
 
+    As many of those that were set aside are kept as of the others, the latest ones, if there is
+    room for them.
+
     A failure is logged and not raised: the new checkpoint is complete anyway.
     """
     place = storage(directory)
@@ -50,13 +56,15 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
                 aside,
             )
         sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in by_step.items()}
-        surplus = retention.surplus(sizes)
+        unhealthy = {s for s, path in by_step.items() if _is_unhealthy(path)}
+        surplus = retention.surplus(sizes, unhealthy)
         for old in surplus:
             place.remove(by_step[old])
+        kept = sum(size for s, size in sizes.items() if s not in surplus)
+        _tidy_abandoned(place, retention, kept)
     except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
         logger.warning("cannot remove old checkpoints in %s: %s", directory, error)
         return
-    kept = sum(size for s, size in sizes.items() if s not in surplus)
     if retention.max_bytes is not None and kept > retention.max_bytes:
         logger.warning(
             "the checkpoints in %s take %s, more than checkpoint.max_gib = %.3g: the latest "
@@ -65,6 +73,22 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
             bytes_text(kept),
             retention.max_bytes / 2**30,
         )
+
+
+def _tidy_abandoned(place: Storage[Any], retention: Retention, kept_bytes: int) -> None:
+    for number, entry in enumerate(place.abandoned()):
+        if retention.max_bytes is not None:
+            kept_bytes += _size(entry.path)
+        full = retention.max_bytes is not None and kept_bytes > retention.max_bytes
+        if number >= retention.last or full:
+            place.remove(entry.path)
+
+
+def _is_unhealthy(path: Location) -> bool:
+    try:
+        return manifest.read(path).unhealthy is not None
+    except CheckpointError:  # damaged: it is found before the checkpoint is loaded
+        return False
 
 
 def _size(path: Location) -> int:

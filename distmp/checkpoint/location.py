@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
-from distmp.errors import ConfigError
+from distmp.errors import CheckpointError, ConfigError
+from distmp.utils.files import read_regular
 
 _LOCAL_SCHEMES = ("file", "local")
 
@@ -105,6 +106,16 @@ class RemotePath:
         self._file_system.pipe_file(self._path, data)
         return len(data)
 
+    def create(self, data: bytes) -> None:
+        """Write a new file. Atomic on memory, S3, GCS and others with conditional writes.
+
+        Raises:
+            FileExistsError: If the file exists.
+        """
+        if self.exists():  # not all file systems know the mode
+            raise FileExistsError(str(self))
+        self._file_system.pipe_file(self._path, data, mode="create")
+
     def rename(self, target: RemotePath) -> RemotePath:
         """Move a file. Most object stores copy it, so that both paths exist for a while."""
         self._file_system.mv(self._path, target._path)
@@ -150,6 +161,24 @@ def locate(setting: str, text: str) -> Location:
     except (ImportError, ValueError) as error:
         raise ConfigError(setting, text, f"cannot be reached: {error}") from error
     return RemotePath(file_system, path, text)
+
+
+def read_bytes(path: Location, limit: int) -> bytes:
+    """Return the content of a regular file.
+
+    Args:
+        path: The file.
+        limit: Largest size in bytes.
+
+    Raises:
+        OSError: If a local file cannot be read, is not a regular file, or is larger.
+        CheckpointError: If a remote file is larger. File systems of fsspec raise other types, too.
+    """
+    if not isinstance(path, RemotePath):
+        return read_regular(path, limit)
+    if (size := path.stat().st_size) > limit:
+        raise CheckpointError(f"{path} has {size} bytes, more than {limit}")
+    return path.read_bytes()
 
 
 def check_reachable(checkpoint_path: str | None, resume: str | None) -> None:

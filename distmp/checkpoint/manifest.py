@@ -14,9 +14,10 @@ import contextlib
 import json
 import zlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from distmp.checkpoint.location import Location
+from distmp.checkpoint.location import Location, read_bytes
 from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
 
@@ -26,6 +27,10 @@ FORMAT = 2
 FORMAT_WITHOUT_CHECKSUMS = 1
 
 _CHUNK_BYTES = 1 << 22
+# Limits that no real file reaches: 100,000 ranks take 10 MB.
+_LARGEST_BYTES = 1 << 26
+_LARGEST_NUMBER = 1 << 62
+_DEEPEST = 50
 
 
 class FileSum(NamedTuple):
@@ -58,16 +63,29 @@ class State:
         files: Size and checksum of the other files, by name; None in a checkpoint without
             checksums.
         crc32: CRC-32 of the content; 0 in a checkpoint without checksums.
+        unhealthy: Why a run should not continue from this state; None for a healthy one.
     """
 
     step: int
     numbers: dict[str, Any]
     files: dict[str, FileSum] | None
     crc32: int
+    unhealthy: str | None = None
 
 
-def encode(step: int, numbers: dict[str, Any], files: dict[str, FileSum]) -> bytes:
+def encode(
+    step: int,
+    numbers: dict[str, Any],
+    files: dict[str, FileSum],
+    unhealthy: str | None = None,
+) -> bytes:
     """Return the bytes of `state.json`.
+
+    Args:
+        step: Number of steps done.
+        numbers: Values that JSON can represent.
+        files: Size and checksum of the other files, by name.
+        unhealthy: Why a run should not continue from this state; None for a healthy one.
 
     Raises:
         TypeError: If `numbers` holds a value that JSON cannot represent.
@@ -75,7 +93,9 @@ def encode(step: int, numbers: dict[str, Any], files: dict[str, FileSum]) -> byt
     listed = {
         name: {"bytes": file.size, "crc32": f"{file.crc32:08x}"} for name, file in files.items()
     }
-    state = {"format": FORMAT, "step": step, "numbers": numbers, "files": listed}
+    state: dict[str, Any] = {"format": FORMAT, "step": step, "numbers": numbers, "files": listed}
+    if unhealthy is not None:
+        state["unhealthy"] = unhealthy
     # The sum covers what will be read: JSON converts other keys to strings.
     state["crc32"] = f"{_content_sum(json.loads(json.dumps(state))):08x}"
     return json.dumps(state, indent=2).encode() + b"\n"
@@ -89,7 +109,7 @@ def read(path: Location) -> State:
     """
     file = path / STATE_FILE
     try:
-        state = json.loads(file.read_bytes())
+        state = json.loads(read_bytes(file, _LARGEST_BYTES))
         found_format = state["format"]
     except FileNotFoundError as error:
         raise CheckpointError(f"{file} is missing") from error
@@ -162,18 +182,63 @@ def check_sum(path: Location, actual: FileSum, expected: FileSum) -> None:
         )
 
 
+def check_number(name: str, value: object) -> int:
+    """Return a count that was read from JSON.
+
+    Raises:
+        CheckpointError: If it is not an integer, negative, or too large.
+    """
+    if type(value) is not int or not 0 <= value < _LARGEST_NUMBER:
+        raise CheckpointError(f"{name} is {str(value)[:80]!r}, not a count")
+    return value
+
+
 def _decode(state: dict[str, Any]) -> State:
+    _check_depth(state)
     without_sums = state["format"] == FORMAT_WITHOUT_CHECKSUMS and "crc32" not in state
     if without_sums:
+        _check_step(state)
         return State(state["step"], state["numbers"], None, 0)
     written = int(state.pop("crc32"), 16)
     if _content_sum(state) != written:
         raise CheckpointError("its content does not match its checksum")
+    _check_step(state)
     files = {
-        name: FileSum(file["bytes"], int(file["crc32"], 16))
+        check_name(name): FileSum(check_number("its size", file["bytes"]), int(file["crc32"], 16))
         for name, file in state["files"].items()
     }
-    return State(state["step"], state["numbers"], files, written)
+    return State(state["step"], state["numbers"], files, written, state.get("unhealthy"))
+
+
+def check_name(name: str) -> str:
+    """Return the name of a file of a checkpoint.
+
+    Raises:
+        CheckpointError: If it is not that of a file inside the folder.
+    """
+    if Path(name).name != name:
+        raise CheckpointError(f"it names a file outside the checkpoint, {name!r}")
+    return name
+
+
+def _check_depth(state: Any) -> None:
+    """Refuse nesting that recursive functions cannot follow."""
+    level = [state]
+    for _ in range(_DEEPEST):
+        dictionaries = (list(value.values()) for value in level if isinstance(value, dict))
+        lists = (value for value in level if isinstance(value, list))
+        level = [inner for values in (*dictionaries, *lists) for inner in values]
+    if level:
+        raise CheckpointError(f"it is nested more than {_DEEPEST} levels deep")
+
+
+def _check_step(state: dict[str, Any]) -> None:
+    """Check that the step is the same wherever it is stated."""
+    step, numbers = check_number("its step", state["step"]), state["numbers"]
+    if not isinstance(numbers, dict):
+        raise CheckpointError(f"its numbers are a {type(numbers).__name__}")
+    if numbers.get("step", step) != step:
+        raise CheckpointError(f"it holds step {step}, but its numbers step {numbers['step']!r}")
 
 
 def _content_sum(state: dict[str, Any]) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -10,30 +10,37 @@ from dataclasses import dataclass
 class Retention:
     """Rules that select the checkpoints to remove after each save.
 
+    The rules keep healthy checkpoints. Of the unhealthy ones only the latest is kept, until a
+    healthy one follows.
+
     Attributes:
         last: Number of latest checkpoints to keep, 1 or more.
         every: Length of a window in steps, counted from step `every`. The first checkpoint of each
             window is kept permanently; 0 keeps none.
-        max_bytes: Total size in bytes above which the oldest checkpoints are removed; never the
-            latest, and none that is kept permanently. None: no limit.
+        max_bytes: Total size in bytes above which checkpoints are removed: first an unhealthy one,
+            then the oldest; never the latest healthy one, and none that is kept permanently. None:
+            no limit.
     """
 
     last: int = 2
     every: int = 0
     max_bytes: int | None = None
 
-    def surplus(self, sizes: Mapping[int, int]) -> list[int]:
-        """Return the steps of the checkpoints to remove, the oldest first.
+    def surplus(self, sizes: Mapping[int, int], unhealthy: Collection[int] = ()) -> list[int]:
+        """Return the steps of the checkpoints to remove, in this order.
 
         Args:
             sizes: Size of each checkpoint in bytes, by step.
+            unhealthy: Steps of the unhealthy checkpoints.
         """
         steps = sorted(sizes)
-        latest, permanent = set(steps[-self.last :]), self._permanent(steps)
-        removed = [step for step in steps if step not in latest | permanent]
+        healthy = [step for step in steps if step not in unhealthy]
+        permanent = self._permanent(healthy)
+        wanted = {*steps[-1:], *healthy[-self.last :], *permanent}
+        removed = [step for step in steps if step not in wanted]
         if self.max_bytes is None:
             return removed
-        kept = [step for step in steps if step not in removed]
+        kept = sorted(wanted, key=lambda step: (step in healthy, step))
         excess = sum(sizes[step] for step in kept) - self.max_bytes
         for step in kept[:-1]:
             if excess > 0 and step not in permanent:

@@ -34,8 +34,8 @@ class CheckpointConfig:
     """Permanently keep the first checkpoint of each interval of so many steps; 0 disables this."""
 
     max_gib: float | None = None
-    """Maximum total size of the checkpoints in GiB. The oldest are removed first; the latest and
-    the permanent ones are never removed. null: no limit."""
+    """Maximum total size of the checkpoints in GiB. Those that were set aside are removed first,
+    then the oldest; the latest and the permanent ones are never removed. null: no limit."""
 
     path: str | None = None
     """Parent folder of the checkpoint folder, which has the name of the run's folder: a path, or a

@@ -8,8 +8,8 @@ none. Suffixes mark other folders:
 - `.replaced`: was current until another checkpoint of the same step was written. It is used while
   that one is missing, in case the machine stops between the two renames.
 - `.removing`: is being deleted.
-- `.abandoned`: belongs to a later step than the one just saved, from before the run went back. It
-  is kept for the user; `--resume auto` ignores it.
+- `.abandoned`: belongs to a later step than the one just saved, from before the run went back. The
+  newest are kept for the user, see `layout.tidy`; `--resume auto` ignores them.
 
 An object store cannot rename a folder. There a folder is a checkpoint as soon as it contains
 `state.json`, and that file is removed first. A second checkpoint of the same step is written to
@@ -58,6 +58,10 @@ class Storage(ABC, Generic[Folder]):
     @abstractmethod
     def entries(self) -> list[Entry]:
         """Return the folders of checkpoints, finished or not, in order of preference."""
+
+    @abstractmethod
+    def abandoned(self) -> list[Entry]:
+        """Return the checkpoints that were set aside, the latest step first."""
 
     @abstractmethod
     def prepare(self, step: int) -> Folder:
@@ -138,6 +142,14 @@ class LocalStorage(Storage[Path]):
                 entries.append((-entry.step, order[name[2]], entry))
         return [entry for *_, entry in sorted(entries)]
 
+    def abandoned(self) -> list[Entry]:  # noqa: D102
+        found = [
+            Entry(step, path, finished=True)
+            for path in self._directory.glob("step-*.abandoned")
+            if (step := named_step(path)) is not None
+        ]
+        return sorted(found, reverse=True)
+
     def prepare(self, step: int) -> Path:  # noqa: D102
         self._directory.mkdir(parents=True, exist_ok=True)
         for path in self._directory.glob("step-*"):
@@ -188,6 +200,14 @@ class RemoteStorage(Storage[RemotePath]):
             if not (path / _ABANDONED_FILE).exists()
         ]
         return [entry for *_, entry in sorted(entries)]
+
+    def abandoned(self) -> list[Entry]:  # noqa: D102
+        found = [
+            (step, attempt, Entry(step, path, finished=True))
+            for step, attempt, path in self._folders()
+            if (path / _ABANDONED_FILE).exists()
+        ]
+        return [entry for *_, entry in sorted(found, key=lambda item: item[:2], reverse=True)]
 
     def prepare(self, step: int) -> RemotePath:  # noqa: D102
         self._directory.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -12,12 +16,13 @@ from distmp.checkpoint.layout import final_path, tidy
 from distmp.checkpoint.location import Location, RemotePath, check_reachable
 from distmp.checkpoint.manifest import STATE_FILE, FileSum
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
-from distmp.checkpoint.recovery import Usable, resolve, usable
+from distmp.checkpoint.recovery import Usable, newest_healthy, resolve, usable
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.storage import INDEX_FILE, storage, synchronize
 from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.distributed.ranks import Ranks
-from distmp.errors import CheckpointError
+from distmp.errors import CheckpointError, listed
+from distmp.utils.files import PRIVATE
 
 __all__ = [
     "Location",
@@ -26,10 +31,14 @@ __all__ = [
     "Usable",
     "check_reachable",
     "load",
+    "newest_healthy",
     "resolve",
     "save",
     "usable",
 ]
+
+
+logger = logging.getLogger("distmp")
 
 
 def save(
@@ -40,11 +49,17 @@ def save(
     keep: int | Retention,
     *,
     group: dist.ProcessGroup | None = None,
+    permit: Callable[[], None] = lambda: None,
+    finite: Collection[str] = (),
+    unhealthy: str | None = None,
 ) -> Location:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
     The checkpoint is atomic: it appears completely, under its final name, or not at all. One of the
     same step is replaced. Later ones, from before the run went back, are set aside; see `storage`.
+
+    An unhealthy state is written, too, for examination, and marked in `state.json`. It never
+    displaces a healthy one, and `recovery` passes over it.
 
     May run in another thread, if nothing else uses `group` meanwhile.
 
@@ -57,6 +72,10 @@ def save(
         numbers: Values that JSON can represent. Those of rank 0 are written.
         keep: Number of latest checkpoints to keep, 1 or more, or all rules of retention.
         group: Group of all ranks, used for the collectives. None: the default group.
+        permit: Raises if this job must not write any more. Called on rank 0, before anything is
+            written and before the checkpoint appears.
+        finite: Names of tensors that hold only finite values in a healthy state.
+        unhealthy: Why the state is unhealthy, if that is known. The value of rank 0 counts.
 
     Returns:
         Path of the checkpoint.
@@ -68,17 +87,33 @@ def save(
     retention = Retention(keep) if isinstance(keep, int) else keep
     ranks = Ranks(group)
     goal = f"save {final_path(directory, step)}"
+
+    def begin() -> str:
+        permit()
+        return _begin(directory, step, numbers)
+
     # The name and not the path: objects of a file system cannot always be pickled.
-    writing = directory / rank_0_or_checkpoint_error(
-        ranks, goal, lambda: _begin(directory, step, numbers)
-    )
-    written = ranks.gather(dcp.write(goal, writing, tensors, ranks))
-    files = {name: file for sums in written for name, file in sums.items()}
+    writing = directory / rank_0_or_checkpoint_error(ranks, goal, begin)
+    written = ranks.gather(dcp.write(goal, writing, tensors, ranks, finite))
+    files = {name: file for rank in written for name, file in rank.sums.items()}
     files[INDEX_FILE] = files.pop(INDEX_FILE)  # last, after one data file of each rank
 
+    non_finite = sorted({name for rank in written for name in rank.non_finite})
+    if non_finite:
+        unhealthy = f"NaN or infinite values in {listed(non_finite)}"
+
     def finish() -> str:
-        final = _finish(directory, writing, manifest.encode(step, numbers, files), files)
+        permit()
+        state = manifest.encode(step, numbers, files, unhealthy)
+        final = _finish(directory, writing, state, files)
         tidy(directory, step, retention)
+        if unhealthy is not None:
+            logger.warning(
+                "%s is marked as unhealthy: %s; it does not count for checkpoint.keep, and "
+                "--resume auto and rollbacks pass over it",
+                final,
+                unhealthy,
+            )
         return final.name
 
     return directory / rank_0_or_checkpoint_error(ranks, goal, finish)
@@ -105,7 +140,11 @@ def _finish(
                 f"{error} (all hosts must write to the same, shared storage)"
             ) from error
     file = writing / STATE_FILE
-    file.write_bytes(state)
-    if not isinstance(file, RemotePath):
+    if isinstance(file, RemotePath):
+        file.write_bytes(state)
+    else:
+        # It contains the configuration of the run.
+        with open(file, "wb", opener=partial(os.open, mode=PRIVATE)) as stream:
+            stream.write(state)
         synchronize(file)
     return storage(directory).publish(writing)

@@ -172,6 +172,7 @@ class StoredCheckpoint:
         spare_bytes = _spare_bytes(ranks)
         for name in list(files)[ranks.rank :: ranks.world_size]:
             spare_bytes -= self._verify_file(name, files[name], spare_bytes)
+        _ = self.index  # `load` needs it on every rank
         return self.state.crc32
 
     def _verify_file(self, name: str, expected: FileSum, spare_bytes: int) -> int:

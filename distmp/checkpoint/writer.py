@@ -10,6 +10,8 @@ stops. Earlier checkpoints are unchanged.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import sys
 import threading
@@ -73,6 +75,7 @@ class CheckpointWriter:
         timeout_seconds: Timeout of a collective of a save, in seconds.
         log: Prints a message on rank 0.
         on_saved: Called with the duration in seconds of each successful save.
+        permit: Raises a `DistmpError` if this job must not write any more; called on rank 0.
 
     Attributes:
         saved_step: Step of the latest complete checkpoint of this run; None if there is none.
@@ -88,12 +91,14 @@ class CheckpointWriter:
         timeout_seconds: float,
         log: Callable[[str], None],
         on_saved: Callable[[float], object] = lambda seconds: None,
+        permit: Callable[[], None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._directory = directory
         self._world = world
         self._log = log
         self._on_saved = on_saved
+        self._permit = permit
         self.saved_step: int | None = None
         self.stalled_seconds = 0.0
         self._failure: str | None = None
@@ -134,6 +139,7 @@ class CheckpointWriter:
         tensors: dict[str, Tensor],
         numbers: dict[str, Any],
         held: Collection[str] = (),
+        unhealthy: str | None = None,
     ) -> None:
         """Save the state of `step`; the state may change as soon as this returns. Collective.
 
@@ -143,13 +149,16 @@ class CheckpointWriter:
             step: Number of steps done.
             tensors: All tensors of the state by name, see `store.save`.
             numbers: Values that JSON can represent.
-            held: Names of the tensors that only a guarded optimizer changes.
+            held: Names of the tensors that only a guarded optimizer changes: parameters and their
+                optimizer state. In a healthy state they are finite. A buffer may hold an infinite
+                value on purpose, such as a mask.
+            unhealthy: Why the state is unhealthy, if that is known; see `store.save`.
 
         Raises:
             RuntimeError: If ranks save asynchronously outside of the `with` block.
         """
         if not self._settings.asynchronous:
-            self.save_now(step, tensors, numbers)
+            self.save_now(step, tensors, numbers, held, unhealthy)
             return
         if self._world.group is not None and self._group is None:
             raise RuntimeError("a checkpoint writer saves only inside its `with` block")
@@ -162,7 +171,7 @@ class CheckpointWriter:
         pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
             target=self._write,
-            args=(pending, numbers, self._group),
+            args=(pending, self._save(step, numbers, held, unhealthy), self._group),
             name=f"checkpoint of step {step}",
             daemon=True,  # a save that hangs must not keep a failed rank alive
         )
@@ -170,8 +179,15 @@ class CheckpointWriter:
         pending.thread.start()
         self.stalled_seconds += time.perf_counter() - started
 
-    def save_now(self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any]) -> None:
-        """Save the state of `step` and wait until it is written. Collective.
+    def save_now(
+        self,
+        step: int,
+        tensors: dict[str, Tensor],
+        numbers: dict[str, Any],
+        held: Collection[str] = (),
+        unhealthy: str | None = None,
+    ) -> None:
+        """Save the state of `step` as `save` does, and wait until it is written. Collective.
 
         Does nothing if `step` is saved already. Like `save`, it does not raise if writing fails.
         """
@@ -182,7 +198,7 @@ class CheckpointWriter:
         self._clock.restart(step)
         problem = None
         try:
-            store.save(self._directory, step, tensors, numbers, keep=self._settings.retention)
+            self._save(step, numbers, held, unhealthy)(tensors)
         except CheckpointError as error:
             problem = str(error)
         self._record(step, problem, time.perf_counter() - started)
@@ -239,8 +255,30 @@ class CheckpointWriter:
         self._join(timeout=None if together else 0.0 if interrupted else PATIENCE_SECONDS)
         self._group = None
 
+    def _save(
+        self,
+        step: int,
+        numbers: dict[str, Any],
+        held: Collection[str],
+        unhealthy: str | None,
+    ) -> Callable[..., store.Location]:
+        """Return `store.save` with all arguments but the tensors and the group."""
+        return functools.partial(
+            store.save,
+            self._directory,
+            step,
+            numbers=numbers,
+            keep=self._settings.retention,
+            permit=self._permit,
+            finite=held,
+            unhealthy=unhealthy,
+        )
+
     def _write(
-        self, pending: _Pending, numbers: dict[str, Any], group: dist.ProcessGroup | None
+        self,
+        pending: _Pending,
+        save: Callable[..., store.Location],
+        group: dist.ProcessGroup | None,
     ) -> None:
         """Write a snapshot, in the writing thread."""
         path = final_path(self._directory, pending.step)
@@ -251,14 +289,7 @@ class CheckpointWriter:
                 torch.cuda.set_device(self._world.device)
             goal = f"save {path}"
             tensors = all_or_checkpoint_error(Ranks(group), goal, pending.snapshot.complete)
-            store.save(
-                self._directory,
-                pending.step,
-                tensors,
-                numbers,
-                keep=self._settings.retention,
-                group=group,
-            )
+            save(tensors, group=group)
             pending.problem = None
         except CheckpointError as error:
             pending.problem = str(error)
@@ -299,11 +330,16 @@ class CheckpointWriter:
             self._on_saved(seconds)
             return
         if self._world.rank == 0:
-            # The files of a failed save take space that other files of the run may need.
-            discard(self._directory, step)
+            self._discard(step)
         self._stopped = self._stopped or self._settings.on_failure == "stop"
         then = "stops (checkpoint.on_failure)" if self._stopped else "continues"
         self._log(f"NOT SAVED: {problem}; {self._last_saved()}; the run {then}")
+
+    def _discard(self, step: int) -> None:
+        """Remove the files of a failed save: other files of the run may need their space."""
+        with contextlib.suppress(DistmpError):
+            self._permit()
+            discard(self._directory, step)
 
     def _last_saved(self) -> str:
         if self.saved_step is None:

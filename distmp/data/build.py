@@ -59,15 +59,29 @@ def is_held_out(name: str, share: float) -> bool:
 # --- text ---
 
 
-def _build_text(config: DataConfig) -> Datasets:
-    if config.path is None:
+def text_files(config: DataConfig, path: str | None) -> tuple[Path, list[TextFile]]:
+    """Return the folder of a text source and its files.
+
+    Args:
+        config: The settings of the data.
+        path: The folder; None for the standard library of the running Python.
+
+    Raises:
+        ConfigError: If there is no such folder, or no file in it can be used.
+    """
+    if path is None:
         folder = Path(sysconfig.get_path("stdlib"))
+        return folder, list_text_files(folder, config.pattern, _NOT_STANDARD_LIBRARY)
+    folder = Path(path).expanduser()
+    return folder, list_text_files(folder, config.pattern)
+
+
+def _build_text(config: DataConfig) -> Datasets:
+    folder, files = text_files(config, config.path)
+    if config.path is None:
         name = f"standard library of Python {sysconfig.get_python_version()}"
-        files = list_text_files(folder, config.pattern, _NOT_STANDARD_LIBRARY)
     else:
-        folder = Path(config.path).expanduser()
         name = f"text below {folder}"
-        files = list_text_files(folder, config.pattern)
     train, validation = _split_text(config, folder, files)
     _require_window("data.path", str(folder), train)
     sizes = f"{_extent(train)} for training, {_held_out(validation)}"

@@ -6,10 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distmp.errors import ConfigError, nearest
+from distmp.utils.files import check_name
 from distmp.utils.resume_rules import HARMLESS, consequential
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
+# Processes per rank; more than a machine has cores only compete.
+_MAX_WORKERS = 512
 _SOURCES = ("text", "tokens")
 _CALL_ARGUMENTS = ("split", "sequence_length")
 # A wider type does not imply a vocabulary: no tokenizer has four billion tokens.
@@ -71,6 +74,8 @@ class DataConfig:
         Raises:
             ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
+        check_name("data.path", self.path)
+        check_name("data.validation_path", self.validation_path)
         self._check_source()
         self._check_numbers()
         self._check_vocabulary()
@@ -108,8 +113,8 @@ class DataConfig:
             raise ConfigError(
                 "data.held_out", self.held_out, "must be a share from 0 to below 1, such as 0.05"
             )
-        if self.workers < 0:
-            raise ConfigError("data.workers", self.workers, "must be 0 or more")
+        if not 0 <= self.workers <= _MAX_WORKERS:
+            raise ConfigError("data.workers", self.workers, f"must be from 0 to {_MAX_WORKERS}")
 
     def _check_vocabulary(self) -> None:
         size = self.vocabulary_size

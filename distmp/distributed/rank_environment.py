@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distmp.distributed.accelerate_launch import check_started
+from distmp.distributed.launcher_variables import refuse_several
 from distmp.errors import ConfigError
 
+# Set by `distmp launch` on several machines: RUN_ID@HOST:PORT of its store.
+STORE_VARIABLE = "DISTMP_STORE"
 _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-# Number of processes according to launchers that do not set torchrun's variables.
-_FOREIGN_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS")
 
 
 def is_under_torchrun() -> bool:
@@ -59,14 +60,14 @@ class RankEnvironment:
         Raises:
             ConfigError: If some of the variables are missing, a value is impossible, accelerate
                 launched one process in place of several, or another launcher (mpirun, srun) has
-                started several processes without the address at which to connect.
+                started several processes, see `launcher_variables.adopt_ranks`.
         """
         present = [name for name in _VARIABLES if name in variables]
         if present == ["WORLD_SIZE"] and variables["WORLD_SIZE"] == "1":
             return cls()
         if not present:
             check_started(variables)
-            _refuse_foreign_ranks(variables)
+            refuse_several(variables)
             return cls()
         return cls(**{name.lower(): _read(variables, name, present[0]) for name in _VARIABLES})
 
@@ -89,20 +90,6 @@ def _read(variables: Mapping[str, str], name: str, present: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(name, text, "must be an integer, as torchrun sets it") from None
-
-
-def _refuse_foreign_ranks(variables: Mapping[str, str]) -> None:
-    for name in _FOREIGN_SIZES:
-        size = variables.get(name, "1")
-        if size.isdecimal() and int(size) > 1:
-            raise ConfigError(
-                name,
-                int(size),
-                f"{size} processes were started together, but torchrun's variables (RANK, "
-                "WORLD_SIZE, MASTER_ADDR ...) are not set, so each would train alone; start one "
-                "`distmp launch` or torchrun per machine, or set WORLD_SIZE=1 for processes that "
-                "train independently",
-            )
 
 
 def _check(rank_name: str, rank: int, size_name: str, size: int) -> None:

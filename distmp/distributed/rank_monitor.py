@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch.distributed as dist
 
-from distmp.distributed.rendezvous_store import is_hosted_by_agent
+from distmp.distributed import rendezvous_store
+from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.utils.frames import collective, user_line, user_line_of_error
 
 # How long a decision may take before a warning names the missing ranks.
@@ -38,8 +39,8 @@ PATIENCE_SECONDS = 60.0
 INTERVAL_SECONDS = 1.0
 # Longest time that a live rank takes to answer.
 ANSWER_SECONDS = 5.0
-# Timeout of an operation of the store.
-STORE_SECONDS = 5.0
+# Time for the thread to end.
+END_SECONDS = 10.0
 # Timeout of `RankMonitor.exchange`.
 EXCHANGE_SECONDS = 60.0
 # Maximum length of the error message that a rank stores for the others when it ends.
@@ -322,7 +323,7 @@ class RankMonitor:
     def _on_exit(self) -> None:
         """End the thread, and report the end of this rank if the store outlives the process."""
         self._stopped.set()
-        self._thread.join(2 * STORE_SECONDS)
+        self._thread.join(END_SECONDS)
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if not self._group_exists() or not (error or _store_outlives_ranks()):
             return
@@ -370,7 +371,7 @@ def open_store(purpose: str) -> Store | None:
 
     try:
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        store.set_timeout(timedelta(seconds=REJOIN_SECONDS))
     except (RuntimeError, NotImplementedError) as error:
         logger.debug("no connection to the store of the process group: %s", error)
         return None
@@ -395,7 +396,8 @@ def _store_outlives_ranks() -> bool:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, TCPStore):
-        return is_hosted_by_agent()
+        own = (store.host, store.port)
+        return rendezvous_store.is_hosted_by_agent() and own == rendezvous_store.address()
     return True
 
 

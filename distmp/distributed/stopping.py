@@ -85,10 +85,12 @@ class StopSignals:
 
     Attributes:
         received: Number of the first signal that this object received, or None.
-        last: Number of the last signal that any `StopSignals` of this process received, or None.
+        last: Number of the last signal that any `StopSignals` of this process received; None before
+            and after the outermost `with` block.
     """
 
     last: int | None = None
+    _depth = 0
 
     def __init__(self) -> None:
         self.received: int | None = None
@@ -96,6 +98,7 @@ class StopSignals:
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> StopSignals:
+        StopSignals._depth += 1
         for number in STOP_SIGNALS:
             always = number in (signal.SIGINT, signal.SIGTERM)
             if always or signal.getsignal(number) in (signal.SIG_DFL, _exit):
@@ -112,6 +115,9 @@ class StopSignals:
         traceback: TracebackType | None,
     ) -> None:
         restore_handlers(self._before)
+        StopSignals._depth -= 1
+        if not StopSignals._depth:
+            StopSignals.last = None
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT:

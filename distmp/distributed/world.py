@@ -6,13 +6,15 @@ import atexit
 import os
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from distmp.distributed import rendezvous_store
 from distmp.distributed.accelerate_launch import wants_cpu
+from distmp.distributed.backend import backend_for
+from distmp.distributed.launcher_variables import adopt_ranks
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.ranks import Ranks
 from distmp.errors import ConfigError, SetupError
@@ -42,6 +44,16 @@ class World:
     def ranks(self) -> Ranks:
         """The ranks of the group, which act together or fail together."""
         return Ranks(self.group)
+
+    @property
+    def backend(self) -> str | None:
+        """The backend that communicates tensors of `device`; None for a single process."""
+        if self.group is None:
+            return None
+        backends = dict(
+            pair.split(":") for pair in str(dist.get_backend_config(self.group)).split(",")
+        )
+        return backends.get(self.device.type)
 
     @classmethod
     def current(cls, device: torch.device | str | None = None) -> World:
@@ -100,21 +112,6 @@ def local_device(local_rank: int) -> torch.device:
     return device
 
 
-def backend_for(device: torch.device, local_world_size: int) -> dict[str, Any]:
-    """Return the backend for `init_process_group`, and the device that it is bound to, if any.
-
-    NCCL communicates CUDA tensors if every rank of the machine has its own GPU. Gloo communicates
-    CPU tensors, and CUDA tensors of ranks that share a GPU, which NCCL does not support.
-
-    Args:
-        device: The device that this rank computes on.
-        local_world_size: Number of ranks on this machine.
-    """
-    if device.type == "cuda" and torch.cuda.device_count() >= local_world_size:
-        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
-    return {"backend": "gloo", "device_id": None}
-
-
 def world_of_process(device: torch.device | str | None = None) -> World:
     """Return the world of this process; initialize the default process group if necessary.
 
@@ -127,8 +124,10 @@ def world_of_process(device: torch.device | str | None = None) -> World:
 
     Raises:
         ConfigError: If a launcher has started several processes that this one cannot join.
+        AttemptError: If some of the ranks did not start.
         SetupError: If the other ranks did not connect.
     """
+    adopt_ranks()
     if dist.is_available() and dist.is_initialized():
         _check_group()
         return World.current(_device_of_rank(device, int(os.environ.get("LOCAL_RANK", 0))))
@@ -168,17 +167,15 @@ def join(environment: RankEnvironment, *, timeout_seconds: float) -> World:
 def _initialize_group(
     environment: RankEnvironment, device: torch.device, timeout_seconds: float | None = None
 ) -> None:
-    options = backend_for(device, environment.local_world_size)
-    seconds = timeout_seconds or rendezvous_store.STORE_SECONDS
-    if timeout_seconds is not None:
-        options["timeout"] = timedelta(seconds=timeout_seconds)
-    if rendezvous_store.is_hosted_by_agent():
-        options |= {
-            "store": rendezvous_store.for_current_attempt(environment.world_size, seconds),
-            "rank": environment.rank,
-            "world_size": environment.world_size,
-        }
-    dist.init_process_group(**options)
+    timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
+    store = rendezvous_store.for_this_start(timeout_seconds)
+    dist.init_process_group(
+        **backend_for(device, store, environment.world_size),
+        store=store,
+        rank=environment.rank,
+        world_size=environment.world_size,
+        timeout=timeout,
+    )
 
 
 def _device_of_rank(device: torch.device | str | None, local_rank: int) -> torch.device:

@@ -10,6 +10,7 @@ load in plain torch (`safetensors.torch.load_file`, `model.load_state_dict`), as
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,12 +20,15 @@ import torch
 from torch import Tensor
 
 from distmp.checkpoint import store
+from distmp.checkpoint.finite import is_finite
 from distmp.checkpoint.location import locate
-from distmp.errors import CheckpointError, ConfigError, nearest
+from distmp.errors import CheckpointError, ConfigError, listed, nearest
 from distmp.models import huggingface
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
 from distmp.precision.policy import DTYPE_WORDS
 from distmp.utils.flat_shard import gathered
+
+logger = logging.getLogger("distmp")
 
 PREFIX = "model/"
 # The usual limit for safetensors: larger models are several files with an index.
@@ -86,6 +90,7 @@ def read(checkpoint: store.StoredCheckpoint, dtype: torch.dtype) -> dict[str, Te
     }
     checkpoint.load(live)
     weights = {name.removeprefix(PREFIX): tensor for name, tensor in live.items()}
+    _report_nan(checkpoint, weights)
     if dtype == torch.float16:
         _refuse_infinite(checkpoint, weights)
     return weights
@@ -179,6 +184,17 @@ def _find(source: str | Path) -> store.StoredCheckpoint:
 
 def _is_converted(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize <= 4
+
+
+def _report_nan(checkpoint: store.StoredCheckpoint, weights: Mapping[str, Tensor]) -> None:
+    # Buffers may hold infinite values on purpose, such as a mask.
+    broken = [
+        name
+        for name, tensor in weights.items()
+        if not is_finite(tensor) and bool(tensor.isnan().any())
+    ]
+    if broken:
+        logger.warning("%s holds NaN in %s: so do the exported weights", checkpoint, listed(broken))
 
 
 def _refuse_infinite(checkpoint: store.StoredCheckpoint, weights: Mapping[str, Tensor]) -> None:

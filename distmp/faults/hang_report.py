@@ -53,7 +53,7 @@ def report(
     it has started fewer collectives than others.
 
     Args:
-        statuses: The last heartbeat of every running rank.
+        statuses: The last heartbeat of every running rank, with `idle` until now.
         answers: The answers of the ranks that answered.
         silent: The ranks that did not answer.
         world_size: Number of ranks.

@@ -16,11 +16,19 @@ from distmp.distributed.rendezvous_store import Store
 
 @dataclass(frozen=True)
 class RankPlace:
-    """The machine and process of a rank, and the file descriptor of its `SharedStack`."""
+    """The machine and process of a rank.
+
+    Attributes:
+        host: Name of its machine.
+        pid: Its process id.
+        stack: The file descriptor of its `SharedStack`.
+        address: The address at which other machines reach its machine; "" if unknown.
+    """
 
     host: str
     pid: int
     stack: int
+    address: str = ""
 
 
 @dataclass(frozen=True)

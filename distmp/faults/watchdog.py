@@ -20,16 +20,20 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import NoReturn
 
 import psutil
 import torch.distributed as dist
 
+from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.progress import PhaseTracker
-from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE
+from distmp.distributed.reachability import responds, source_address
+from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report, stacks
 from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
+from distmp.masking import masked_text
 from distmp.utils.frames import collective
 
 INTERVAL_SECONDS = 1.0
@@ -54,6 +58,10 @@ class Watchdog:
         seconds: Time without progress after which a rank hangs.
         first_seconds: The same until the end of the first step, which compiles and starts up.
         interval_seconds: Time between two heartbeats.
+        store_address: Host and port of the store; None if it is in this process.
+
+    Attributes:
+        before_exit: Called before the watchdog ends this process; must return soon.
     """
 
     def __init__(
@@ -63,6 +71,7 @@ class Watchdog:
         seconds: float,
         first_seconds: float,
         interval_seconds: float = INTERVAL_SECONDS,
+        store_address: tuple[str, int] | None = None,
     ) -> None:
         self.peers = peers
         self._activity = current_phase
@@ -71,6 +80,8 @@ class Watchdog:
         self._interval = interval_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._store_address = store_address
+        self._store_unused = threading.Event()
         self._count = 0
         self._last_turn = time.monotonic()
         self._transferred = 0
@@ -79,15 +90,28 @@ class Watchdog:
         self._suspects: set[int] = set()
         self._observes = peers.rank in (0, peers.world_size - 1)
         self._observer = Observer()
+        self.before_exit: Callable[[], object] = lambda: None
 
     def start(self) -> None:
         """Start monitoring."""
         self._activity.restart()
         self._stack = stacks.SharedStack()
         self._beat()
-        place = RankPlace(socket.gethostname(), os.getpid(), self._stack.descriptor)
+        place = RankPlace(
+            socket.gethostname(), os.getpid(), self._stack.descriptor, self._own_address()
+        )
         self.peers.introduce(place)
         self._thread.start()
+        if self._store_address:
+            arguments = (self._store_address,)
+            threading.Thread(target=self._watch_store, args=arguments, daemon=True).start()
+
+    def _own_address(self) -> str:
+        """Return the address at which other machines reach this one; "" if unknown."""
+        if self._store_address is not None:
+            with contextlib.suppress(OSError):
+                return source_address(self._store_address[0])
+        return ""
 
     def stop(self) -> None:
         """Stop monitoring, and publish that this rank has ended."""
@@ -97,6 +121,7 @@ class Watchdog:
         self._stack.close()
         with contextlib.suppress(dist.DistError):
             self.peers.leave()
+        self._store_unused.set()
 
     def end_for_lost_ranks(self) -> bool:
         """End the run if a process of this machine has ended without a message."""
@@ -140,8 +165,11 @@ class Watchdog:
             self.peers.answer(self._answer())
             self._answered = True
         self._check_for_lost_ranks()
-        if self._observes and self._observer.is_hang(self.peers.statuses(), time.monotonic()):
-            self._report_hang()
+        if self._observes:
+            statuses = self.peers.statuses()
+            if self._observer.is_hang(statuses, time.monotonic()):
+                self._report_hang()
+            self._check_for_lost_machines(statuses)
 
     def _beat(self) -> None:
         self._count += 1
@@ -188,10 +216,39 @@ class Watchdog:
             self.end_for_lost_ranks()
         self._suspects = gone
 
+    def _check_for_lost_machines(self, statuses: Mapping[int, Status]) -> None:
+        """End the run if a machine is silent, and does not respond to a connection either."""
+        silences = self._observer.silences(statuses, time.monotonic())
+        silent = {rank: seconds for rank, seconds in silences.items() if seconds > LINK_SECONDS}
+        for rank in silent:
+            place = self._places.get(rank)
+            if place and place.address and not responds(place.address):
+                cause = lost_machine(place, ranks_of(place.host, self._places), silent[rank])
+                step = self._activity.now.step
+                if self.peers.end(Ending(rank, step, cause, LOST_PEER_EXIT_CODE)):
+                    print_message(cause)
+                    record(cause)
+                return
+
+    def _watch_store(self, address: tuple[str, int]) -> None:
+        """End this rank if the machine of the store is silent: the other thread waits for it."""
+        while not self._store_unused.wait(self._interval):
+            silence = time.monotonic() - self._last_turn
+            if silence > LINK_SECONDS and not responds(*address):
+                cause = (
+                    f"the machine of the launcher's store ({address[0]}) has been silent for "
+                    f"{silence:.0f} s and does not respond: it is down, or the connection of "
+                    f"{socket.gethostname()} to it is cut"
+                )
+                if os.environ.get("LOCAL_RANK", "0") == "0":
+                    print_message(cause)
+                    record(cause)
+                os._exit(LOST_PEER_EXIT_CODE)
+
     def _report_hang(self) -> None:
         """Ask every rank for its state, report it once, and end all ranks."""
         peers = self.peers
-        statuses = peers.statuses()
+        statuses = self._observer.until(time.monotonic(), peers.statuses())
         peers.ask()
         peers.answer(self._answer())
         self._answered = True
@@ -238,6 +295,7 @@ class Watchdog:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(place.pid, signal.SIGKILL)
         own = ending.rank == self.peers.rank
+        self.before_exit()
         os._exit(ending.exit_code if own else LOST_PEER_EXIT_CODE)
 
 
@@ -245,7 +303,21 @@ def died(rank: int, place: RankPlace) -> str:
     """Return a message about a process that ended without one."""
     return (
         f"rank {rank} ended without a message (process {place.pid} on {place.host}): it was "
-        "killed, as the kernel does when memory runs out, or crashed in native code"
+        "killed, as the kernel does when memory runs out, crashed in native code, or called "
+        "os._exit"
+    )
+
+
+def ranks_of(host: str, places: Mapping[int, RankPlace]) -> list[int]:
+    """Return the ranks of a machine."""
+    return [rank for rank, place in places.items() if place.host == host]
+
+
+def lost_machine(place: RankPlace, ranks: Collection[int], seconds: float) -> str:
+    """Return a message about a machine that does not respond any more."""
+    return (
+        f"machine {place.host} ({place.address}) with {rank_names(ranks)} has been silent for "
+        f"{seconds:.0f} s and does not respond: it is down, or its connection is cut"
     )
 
 
@@ -260,7 +332,7 @@ def record(cause: str) -> None:
 
 def print_message(text: str) -> None:
     """Print a message to standard error in a single write."""
-    sys.stderr.write(f"distmp: {text}\n")
+    sys.stderr.write(f"distmp: {masked_text(text)}\n")
     sys.stderr.flush()
 
 
@@ -300,10 +372,28 @@ class Observer:
             statuses: The last heartbeat of each rank that has not left.
             now: Time on this rank's clock; clocks of different ranks are not compared.
         """
+        current = self.until(now, statuses)
+        return bool(current) and all(status.idle > status.limit for status in current.values())
+
+    def until(self, now: float, statuses: Mapping[int, Status]) -> dict[int, Status]:
+        """Return heartbeats whose `idle` includes the time since they were first seen.
+
+        A rank that is stopped sends no more of them: its last one says that it has just made
+        progress.
+
+        Args:
+            now: Time on this rank's clock.
+            statuses: The last heartbeat of each rank that has not left.
+        """
         for rank, status in statuses.items():
             if self._seen.get(rank, (None,))[0] != status.count:
                 self._seen[rank] = (status.count, now)
-        return bool(statuses) and all(
-            status.idle + now - self._seen[rank][1] > status.limit
+        silences = self.silences(statuses, now)
+        return {
+            rank: replace(status, idle=status.idle + silences[rank])
             for rank, status in statuses.items()
-        )
+        }
+
+    def silences(self, statuses: Mapping[int, Status], now: float) -> dict[int, float]:
+        """Return how long each rank has sent no heartbeat, in seconds."""
+        return {rank: now - self._seen[rank][1] for rank in statuses if rank in self._seen}

@@ -148,6 +148,16 @@ def _port(text: str) -> int:
     return int(text)
 
 
+def _ssh(text: str) -> list[str]:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError("--ssh", text, f"is not a command ({error})") from None
+    if not words:
+        raise ConfigError("--ssh", text, "name a command, such as 'ssh -p 2222'")
+    return words
+
+
 def _check(train_arguments: list[str]) -> None:
     """Refuse an invalid configuration before any process starts."""
     from distmp.config import load
@@ -204,7 +214,7 @@ def _launch_on_hosts(
     _check(train_arguments)
     plan = plan_hosts(
         hosts,
-        shlex.split(own.ssh),
+        _ssh(own.ssh),
         replace(read(torchrun_arguments), port=options.port),
         train_arguments,
         Network.of_this_machine(),

@@ -24,7 +24,8 @@ from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
 from distmp.launcher.messages import log
 from distmp.launcher.network import Network, join_port
-from distmp.launcher.plan import UserOptions, address_of, port_of
+from distmp.launcher.plan import UserOptions, address_of, random_port
+from distmp.masking import masked_text
 
 # Variables that are passed to the ranks on other machines.
 _FORWARDED = re.compile(r"PYTHONPATH|OMP_NUM_THREADS|(GLOO_|NCCL_|PET_|TORCH|DISTMP_)\w+")
@@ -60,7 +61,11 @@ def read_hosts(text: str) -> list[Host]:
     """
     path = Path(text)
     if path.is_file():
-        lines = path.read_text().splitlines()
+        try:
+            lines = path.read_text().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            problem = getattr(error, "strerror", "it is not text")
+            raise ConfigError("--hosts", text, f"cannot be read ({problem})") from None
     elif "/" in text:
         raise ConfigError("--hosts", text, "this file does not exist")
     else:
@@ -108,7 +113,7 @@ class HostsPlan:
         lines = ["# environment: hosts (--hosts)"]
         lines += [f"#   {option.value:{width}}  {option.reason}" for option in self.options]
         lines.append("# each host determines its own address, interface, ranks and threads")
-        lines += [shlex.join(command) for command in self.commands.values()]
+        lines += [masked_text(shlex.join(command)) for command in self.commands.values()]
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -164,7 +169,7 @@ def _rendezvous_options(
     hosts: list[Host], ssh: list[str], given: UserOptions, network: Network
 ) -> tuple[ExplainedValue[str], ...]:
     run_id = given.rdzv_id or f"hosts-{uuid.uuid4().hex[:12]}"
-    port = ExplainedValue(given.port, "--port") if given.port else port_of(run_id)
+    port = ExplainedValue(given.port, "--port") if given.port else random_port()
     options = []
     if given.nnodes is None:
         options.append(ExplainedValue(f"--nnodes={len(hosts)}", "hosts in --hosts"))
@@ -172,7 +177,7 @@ def _rendezvous_options(
         names = tuple(_network_name(host, ssh) for host in hosts)
         job = Job("hosts", "--hosts", hosts=names)
         head = ExplainedValue(names[0], "first of --hosts")
-        address, reason = address_of(head, ExplainedValue(0, "--hosts"), job, network)
+        address, reason, _ = address_of(head, ExplainedValue(0, "--hosts"), job, network)
         endpoint = join_port(address, port.value)
         options.append(
             ExplainedValue(f"--rdzv-endpoint={endpoint}", f"{reason}; port: {port.reason}")
@@ -223,6 +228,9 @@ def run_on_hosts(plan: HostsPlan) -> int:
     if codes & _STOPPED and codes <= {0, *_STOPPED}:
         log(f"stopped by {received[0].name}" if received else "stopped after a checkpoint")
         return max(codes)
+    if received.count(signal.SIGINT) > 1:
+        log("stopped by SIGINT, without waiting for a checkpoint")
+        return INTERRUPTED_EXIT_CODE
     if failed is None:
         return 0
     code = failed.process.returncode

@@ -1,4 +1,4 @@
-"""Detect the launch environment of this process: Slurm, Kubernetes, or a single machine."""
+"""Detect the launch environment of this process: a scheduler, variables, or a single machine."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
+from distmp.distributed.launcher_variables import (
+    MACHINES,
+    PROCESSES,
+    TORCHRUN,
+    LauncherVariables,
+)
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.network import AddressError
@@ -15,6 +21,7 @@ from distmp.launcher.nodelist import expand
 
 Variables = Mapping[str, str]
 
+_POD_INDEX = "JOB_COMPLETION_INDEX"
 # Slurm numbers its special steps (batch script, interactive shell, ...) from this value up.
 _SLURM_SPECIAL_STEPS = 0xFFFFFFF0
 
@@ -31,6 +38,7 @@ class Job:
         nodes: Number of machines.
         node_rank: Rank of this machine, from 0.
         head: Name or address of the first machine.
+        port: Port of the rendezvous on the first machine.
         name: Unique name of the job, the same on all its machines.
         hosts: Names or addresses of all machines, in order of node rank.
         names_appear: Whether a machine's name resolves only after that machine has started.
@@ -43,6 +51,7 @@ class Job:
     nodes: ExplainedValue[int] | None = None
     node_rank: ExplainedValue[int] | None = None
     head: ExplainedValue[str] | None = None
+    port: ExplainedValue[int] | None = None
     name: ExplainedValue[str] | None = None
     hosts: tuple[str, ...] = ()
     names_appear: bool = False
@@ -61,13 +70,11 @@ def detect(variables: Variables, hostname: str, requested: str | None = None) ->
         requested: The environment to use regardless of what is found, one of `ENVIRONMENTS`.
 
     Raises:
-        ConfigError: If the variables are incomplete or contradict each other, or come from an
-            environment that `distmp launch` does not read.
+        ConfigError: If the variables are incomplete or contradict each other, or if several
+            launchers were started on this machine.
     """
     present = [name for name, (evidence, _) in _TABLE.items() if evidence(variables)]
-    if requested is None:
-        _refuse_unsupported(variables)
-    else:
+    if requested is not None:
         _check_requested(requested, present)
         present = [requested, *(name for name in present if name != requested)]
     if not present or present[0] == "local":
@@ -88,33 +95,6 @@ def _check_requested(requested: str, present: list[str]) -> None:
         )
 
 
-def _refuse_unsupported(variables: Variables) -> None:
-    """Refuse launchers whose variables are not read: each machine would train alone."""
-    in_srun_step = _slurm_step(variables) is not None
-    for size, (launcher, rank) in _UNSUPPORTED.items():
-        # `srun --mpi=pmi2` sets PMI_SIZE as well.
-        if size not in variables or (size == "PMI_SIZE" and in_srun_step):
-            continue
-        nodes = _number(variables, size)
-        if nodes > 1:
-            raise ConfigError(
-                size,
-                nodes,
-                f"distmp launch does not read the machines of a run from {launcher}; run one "
-                f"`distmp launch --environment local --nnodes {nodes} --node-rank ${rank} "
-                "--rdzv-endpoint HOST:PORT` on each machine, where HOST is the first one",
-            )
-
-
-# By the variable with the number of processes: its launcher, and the variable with the rank.
-_UNSUPPORTED = {
-    "OMPI_COMM_WORLD_SIZE": ("mpirun", "OMPI_COMM_WORLD_RANK"),
-    "MV2_COMM_WORLD_SIZE": ("mpirun", "MV2_COMM_WORLD_RANK"),
-    "PMI_SIZE": ("mpiexec", "PMI_RANK"),
-    "SKYPILOT_NUM_NODES": ("SkyPilot", "SKYPILOT_NODE_RANK"),
-}
-
-
 def _notes(present: list[str], variables: Variables, requested: str | None) -> tuple[str, ...]:
     """Explain why the first of several environments was selected."""
     if len(present) < 2:
@@ -128,11 +108,82 @@ def _notes(present: list[str], variables: Variables, requested: str | None) -> t
     )
 
 
+# Any launcher that starts one process per machine, and tells each its rank and the first machine
+
+
+def _numbered_evidence(variables: Variables) -> str:
+    source = _numbered_source(variables)
+    return _evidence(variables, *source.set_in(variables)) if source else ""
+
+
+def _numbered_source(variables: Variables) -> LauncherVariables | None:
+    """Return the variables that number this machine, or None.
+
+    Variables without a rank do not count in a job of a scheduler, which provides it.
+    """
+    in_step = _slurm_step(variables) is not None
+    of_scheduler = in_step or any(name in variables for name in ("SLURM_JOB_ID", _POD_INDEX))
+    for source in (*MACHINES, *PROCESSES, TORCHRUN):
+        if not source.show_several(variables):
+            continue
+        # srun sets variables of PMI, and job scripts often set RANK and NODE_RANK for its tasks.
+        if source.describe_ranks(variables) or (source.rank in variables and not in_step):
+            return source
+        if not of_scheduler:
+            return source
+    return None
+
+
+def _numbered(variables: Variables, hostname: str) -> Job:
+    source = _numbered_source(variables)
+    assert source is not None
+    _refuse_several_launchers(source, variables)
+    complete = source.rank in variables and variables.get(source.size, "").isdecimal()
+    nodes = _number(variables, source.size, least=1) if complete else None
+    head = variables.get(source.head, "").split()
+    return Job(
+        "variables",
+        _numbered_evidence(variables),
+        nodes=ExplainedValue(nodes, source.size) if nodes else None,
+        node_rank=_rank(variables, source.rank, nodes) if source.rank in variables else None,
+        head=ExplainedValue(head[0], source.head) if head else None,
+        port=_port(variables, source.port) if source.port in variables else None,
+        names_appear=bool(head),
+    )
+
+
+def _refuse_several_launchers(source: LauncherVariables, variables: Variables) -> None:
+    """Refuse several launchers on one machine: each would start ranks on all of its devices."""
+    nested = source == TORCHRUN and "TORCHELASTIC_RUN_ID" in variables
+    others = {source.local_size: "1", source.local_rank: "0"}
+    name = next((name for name, one in others.items() if variables.get(name, one) != one), None)
+    if nested:
+        problem = "torchrun or another `distmp launch` has started this one"
+    elif name is not None:
+        problem = "several processes were started on this machine"
+    else:
+        return
+    raise ConfigError(
+        name or source.size,
+        variables[name or source.size],
+        f"{problem}, and each would start a rank for every device; start one `distmp launch` per "
+        "machine, or `python -m distmp.train` as one of the ranks; `distmp launch --environment "
+        "local` trains on this machine only",
+    )
+
+
+def _port(variables: Variables, name: str) -> ExplainedValue[int]:
+    port = _number(variables, name, least=1)
+    if port >= 2**16:
+        raise ConfigError(name, port, "must be a port below 65536")
+    return ExplainedValue(port, name)
+
+
 # Kubernetes: a Job with completionMode Indexed, and a headless Service
 
 
 def _kubernetes_evidence(variables: Variables) -> str:
-    return _evidence(variables, "JOB_COMPLETION_INDEX")
+    return _evidence(variables, _POD_INDEX)
 
 
 def _kubernetes(variables: Variables, hostname: str) -> Job:
@@ -239,6 +290,20 @@ def _slurm_hosts(variables: Variables, *names: str) -> tuple[str, ...]:
     return ()
 
 
+def scheduled_job(variables: Variables) -> tuple[str, int, str | None] | None:
+    """Return a scheduler's unique name of this job, which it keeps when it is requeued.
+
+    Returns:
+        The name, how often the job was requeued, and the name of the array that it is a task of;
+        None if no scheduler that tells all this has started the job.
+    """
+    if "SLURM_JOB_ID" not in variables:
+        return None
+    restarts = variables.get("SLURM_RESTART_COUNT", "0")
+    requeued = int(restarts) if restarts.isdecimal() else 0
+    return variables["SLURM_JOB_ID"], requeued, variables.get("SLURM_ARRAY_JOB_ID")
+
+
 def srun_command(variables: Variables, nodes: int, command: list[str]) -> list[str]:
     """Return the command that runs `command` once on every machine of this Slurm job."""
     words = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"]
@@ -312,19 +377,21 @@ def _number(variables: Variables, name: str, least: int = 0) -> int:
     return int(text)
 
 
-def _rank(variables: Variables, name: str, nodes: int) -> ExplainedValue[int]:
+def _rank(variables: Variables, name: str, nodes: int | None) -> ExplainedValue[int]:
     rank = _number(variables, name)
-    if rank >= nodes:
+    if nodes is not None and rank >= nodes:
         raise ConfigError(name, rank, f"but there are {nodes} machines, numbered from 0")
     return ExplainedValue(rank, name)
 
 
 # In order of precedence.
 _TABLE: dict[str, tuple[Callable[[Variables], str], Callable[[Variables, str], Job]]] = {
+    "variables": (_numbered_evidence, _numbered),
     "kubernetes": (_kubernetes_evidence, _kubernetes),
     "slurm": (_slurm_evidence, _slurm),
 }
 _INNERMOST = {
+    "variables": "they give the rank of this machine",
     "kubernetes": "a pod inherits variables, and nothing else starts processes inside of it",
     "slurm": "nothing else started this process",
 }

@@ -5,24 +5,31 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import platform
 import shlex
 import signal
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from distmp.distributed.orphans import known_as_launcher
+from distmp.distributed.rank_environment import STORE_VARIABLE
 from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, STOP_SIGNALS, exit_code_after
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import detect, slurm_resolver
 from distmp.launcher.messages import log
 from distmp.launcher.network import Network
-from distmp.launcher.orderly_stop import OrderlyStop
-from distmp.launcher.plan import Machine, Plan, join_timeout_seconds, make_plan
+from distmp.launcher.orderly_stop import OrderlyStop, has_ranks
+from distmp.launcher.plan import Endpoint, Machine, Plan, join_timeout_seconds, make_plan
 from distmp.launcher.rendezvous import Rendezvous, failures_explained, port_conflicts_explained
-from distmp.launcher.torchrun import binding, parse, read
+from distmp.launcher.rendezvous_guard import guarded
+from distmp.launcher.torchrun import binding, check, parse, read
+from distmp.masking import masked
+from distmp.utils.cgroups import granted_cores
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -30,6 +37,9 @@ if TYPE_CHECKING:
 # What torchrun logs about every stopped or failed rank; `_report` logs one line instead.
 _NOISE = {
     "torch.distributed.elastic.agent.server.api": ("Received %s death signal",),
+    # A node that cannot reach the first one says so although the run has just ended there, or the
+    # first machine is slow to respond; `Rendezvous` reports a first machine that is lost.
+    "torch.distributed.elastic.rendezvous.dynamic_rendezvous": ("The node '",),
     # The launcher passes it to decide which machine hosts the rendezvous.
     "torch.distributed.run": ("node_rank is only used for static rdzv_backend",),
     "torch.distributed.elastic.multiprocessing.api": (
@@ -47,11 +57,14 @@ _CONSEQUENCES = (
     -signal.SIGABRT,
 )
 
-# The usual cause of a signal that kills a rank.
+# The usual cause of a signal that kills a rank. Logs of several machines are often merged: advice
+# about a machine names it.
 _LIKELY_CAUSES: dict[int, str] = {
-    signal.SIGKILL: "the kernel does this when memory runs out (see dmesg)",
+    signal.SIGKILL: "the kernel does this when memory runs out (see dmesg on {host})",
     signal.SIGSEGV: "native code crashed (an extension, a driver or torch); see the stack above",
-    signal.SIGBUS: "usually shared memory is full (/dev/shm): reduce data.workers or enlarge it",
+    signal.SIGBUS: (
+        "usually shared memory is full on {host} (/dev/shm): reduce data.workers or enlarge it"
+    ),
     signal.SIGABRT: "native code aborted; see its message above",
     signal.SIGILL: "native code was built for another processor",
 }
@@ -87,7 +100,7 @@ def default_ranks() -> tuple[int, str]:
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
         return count, f"one for each of {count} CUDA devices" if count > 1 else "one CUDA device"
-    if _cores() == 1:
+    if granted_cores() == 1:
         return 1, "no CUDA device and one processor core"
     return 2, "no CUDA device; two CPU ranks make a distributed run"
 
@@ -133,26 +146,86 @@ def run_ranks(
     if options.dry_run:
         sys.stdout.write(plan.describe(command))
         return 0
+    if plan.endpoint is not None:
+        return _run_with_others(plan, plan.endpoint, command, torchrun_arguments, options)
     parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
-    os.environ.update({name: choice.value for name, choice in plan.variables.items()})
-    for note in (*plan.job.notes, *plan.notes):
-        log(note)
-    names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
-    variables = [f"{name}={os.environ[name]}" for name in names]
-    log(" ".join([*variables, shlex.join(["torchrun", *plan.torchrun(), *command])]))
-    if plan.endpoint is None:
-        with port_conflicts_explained():
-            return _run(parsed)
-    rendezvous = Rendezvous.open(plan.endpoint, log)
-    with failures_explained(rendezvous), rendezvous.watched(_give_up):
+    _apply(plan, command, parsed, torchrun_arguments)
+    with port_conflicts_explained():
+        return _run(parsed)
+
+
+def _run_with_others(
+    plan: Plan,
+    endpoint: Endpoint,
+    command: list[str],
+    torchrun_arguments: list[str],
+    options: LaunchOptions,
+) -> int:
+    """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
+    parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
+    if not endpoint.provisional:
+        _apply(plan, command, parsed, torchrun_arguments)
+    rendezvous = Rendezvous.open(endpoint, log)
+    with (
+        failures_explained(rendezvous),
+        rendezvous.watched(_give_up, has_ranks, log),
+        rendezvous.waiting_logged(log),
+    ):
+        if endpoint.provisional:
+            # The route to another machine shows which address of this one the others reach.
+            address = Network.of_this_machine().source(rendezvous.another().address)
+            plan = plan_here(torchrun_arguments, options, {endpoint.head: address})
+            assert plan.endpoint is not None
+            rendezvous.move_to(plan.endpoint)
+            parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
+            _apply(plan, command, parsed, torchrun_arguments)
+        os.environ.update(_store_variables(rendezvous.endpoint))
         code = _run(parsed)
-    if code and (lost := rendezvous.unresponsive()):
+    if code == 0:
+        rendezvous.leave()
+    elif lost := rendezvous.unresponsive():
         log(f"lost {', '.join(lost)}, which does not respond any more")
     return code
 
 
-def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
+def _store_variables(endpoint: Endpoint) -> dict[str, str]:
+    """Return the variables by which the ranks use the launcher's store for everything.
+
+    torchrun's agent of rank 0 hosts a second one. It publishes its address once, so an agent that
+    joins later waits for it in vain, and if another agent becomes the one of rank 0, the others
+    keep the address of the first store (torch 2.13).
+    """
+    return {
+        STORE_VARIABLE: f"{endpoint.run_id}@{endpoint}",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
+
+
+def _apply(
+    plan: Plan, command: list[str], parsed: Namespace, torchrun_arguments: list[str]
+) -> None:
+    """Set the plan's variables, check the options, and log what is run."""
+    os.environ.update({name: choice.value for name, choice in plan.variables.items()})
+    # torchrun warns about variables that are not set.
+    check(parsed, torchrun_arguments)
+    for note in (*plan.job.notes, *plan.notes):
+        log(note)
+    names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
+    variables = [f"{name}={os.environ[name]}" for name in names]
+    log(" ".join([*variables, shlex.join(masked(["torchrun", *plan.torchrun(), *command]))]))
+
+
+def plan_here(
+    torchrun_arguments: list[str],
+    options: LaunchOptions,
+    addresses: Mapping[str, str] = MappingProxyType({}),
+) -> Plan:
     """Derive what to run on this machine.
+
+    Args:
+        torchrun_arguments: Options of torchrun.
+        options: The options of `distmp launch` itself.
+        addresses: Addresses of names, which take precedence over what the names resolve to.
 
     Raises:
         ConfigError: If an option is invalid, or the machines could not reach each other.
@@ -164,7 +237,7 @@ def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
     if given.ranks is None:
         count, reason = default_ranks()
         ranks = ExplainedValue(count, f"{reason}; change with --nproc-per-node")
-        if not options.dry_run:
+        if not options.dry_run and not addresses:
             log(f"{count} rank{'s' if count > 1 else ''} ({ranks.reason})")
     else:
         ranks = ExplainedValue(given.ranks, "--nproc-per-node")
@@ -172,13 +245,10 @@ def plan_here(torchrun_arguments: list[str], options: LaunchOptions) -> Plan:
         network = replace(network, resolve=slurm_resolver(network.resolve))
     if job.names_appear and not options.dry_run:
         network = network.with_retries(join_timeout_seconds(given.rdzv_conf or {}), log)
-    machine = Machine(network, _cores(), ranks, binding(ranks.value))
+    resolve = network.resolve
+    network = replace(network, resolve=lambda name: addresses.get(name) or resolve(name))
+    machine = Machine(network, granted_cores(), ranks, binding(ranks.value))
     return make_plan(given, job, machine, os.environ)
-
-
-def _cores() -> int:
-    """Return the number of processor cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def _run(options: Namespace) -> int:
@@ -187,7 +257,7 @@ def _run(options: Namespace) -> int:
     from torch.distributed.run import run
 
     _drop_noise()
-    with OrderlyStop(options) as stop:
+    with guarded(), OrderlyStop(options) as stop, known_as_launcher():
         try:
             run(options)
         except SignalException as signalled:
@@ -263,7 +333,7 @@ def _report(failures: Mapping[int, ProcessFailure]) -> int:
             f"the run with --resume auto (exit code {stopped})"
         )
         return stopped
-    hint = _LIKELY_CAUSES.get(-code, "")
+    hint = _LIKELY_CAUSES.get(-code, "").format(host=platform.node())
     log(f"rank {rank} was killed by {_signal_name(-code)}{'; ' if hint else ''}{hint}")
     return 128 - code
 

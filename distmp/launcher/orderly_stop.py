@@ -84,6 +84,9 @@ class OrderlyStop:
         """Return the exit code of the launcher after this class has ended torchrun."""
         if self.received is not None and self.killed:
             return 128 + self.received
+        if self._interrupts > 1:
+            # The user did not wait for a checkpoint: how each rank ended is a consequence.
+            return INTERRUPTED_EXIT_CODE
         # The signal kills ranks without handlers yet; they have lost nothing.
         expected = {0, *_ORDERLY, *(() if self.received is None else (-self.received,))}
         failures = sorted(self._codes - expected, key=lambda code: code == LOST_PEER_EXIT_CODE)
@@ -143,6 +146,11 @@ class OrderlyStop:
 
         received = self.received or signal.SIGTERM
         raise SignalException(f"the ranks were stopped by {received.name}", received)
+
+
+def has_ranks() -> bool:
+    """Return whether ranks of this launcher run."""
+    return bool(_ranks())
 
 
 def _ranks() -> list[int]:

@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import ConfigError
 from distmp.launcher.explained_value import ExplainedValue
 from distmp.launcher.job import Job
-from distmp.launcher.network import AddressError, Network, is_loopback, join_port
+from distmp.launcher.network import (
+    AddressError,
+    Network,
+    external_interfaces,
+    is_loopback,
+    join_port,
+)
+from distmp.masking import masked
 
 # Below the ports that Linux (32768 and up) and Kubernetes (30000 and up) allocate.
 _PORTS = range(20000, 30000)
 # torchrun's default for an endpoint without a port.
 _DEFAULT_PORT = 29400
 _JOIN_SECONDS = 600
-_READ_TIMEOUT_SECONDS = 60
 
+_LOOPBACK = "127.0.0.1"
 _TRUE, _FALSE = ("1", "true", "t", "yes", "y"), ("0", "false", "f", "no", "n")
 
 
@@ -84,6 +95,8 @@ class Endpoint:
         hosts: All machines, if known.
         join_timeout_seconds: How long machines wait for each other.
         read_timeout_seconds: How long the first machine may be unreachable during the run.
+        provisional: Whether the address is one of several of this machine, and the other machines
+            may have to use another one.
     """
 
     head: str
@@ -97,6 +110,7 @@ class Endpoint:
     hosts: tuple[str, ...]
     join_timeout_seconds: int
     read_timeout_seconds: int
+    provisional: bool = False
 
     def others(self) -> list[str]:
         """Return the other known machines."""
@@ -144,7 +158,8 @@ class Plan:
             lines.append(
                 f"# the same on {others}, each with its own is_host, address and interface"
             )
-        lines.append(" ".join([*variables, "torchrun", shlex.join([*self.torchrun(), *command])]))
+        words = masked(["torchrun", *self.torchrun(), *command])
+        lines.append(" ".join([*variables, shlex.join(words)]))
         return "".join(f"{line}\n" for line in lines)
 
 
@@ -169,18 +184,23 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
     if machine.binding is not None and given.numa_binding is None:
         options.append(machine.binding)
     plan = Plan(job, tuple(options), given.arguments, _threads(given, machine, variables))
+    if given.own_rendezvous == "standalone":
+        return _on_loopback(plan, given, machine.network, variables)
     if given.own_rendezvous is not None:
         return plan
     nodes = given.nnodes[1] if given.nnodes else job.nodes.value if job.nodes else None
-    if nodes is None and job.environment == "kubernetes":
+    if nodes is None and job.environment != "local":
         raise ConfigError(
-            "--nnodes", None, "Kubernetes does not provide the number of pods of the Job; set it"
+            "--nnodes",
+            None,
+            f"{job.evidence} ({job.environment}) does not give the number of machines; set it, or "
+            "train on this machine only with `--environment local`",
         )
     one = nodes in (None, 1)
     if one and not _has_port(given.rdzv_endpoint):
-        if given.nnodes is None and given.rdzv_endpoint is None:
+        if given.rdzv_endpoint is None:
             plan = _with(plan, ExplainedValue("--standalone", "one machine"))
-        return plan
+        return _on_loopback(plan, given, machine.network, variables)
     plan = _several(plan, given, machine.network, variables)
     if one and plan.endpoint is not None and not plan.endpoint.is_host:
         raise ConfigError(
@@ -191,6 +211,20 @@ def make_plan(given: UserOptions, job: Job, machine: Machine, variables: Mapping
             "remove --rdzv-endpoint",
         )
     return plan
+
+
+def _on_loopback(
+    plan: Plan, given: UserOptions, network: Network, variables: Mapping[str, str]
+) -> Plan:
+    """Let a run on one machine listen on the loopback interface only."""
+    loopback = network.interface_of(_LOOPBACK)
+    if loopback is None:
+        return plan
+    reason = "one machine: nothing listens on its other interfaces"
+    if given.local_addr is None:
+        plan = _with(plan, ExplainedValue(f"--local-addr={_LOOPBACK}", reason))
+    additions = _interface_variables(loopback, reason, variables)
+    return replace(plan, variables={**plan.variables, **additions})
 
 
 def _has_port(endpoint: str | None) -> bool:
@@ -220,7 +254,7 @@ def _several(
         else job.node_rank
     )
     conf = dict(given.rdzv_conf or {})
-    address, address_reason = address_of(head, rank, job, network)
+    address, address_reason, uncertain = address_of(head, rank, job, network)
     is_host, host_reason = _is_host(conf, address, rank, network)
     local_address, local_reason = _local_address(given, address, network)
     run_id = given.rdzv_id or (job.name.value if job.name else "none")
@@ -233,9 +267,10 @@ def _several(
         local_address=local_address,
         node_rank=None if rank is None else rank.value,
         min_nodes=_min_nodes(given, job),
-        hosts=job.hosts,
+        hosts=job.hosts or _numbered_hosts(rank, given, job),
         join_timeout_seconds=join_timeout_seconds(conf),
-        read_timeout_seconds=_seconds(conf, "read_timeout", _READ_TIMEOUT_SECONDS),
+        read_timeout_seconds=_seconds(conf, "read_timeout", REJOIN_SECONDS),
+        provisional=uncertain and is_host and _min_nodes(given, job) > 1,
     )
     if given.nnodes is None and job.nodes is not None:
         plan = _with(plan, ExplainedValue(f"--nnodes={job.nodes.value}", job.nodes.reason))
@@ -251,7 +286,11 @@ def _several(
         plan = _with(plan, ExplainedValue(f"--rdzv-id={run_id}", reason))
     if given.local_addr is None:
         plan = _with(plan, ExplainedValue(f"--local-addr={local_address}", local_reason))
-    conf = {"is_host": str(is_host).lower(), **conf}
+    conf = {
+        "is_host": str(is_host).lower(),
+        "read_timeout": str(endpoint.read_timeout_seconds),
+        **conf,
+    }
     option = "--rdzv-conf=" + ",".join(f"{key}={value}" for key, value in conf.items())
     plan = _with(plan, ExplainedValue(option, host_reason))
     if given.rdzv_conf:
@@ -277,11 +316,14 @@ def _head_and_port(given: UserOptions, job: Job) -> tuple[ExplainedValue[str], E
         raise ConfigError(
             "--rdzv-endpoint",
             None,
-            "several machines need the address of the first one: pass --rdzv-endpoint HOST[:PORT] "
-            "on each of them, or start all of them from one with --hosts HOST,HOST,...",
+            f"several machines ({job.evidence}) need the address of the first one: pass "
+            "--rdzv-endpoint HOST[:PORT] on each of them, or start all of them from one with "
+            "--hosts HOST,HOST,...",
         )
     if given.port is not None:
         return job.head, ExplainedValue(given.port, "--port")
+    if job.port is not None:
+        return job.head, job.port
     if job.name is None:
         return job.head, ExplainedValue(_DEFAULT_PORT, "torchrun's default")
     return job.head, port_of(job.name.value)
@@ -311,10 +353,30 @@ def port_of(name: str) -> ExplainedValue[int]:
     )
 
 
+def random_port() -> ExplainedValue[int]:
+    """Return a port that others cannot predict, for a launcher that tells it to all machines."""
+    return ExplainedValue(secrets.choice(_PORTS), "random, new for every launch")
+
+
+class Address(NamedTuple):
+    """The address of the first machine.
+
+    Attributes:
+        value: The address.
+        reason: Why it is this one.
+        uncertain: Whether this machine is the first one and other machines may reach it only at
+            another of its addresses.
+    """
+
+    value: str
+    reason: str
+    uncertain: bool = False
+
+
 def address_of(
     head: ExplainedValue[str], rank: ExplainedValue[int] | None, job: Job, network: Network
-) -> tuple[str, str]:
-    """Return the address at which all machines reach the first one, and the reason.
+) -> Address:
+    """Return the address at which all machines reach the first one.
 
     Raises:
         AddressError: If there is no such address.
@@ -328,15 +390,22 @@ def address_of(
             "ADDRESS:PORT"
         ) from None
     if not is_loopback(address) or _is_local_run(head.value, job, network):
-        return address, head.reason
+        return Address(address, head.reason)
     if rank is not None and rank.value != 0:
         raise AddressError(
             f"the first machine of the run cannot be found: {head.value!r} ({head.reason}) is "
             f"{address} here, a loopback address, but this machine has node rank {rank.value}. "
             "Correct /etc/hosts, or pass its address with --rdzv-endpoint ADDRESS:PORT"
         )
-    return network.default_address(), (
-        f"{head.reason}; {head.value!r} is {address} here, so the default route's address is used"
+    reason = f"{head.reason}; {head.value!r} is {address} here, so "
+    for host in job.hosts:
+        with suppress(AddressError):
+            source = network.source(network.resolve(host))
+            if not is_loopback(source):
+                return Address(source, f"{reason}this machine's source address for {host} is used")
+    own, why = network.default_address()
+    return Address(
+        own, f"{reason}{why}", uncertain=len(external_interfaces(network.interfaces)) > 1
     )
 
 
@@ -398,14 +467,9 @@ def _interface(
     interface = network.interface_of(local_address)
     if interface is None:
         return {}, ()
-    reason = f"the interface that has {local_address}"
-    # "=" makes NCCL match the full name: eth1 would match eth10 too.
-    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
-    additions = {
-        name: ExplainedValue(value, reason)
-        for name, value in names.items()
-        if not variables.get(name)
-    }
+    additions = _interface_variables(
+        interface, f"the interface that has {local_address}", variables
+    )
     notes: tuple[str, ...] = ()
     given = variables.get("GLOO_SOCKET_IFNAME")
     if given:
@@ -416,6 +480,18 @@ def _interface(
                 f"through {interface}",
             )
     return additions, notes
+
+
+def _interface_variables(
+    interface: str, reason: str, variables: Mapping[str, str]
+) -> dict[str, ExplainedValue[str]]:
+    # "=" makes NCCL match the full name: eth1 would match eth10 too.
+    names = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
+    return {
+        name: ExplainedValue(value, reason)
+        for name, value in names.items()
+        if not variables.get(name)
+    }
 
 
 def _check_interface(given: str, local_address: str, network: Network) -> None:
@@ -432,6 +508,13 @@ def _check_interface(given: str, local_address: str, network: Network) -> None:
             given,
             f"{problem}; unset it, or use one of: {network.describe_interfaces()}",
         )
+
+
+def _numbered_hosts(
+    rank: ExplainedValue[int] | None, given: UserOptions, job: Job
+) -> tuple[str, ...]:
+    """Return the machines by node rank, for messages, if they have one and nothing names them."""
+    return () if rank is None else tuple(f"node rank {n}" for n in range(_min_nodes(given, job)))
 
 
 def _min_nodes(given: UserOptions, job: Job) -> int:

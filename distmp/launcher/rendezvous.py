@@ -8,35 +8,35 @@ that never joined is one message with names in it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import platform
 import re
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from distmp.distributed.beats import INTERVAL_SECONDS, ROSTER, Beats
+from distmp.distributed.limits import PROBE_SECONDS, SAY_AFTER_SECONDS
+from distmp.distributed.reachability import connection_error, responds
 from distmp.errors import DistmpError
-from distmp.launcher.network import join_port
+from distmp.launcher.network import LARGE_MESSAGE, MTU_ADVICE, join_port
 from distmp.launcher.plan import Endpoint
+from distmp.launcher.rendezvous_guard import open_store
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-# Connect timeout of a probe; a refused connection is also a response.
-_PROBE_SECONDS = 3.0
 _HANDSHAKE_SECONDS = 30.0
-_LOG_AFTER_SECONDS = 10.0
 _RETRY_SECONDS = 0.5
-# A port on which hosts do not listen, to probe a host without a known open port.
-_CLOSED_PORT = 9
-_HEARTBEAT_SECONDS = 5.0
-_ROSTER = "distmp/roster"
+# How long threads may take to end, with a probe of a machine that does not respond.
+_END_SECONDS = PROBE_SECONDS + 2.0
 _RUN = "distmp/run"
+_LEFT = "distmp/left"
 
 
 class LaunchError(DistmpError, RuntimeError):
@@ -66,9 +66,17 @@ class Rendezvous:
     def __init__(self, endpoint: Endpoint, store: TCPStore) -> None:
         self.endpoint = endpoint
         self.store = store
+        self._number = store.add(ROSTER, 1)
+        self._key = f"{ROSTER}/{self._number}"
+        self._beats = Beats(store, self._number)
+        self.move_to(endpoint)
+
+    def move_to(self, endpoint: Endpoint) -> None:
+        """Publish this machine's address, at the start or because it has another one now."""
+        self.endpoint = endpoint
         self.this = Member(platform.node(), endpoint.local_address, endpoint.node_rank)
         entry = json.dumps([self.this.name, self.this.address, self.this.node_rank])
-        store.set(f"{_ROSTER}/{store.add(_ROSTER, 1)}", entry)
+        self.store.set(self._key, entry)
 
     @classmethod
     def open(cls, endpoint: Endpoint, log: Callable[[str], None]) -> Rendezvous:
@@ -83,58 +91,151 @@ class Rendezvous:
         """
         return cls(endpoint, _host(endpoint) if endpoint.is_host else _reach(endpoint, log))
 
+    def leave(self) -> None:
+        """Close the store after the other machines have finished with it, at the end of a run.
+
+        torch warns with stack frames on a machine that uses a store that has gone.
+        """
+        deadline = time.monotonic() + _END_SECONDS
+        with contextlib.suppress(RuntimeError):
+            if not self.endpoint.is_host:
+                self.store.set(f"{_LEFT}/{self._number}", "")
+            while self.endpoint.is_host and not self._others_have_left():
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_RETRY_SECONDS / 10)
+
+    def _others_have_left(self) -> bool:
+        # A machine that was started again has joined more than once.
+        last = {member: number for number, member in enumerate(self._launchers(), 1)}
+        keys = [f"{_LEFT}/{number}" for number in last.values() if number != self._number]
+        return not keys or self.store.check(keys)
+
+    def another(self) -> Member:
+        """Wait for the first of the other machines and return it.
+
+        Raises:
+            LaunchError: If none joins in time.
+        """
+        deadline = time.monotonic() + self.endpoint.join_timeout_seconds
+        while time.monotonic() < deadline:
+            for member in self.members():
+                if member != self.this:
+                    return member
+            time.sleep(_RETRY_SECONDS)
+        raise LaunchError(self.timeout_message())
+
     def members(self) -> list[Member]:
         """Return the machines that have joined so far.
 
         Raises:
             RuntimeError: If the store does not respond.
         """
-        count = self.store.add(_ROSTER, 0)
-        entries = [self.store.get(f"{_ROSTER}/{number}") for number in range(1, count + 1)]
-        return list(dict.fromkeys(Member(*json.loads(entry)) for entry in entries))
+        return list(dict.fromkeys(self._launchers()))
+
+    def _launchers(self) -> list[Member]:
+        """Return the machine of each launcher; one that was started again is there twice."""
+        count = self.store.add(ROSTER, 0)
+        entries = [self.store.get(f"{ROSTER}/{number}") for number in range(1, count + 1)]
+        return [Member(*json.loads(entry)) for entry in entries]
 
     @contextlib.contextmanager
-    def watched(self, lost: Callable[[str], None]) -> Iterator[None]:
+    def watched(
+        self,
+        lost: Callable[[str], None],
+        has_ranks: Callable[[], bool],
+        log: Callable[[str], None],
+    ) -> Iterator[None]:
         """Detect when the first machine falls silent; torchrun would wait for it without a limit.
 
         Args:
             lost: Called with a message on a separate thread. It must end the process, because the
                 main thread is blocked in torch and does not handle signals.
+            has_ranks: Returns whether this machine runs ranks. While it does not, it waits for
+                other machines.
+            log: Called with a message about whom it waits for.
         """
-        if self.endpoint.is_host:
-            yield
-            return
         done = threading.Event()
         last_response = [time.monotonic()]
 
         def beat() -> None:
-            while not done.wait(_HEARTBEAT_SECONDS):
+            since, has_said = time.monotonic(), True  # `waiting_logged` reports the first start
+            while not done.wait(INTERVAL_SECONDS):
                 # Blocks while the host is silent; raises if the host closed the connection, which
                 # torchrun detects itself.
                 with contextlib.suppress(RuntimeError):
-                    self.store.add(_ROSTER, 0)
+                    launchers = self.store.add(ROSTER, 0)
                     last_response[0] = time.monotonic()
+                    self._beats.beat()
+                    alive = self._beats.alive(launchers)
+                    if has_ranks():
+                        since, has_said = time.monotonic(), False
+                    elif not has_said and time.monotonic() - since > SAY_AFTER_SECONDS:
+                        log(self._waiting_message(alive))
+                        has_said = True
 
         def watch() -> None:
-            while not done.wait(_HEARTBEAT_SECONDS / 5):
+            while not done.wait(INTERVAL_SECONDS / 5):
                 silence = time.monotonic() - last_response[0]
-                if silence > self.endpoint.read_timeout_seconds and not _responds(
+                if silence > self.endpoint.read_timeout_seconds and not responds(
                     self.endpoint.address, self.endpoint.port
                 ):
                     lost(f"{_head(self.endpoint)} has been silent for {silence:.0f} s")
                     return
 
-        for target in (beat, watch):
-            threading.Thread(target=target, daemon=True).start()
-        try:
+        with _threads([beat] if self.endpoint.is_host else [beat, watch], done):
             yield
-        finally:
-            done.set()
+
+    @contextlib.contextmanager
+    def waiting_logged(self, log: Callable[[str], None]) -> Iterator[None]:
+        """Log which machines the first one waits for, until enough have joined."""
+        done = threading.Event()
+
+        def watch() -> None:
+            reported = ""
+            while not done.wait(SAY_AFTER_SECONDS):
+                try:
+                    members = self.members()
+                except RuntimeError:
+                    return
+                if len(members) >= self.endpoint.min_nodes:
+                    return
+                if (waiting := self._waiting_for(members)) != reported:
+                    log(f"waiting for {waiting}, up to {self.endpoint.join_timeout_seconds} s")
+                    reported = waiting
+
+        with _threads([watch] if self.endpoint.is_host else [], done):
+            yield
+
+    def _waiting_for(self, members: Sequence[Member]) -> str:
+        names = ", ".join(self._missing(members))
+        count = self.endpoint.min_nodes - len(members)
+        joined = ", ".join(map(str, members))
+        return f"{names or f'{count} more host' + 's' * (count > 1)} (joined: {joined})"
+
+    def _missing(self, members: Sequence[Member]) -> list[str]:
+        """Return the names of the machines that have not joined, if the job lists its machines."""
+        ranks = {member.node_rank for member in members}
+        return [host for rank, host in enumerate(self.endpoint.hosts) if rank not in ranks]
+
+    def _waiting_message(self, alive: Collection[int]) -> str:
+        """Return a message about the machines that a restart waits for.
+
+        Args:
+            alive: Numbers of the launchers that run.
+        """
+        launchers = self._launchers()
+        present = {launchers[number - 1] for number in alive}
+        gone = [str(member) for member in dict.fromkeys(launchers) if member not in present]
+        most = f"up to {self.endpoint.join_timeout_seconds} s"
+        if not gone:
+            return f"waiting for the ranks of {', '.join(map(str, present))} to start again, {most}"
+        return f"waiting for {', '.join(gone)} to join again, {most}"
 
     def unresponsive(self) -> list[str]:
         """Return the names of the machines that do not respond any more, for messages."""
         endpoint = self.endpoint
-        if not endpoint.is_host and not _responds(endpoint.address, endpoint.port):
+        if not endpoint.is_host and not responds(endpoint.address, endpoint.port):
             return [_head(endpoint)]
         try:
             others = [member for member in self.members() if member != self.this]
@@ -142,7 +243,7 @@ class Rendezvous:
             # The first machine is up, but its part of the run has ended.
             return []
         with ThreadPoolExecutor(max(1, min(64, len(others)))) as pool:
-            up = list(pool.map(lambda member: _responds(member.address, _CLOSED_PORT), others))
+            up = list(pool.map(lambda member: responds(member.address), others))
         return [str(member) for member, is_up in zip(others, up, strict=True) if not is_up]
 
     def timeout_message(self) -> str:
@@ -161,8 +262,7 @@ class Rendezvous:
                 f"the hosts of the run did not join again within {seconds} s, although they "
                 f"respond: {joined}; see the logs of their ranks"
             )
-        ranks = {member.node_rank for member in members}
-        missing = [host for rank, host in enumerate(endpoint.hosts) if rank not in ranks]
+        missing = self._missing(members)
         return (
             f"only {len(members)} of {endpoint.min_nodes} hosts joined {endpoint} within "
             f"{seconds} s: {joined}"
@@ -172,31 +272,53 @@ class Rendezvous:
         )
 
 
+@contextlib.contextmanager
+def _threads(targets: Sequence[Callable[[], None]], done: threading.Event) -> Iterator[None]:
+    """Run functions in threads; at the end, set the event and wait for them.
+
+    A thread that uses the store while the interpreter ends aborts the process. One that waits for a
+    silent machine is left behind after a few seconds.
+    """
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(_END_SECONDS)
+
+
 def _head(endpoint: Endpoint) -> str:
     named = "" if endpoint.head == endpoint.address else f"{endpoint.head}, "
     return f"the first machine ({named}{endpoint.address})"
 
 
 def _host(endpoint: Endpoint) -> TCPStore:
-    from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
-
     try:
         # torchrun opens the same port in this process and gets this store.
-        store = TCPStore(
-            endpoint.address,
-            endpoint.port,
-            is_master=True,
-            multi_tenant=True,
-            wait_for_workers=False,
-        )
-    except DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise LaunchError(f"port {endpoint.port} cannot be opened here: {error}") from None
+        store = _open_store(endpoint)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise LaunchError(f"{endpoint} cannot be opened here: {error.strerror}") from None
         raise _port_in_use(
             endpoint.port, "--port PORT, or --rdzv-endpoint HOST:PORT if you passed that"
         ) from None
     store.set(_RUN, endpoint.run_id)
     return store
+
+
+def _open_store(endpoint: Endpoint) -> TCPStore:
+    if endpoint.provisional:  # the other machines may reach any of this machine's addresses
+        return open_store("::" if ":" in endpoint.address else "0.0.0.0", endpoint.port)
+    try:
+        return open_store(endpoint.address, endpoint.port)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+        # With network address translation, this machine does not have the address.
+        return open_store(endpoint.local_address, endpoint.port)
 
 
 def _port_in_use(port: int, options: str) -> LaunchError:
@@ -255,31 +377,17 @@ def _reach(endpoint: Endpoint, log: Callable[[str], None]) -> TCPStore:
 def _wait_until_open(endpoint: Endpoint, log: Callable[[str], None]) -> None:
     started = time.monotonic()
     logged = False
-    while (problem := _connection_error(endpoint.address, endpoint.port)) is not None:
+    while (problem := connection_error(endpoint.address, endpoint.port)) is not None:
         waited = time.monotonic() - started
         if waited > endpoint.join_timeout_seconds:
             raise LaunchError(_unreachable(endpoint, problem))
-        if not logged and waited > _LOG_AFTER_SECONDS:
+        if not logged and waited > SAY_AFTER_SECONDS:
             log(
                 f"waiting for {_head(endpoint)} to open port {endpoint.port}, up to "
                 f"{endpoint.join_timeout_seconds} s ({problem.strerror or problem})"
             )
             logged = True
         time.sleep(_RETRY_SECONDS)
-
-
-def _connection_error(address: str, port: int) -> OSError | None:
-    """Return the error of a connection attempt, or None if it succeeds."""
-    try:
-        socket.create_connection((address, port), timeout=_PROBE_SECONDS).close()
-    except OSError as error:
-        return error
-    return None
-
-
-def _responds(address: str, port: int) -> bool:
-    problem = _connection_error(address, port)
-    return problem is None or isinstance(problem, (ConnectionRefusedError, ConnectionResetError))
 
 
 def _unreachable(endpoint: Endpoint, problem: OSError) -> str:
@@ -305,6 +413,7 @@ def _connect(endpoint: Endpoint) -> TCPStore:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     result: list[TCPStore | Exception] = []
+    small_messages_arrive = threading.Event()
 
     def connect() -> None:
         try:
@@ -316,13 +425,22 @@ def _connect(endpoint: Endpoint) -> TCPStore:
             )
             # The first machine may not have set it yet.
             store.wait([_RUN])
+            small_messages_arrive.set()
+            key = f"distmp/large/{endpoint.local_address}"
+            store.set(key, LARGE_MESSAGE)
+            store.get(key)
+            store.delete_key(key)
             result.append(store)
         except (RuntimeError, ValueError) as error:
             result.append(error)
 
     thread = threading.Thread(target=connect, daemon=True)
     thread.start()
-    thread.join(2 * _HANDSHAKE_SECONDS)
+    thread.join(_HANDSHAKE_SECONDS)
+    if not small_messages_arrive.is_set():
+        thread.join(_HANDSHAKE_SECONDS)
+    if not result and small_messages_arrive.is_set():
+        raise LaunchError(f"cannot send data to {_head(endpoint)}: {MTU_ADVICE}")
     if not result or isinstance(result[0], Exception):
         raise LaunchError(
             f"what responds at {endpoint} is not the rendezvous of a run: another program uses "

@@ -39,7 +39,8 @@ def read(arguments: list[str]) -> UserOptions:
     # None.
     options = parse([*arguments, "-m", "module"], arguments, Namespace(**dict.fromkeys(_READ)))
     for name in _READ:
-        if getattr(options, name) is None:
+        # A pod of Kubeflow Trainer has PET_MASTER_ADDR; `job` reads it as the first machine.
+        if getattr(options, name) is None and not name.startswith("master_"):
             setattr(options, name, os.environ.get(f"PET_{name.upper()}"))
     try:
         ranks = options.nproc_per_node and determine_local_world_size(options.nproc_per_node)
@@ -97,6 +98,24 @@ def parse(
     if not options.module:
         raise _not_torchruns(torchrun_arguments, f"{options.training_script!r} is not an option")
     return options
+
+
+def check(options: Namespace, torchrun_arguments: list[str]) -> None:
+    """Refuse values that torchrun would refuse with a traceback.
+
+    Args:
+        options: Parsed options.
+        torchrun_arguments: The options to show in an error message.
+
+    Raises:
+        ConfigError: If torchrun would not accept a value.
+    """
+    from torch.distributed.run import config_from_args
+
+    try:
+        config_from_args(Namespace(**vars(options)))
+    except (AssertionError, ValueError) as error:
+        raise _not_torchruns(torchrun_arguments, str(error)) from None
 
 
 def binding(ranks: int) -> ExplainedValue[str] | None:

@@ -34,6 +34,9 @@ def generate(
 
     Returns:
         Prompt and continuation, int64 [length + count], on the device of the prompt.
+
+    Raises:
+        ValueError: If the output of the model is NaN.
     """
     tokens = prompt
     was_training = model.training
@@ -50,7 +53,9 @@ def generate(
 
 def _choose(logits: Tensor, temperature: float, generator: torch.Generator | None) -> Tensor:
     """Return one token id, int64 [1], for FP32 logits [vocabulary]."""
-    if temperature == 0.0:
-        return logits.argmax(keepdim=True)
+    if logits.isnan().any():
+        raise ValueError("the output of the model is NaN")
     probabilities = torch.softmax(logits / temperature, dim=-1)
+    if temperature == 0.0 or probabilities.isnan().any():  # too small to divide by
+        return logits.argmax(keepdim=True)
     return torch.multinomial(probabilities, 1, generator=generator)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models import huggingface
+from distmp.utils.files import check_name
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
 
 
@@ -29,6 +30,8 @@ SIZES = {
 """Named sizes. The names of the first two count parameters with a vocabulary of bytes; the others
 are the usual sizes of that name, which include the embeddings of about 50,000 tokens."""
 
+# No machine can hold a model with more.
+_MOST_LAYERS, _MOST = 10_000, 2**31
 _OVERRIDES = ("layers", "dimension", "heads", "hidden")
 _TRANSFORMER_OPTIONS = ("tied_head", "rotary_base")
 
@@ -87,6 +90,8 @@ class ModelConfig:
         Raises:
             ConfigError: If a value is invalid; it names the setting, the value and what to do.
         """
+        check_name("model.weights", self.weights)
+        check_name("model.name", self.name)
         if self.is_hugging_face:
             huggingface.locate(self.name)
         elif not self.is_import_path and self.name != "transformer":
@@ -132,8 +137,9 @@ class ModelConfig:
                 value,
                 f"{self.name} does not use this setting; pass it in model.options",
             )
-        if value < 1:
-            raise ConfigError(f"model.{name}", value, "must be at least 1")
+        most = _MOST_LAYERS if name == "layers" else _MOST
+        if not 1 <= value <= most:
+            raise ConfigError(f"model.{name}", value, f"must be from 1 to {most:,}")
 
     def _check_transformer(self) -> None:
         _, dimension, heads, _ = self.dimensions

@@ -10,6 +10,7 @@ from collections import deque
 from types import TracebackType
 from typing import Any, TextIO, cast
 
+from distmp.masking import masked_text
 from distmp.telemetry.line import progress_line
 from distmp.telemetry.rank_log import RankLog
 from distmp.telemetry.records import StepRecord
@@ -60,7 +61,7 @@ class Console:
         """Print one line, above the live line if there is one."""
         if self._quiet:
             return
-        text = _encodable(text, self._stream)
+        text = _encodable(masked_text(text), self._stream)
         if self._live is not None:
             self._live.print_above(text)
         else:

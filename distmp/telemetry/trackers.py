@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distmp.errors import ConfigError, nearest
+from distmp.masking import masked, masked_text
 from distmp.telemetry.records import StepRecord
 from distmp.utils.imports import load_object
 from distmp.utils.settings.flat import flat
@@ -97,7 +98,7 @@ def start(
             tracker = tracker_class(project, *folder, **arguments)
             tracker.start()
             tracker.store_init_configuration(
-                {setting: _plain(value) for setting, value in flat(hyperparameters).items()}
+                {setting: _plain(value) for setting, value in flat(masked(hyperparameters)).items()}
             )
         except Exception as error:  # trackers raise any error: no account, no network
             raise ConfigError(
@@ -148,4 +149,4 @@ def _plain(value: Any) -> Any:
 
 
 def _error_text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+    return masked_text(f"{type(error).__name__}: {error}")

@@ -19,10 +19,12 @@ from distmp.training import manifest
 from distmp.training.accelerate_launch import overridden_options
 from distmp.training.callbacks import Callback
 from distmp.training.callbacks.loading import load_callbacks
+from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.restarts import Restarts
 from distmp.training.resume_compat import Changes
-from distmp.training.run_directory import RunDirectory, create_run, latest_run, try_to_write
+from distmp.training.run_directory import RunDirectory, try_to_write
 from distmp.training.run_fingerprint import changes_since, run_fingerprint
+from distmp.training.run_lease import RunLease, this_job
 from distmp.training.setup import (
     Progress,
     RunComponents,
@@ -31,6 +33,7 @@ from distmp.training.setup import (
     prepare,
     restore,
     start_from_weights,
+    stored_progress,
 )
 from distmp.utils import settings
 
@@ -51,6 +54,7 @@ class Run:
         restarts: Earlier attempts of this job.
         checkpoint: The checkpoint that was loaded; None for a new run.
         progress: Steps and samples up to now.
+        lease: On rank 0, the right to write to the folder; None on the others.
     """
 
     config: RunConfig
@@ -64,6 +68,7 @@ class Run:
     restarts: Restarts
     checkpoint: store.StoredCheckpoint | None
     progress: Progress
+    lease: RunLease | None
 
 
 def build_run(config: RunConfig, world: World, console: Console, restarts: Restarts) -> Run:
@@ -72,11 +77,29 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
     Raises:
         SetupError: On every rank, if some rank cannot run this configuration.
     """
+    choice = None
+    if world.rank == 0:
+        choice = DirectoryChoice(config, this_job(restarts.job()), console.message)
+    try:
+        return _build_run(config, world, console, restarts, choice)
+    except BaseException:
+        if choice is not None:
+            choice.release()
+        raise
+
+
+def _build_run(
+    config: RunConfig,
+    world: World,
+    console: Console,
+    restarts: Restarts,
+    choice: DirectoryChoice | None,
+) -> Run:
     callbacks = world.ranks.all_or_none(lambda: load_callbacks(config.callbacks))
     components = world.ranks.all_or_none(lambda: prepare(config, world))
-    checkpoint = world.ranks.all_or_none(
-        lambda: restarts.checkpoint(lambda: find_checkpoint(config))
-    )
+    checkpoint = _find_checkpoint(config, world, restarts, choice)
+    if checkpoint is not None:
+        stored_progress(checkpoint)  # the same on all ranks
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
     parameters = sum(parameter.numel() for parameter in components.model.parameters())
     engine = world.ranks.all_or_none(
@@ -87,7 +110,7 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
     fingerprint = run_fingerprint(config, components.datasets, world, engine.policy)
     fingerprint["model"] = architecture(components.model, config.model)
     changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
-    directory = _choose_directory(config, world, restarts, checkpoint)
+    directory = _choose_directory(config, world, restarts, checkpoint, choice)
     for line in _summary(config, world, components, engine, parameters):
         console.message(line)
     _record_start(config, world, console, directory, checkpoint)
@@ -108,7 +131,28 @@ def build_run(config: RunConfig, world: World, console: Console, restarts: Resta
         restarts,
         checkpoint,
         progress,
+        None if choice is None else choice.lease,
     )
+
+
+def _find_checkpoint(
+    config: RunConfig, world: World, restarts: Restarts, choice: DirectoryChoice | None
+) -> store.StoredCheckpoint | None:
+    """Claim the directory to continue, and return the checkpoint to continue from."""
+
+    def claim() -> str | None:
+        assert choice is not None
+        directory = choice.continued(restarts.directory)
+        return None if directory is None else str(directory.path)
+
+    def configured() -> store.StoredCheckpoint | None:
+        if config.resume == "auto" and path is None:
+            return None
+        directory = None if path is None else RunDirectory(Path(path), config.checkpoint.path)
+        return find_checkpoint(config, directory)
+
+    path = world.ranks.from_rank_0(claim)
+    return world.ranks.all_or_none(lambda: restarts.checkpoint(configured))
 
 
 def _engine(config: RunConfig, components: RunComponents, world: World, *, load: bool) -> Engine:
@@ -136,24 +180,21 @@ def _compare(
 
 
 def _choose_directory(
-    config: RunConfig, world: World, restarts: Restarts, checkpoint: store.StoredCheckpoint | None
+    config: RunConfig,
+    world: World,
+    restarts: Restarts,
+    checkpoint: store.StoredCheckpoint | None,
+    choice: DirectoryChoice | None,
 ) -> RunDirectory:
     """Return the folder of the run that wrote the checkpoint, or create one, on rank 0."""
-    checkpoint_path = config.checkpoint.path
 
     def choose() -> str:
-        directory = restarts.directory or continued_or_new()
+        assert choice is not None
+        directory = restarts.directory or choice.final(checkpoint)
         restarts.begin(directory, checkpoint)
         return str(directory.path)
 
-    def continued_or_new() -> RunDirectory:
-        newest = latest_run(config.run_dir, checkpoint_path)
-        if checkpoint is not None and newest is not None and newest.owns(checkpoint.path):
-            newest.path.mkdir(parents=True, exist_ok=True)
-            return newest
-        return create_run(config.run_dir, checkpoint_path)
-
-    return RunDirectory(Path(world.ranks.from_rank_0(choose)), checkpoint_path)
+    return RunDirectory(Path(world.ranks.from_rank_0(choose)), config.checkpoint.path)
 
 
 def _summary(
@@ -167,12 +208,19 @@ def _summary(
         f"precision {engine.policy.name} ({engine.policy_reason})"
     )
     yield (
-        f"ranks: {world.world_size} on {world.device.type}, strategy "
+        f"ranks: {world.world_size} on {world.device.type}{_backend(world)}, strategy "
         f"{engine.strategy}{f' ({engine.strategy_reason})' if engine.strategy_reason else ''}; "
         f"batch {batch.global_batch_size} = {world.world_size} ranks x "
         f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
     )
     yield from overridden_options(os.environ, engine.policy, engine.strategy)
+
+
+def _backend(world: World) -> str:
+    if world.backend is None:
+        return ""
+    shared = world.device.type == "cuda" and world.backend == "gloo"
+    return f" ({world.backend}{', because ranks share a GPU' if shared else ''})"
 
 
 def _record_start(

@@ -10,12 +10,15 @@ import contextlib
 import signal
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from distmp.distributed import rendezvous_store
+from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.lost_peers import is_lost_connection
+from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import StopSignals
@@ -29,7 +32,6 @@ from distmp.training.out_of_memory import advice
 GRACE_SECONDS = 15.0
 # Time that a rank that lost its connection to another rank waits for the message of that rank.
 MESSAGE_SECONDS = 2.0
-STORE_SECONDS = 20.0
 
 _watchdog: Watchdog | None = None
 
@@ -45,14 +47,26 @@ def watch(world: World, seconds: float, first_seconds: float) -> None:
     global _watchdog
     stop_watching()
     store: rendezvous_store.Store = rendezvous_store.HashStore()
+    address = None
     if world.group is not None:
-        store = rendezvous_store.for_current_attempt(world.world_size, STORE_SECONDS)
+        store = rendezvous_store.for_current_attempt(REJOIN_SECONDS)
+        address = rendezvous_store.address()
     peers = Peers(rendezvous_store.PrefixStore("peers", store), world.rank, world.world_size)
     never = float("inf")
     _watchdog = Watchdog(
-        peers, current_phase, seconds or never, first_seconds if seconds else never
+        peers,
+        current_phase,
+        seconds or never,
+        first_seconds if seconds else never,
+        store_address=address,
     )
     _watchdog.start()
+
+
+def before_exit(action: Callable[[], object]) -> None:
+    """Call `action` before the watchdog ends this rank; the action must not raise."""
+    if _watchdog is not None:
+        _watchdog.before_exit = action
 
 
 def stop_watching() -> None:
@@ -140,10 +154,14 @@ def _lost(environment: RankEnvironment) -> int:
 
 
 def wait_to_be_ended() -> bool:
-    """Wait for the launcher, which saw another rank fail, to end this one; return True if so."""
+    """Wait for the launcher, which saw another rank fail, to end this one.
+
+    Returns:
+        True if it does, or has ended itself; False if it does nothing for `GRACE_SECONDS`.
+    """
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline:
-        if StopSignals.last == signal.SIGTERM:
+        if StopSignals.last == signal.SIGTERM or is_orphan():
             return True
         time.sleep(0.05)
     return False

@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -19,16 +18,15 @@ from typing import Any
 from distmp.distributed import rendezvous_store
 from distmp.distributed.world import World
 from distmp.errors import DistmpError
+from distmp.masking import masked
 from distmp.training.run_directory import try_to_write
 from distmp.utils.environment_info import relevant, versions
-from distmp.utils.files import replacing
+from distmp.utils.files import PRIVATE, replacing
 from distmp.utils.settings.flat import digest
 
 logger = logging.getLogger("distmp")
 
 _GIT_SECONDS = 5.0
-HIDDEN = "***"
-_SECRETS = ("token", "key", "secret", "password", "credential", "credentials")
 
 
 class ManifestError(DistmpError, ValueError):
@@ -61,10 +59,10 @@ def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entry of this start, without the ranks."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "restart": rendezvous_store.restarts(),
-        "command": [without_secrets(word) for word in sys.orig_argv],
+        "restart": rendezvous_store.attempt(),
+        "command": masked(sys.orig_argv),
         "working_directory": os.getcwd(),
-        "configuration_hash": digest(configuration),
+        "configuration_hash": digest(masked(configuration)),
         "configuration": masked(configuration),
         "versions": versions(),
         "code": {
@@ -73,25 +71,6 @@ def describe_start(configuration: Mapping[str, Any]) -> dict[str, Any]:
         },
         "environment": relevant(os.environ),
     }
-
-
-def masked(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with the values replaced whose names end like those of secrets."""
-    return {
-        name: masked(value)
-        if isinstance(value, Mapping)
-        else HIDDEN
-        if isinstance(value, str) and name.lower().endswith(_SECRETS)
-        else value
-        for name, value in values.items()
-    }
-
-
-def without_secrets(word: str) -> str:
-    """Return an argument of a command line; a mapping that contains a secret is hidden."""
-    keys = re.findall(r"[\w-]+(?=[\"']?\s*:)", word)
-    secret = "{" in word and any(key.lower().endswith(_SECRETS) for key in keys)
-    return word.partition("{")[0] + HIDDEN if secret else word
 
 
 def device_name(world: World) -> str:
@@ -137,7 +116,7 @@ def append(path: Path, start: Mapping[str, Any]) -> None:
     """
     starts = [*read(path), start] if path.exists() else [start]
     text = json.dumps({"starts": starts}, indent=2, default=str)
-    with replacing(path) as file:
+    with replacing(path, mode=PRIVATE) as file:
         file.write(text.encode() + b"\n")
 
 

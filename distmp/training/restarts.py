@@ -6,14 +6,22 @@ and outlives its ranks. Jobs that a scheduler starts one after the other use the
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable
+import os
+import signal
+import uuid
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from distmp.checkpoint import store as checkpoints
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.distributed import rendezvous_store
+from distmp.distributed.beats import ROSTER, running_launchers
+from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.errors import TrainingError
 from distmp.faults.peers import Peers
 from distmp.telemetry import RecordError, read_records
@@ -22,7 +30,7 @@ from distmp.training.run_directory import RunDirectory
 
 # A run is not restarted after this many consecutive starts that completed no further step.
 RESTARTS_WITHOUT_GAIN = 3
-STORE_SECONDS = 60.0
+MORE_MACHINES = "more machines have joined"
 
 
 class Restarts:
@@ -31,7 +39,7 @@ class Restarts:
     Args:
         store: Shared by the attempts; None if there is no such store.
         count: Restarts up to now.
-        max_restarts: Maximum number of restarts.
+        max_restarts: Restarts after a failure that each machine is allowed.
         world_size: Number of ranks.
         checkpoint_path: Setting `checkpoint.path`.
 
@@ -58,9 +66,10 @@ class Restarts:
     @classmethod
     def of_this_job(cls, world_size: int, checkpoint_path: str | None = None) -> Restarts:
         """Return the attempts of the job that this process belongs to."""
-        kept = rendezvous_store.is_hosted_by_agent() and rendezvous_store.max_restarts() > 0
-        store = rendezvous_store.connect(STORE_SECONDS) if kept else None
-        count, max_restarts = rendezvous_store.restarts(), rendezvous_store.max_restarts()
+        count, max_restarts = rendezvous_store.attempt(), rendezvous_store.max_restarts()
+        # Even without restarts after a failure, a machine that joins or leaves restarts all ranks.
+        kept = rendezvous_store.is_hosted_by_agent()
+        store = rendezvous_store.connect(REJOIN_SECONDS) if kept else None
         return cls(store, count, max_restarts, world_size, checkpoint_path)
 
     def checkpoint(
@@ -101,7 +110,11 @@ class Restarts:
             self.give_up(error.exit_code)
             raise
         best = self._stored_value("reached")
-        futile = 0 if best is None or reached > best else self._stored_value("futile") + 1
+        # A machine that joins or leaves is no failure of the run.
+        joined_or_left = self._stored_value("ranks") not in (None, self._world_size)
+        gained = best is None or reached > best or joined_or_left
+        futile = 0 if gained else self._stored_value("futile") + 1
+        self._store_value("ranks", self._world_size)
         self._store_value("reached", reached if best is None else max(reached, best))
         self._store_value("futile", futile)
         if futile >= RESTARTS_WITHOUT_GAIN:
@@ -125,6 +138,14 @@ class Restarts:
             remedy = "Give a job more time than startup, one step and one save take"
             raise _no_gain(starts, step, cause, remedy, directory)
 
+    def job(self) -> str:
+        """Return the identity of this job, the same in all its attempts. Rank 0 calls it."""
+        job = self._stored_value("job")
+        if job is None:
+            job = uuid.uuid4().hex
+            self._store_value("job", job)
+        return str(job)
+
     def note_saved(self) -> None:
         """Store that this job has saved a checkpoint."""
         self._store_value("saved", True)
@@ -132,6 +153,24 @@ class Restarts:
     def give_up(self, exit_code: int) -> None:
         """Make all later attempts exit immediately, with an exit code."""
         self._store_value("given up", exit_code)
+
+    def follows(self, received: Collection[int | None]) -> bool:
+        """Return whether torchrun stopped the ranks to start them again with more machines.
+
+        It sends SIGTERM, as somebody does who stops the run. So this looks for launchers that wait.
+
+        Args:
+            received: The signal that each rank has received, if any.
+        """
+        machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+        if self._store is None or not set(received) <= {None, signal.SIGTERM}:
+            return False
+        if self._store.add(ROSTER, 0) <= machines:
+            return False
+        if running_launchers(self._store) <= machines:
+            return False
+        self._store_value(f"cause {self.count}", MORE_MACHINES)
+        return True
 
     def given_up(self) -> int | None:
         """Return the exit code if this attempt must exit immediately; None if it may run."""
@@ -142,12 +181,15 @@ class Restarts:
         if self.count == 0:
             return None
         where = f"continuing from step {step}" if step else "there was no checkpoint yet"
-        return f"restart {self.count} of {self.max_restarts}: {self.cause()}; {where}"
+        most = f" of {self.max_restarts}" if self.count <= self.max_restarts else ""
+        return f"restart {self.count}{most}: {self.cause()}; {where}"
 
     def cause(self) -> str:
         """Return why the last attempt ended."""
+        if (noted := self._stored_value(f"cause {self.count - 1}")) is not None:
+            return str(noted)
         if self._store is not None:
-            before = rendezvous_store.for_attempt(self._store, self.count - 1, self._world_size)
+            before = rendezvous_store.for_attempt(self._store, self.count - 1)
             ending = Peers(
                 rendezvous_store.PrefixStore("peers", before), 0, self._world_size
             ).ending()
@@ -157,7 +199,9 @@ class Restarts:
 
     def _store_value(self, key: str, value: Any) -> None:
         if self._values is not None:
-            self._values.set(key, json.dumps(value))
+            # Without the agent that hosts the store, there is no later attempt that would read it.
+            with contextlib.suppress(dist.DistError):
+                self._values.set(key, json.dumps(value))
 
     def _stored_value(self, key: str) -> Any:
         if self._values is None or not self._values.check([key]):

@@ -98,7 +98,7 @@ def check_limit(step: int, problem: str, rollbacks: int, config: DivergenceConfi
 def checkpoint_before(directory: store.Location, step: int) -> store.StoredCheckpoint:
     """Return the checkpoint to go back to from `step`. Collective over all ranks.
 
-    This is the latest undamaged one of an earlier step. If the run went back to that one before and
+    This is the latest healthy one of an earlier step. If the run went back to that one before and
     has not reached another checkpoint since, it is the one before it, where there is one.
 
     Args:
@@ -110,7 +110,9 @@ def checkpoint_before(directory: store.Location, step: int) -> store.StoredCheck
     """
     latest = store.usable(directory, before=step).checkpoint
     if latest is None:
-        raise TrainingError(f"{directory} has no checkpoint before step {step} to roll back to")
+        raise TrainingError(
+            f"{directory} has no healthy checkpoint before step {step} to roll back to"
+        )
     numbers = latest.numbers
     if numbers.get("rolled_back_to") != numbers["step"]:
         return latest

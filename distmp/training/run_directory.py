@@ -34,32 +34,49 @@ class RunDirectory:
         """Return the file to which a rank's output is copied."""
         return self.path / "logs" / f"rank-{rank}.log"
 
+    def folders(self) -> list[Location]:
+        """Return the folders that the run writes to: its own, and that of its checkpoints."""
+        inside = self.checkpoints == self.path / "checkpoints"
+        return [self.path] if inside else [self.path, self.checkpoints]
+
     def owns(self, checkpoint: Location) -> bool:
         """Return whether a checkpoint was written by this run."""
         return checkpoint.resolve().parent == self.checkpoints.resolve()
 
 
 def latest_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory | None:
-    """Return the newest folder created for `run_dir`: `run_dir` itself, or the highest `run_dir-N`.
+    """Return the newest folder created for `run_dir`, see `existing_runs`."""
+    runs = existing_runs(run_dir, checkpoint_path)
+    return runs[-1] if runs else None
+
+
+def existing_runs(run_dir: str, checkpoint_path: str | None = None) -> list[RunDirectory]:
+    """Return the folders created for `run_dir`: `run_dir` itself, then each `run_dir-N`.
 
     Args:
         run_dir: Setting `run_dir`.
         checkpoint_path: Setting `checkpoint.path`. A run with a folder there counts too: it may
             have been started on another machine.
+
+    Raises:
+        ConfigError: If the folder cannot be read.
     """
     first = Path(run_dir)
+    try:
+        exists = first.is_dir()
+    except OSError as error:
+        raise ConfigError("run_dir", run_dir, f"cannot be read ({error.strerror})") from None
     names = {path.name for path in first.parent.glob(f"{glob.escape(first.name)}*/")}
     if checkpoint_path is not None:
         names |= _folders_in(locate("checkpoint.path", checkpoint_path))
-    numbered = [
+    numbers = sorted(
         int(number)
         for name in names
         if (number := name.removeprefix(f"{first.name}-")) != name and number.isdecimal()
-    ]
-    if numbered:
-        return RunDirectory(Path(f"{first}-{max(numbered)}"), checkpoint_path)
-    exists = first.is_dir() or first.name in names
-    return RunDirectory(first, checkpoint_path) if exists else None
+    )
+    paths = [first] * (exists or first.name in names)
+    paths += [Path(f"{first}-{number}") for number in numbers]
+    return [RunDirectory(path, checkpoint_path) for path in paths]
 
 
 def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory:

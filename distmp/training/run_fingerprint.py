@@ -10,6 +10,7 @@ from distmp.config import RunConfig
 from distmp.data.build import Datasets
 from distmp.data.identity import identity
 from distmp.distributed.world import World
+from distmp.masking import masked
 from distmp.precision import PrecisionPolicy
 from distmp.precision.notation import as_text
 from distmp.training.resume_compat import RUN_PROPERTIES, Changes, compare
@@ -29,7 +30,7 @@ def run_fingerprint(
         world: The ranks.
         policy: The resolved precision policy.
     """
-    configuration, installed = to_json(config), versions()
+    configuration, installed = masked(to_json(config)), versions()
     return {
         "configuration": configuration,
         "configuration_hash": digest(configuration),
@@ -62,7 +63,7 @@ def changes_since(before: Mapping[str, Any], now: Mapping[str, Any]) -> Changes:
     former = former_names(RunConfig)
     settings_before = {
         current_name(name, former): value
-        for name, value in flat(before["configuration"], leaves).items()
+        for name, value in flat(masked(before["configuration"]), leaves).items()
     }
     properties_before, properties_now = _properties(before), _properties(now)
     known = [name for name in properties_now if name in properties_before]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from distmp.checkpoint import store
+from distmp.checkpoint.manifest import check_number
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.config import RunConfig
 from distmp.data.build import Datasets, build_datasets
@@ -20,7 +21,7 @@ from distmp.data.order import microbatches_per_rank
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.errors import ConfigError
+from distmp.errors import CheckpointError, ConfigError
 from distmp.export.weights import BuiltModel, read_shards
 from distmp.models import huggingface
 from distmp.models.build import Loss, build_loss, build_model
@@ -188,23 +189,33 @@ def training_batches(
     )
 
 
-def find_checkpoint(config: RunConfig) -> store.StoredCheckpoint | None:
+def find_checkpoint(
+    config: RunConfig, directory: RunDirectory | None = None
+) -> store.StoredCheckpoint | None:
     """Return the checkpoint to continue from, verified, or None for a run from scratch.
 
     Collective over all ranks. Damaged checkpoints are logged and skipped.
+
+    Args:
+        config: The configuration of the run.
+        directory: The directory of the run, for `resume: auto`; None: the newest one.
 
     Raises:
         CheckpointError: If `resume` names a checkpoint that is missing or damaged.
     """
     if config.resume is None:
         return None
+    return store.resolve(config.resume, (directory or _newest(config)).checkpoints)
+
+
+def _newest(config: RunConfig) -> RunDirectory:
     place = config.checkpoint.path
-    run = rank_0_or_checkpoint_error(
+    path = rank_0_or_checkpoint_error(
         Ranks(None),
         f"find the folder of {config.run_dir}",
         lambda: str((latest_run(config.run_dir, place) or RunDirectory(Path(config.run_dir))).path),
     )
-    return store.resolve(config.resume, RunDirectory(Path(run), place).checkpoints)
+    return RunDirectory(Path(path), place)
 
 
 def restore(
@@ -227,7 +238,33 @@ def restore(
     checkpoint.load(
         {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}
     )
+    progress, counts = stored_progress(checkpoint), live["engine/counts"][:2]
+    if progress.step != (taken := int(counts.sum())):
+        raise CheckpointError(
+            f"{checkpoint} cannot be used: its tensors are of step {taken}, not {progress.step}"
+        )
     engine.finish_loading(live)
-    known = {field.name for field in dataclasses.fields(Progress)}
-    numbers = checkpoint.numbers.items()
-    return Progress(**{name: number for name, number in numbers if name in known})
+    return progress
+
+
+def stored_progress(checkpoint: store.StoredCheckpoint) -> Progress:
+    """Return the progress of the run that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: If its numbers are not those of a run.
+    """
+    numbers = checkpoint.numbers
+    try:
+        for name in ("configuration", "data", "ranks", "versions"):
+            if not isinstance(numbers.get(name, {}), dict):
+                raise CheckpointError(f"{name} is a {type(numbers[name]).__name__}")
+        found = {
+            field.name: check_number(field.name, numbers[field.name])
+            for field in dataclasses.fields(Progress)
+            if numbers.get(field.name) is not None
+        }
+        if not {"step", "samples"} <= found.keys():
+            raise CheckpointError("they lack the step or the position in the data")
+    except CheckpointError as error:
+        raise CheckpointError(f"the numbers in {checkpoint} cannot be used: {error}") from error
+    return Progress(**found)

@@ -15,6 +15,8 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 
 from distmp.config import RunConfig, load
+from distmp.distributed.launcher_variables import adopt_ranks
+from distmp.distributed.orphans import end_with_launcher, is_orphan
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.stopping import (
     INTERRUPTED_EXIT_CODE,
@@ -22,15 +24,17 @@ from distmp.distributed.stopping import (
     default_signal_handlers,
     exit_code_after,
     ignore_stop_signals,
+    stop_requested_on_any_rank,
 )
 from distmp.distributed.world import World, join, leave
-from distmp.errors import STOPPED_EXIT_CODE, DistmpError
+from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, DistmpError
 from distmp.launcher.preflight.check import is_enabled, join_checked
+from distmp.masking import mask_record
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.training import failures
 from distmp.training.callbacks import Callback
-from distmp.training.restarts import Restarts
+from distmp.training.restarts import MORE_MACHINES, Restarts
 from distmp.training.trainer import Trainer
 
 Config = TypeVar("Config")
@@ -48,8 +52,10 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
         an invalid configuration; 3 if another rank was lost; 4 if ranks hang; 1 for any
         other failure.
     """
-    with RankLog() as log:
-        work = functools.partial(_train, log, callbacks)
+    # An error is reported while the signals are still handled: the launcher stops this rank as soon
+    # as it sees another one fail, and a SIGTERM must not end it before its message.
+    with RankLog() as log, contextlib.ExitStack() as until_reported:
+        work = functools.partial(_train, log, callbacks, until_reported)
         return run_as_rank(sys.argv[1:] if argv is None else argv, load, work)
 
 
@@ -68,15 +74,25 @@ def run_as_rank(
     Returns:
         The exit code of this rank.
     """
+    logging.getLogger("distmp").addFilter(mask_record)
     environment = RankEnvironment()
     config = None
     try:
+        adopt_ranks()
         environment = RankEnvironment.from_variables()
         with _quiet_except_first(environment.local_rank):
             config = load(argv)
-        return work(config, environment)
+        with end_with_launcher():
+            return work(config, environment)
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
+    except SystemExit as stop:
+        if config is None:  # after --help
+            raise
+        # Without its peers, gloo would abort the process.
+        error = RuntimeError(f"a function of this run called sys.exit({stop.code!r})")
+        error.__cause__ = stop
+        return failures.report(environment, error, config)
     except Exception as error:  # noqa: BLE001  # reported as the cause of the run's end
         exit_code = failures.report(environment, error, config)
         if isinstance(error, DistmpError):
@@ -100,7 +116,11 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def _train(
-    log: RankLog, callbacks: Sequence[Callback], config: RunConfig, environment: RankEnvironment
+    log: RankLog,
+    callbacks: Sequence[Callback],
+    until_reported: contextlib.ExitStack,
+    config: RunConfig,
+    environment: RankEnvironment,
 ) -> int:
     restarts = Restarts.of_this_job(environment.world_size, config.checkpoint.path)
     if (given_up := restarts.given_up()) is not None:
@@ -114,19 +134,34 @@ def _train(
     if config.log.files:
         log.start(_header(environment))
     quiet = environment.rank != 0
-    with StopSignals() as stop, Console(config.log, quiet=quiet, log=log) as console:
+    stop = until_reported.enter_context(StopSignals())
+    with Console(config.log, quiet=quiet, log=log) as console:
         with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
             world = _join(config, environment, console)
         failures.watch(world, config.hang_seconds, 0.9 * 60 * config.timeout_minutes)
         trainer = Trainer(config, world, console, callbacks, restarts)
+        if trainer.lease is not None:
+            failures.before_exit(trainer.lease.release)
         log.place(trainer.directory.log(world.rank))
         finished = trainer.run(stop)
-        if not finished:
-            # torchrun treats every exit code except 0 as a failure, and may restart the ranks.
-            restarts.give_up(STOPPED_EXIT_CODE)
+        exit_code = 0 if finished else _stopped(restarts, stop, world)
         leave()
-    if finished:
-        return 0
+    return exit_code
+
+
+def _stopped(restarts: Restarts, stop: StopSignals, world: World) -> int:
+    """Return the exit code after an orderly stop, and tell the launcher not to restart the run."""
+    if stop_requested_on_any_rank(is_orphan(), world.group):
+        # A launcher was killed, perhaps the one with the store that `Restarts` uses. Launchers of
+        # other hosts may continue without it.
+        return LOST_PEER_EXIT_CODE if restarts.max_restarts else exit_code_after(stop.received)
+    received = world.ranks.gather(stop.received)
+    if world.ranks.from_rank_0(lambda: restarts.follows(received)):
+        if world.rank == 0:
+            sys.stdout.write(f"{MORE_MACHINES}; the ranks start again with them\n")
+        return LOST_PEER_EXIT_CODE
+    # torchrun treats every exit code except 0 as a failure, and may restart the ranks.
+    restarts.give_up(STOPPED_EXIT_CODE)
     return exit_code_after(stop.received)
 
 

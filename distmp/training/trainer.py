@@ -15,6 +15,7 @@ from distmp.config import RunConfig
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World
+from distmp.errors import LostPeerError, TrainingError
 from distmp.telemetry import Console, StepTimer
 from distmp.training import rollback
 from distmp.training.build import build_run
@@ -43,6 +44,7 @@ class Trainer:
         components: Data, loss, and the model before it was distributed.
         engine: Takes the steps; holds model, optimizer and loss scale.
         directory: The folder of the run.
+        lease: On rank 0, the right to write to the folder; None on the others.
         progress: Steps and samples up to now.
         timer: Measures the time of steps.
         pending: The step that was launched last, until its numbers are read.
@@ -71,6 +73,7 @@ class Trainer:
         self.fingerprint = run.fingerprint
         self.directory = run.directory
         self.restarts = run.restarts
+        self.lease = run.lease
         self.progress = run.progress
         self.timer = StepTimer()
         self.checkpointing = Checkpointing(run)
@@ -107,6 +110,8 @@ class Trainer:
         """
         self._stop = stop
         with ExitStack() as exits:
+            if self.lease is not None:
+                exits.callback(self.lease.release)
             # The callbacks of users exit last; the last one that is pushed exits first.
             users_last = sorted(
                 self.callbacks, key=lambda callback: callback in self._users_callbacks
@@ -183,9 +188,18 @@ class Trainer:
         for callback in self._each("on_step_end"):
             callback.on_step_end(self, result)
         self._stopping = self._stopping or numbers.stop
-        self.engine.check(step.outcome)
+        self._check_can_continue(step)
         if result.rolls_back and self.rollback_from is None:
             self.rollback_from = result
+
+    def _check_can_continue(self, step: PendingStep) -> None:
+        """Raise if training cannot continue, with the checkpoint to go back to."""
+        try:
+            self.engine.check(step.outcome)
+        except LostPeerError:
+            raise
+        except TrainingError as error:
+            raise TrainingError(f"{error}; {self.checkpointing.advice(self)}") from None
 
     def _roll_back(self, result: StepResult) -> None:
         # A step that was launched after the one that is out of bounds is discarded, unread.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,25 +30,59 @@ def core_quota(root: Path = Path("/")) -> float | None:
     return min(quotas, default=None)
 
 
+def usable_cores() -> int:
+    """Return the number of cores on which this process may run, by affinity or PYTHON_CPU_COUNT."""
+    if sys.version_info >= (3, 13):
+        return os.process_cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
+def granted_cores(root: Path = Path("/")) -> int:
+    """Return the number of cores that this process can keep busy, at least 1.
+
+    A quota of half a core counts as one, one of 3.5 cores as three: a thread more than the quota
+    would stop all threads for part of each period.
+
+    Args:
+        root: Folder that contains `proc` and `sys`.
+    """
+    cores = usable_cores()
+    return max(1, min(cores, int(core_quota(root) or cores)))
+
+
 def memory_limit(root: Path = Path("/")) -> int | None:
     """Return the memory limit in bytes, or None without a limit.
 
     Args:
         root: Folder that contains `proc` and `sys`.
     """
-    limits = [
-        int(text)
-        for folder in _folders(root, "memory")
-        for text in (_read(folder / "memory.max"), _read(folder / "memory.limit_in_bytes"))
-        if text.isdecimal()
-    ]
-    return min((limit for limit in limits if limit < _NO_LIMIT_BYTES), default=None)
+    return min((limit for limit, _ in _memory_groups(root)), default=None)
 
 
-def free_host_bytes() -> int:
-    """Return the free memory of this machine in bytes, at most the memory limit."""
+def free_host_bytes(root: Path = Path("/")) -> int:
+    """Return the free memory of this machine in bytes, at most what the memory limit leaves.
+
+    Args:
+        root: Folder that contains `proc` and `sys`.
+    """
     free: int = psutil.virtual_memory().available
-    return min(free, memory_limit() or free)
+    return min([free, *(max(0, limit - used) for limit, used in _memory_groups(root))])
+
+
+def _memory_groups(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the memory limit and the memory in use of each group that has a limit."""
+    names = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for folder in _folders(root, "memory"):
+        for limit_name, used_name, cache_name in names:
+            limit, used = _read(folder / limit_name), _read(folder / used_name)
+            if limit.isdecimal() and int(limit) < _NO_LIMIT_BYTES:
+                lines = map(str.split, _read(folder / "memory.stat").splitlines())
+                # Like the kubelet: the kernel frees this part of the page cache first.
+                cache = dict(line for line in lines if len(line) == 2).get(cache_name, "0")
+                yield int(limit), max(0, int(used or 0) - int(cache))
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:

@@ -6,6 +6,8 @@ import platform
 from collections.abc import Mapping
 from importlib import metadata
 
+from distmp.masking import is_secret, masked_text
+
 # Prefixes of environment variables that change the behavior of a run.
 _RELEVANT = (
     "ACCELERATE_",
@@ -25,16 +27,14 @@ _RELEVANT = (
     "TORCH",
     "WORLD_SIZE",
 )
-# Values of variables with these words in their names are never shown or written.
-_SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "KEY")
 
 
 def relevant(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change the behavior of a run, without those that may be secret."""
     return {
-        name: value
+        name: masked_text(value)
         for name, value in sorted(environment.items())
-        if name.startswith(_RELEVANT) and not any(word in name.upper() for word in _SECRET)
+        if name.startswith(_RELEVANT) and not is_secret(name)
     }
 
 

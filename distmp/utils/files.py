@@ -1,22 +1,33 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files, and reading of files that may be anything."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
+from distmp.errors import ConfigError
+
+# Longest name of a file in bytes, on Linux.
+_LONGEST_NAME = 255
+# Permissions of files that may contain secrets: only the user can read them.
+PRIVATE = 0o600
+
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def replacing(path: str | os.PathLike[str], mode: int = 0o666) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` when the block ends without an error.
 
     Readers see the old content or the new one, never a part. After an error the old one remains.
 
     Args:
         path: The file to replace or create. Its folder must exist.
+        mode: Permissions of the file, reduced by the umask of this process.
 
     Yields:
         A binary file, open for writing.
@@ -25,7 +36,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     # In the same folder, so on the same file system: the rename is atomic.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with open(temporary, "wb", opener=partial(os.open, mode=mode)) as file:
             yield file
             file.flush()
             # Without it a power failure may leave an empty file under the new name.
@@ -33,3 +44,39 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def check_name(setting: str, path: str | None) -> None:
+    """Refuse a path that no file system can have.
+
+    Raises:
+        ConfigError: If a name in it is longer than 255 bytes.
+    """
+    for name in Path(path or "").parts:
+        if len(os.fsencode(name)) > _LONGEST_NAME:
+            raise ConfigError(
+                setting, path, f"has a name of more than {_LONGEST_NAME} bytes; shorten it"
+            )
+
+
+def read_regular(path: str | os.PathLike[str], limit: int) -> bytes:
+    """Return the content of a regular file.
+
+    A pipe, whose writer may never come, and a device such as `/dev/zero`, which has no end, are not
+    opened.
+
+    Args:
+        path: The file, or a link to it.
+        limit: Largest size in bytes.
+
+    Raises:
+        OSError: If it cannot be read, is not a regular file, or is larger.
+    """
+    path = Path(path)
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        is_directory = stat.S_ISDIR(status.st_mode)
+        raise OSError(errno.EINVAL, "Is a directory" if is_directory else "Not a regular file")
+    if status.st_size > limit:
+        raise OSError(errno.EFBIG, f"{status.st_size} bytes, more than {limit}")
+    return path.read_bytes()

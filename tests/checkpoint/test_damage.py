@@ -221,7 +221,7 @@ def _load(
 
 
 def _outcome(directory: Path, mesh: DeviceMesh | None, save_again: bool) -> tuple[str, list[str]]:
-    checkpoint, damaged, unfinished = store.usable(directory)
+    checkpoint, damaged, unfinished, _ = store.usable(directory)
     reports = damaged + unfinished
     if checkpoint is None or checkpoint.path.name not in (OLD, NEW):
         return f"leads to {checkpoint}", reports

@@ -116,6 +116,25 @@ def test_later_steps_are_set_aside(tmp_path: Path) -> None:
     assert is_checkpoint(tmp_path / "step-000030.abandoned")
 
 
+def test_the_latest_of_those_set_aside_stay(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40, 50):
+        save(tmp_path, step, keep=9)
+    save(tmp_path, 15, keep=2)
+    aside = ["step-000040.abandoned", "step-000050.abandoned"]
+    assert names(tmp_path) == ["step-000010", "step-000015", *aside]
+    save(tmp_path, 45, keep=2)
+    assert names(tmp_path) == ["step-000015", aside[0], "step-000045", aside[1]]
+
+
+def test_those_set_aside_count_for_the_total_size(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, keep=9, content="x" * 100)
+    for step, expected in ((5, ["step-000005", "step-000030.abandoned"]), (6, None)):
+        storage(tmp_path).publish(write(tmp_path, step, "x" * 100))
+        layout.tidy(tmp_path, step, Retention(last=9, max_bytes=250))
+        assert names(tmp_path) == (expected or ["step-000005", "step-000006"])
+
+
 class Killed(BaseException):
     """The process stops here."""
 

@@ -24,7 +24,10 @@ JSON = st.recursive(
 
 
 @settings(deadline=None)
-@given(step=st.integers(0), numbers=st.dictionaries(st.text(), JSON, max_size=4))
+@given(
+    step=st.integers(0, 2**62 - 1),
+    numbers=st.dictionaries(st.text().filter(lambda name: name != "step"), JSON, max_size=4),
+)
 def test_round_trip(step: int, numbers: Any) -> None:
     files = {"data": FileSum(7, 2**32 - 1), "other": FileSum()}
     with tempfile.TemporaryDirectory() as directory:
@@ -62,7 +65,8 @@ def test_checksums_take_no_second_reading(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Path, "open", recording)
     store.save(tmp_path, 1, {"weight": torch.zeros(10)}, {}, keep=1)
     assert ("__0_0.distcp", "wb") in opened
-    assert {mode for _, mode in opened} == {"wb"}
+    # Retention reads the marks of all checkpoints.
+    assert {mode for name, mode in opened if name != STATE_FILE} == {"wb"}
 
 
 @pytest.mark.parametrize(

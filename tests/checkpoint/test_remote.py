@@ -47,7 +47,7 @@ def names(directory: Location) -> list[str]:
 
 def test_round_trip(directory: Location) -> None:
     assert listing.latest(directory) is None
-    assert store.usable(directory) == (None, [], [])
+    assert store.usable(directory) == (None, [], [], [])
     path = save(directory, 1)
     assert path == listing.latest(directory) == store.usable(directory).checkpoint.path
     assert str(path) == f"{directory}/step-000001"
@@ -78,6 +78,14 @@ def test_later_steps_are_set_aside(directory: Location) -> None:
     save(directory, 30, content=1)
     assert content(listing.latest(directory)) == 3001
     assert content(directory / "step-000030") == 3000
+
+
+def test_the_latest_of_those_set_aside_stay(directory: Location) -> None:
+    save(directory, 10, 20, 30, 40)
+    save(directory, 15, keep=2)
+    assert names(directory) == ["step-000010", "step-000015", "step-000030", "step-000040"]
+    save(directory, 16, keep=1)
+    assert names(directory) == ["step-000016", "step-000040"]
 
 
 def test_a_damaged_one_gives_way(directory: Location) -> None:
@@ -169,7 +177,7 @@ def test_several_ranks(tmp_path: Path) -> None:
         file = directory / "step-000003" / "__1_0.distcp"
         file.write_bytes(file.read_bytes()[:-1])
     dist.barrier()
-    checkpoint, damaged, _ = store.usable(directory)
+    checkpoint, damaged, *_ = store.usable(directory)
     assert checkpoint.path == directory / "step-000002.2"
     assert len(damaged) == 1
     tensors = tiny.zeros(mesh)
@@ -190,7 +198,7 @@ def test_a_run_and_its_continuation_on_another_machine(
     assert main([*common, f"--run-dir={here}", *which]) == 0
     assert not (here / "checkpoints").exists()
     kept = locate("checkpoint.path", place) / "run"
-    assert names(kept) == ["step-000002", "step-000004"]
+    assert names(kept) == ["lease-000001.json", "step-000002", "step-000004"]
     assert isinstance(kept, RemotePath)
     (kept / "step-000004").remove_tree()
 

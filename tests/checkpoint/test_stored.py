@@ -109,7 +109,7 @@ def test_remote_files_that_do_not_fit_into_memory_are_read_again(
 
 
 def test_memory_is_shared_by_the_ranks_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cgroups, "memory_limit", lambda: 16_000)
+    monkeypatch.setattr(cgroups, "_memory_groups", lambda root: iter([(16_000, 0)]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert stored._spare_bytes(Ranks(None)) == 2_000
 

@@ -25,7 +25,7 @@ def test_defaults_are_valid() -> None:
         ({"held_out": 1.0}, "data.held_out", "share"),
         ({"held_out": -0.1}, "data.held_out", "share"),
         ({"held_out": float("nan")}, "data.held_out", "share"),
-        ({"workers": -1}, "data.workers", "0 or more"),
+        ({"workers": -1}, "data.workers", "from 0 to 512"),
         ({"source": "m:f", "vocabulary_size": 0}, "data.vocabulary_size", "at least 1"),
         ({"vocabulary_size": 300}, "data.vocabulary_size", "model.vocabulary_size"),
         (

@@ -67,6 +67,6 @@ def test_a_run_started_by_accelerate(tmp_path: Path) -> None:
         [*launcher, *options, *TINY, f"--data.path={data}", "--steps=2", "--run-dir=run"], tmp_path
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "ranks: 2 on cpu, strategy ddp" in done.stdout
+    assert "ranks: 2 on cpu (gloo), strategy ddp" in done.stdout
     assert done.stdout.count("precision.policy overrides it with fp32") == 1
     assert [record.step for record in read_records(tmp_path / "run" / "steps.jsonl")] == [1, 2]

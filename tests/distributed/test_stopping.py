@@ -82,6 +82,14 @@ def test_handlers_are_put_back(handlers: list[int]) -> None:
     assert handlers == [INT, TERM]
 
 
+def test_a_signal_of_one_run_does_not_stop_the_next_one_of_this_process() -> None:
+    with StopSignals():
+        with StopSignals():
+            send(TERM)
+        assert StopSignals.last == TERM
+    assert StopSignals.last is None
+
+
 def test_handlers_are_put_back_after_an_error(handlers: list[int]) -> None:
     with pytest.raises(ArithmeticError), StopSignals():
         raise ArithmeticError

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.world import World, join, leave, local_device
+from distmp.distributed.world import World, join, leave, local_device, world_of_process
 from distmp.errors import ConfigError, SetupError, TrainingError
-from tests.ranks import ranks
+from tests.ranks import ranks, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -46,26 +50,63 @@ def test_ranks_share_the_gpus_that_there_are(
     assert chosen == [torch.device("cuda", index)]
 
 
+class Group(NamedTuple):
+    """How a process group was initialized."""
+
+    backend: str
+    device: torch.device | None
+
+
+def started_with(gpu: str, model: str, start: Callable[[], object]) -> Group:
+    """Start a rank whose process sees one GPU; NCCL itself needs a real one."""
+    asked: list[Group] = []
+    gloo = functools.partial(dist.init_process_group, "gloo")
+
+    def initialize(backend: str, *, device_id: torch.device | None, **options: object) -> None:
+        asked.append(Group(backend, device_id))
+        gloo(**options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MASTER_ADDR", "127.0.0.1")
+        patch.setenv("MASTER_PORT", os.environ["TEST_PORT"])
+        for name, value in {"is_available": True, "device_count": 1, "current_device": 0}.items():
+            patch.setattr(torch.cuda, name, lambda value=value: value)
+        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        properties = SimpleNamespace(uuid=gpu, name=model)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        patch.setattr(dist, "init_process_group", initialize)
+        start()
+    # Rank 0 hosts the store until the other has read it.
+    dist.barrier()
+    leave()
+    (group,) = asked
+    return group
+
+
+def start_of_trainer() -> object:
+    return join(RankEnvironment.from_variables(), timeout_seconds=20)
+
+
+@pytest.mark.parametrize("start", [start_of_trainer, world_of_process])
 @pytest.mark.parametrize(
-    ("gpus", "local_world_size", "backend"),
-    [(0, 2, "gloo"), (1, 2, "gloo"), (2, 2, "cpu:gloo,cuda:nccl"), (4, 2, "cpu:gloo,cuda:nccl")],
+    ("gpus", "model", "backend"),
+    [
+        pytest.param(["GPU-a", "GPU-b"], "H", "cpu:gloo,cuda:nccl", id="a GPU for each"),
+        pytest.param(["GPU-a", "GPU-a"], "H", "gloo", id="a GPU for both"),
+        pytest.param(["MIG-a", "MIG-b"], "A MIG 1g.5gb", "gloo", id="slices of a GPU"),
+    ],
 )
-def test_nccl_needs_one_gpu_per_rank(
-    monkeypatch: pytest.MonkeyPatch, gpus: int, local_world_size: int, backend: str
+def test_nccl_needs_a_gpu_for_each_rank(
+    start: Callable[[], object], gpus: list[str], model: str, backend: str
 ) -> None:
-    calls: list[tuple[str, object]] = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(
-        dist,
-        "init_process_group",
-        lambda backend, *, timeout, device_id: calls.append((backend, device_id)),
-    )
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(local_world_size))
-    device = join(RankEnvironment(1, 1, 2, 2), timeout_seconds=5).device
-    assert calls == [(backend, device if "nccl" in backend else None)]
+    """`device_count` is 1 for each rank, as with `srun --gpus-per-task=1`."""
+    groups = run_ranks(started_as_rank, 2, gpus, model, start, initialize=False)
+    device = torch.device("cuda", 0) if "nccl" in backend else None
+    assert groups == [Group(backend, device)] * 2
+
+
+def started_as_rank(gpus: list[str], model: str, start: Callable[[], object]) -> Group:
+    return started_with(gpus[int(os.environ["RANK"])], model, start)
 
 
 def test_a_process_that_torchrun_did_not_start_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,3 +181,16 @@ def test_alone_the_message_is_the_problem() -> None:
 def test_faults_that_are_not_ours_pass_through() -> None:
     with pytest.raises(ZeroDivisionError):
         World.current("cpu").ranks.all_or_none(lambda: 1 // 0)
+
+
+@ranks(2, initialize=False)
+def test_ranks_of_mpirun_meet() -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        end = name.replace("WORLD_", "")
+        os.environ[f"OMPI_COMM_WORLD_{end}"] = os.environ.pop(name)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=os.environ["TEST_PORT"])
+    world = world_of_process("cpu")
+    assert (world.rank, world.world_size) == (int(os.environ["OMPI_COMM_WORLD_RANK"]), 2)
+    assert world.backend == "gloo"
+    dist.barrier()
+    leave()

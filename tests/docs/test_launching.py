@@ -5,28 +5,38 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from distmp.distributed.launcher_variables import MACHINES, PROCESSES, TORCHRUN
 from distmp.launcher import plan, rendezvous
 from distmp.launcher.hosts import _FORWARDED, read_hosts
 from distmp.launcher.job import ENVIRONMENTS
 from tests.launcher.test_job import POD, SRUN
 
-PAGE = (Path(__file__).parents[2] / "docs" / "launching.md").read_text()
+PAGE_PATH = Path(__file__).parents[2] / "docs" / "launching.md"
+PAGE = PAGE_PATH.read_text()
 
 
 def test_the_environments_in_their_order() -> None:
     section = PAGE.partition("\n## Several machines\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE)
     assert tuple(name for name, _ in rows) == ENVIRONMENTS
-    recorded = {"kubernetes": POD, "slurm": SRUN}
+    recorded = {"variables": {*TORCHRUN, *MACHINES[-1]}, "kubernetes": POD, "slurm": SRUN}
     for name, evidence in rows[:-1]:
         for variable in re.findall(r"`(\w+)`", evidence):
             assert variable in recorded[name]
 
 
+def test_the_variables_in_their_order() -> None:
+    page = PAGE_PATH.with_name("schedulers.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \| `(\w+)` \| .* \|$", page, flags=re.MULTILINE)
+    # PMIx has no number of processes, so `distmp launch` does not use it.
+    sources = [row for row in (*MACHINES, *PROCESSES, TORCHRUN) if row.head]
+    assert rows == [(row.size, row.rank, row.head) for row in sources]
+
+
 def test_the_numbers() -> None:
     assert f"join_timeout={plan.join_timeout_seconds({})}" in PAGE
-    assert f"read_timeout={plan._READ_TIMEOUT_SECONDS}" in PAGE
-    assert f"say so after {rendezvous._LOG_AFTER_SECONDS:g} s" in PAGE
+    assert f"read_timeout={plan.REJOIN_SECONDS}" in PAGE
+    assert f"say so after {rendezvous.SAY_AFTER_SECONDS:g} s" in PAGE
     assert f"between {plan._PORTS[0]} and {plan._PORTS[-1]}" in PAGE
 
 

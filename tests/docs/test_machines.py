@@ -13,11 +13,13 @@ from distmp.launcher.preflight import store as meeting
 from distmp.telemetry import stragglers
 from distmp.telemetry.settings import LogConfig
 from distmp.utils import environment_info as circumstances
+from distmp.utils.file_samples import TOTAL_BYTES
 
 PAGE = (ROOT / "docs" / "machine-checks.md").read_text()
 WELL, ALL_WELL, RUNNING = re.split(
     "## (?:Check all machines|During a run)\n", PAGE.partition("## Check this machine\n")[2]
 )
+ALL_WELL = " ".join(ALL_WELL.split())
 
 
 def test_the_checks_are_those_of_the_doctor() -> None:
@@ -25,11 +27,14 @@ def test_the_checks_are_those_of_the_doctor() -> None:
 
 
 def test_the_numbers_are_those_of_the_code() -> None:
-    assert f"after {check.LIMIT_SECONDS:g} seconds at the latest" in ALL_WELL
-    assert check.LIMIT_SECONDS + meeting.SPARE_SECONDS < 60
+    assert f"after {check.LIMIT_SECONDS:g} seconds without progress of any rank" in ALL_WELL
+    assert f"counts for {meeting.BUSY_LIMITS * check.LIMIT_SECONDS:g} seconds" in ALL_WELL
+    assert f"{TOTAL_BYTES >> 20} MiB on each machine" in ALL_WELL
+    largest = {device: f"{size >> 20} MiB" for device, size in speed.LARGEST_BYTES.items()}
+    assert f"({largest['cpu']}; {largest['cuda']} for GPUs)" in ALL_WELL
     assert f"says so after {meeting.STORE_SECONDS:g} seconds" in ALL_WELL
     assert f"product takes {speed.SLOW_PRODUCT} x the median" in ALL_WELL
-    assert f"better link takes {speed.SLOW_LINK:g} x" in ALL_WELL
+    assert f"better link is {speed.SLOW_LINK:g} x slower" in ALL_WELL
     assert f"`log.ranks_every` steps ({LogConfig().ranks_every})" in RUNNING
     assert f"takes {stragglers.SLOW} x the median of the others twice in a row" in " ".join(
         RUNNING.split()

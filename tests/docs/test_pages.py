@@ -21,8 +21,8 @@ LONGER = {"checks": 1300, "precision": 1350}
 
 
 def words(page: str) -> int:
-    """Count the words of a page without its code and without tables of benchmarks."""
-    page = re.sub(r"<!-- figures: .*?<!-- end of figures -->", "", page, flags=re.DOTALL)
+    """Count the words of a page without its code and without generated tables."""
+    page = re.sub(r"<!-- (figures|scenarios): .*?<!-- end of \1 -->", "", page, flags=re.DOTALL)
     return len(re.sub(r"^ *```.*?^ *```", "", page, flags=re.DOTALL | re.MULTILINE).split())
 
 

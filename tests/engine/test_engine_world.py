@@ -137,7 +137,7 @@ def test_ranks_that_cannot_be_joined_are_an_error(
     [
         {"WORLD_SIZE": "1"},
         {"WORLD_SIZE": "1", "OMPI_COMM_WORLD_SIZE": "4"},
-        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a batch script, outside of srun
+        {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"},  # a test in a batch script
     ],
 )
 def test_a_process_that_is_said_to_be_alone_trains_alone(

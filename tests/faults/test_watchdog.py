@@ -38,6 +38,14 @@ def test_all_ranks_have_to_be_over_their_limit() -> None:
     assert not Observer().is_hang({}, now=100)
 
 
+def test_the_idle_time_of_a_stopped_rank_continues() -> None:
+    """Its last heartbeat says 0 s: a report would say that nothing has moved for that long."""
+    observer = Observer()
+    observer.until(100, statuses(0, 11))
+    idle = {rank: status.idle for rank, status in observer.until(112, statuses(0, 11)).items()}
+    assert idle == {0: 12, 1: 23}
+
+
 def test_silence_counts_from_the_last_heartbeat() -> None:
     observer = Observer()
     assert not observer.is_hang(statuses(1, 1), now=100)

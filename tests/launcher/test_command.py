@@ -62,6 +62,19 @@ def test_invalid_options_are_one_message(words: list[str]) -> None:
         command.main(words)
 
 
+@pytest.mark.parametrize(
+    ("ssh", "message"),
+    [
+        ("", "--ssh = '': name a command"),
+        ("  ", "--ssh = '  ': name a command"),
+        ("ssh 'x", "is not a command \\(No closing quotation\\)"),
+    ],
+)
+def test_a_broken_ssh_command(ssh: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        command.main(["--hosts=a,b", f"--ssh={ssh}"])
+
+
 def test_dry_run_starts_nothing_and_prints_reasons(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +83,7 @@ def test_dry_run_starts_nothing_and_prints_reasons(
     words = ["--dry-run", "--nproc-per-node=3", "--max-restarts=1", "--", "--seed", "2"]
     assert command.main(words) == 0
     out = capsys.readouterr().out
-    torchrun = "torchrun --standalone --nproc-per-node=3 --max-restarts=1"
+    torchrun = "torchrun --standalone --local-addr=127.0.0.1 --nproc-per-node=3 --max-restarts=1"
     assert out.splitlines()[-1].endswith(f"{torchrun} -m distmp.train --seed 2")
     assert "#   --standalone" in out
     assert dict(os.environ) == before

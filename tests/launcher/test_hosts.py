@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,12 @@ def test_no_hosts(text: str) -> None:
         read_hosts(text)
 
 
+def test_a_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"--hosts = .*: cannot be read \(it is not text\)"):
+        read_hosts(str(tmp_path / "hosts"))
+
+
 # A replacement for ssh: knows `alias`, and runs commands locally.
 FAKE_SSH = """\
 #!/bin/sh
@@ -74,6 +82,15 @@ def words(plan: HostsPlan, host: str) -> list[str]:
     *_, name, remote = plan.commands[host]
     assert name == host
     return shlex.split(remote)
+
+
+def test_each_launch_takes_another_port(ssh: list[str]) -> None:
+    """Also if the name of the run is the same: others must not predict it."""
+    given = UserOptions(rdzv_id="run")
+    plans = [plan_hosts([Host("n1"), Host("n2")], ssh, given, [], network(), {}) for _ in range(8)]
+    endpoints = {plan.options[1].value for plan in plans}
+    assert all(endpoint.startswith("--rdzv-endpoint=10.0.0.1:2") for endpoint in endpoints)
+    assert len(endpoints) > 1
 
 
 def test_every_host_gets_the_rendezvous_endpoint(ssh: list[str]) -> None:
@@ -116,6 +133,19 @@ def test_another_rendezvous_is_refused(ssh: list[str]) -> None:
     for given in (UserOptions(own_rendezvous="master_addr"), UserOptions(node_rank=0)):
         with pytest.raises(ConfigError, match="leave out --"):
             plan_hosts([Host("n1")], ssh, given, [], network(), {})
+
+
+@contextlib.contextmanager
+def running(program: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a Python program, and wait for its end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as process:
+        yield process
 
 
 def on_hosts(min_nodes: int, ssh: list[str], **scripts: str) -> HostsPlan:
@@ -179,15 +209,8 @@ def test_a_signal_reaches_every_host(
         hosts = {{name: {ssh!r} + [name, obey % (name == "b")] for name in "ab"}}
         sys.exit(run_on_hosts(HostsPlan(hosts, (), 2)))
     """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    )
-    assert process.stdout is not None
-    with process:
+    with running(program) as process:
+        assert process.stdout is not None
         started = sorted(process.stdout.readline() for _ in "ab")
         assert started == ["[a] ready\n", "[b] ready\n"]
         process.send_signal(signal.SIGHUP)  # the terminal closes
@@ -252,3 +275,20 @@ def test_no_agent_outlives_a_launcher_that_is_killed(tmp_path: Path, ssh: list[s
     while not ended.exists():
         assert progress.problem() is None
         time.sleep(0.02)
+
+
+def test_two_interrupts_end_with_the_code_of_an_interrupt(ssh: list[str]) -> None:
+    program = f"""
+        import sys
+        from distmp.launcher.hosts import HostsPlan, run_on_hosts
+        agent = "echo ready; read line; echo got; read line; exit 3"
+        sys.exit(run_on_hosts(HostsPlan({{"a": {ssh!r} + ["a", agent]}}, (), 1)))
+    """
+    with running(program) as process:
+        assert process.stdout is not None
+        for expected in ("ready", "got"):
+            assert process.stdout.readline() == f"[a] {expected}\n"
+            process.send_signal(signal.SIGINT)
+        _, err = process.communicate()
+    assert process.returncode == 130
+    assert err == "distmp launch: stopped by SIGINT, without waiting for a checkpoint\n"

@@ -129,32 +129,97 @@ def test_conflicts_are_explained() -> None:
     assert detect(variables, POD_NAME, "local").nodes is None
 
 
+# One process per machine, with its rank and the address of the first machine.
+GIVEN = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "n1"}
+DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.2.0.4"}
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "train-node-0-0.train",
+    "PET_MASTER_PORT": "29400",
+    "JOB_COMPLETION_INDEX": "1",
+    "HOSTNAME": "train-node-0-1",
+}
+# Set by a batch script for the processes that it starts.
+BY_HAND = {"WORLD_SIZE": "16", "MASTER_ADDR": "n08", "MASTER_PORT": "29500", "NNODES": "2"}
+
+
 @pytest.mark.parametrize(
-    ("variables", "size", "launcher", "options"),
+    ("variables", "expected", "port"),
     [
-        (
-            OPEN_MPI,
-            "OMPI_COMM_WORLD_SIZE",
-            "mpirun",
-            "--nnodes 2 --node-rank $OMPI_COMM_WORLD_RANK",
+        pytest.param(GIVEN, (2, 1, "n1"), None, id="one process per machine"),
+        pytest.param({**GIVEN, "MASTER_PORT": "23456"}, (2, 1, "n1"), 23456, id="PyTorchJob"),
+        pytest.param({**GIVEN, **SBATCH}, (2, 1, "n1"), None, id="ssh in a batch script"),
+        pytest.param({**GIVEN, **POD}, (2, 1, "n1"), None, id="a pod with variables"),
+        pytest.param(KUBEFLOW, (2, 1, "train-node-0-0.train"), 29400, id="Kubeflow Trainer"),
+        pytest.param(
+            {**KUBEFLOW, "PET_NNODES": "1:3"},
+            (None, 1, "train-node-0-0.train"),
+            29400,
+            id="elastic",
         ),
-        (HYDRA, "PMI_SIZE", "mpiexec", "--nnodes 4 --node-rank $PMI_RANK"),
-        (SKYPILOT, "SKYPILOT_NUM_NODES", "SkyPilot", "--nnodes 2 --node-rank $SKYPILOT_NODE_RANK"),
-        # Variables of an allocation are inherited by the processes of mpirun.
-        ({**SBATCH, **OPEN_MPI}, "OMPI_COMM_WORLD_SIZE", "mpirun", "--nnodes 2"),
-        ({**POD, **SKYPILOT}, "SKYPILOT_NUM_NODES", "SkyPilot", "--nnodes 2"),
+        pytest.param(SKYPILOT, (2, 1, "10.2.0.4"), None, id="SkyPilot"),
+        pytest.param(DSTACK, (2, 1, "10.2.0.4"), None, id="dstack"),
+        # Not of 16 machines: WORLD_SIZE is the number of ranks.
+        pytest.param({**BY_HAND, "NODE_RANK": "1"}, (2, 1, "n08"), 29500, id="NODE_RANK"),
+        pytest.param({"NODE_RANK": "1"}, (None, 1, None), None, id="only NODE_RANK"),
+        pytest.param({"WORLD_SIZE": "8"}, (None, None, None), None, id="only WORLD_SIZE"),
+        pytest.param(OPEN_MPI, (2, 1, None), None, id="mpirun"),
+        pytest.param({**OPEN_MPI, "MASTER_ADDR": "n1"}, (2, 1, "n1"), None, id="mpirun, address"),
+        # The processes of mpirun inherit the variables of an allocation, or of a step.
+        pytest.param({**SBATCH, **OPEN_MPI}, (2, 1, None), None, id="mpirun in a batch script"),
+        pytest.param({**SRUN, **OPEN_MPI}, (2, 1, None), None, id="mpirun in a step"),
+        pytest.param(HYDRA, (4, 0, None), None, id="mpiexec"),
     ],
 )
-def test_launchers_that_are_not_read_are_refused(
-    variables: dict[str, str], size: str, launcher: str, options: str
+def test_variables_that_number_machines(
+    variables: dict[str, str], expected: tuple[object, ...], port: int | None
 ) -> None:
-    with pytest.raises(ConfigError, match=f"from {launcher}; run one") as error:
-        detect(variables, POD_NAME)
-    assert error.value.setting == size
-    assert options in str(error.value)
-    assert "--rdzv-endpoint HOST:PORT" in str(error.value)
-    # What the message suggests works.
-    assert detect(variables, POD_NAME, "local").environment == "local"
+    job = detect(variables, "n1")
+    assert values(job) == ("variables", *expected, None)
+    assert (job.port and job.port.value) == port
+    # A name may resolve only after the first machine has started.
+    assert job.names_appear == (expected[-1] is not None)
+    assert detect(variables, "n1", "local").environment == "local"
+
+
+@pytest.mark.parametrize(
+    ("variables", "environment"),
+    [
+        pytest.param({**SRUN, **BY_HAND}, "slurm", id="in a step"),
+        pytest.param({**SRUN, **BY_HAND, "RANK": "1", "NODE_RANK": "1"}, "slurm", id="ranks"),
+        pytest.param({**SBATCH, **BY_HAND}, "slurm", id="in a batch script"),
+        pytest.param({**POD, **BY_HAND}, "kubernetes", id="in a pod"),
+        pytest.param({"WORLD_SIZE": "1", "RANK": "0"}, "local", id="one rank"),
+        pytest.param(
+            {"NNODES": "1", "NODE_RANK": "0", "MASTER_ADDR": "n1"}, "local", id="one node"
+        ),
+        pytest.param({"NODE_RANK": "0"}, "local", id="the only node"),
+        pytest.param({"MASTER_ADDR": "n1", "MASTER_PORT": "29500"}, "local", id="an address"),
+    ],
+)
+def test_variables_that_do_not(variables: dict[str, str], environment: str) -> None:
+    assert detect(variables, POD_NAME).environment == environment
+
+
+@pytest.mark.parametrize(
+    ("variables", "setting"),
+    [
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ({**GIVEN, "LOCAL_RANK": "1"}, "LOCAL_RANK"),
+        # Ranks of torchrun or of another `distmp launch`, also with one rank per machine.
+        ({**GIVEN, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_WORLD_SIZE"),
+        ({**GIVEN, "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "none"}, "WORLD_SIZE"),
+    ],
+)
+def test_several_launchers_on_a_machine_are_refused(
+    variables: dict[str, str], setting: str
+) -> None:
+    with pytest.raises(ConfigError, match="start one `distmp launch` per machine") as error:
+        detect(variables, "n1")
+    assert error.value.setting == setting
+    assert error.value.exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -167,7 +232,9 @@ def test_launchers_that_are_not_read_are_refused(
         ({"SLURM_JOB_ID": "1", "SLURM_STEP_ID": "0"}, "SLURM_STEP_NODELIST", "not set"),
         ({**POD, "HOSTNAME": "my-pod"}, "JOB_COMPLETION_INDEX", "does not end in -1"),
         ({**POD, "JOB_COMPLETION_INDEX": ""}, "JOB_COMPLETION_INDEX", "not set"),
-        ({**HYDRA, "PMI_SIZE": "x"}, "PMI_SIZE", "an integer"),
+        ({**GIVEN, "RANK": "2"}, "RANK", "there are 2 machines"),
+        ({**GIVEN, "RANK": "x"}, "RANK", "an integer"),
+        ({**GIVEN, "MASTER_PORT": "70000"}, "MASTER_PORT", "below 65536"),
     ],
 )
 def test_contradictions_are_one_message(

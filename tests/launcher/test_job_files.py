@@ -4,26 +4,18 @@ import os
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-import kubernetes_validate
 import pytest
-import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distmp.errors import STOPPED_EXIT_CODE, ConfigError
 from distmp.launcher import command
 from distmp.launcher.job_files import KINDS, render
-from tests import two_hosts
-from tests.torchrun import environment
 
 ROOT = Path(__file__).parent.parent.parent
-FILES = {"slurm": "launch/slurm.sbatch", "kubernetes": "launch/kubernetes.yaml"}
-# The oldest version with the current podFailurePolicy, and recent ones.
-KUBERNETES_VERSIONS = ("1.31", "1.34", "1.37")
+FILES = {"slurm": "launch/slurm.sbatch"}
 
 ODD_WORDS = ["", " ", "a b", "'", '"', "\\", "\n", "#", "- x", "yes", "1e5", "0o7", "{a: 1}", "a,b"]
 ODD_WORDS += ["$HOME", "$(HOME)", "$$", "`id`", "%j", "^run", "&", "\u2028", "\x85", "\t", "é"]
@@ -76,7 +68,7 @@ def test_invalid_jobs_are_refused(kind: str, arguments: list[str], message: str)
 
 
 def test_another_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'slurm', 'kubernetes'"):
+    with pytest.raises(ConfigError, match=r"choose from '?slurm"):
         command.main(["--render", "pbs", "--nnodes=2", "--nproc-per-node=8"])
 
 
@@ -85,13 +77,10 @@ def test_the_page_agrees_with_the_files(kind: str) -> None:
     page = (ROOT / "docs" / "schedulers.md").read_text()
     section = page.partition(f"\n## {kind.capitalize()}\n")[2].partition("\n## ")[0]
     text = (ROOT / FILES[kind]).read_text()
-    names = ["--resume=auto", "image", "claimName", "terminationGracePeriodSeconds", "--signal"]
-    for name in [*names, "podFailurePolicy", "--gpus-per-node", "PET_NPROC_PER_NODE"]:
+    for name in ["--resume=auto", "--signal", "--gpus-per-node", "PET_NPROC_PER_NODE"]:
         assert f"`{name}" not in section or name in text, name
     assert f"exit code {STOPPED_EXIT_CODE}" in section
     assert ("180 seconds before" in section) == ("USR1@180" in text)
-    assert ("in `/runs/distmp`" in section) == ("--run-dir=/runs/distmp" in text)
-    assert ("three times for each pod" in section) == ("backoffLimit: 6" in text)
 
 
 # Slurm
@@ -132,6 +121,12 @@ def test_a_batch_script_passes_on_every_word(
     assert (code, got) == (0, [*launch, "--", "--resume=auto", *run, *more])
 
 
+@pytest.mark.parametrize("given", [["--config", "x.yaml"], ["--config=x.yaml"]])
+def test_a_configuration_after_a_batch_script_replaces_the_one_in_it(given: list[str]) -> None:
+    _, got = run_script(ROOT / FILES["slurm"], "--steps=3", *given)
+    assert got[got.index("--") + 1 :] == ["--resume=auto", "--steps=3", *given]
+
+
 @pytest.mark.parametrize("code", [0, 1, 2, STOPPED_EXIT_CODE])
 def test_a_batch_script_requeues_itself_after_an_orderly_stop(code: int) -> None:
     ended, got = run_script(ROOT / FILES["slurm"], code=code)
@@ -143,100 +138,3 @@ def test_a_batch_script_requeues_itself_after_an_orderly_stop(code: int) -> None
 def test_a_batch_script_requests_the_nodes_and_gpus() -> None:
     options = re.findall(r"^#SBATCH (\S+)$", written("slurm", [], []), flags=re.MULTILINE)
     assert {"--nodes=4", "--gpus-per-node=8", "--requeue", "--signal=USR1@180"} <= {*options}
-
-
-# Kubernetes
-
-
-def job_of(text: str) -> dict[str, Any]:
-    _, job = yaml.safe_load_all(text)
-    return job
-
-
-def container_of(text: str) -> dict[str, Any]:
-    (container,) = job_of(text)["spec"]["template"]["spec"]["containers"]
-    return container
-
-
-def as_kubelet_expands(word: str, variables: dict[str, str]) -> str:
-    """Expand as Kubernetes does in `command` and `args`: $(NAME) is replaced, $$ becomes $."""
-    return re.sub(
-        r"\$\$|\$\(([^)]*)\)",
-        lambda match: "$" if match[1] is None else variables.get(match[1], match[0]),
-        word,
-    )
-
-
-@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
-def test_kubernetes_accepts_the_file(version: str) -> None:
-    service, job = yaml.safe_load_all((ROOT / FILES["kubernetes"]).read_text())
-    for entity in (service, job, job_of(written("kubernetes", [], ODD_WORDS))):
-        assert kubernetes_validate.validate(entity, version, strict=True) == version
-    # The validation detects a wrong name and a missing value.
-    job["spec"]["podFailurePolicy"]["rules"][0]["onExitCode"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError, match="onExitCode"):
-        kubernetes_validate.validate(job, version, strict=True)
-
-
-@settings(max_examples=100, deadline=None)
-@given(value=words, run=st.lists(words, max_size=4))
-def test_a_pod_gets_every_word(value: str, run: list[str]) -> None:
-    container = container_of(written("kubernetes", [f"--log-dir={value}"], run))
-    got = [
-        as_kubelet_expands(word, {"HOME": "/root"})
-        for word in container["command"] + container["args"]
-    ]
-    launch = ["python3", "-m", "distmp", "launch", "--nnodes=4", "--nproc-per-node=8"]
-    always = ["--run-dir=/runs/distmp", "--resume=auto"]
-    assert got == [*launch, f"--log-dir={value}", "--", *always, *run]
-
-
-def test_the_parts_of_the_kubernetes_file_fit_together() -> None:
-    service, job = yaml.safe_load_all(written("kubernetes", [], []))
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
-    (container,) = pod["containers"]
-    assert spec["completions"] == spec["parallelism"] == 4
-    assert container["resources"]["limits"]["nvidia.com/gpu"] == 8
-    # The Service of this name resolves pods' names, also before the pods are ready.
-    assert pod["subdomain"] == service["metadata"]["name"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    assert service["spec"]["clusterIP"] == "None"
-    assert service["spec"]["publishNotReadyAddresses"]
-    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts.keys() == {volume["name"] for volume in pod["volumes"]}
-    assert mounts["shared-memory"] == "/dev/shm"
-    assert f"--run-dir={mounts['runs']}/distmp" in container["args"]
-    assert pod["terminationGracePeriodSeconds"] >= 180
-    actions = {}
-    for rule in spec["podFailurePolicy"]["rules"]:
-        for code in rule.get("onExitCodes", {"values": []})["values"]:
-            assert rule["onExitCodes"]["containerName"] == container["name"]
-            actions[code] = rule["action"]
-    assert actions == {ConfigError.exit_code: "FailJob", STOPPED_EXIT_CODE: "Ignore"}
-    assert pod["restartPolicy"] == "Never"  # podFailurePolicy needs it
-
-
-def test_pods_find_each_other() -> None:
-    """The command in the file works in the environment that kubelet creates."""
-    reason = two_hosts.why_not()
-    if reason is not None:
-        pytest.skip(reason)
-    text = (ROOT / FILES["kubernetes"]).read_text()
-    job, container = job_of(text), container_of(text)
-    names = [f"{job['metadata']['name']}-{index}" for index in range(2)]
-    domain = f"{job['spec']['template']['spec']['subdomain']}.default.svc.cluster.local"
-    first, second = (f"{name}.{domain}" for name in names)
-    launch = [sys.executable, *container["command"][1:]]
-    launch.insert(launch.index("launch") + 1, "--dry-run")
-    with two_hosts.two_hosts((first, second)) as hosts:
-        for index, name in enumerate(names):
-            variables = {"JOB_COMPLETION_INDEX": str(index), "HOSTNAME": name}
-            output = hosts.run(
-                index, *launch, *container["args"], cwd=ROOT, env={**environment(), **variables}
-            )
-            assert f"kubernetes (JOB_COMPLETION_INDEX={index})" in output
-            assert f"--rdzv-endpoint={two_hosts.ADDRESSES[0]}:" in output
-            assert f"--local-addr={two_hosts.ADDRESSES[index]}" in output
-            assert f"is_host={'true' if index == 0 else 'false'}" in output
-            assert "--nnodes=2 --nproc-per-node=8" in output
-            assert "index 0 of the Job" in output

@@ -19,7 +19,8 @@ from torch.distributed.run import get_args_parser
 
 from distmp.errors import ConfigError
 from distmp.launcher import local
-from distmp.launcher.local import LaunchOptions, default_ranks, launch, run_ranks
+from distmp.launcher.local import LaunchOptions, default_ranks, launch, plan_here, run_ranks
+from distmp.utils import cgroups
 from tests.progress import finished, of_children
 
 LAUNCHER = """
@@ -36,6 +37,8 @@ sys.exit(code)
 # busy. torchrun itself kills ranks after 30 seconds.
 START_SECONDS = 60
 STOP_SECONDS = 25
+# What the launcher adds for one machine.
+ALONE = "--standalone --local-addr=127.0.0.1"
 
 
 @dataclass
@@ -108,9 +111,10 @@ def test_success(tmp_path: Path) -> None:
     threads = {file.read_text().split()[1] for file in tmp_path.glob("*.rank")}
     assert threads == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
     # Only the command is logged: no banner of torchrun.
-    command = "torchrun --standalone --nproc-per-node 2 -m tests.launcher.worker succeed"
+    command = f"torchrun {ALONE} --nproc-per-node 2 -m tests.launcher.worker succeed"
+    interfaces = "GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME==lo"
     assert output.splitlines() == [
-        f"distmp launch: OMP_NUM_THREADS={threads.pop()} {command} {tmp_path}"
+        f"distmp launch: OMP_NUM_THREADS={threads.pop()} {interfaces} {command} {tmp_path}"
     ]
 
 
@@ -253,6 +257,17 @@ def test_a_rank_that_fails_after_another_has_stopped_in_order(
     assert "stopped by SIGTERM, and a rank failed with exit code 4" in last_line(output)
 
 
+def test_two_interrupts_end_with_the_code_of_an_interrupt(tmp_path: Path) -> None:
+    with launched("give up", tmp_path, "--nproc-per-node", "2") as run:
+        run.ranks()
+        run.process.send_signal(signal.SIGINT)
+        run.wait_for_signals(1)
+        run.process.send_signal(signal.SIGINT)
+        code, output = run.finish(STOP_SECONDS)
+    assert code == 130, output
+    assert "stopped by SIGINT" in last_line(output)
+
+
 def test_repeated_signal_leaves_no_rank_behind(tmp_path: Path) -> None:
     with launched("ignore", tmp_path, "--nproc-per-node", "2") as run:
         ranks = run.ranks()
@@ -281,11 +296,12 @@ def test_forced_stop_is_reported(tmp_path: Path) -> None:
 
 @pytest.fixture
 def unset(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Remove the variables that a launcher reads; OMP_NUM_THREADS is restored at the end."""
+    """Remove the variables that a launcher reads; those that it sets are restored at the end."""
     for name in [*os.environ]:
         if name.startswith(("PET_", "SLURM_", "OMPI_", "PMI", "SKYPILOT_", "JOB_")):
             monkeypatch.delenv(name)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "1")
     return monkeypatch
 
 
@@ -298,13 +314,16 @@ def commands(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "command"),
     [
-        ([], "--nproc-per-node=3 --standalone"),
-        (["--nproc_per_node", "2"], "--standalone --nproc_per_node 2"),
-        (["--standalone"], "--nproc-per-node=3 --standalone"),
-        (["--nnodes", "1"], "--nproc-per-node=3 --nnodes 1"),
+        ([], f"--nproc-per-node=3 {ALONE}"),
+        (["--nproc_per_node", "2"], f"{ALONE} --nproc_per_node 2"),
+        (["--standalone"], "--nproc-per-node=3 --local-addr=127.0.0.1 --standalone"),
+        (["--nnodes", "1"], f"--nproc-per-node=3 {ALONE} --nnodes 1"),
         (["--master-port", "1234"], "--nproc-per-node=3 --master-port 1234"),
-        (["--rdzv-endpoint=localhost:0"], "--nproc-per-node=3 --rdzv-endpoint=localhost:0"),
-        (["--max-restarts", "1"], "--nproc-per-node=3 --standalone --max-restarts 1"),
+        (
+            ["--rdzv-endpoint=localhost:0"],
+            "--nproc-per-node=3 --local-addr=127.0.0.1 --rdzv-endpoint=localhost:0",
+        ),
+        (["--max-restarts", "1"], f"--nproc-per-node=3 {ALONE} --max-restarts 1"),
     ],
 )
 def test_completes_torchruns_options(
@@ -323,7 +342,7 @@ def test_number_of_ranks_from_the_environment(
 ) -> None:
     unset.setattr(local, "_run", lambda options: int(options.nproc_per_node) - 4)
     unset.setenv("PET_NPROC_PER_NODE", "4")
-    assert commands([], capsys).startswith("--standalone -m")
+    assert commands([], capsys).startswith(f"{ALONE} -m")
 
 
 @pytest.mark.parametrize(
@@ -336,6 +355,8 @@ def test_number_of_ranks_from_the_environment(
         (["--nnodes", "3:2"], "MIN <= MAX"),
         (["--optim.lr", "1"], "--optim.lr"),
         (["script.py"], "'script.py' is not an option"),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0"),
+        (["--local-ranks-filter", "x"], "must be a comma-separated list"),
     ],
 )
 def test_wrong_torchrun_options_are_one_message(
@@ -405,9 +426,13 @@ class Failure:
         pytest.param([(-9, 7), (4, 6)], "rank 1 failed with exit code 4", id="a hang, then killed"),
         pytest.param([(-11, 7)], "rank 0 was killed by SIGSEGV; native code crashed", id="a crash"),
         pytest.param(
-            [(-7, 7)], "rank 0 was killed by SIGBUS; usually shared memory", id="/dev/shm"
+            [(-7, 7)],
+            "rank 0 was killed by SIGBUS; usually shared memory is full on ",
+            id="/dev/shm",
         ),
-        pytest.param([(-9, 7)], "rank 0 was killed by SIGKILL; the kernel", id="a kill"),
+        pytest.param(
+            [(-9, 7)], f"memory runs out (see dmesg on {os.uname().nodename})", id="a kill"
+        ),
         pytest.param([(-3, 7)], "rank 0 was killed by SIGQUIT\n", id="no likely reason"),
         pytest.param(
             [(-15, 7), (-15, 7)],
@@ -444,3 +469,16 @@ def test_a_valid_configuration_starts_ranks(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(local, "run_ranks", lambda *arguments: arguments)
     result = launch(["--nproc-per-node=2"], ["--seed", "1"])
     assert result == (["--nproc-per-node=2"], "distmp.train", ["--seed", "1"], LaunchOptions())
+
+
+def test_ranks_and_threads_follow_the_quota_of_the_control_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(cgroups, "usable_cores", lambda: 8)
+    for quota, ranks, threads in ((None, 2, "4"), (3.5, 2, "1"), (0.5, 1, "1")):
+        monkeypatch.setattr(cgroups, "core_quota", lambda root, quota=quota: quota)
+        assert default_ranks()[0] == ranks
+        plan = plan_here([], LaunchOptions())
+        assert plan.variables["OMP_NUM_THREADS"].value == threads

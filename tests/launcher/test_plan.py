@@ -48,9 +48,26 @@ PORT = port_of("7.0").value
 
 def test_one_machine_needs_no_rendezvous() -> None:
     planned = plan()
-    assert planned.torchrun() == ["--nproc-per-node=4", "--standalone"]
+    assert planned.torchrun() == [*("--nproc-per-node=4", "--standalone", "--local-addr=127.0.0.1")]
     assert planned.endpoint is None
-    assert variables_of(planned) == {"OMP_NUM_THREADS": "4"}
+    assert variables_of(planned) == {
+        "OMP_NUM_THREADS": "4",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "=lo",
+    }
+
+
+def test_one_machine_keeps_what_the_user_has_set() -> None:
+    given = UserOptions(("--local-addr=10.0.0.2",), local_addr="10.0.0.2")
+    variables = {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "eth1", "OMP_NUM_THREADS": "1"}
+    planned = plan(LOCAL, given, variables=variables)
+    assert planned.torchrun() == ["--nproc-per-node=4", "--standalone", "--local-addr=10.0.0.2"]
+    assert variables_of(planned) == {}
+
+
+def test_one_machine_without_a_loopback_interface() -> None:
+    planned = plan(machines=network(interfaces={"eth0": ("192.168.7.9",)}))
+    assert planned.torchrun() == ["--nproc-per-node=4", "--standalone"]
 
 
 def test_the_second_machine_connects_to_the_first() -> None:
@@ -58,7 +75,7 @@ def test_the_second_machine_connects_to_the_first() -> None:
     assert planned.torchrun() == [
         *("--nproc-per-node=4", "--nnodes=2", "--rdzv-backend=c10d"),
         *(f"--rdzv-endpoint=10.0.0.1:{PORT}", "--rdzv-id=7.0"),
-        *("--local-addr=10.0.0.2", "--rdzv-conf=is_host=false"),
+        *("--local-addr=10.0.0.2", "--rdzv-conf=is_host=false,read_timeout=115"),
     ]
     assert variables_of(planned) == {
         "OMP_NUM_THREADS": "4",
@@ -73,7 +90,7 @@ def test_the_first_machine_is_identified_by_its_address_not_its_name() -> None:
     machines = network(names={**NAMES, "n2": "10.0.0.2"}, hostname="another-name")
     planned = plan(FIRST, machines=machines)
     assert f"--rdzv-endpoint=10.0.0.2:{PORT}" in planned.torchrun()
-    assert "--rdzv-conf=is_host=true" in planned.torchrun()
+    assert "--rdzv-conf=is_host=true,read_timeout=115" in planned.torchrun()
 
 
 def test_both_machines_agree() -> None:
@@ -110,13 +127,13 @@ def test_both_machines_agree() -> None:
         ),
         (
             {"rdzv_conf": {"join_timeout": "9"}, "arguments": ("--rdzv-conf=join_timeout=9",)},
-            "--rdzv-conf=is_host=false",
-            "--rdzv-conf=is_host=false,join_timeout=9",
+            "--rdzv-conf=is_host=false,read_timeout=115",
+            "--rdzv-conf=is_host=false,read_timeout=115,join_timeout=9",
         ),
         (
             {"rdzv_conf": {"is_host": "1"}, "arguments": ("--rdzv-conf=is_host=1",)},
-            "--rdzv-conf=is_host=false",
-            "--rdzv-conf=is_host=1",
+            "--rdzv-conf=is_host=false,read_timeout=115",
+            "--rdzv-conf=is_host=1,read_timeout=115",
         ),
         ({"port": 4321}, f"--rdzv-endpoint=10.0.0.1:{PORT}", "--rdzv-endpoint=10.0.0.1:4321"),
     ],
@@ -175,10 +192,25 @@ def test_a_head_that_is_this_machine_by_mistake_is_an_error() -> None:
 
 
 def test_the_head_itself_may_have_such_a_name() -> None:
+    """Then the route to another machine decides, not the default route."""
     planned = plan(FIRST, machines=network(names={"n2": "127.0.1.1", "n1": "10.0.0.1"}))
     endpoint = planned.endpoint
     assert endpoint is not None
-    assert (endpoint.address, endpoint.is_host) == ("192.168.7.9", True)
+    assert (endpoint.address, endpoint.is_host) == ("10.0.0.2", True)
+    assert not endpoint.provisional
+
+
+def test_without_names_of_others_the_address_of_such_a_head_is_provisional() -> None:
+    machines = network(names={"n2": "127.0.1.1"})
+    endpoint = plan(replace(FIRST, hosts=()), machines=machines).endpoint
+    assert endpoint is not None
+    assert (endpoint.address, endpoint.provisional) == ("192.168.7.9", True)
+    alone = network(
+        names={"n2": "127.0.1.1"}, interfaces={"lo": ("127.0.0.1",), "e": ("10.0.0.2",)}
+    )
+    endpoint = plan(replace(FIRST, hosts=()), machines=alone).endpoint
+    assert endpoint is not None
+    assert (endpoint.address, endpoint.provisional) == ("10.0.0.2", False)
 
 
 def test_machines_that_are_all_this_one() -> None:
@@ -233,7 +265,9 @@ def test_port_0_of_one_machine_is_any_free_port() -> None:
     given = UserOptions(arguments=("--rdzv-endpoint=localhost:0",), rdzv_endpoint="localhost:0")
     planned = plan(LOCAL, given)
     assert planned.endpoint is None
-    assert planned.torchrun() == ["--nproc-per-node=4", "--rdzv-endpoint=localhost:0"]
+    assert planned.torchrun() == [
+        *("--nproc-per-node=4", "--local-addr=127.0.0.1", "--rdzv-endpoint=localhost:0")
+    ]
 
 
 @pytest.mark.parametrize("nnodes", [None, (1, 1)])

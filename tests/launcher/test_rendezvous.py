@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import queue
+import re
 import socket
 import threading
 import time
@@ -65,11 +67,24 @@ def test_a_host_that_does_not_join_is_named(first: Rendezvous) -> None:
         raise_in(first, api.RendezvousTimeoutError())
 
 
+def test_the_first_host_says_whom_it_waits_for(
+    first: Rendezvous, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.05)
+    lines: queue.Queue[str] = queue.Queue()
+    with first.waiting_logged(lines.put):
+        line = lines.get(timeout=60)
+        assert re.fullmatch(r"waiting for n2 \(joined: .* \(127\.0\.0\.1\)\), up to \d+ s", line)
+        time.sleep(0.3)
+    # It repeats only what has changed.
+    assert lines.empty()
+
+
 def test_a_host_that_falls_silent_is_named(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Rendezvous.open(endpoint(port, is_host=False, local_address="127.0.0.2"), quiet)
-    monkeypatch.setattr(rendezvous, "_responds", lambda address, port: address != "127.0.0.2")
+    monkeypatch.setattr(rendezvous, "responds", lambda address, port=9: address != "127.0.0.2")
     for error in (api.RendezvousTimeoutError(), api.RendezvousConnectionError()):
         with pytest.raises(LaunchError, match=r"lost .* \(127\.0\.0\.2\), which d(oes|id) not"):
             raise_in(first, error)
@@ -115,7 +130,7 @@ def test_another_run_that_waits_at_the_endpoint(port: int) -> None:
 
 
 def test_nobody_listens(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous, "_LOG_AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "SAY_AFTER_SECONDS", 0.0)
     lines: list[str] = []
     with pytest.raises(LaunchError, match=r"within 1 s \(Connection refused\): the host responds"):
         Rendezvous.open(endpoint(port, is_host=False), lines.append)
@@ -126,30 +141,30 @@ def test_nobody_listens(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_silent_first_host_is_detected(
     port: int, first: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "INTERVAL_SECONDS", 0.1)
     second = Rendezvous.open(endpoint(port, is_host=False, read_timeout_seconds=2), quiet)
     lost: list[str] = []
     # It responds on the connection, although it accepts no new ones.
-    monkeypatch.setattr(rendezvous, "_responds", lambda address, port: False)
-    with second.watched(lost.append):
+    monkeypatch.setattr(rendezvous, "responds", lambda address, port: False)
+    with second.watched(lost.append, lambda: True, quiet):
         time.sleep(3)
     assert lost == []
     # It accepts new connections, but does not respond: it is busy.
     probed = threading.Semaphore(0)
-    monkeypatch.setattr(rendezvous, "_responds", lambda *_: probed.release() or True)
+    monkeypatch.setattr(rendezvous, "responds", lambda *_: probed.release() or True)
     monkeypatch.setattr(second, "store", Silent())
-    with second.watched(lost.append):
+    with second.watched(lost.append, lambda: True, quiet):
         assert probed.acquire(timeout=30)
         assert probed.acquire(timeout=30)
     assert lost == []
-    monkeypatch.setattr(rendezvous, "_responds", lambda address, port: False)
-    with second.watched(lost.append):
+    monkeypatch.setattr(rendezvous, "responds", lambda address, port: False)
+    with second.watched(lost.append, lambda: True, quiet):
         progress = of_children()
         while not lost:
             assert progress.problem() is None
             time.sleep(0.05)
     assert lost[0].startswith("the first machine (n1, 127.0.0.1) has been silent for ")
-    with first.watched(lost.append):
+    with first.watched(lost.append, lambda: True, quiet):
         pass
     assert len(lost) == 1
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distmp.distributed.rank_environment import RankEnvironment
 from distmp.training.train import main
 from tests import slurm
 from tests.ranks import run_ranks
@@ -134,6 +135,48 @@ def test_each_node_gets_one_launcher(cluster: Cluster, tmp_path: Path) -> None:
     # Options of sbatch override those in the file.
     smaller = output("--nodes=1", "--gpus-per-node=4", PET_NPROC_PER_NODE="4")
     assert smaller.removeprefix(unchanged).count(f"|4|4|{words}|") == 1
+
+
+PROBE = """\
+from distmp.distributed.launcher_variables import adopt_ranks
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.errors import ConfigError
+try:
+    adopt_ranks()
+    print(RankEnvironment.from_variables())
+except ConfigError as error:
+    print(error.setting)
+"""
+
+
+def test_processes_that_slurm_starts(cluster: Cluster, tmp_path: Path) -> None:
+    """What `python -m distmp.train` would do, without importing torch eleven times."""
+    # A test may train alone anywhere.
+    probe = f"env -u PYTEST_CURRENT_TEST {sys.executable} {tmp_path / 'probe.py'}"
+    (tmp_path / "probe.py").write_text(PROBE)
+    script = stub(
+        tmp_path / "script",
+        f"{probe}\nsrun {probe}\n"
+        "export MASTER_ADDR=node1 MASTER_PORT=29500 WORLD_SIZE=4\n"
+        f"srun {probe}\n"
+        f"WORLD_SIZE=1 srun {probe}\n",
+    )
+    log = tmp_path / "log"
+    tasks = ["--nodes=2", "--ntasks-per-node=2", "--ntasks=4", "--overcommit"]
+    variables = {"PYTHONPATH": str(ROOT)}
+    job = cluster.run(
+        "sbatch", "--parsable", f"--output={log}", *tasks, script, cwd=tmp_path, **variables
+    ).strip()
+    cluster.wait(job, "COMPLETED")
+    batch, *lines = log.read_text().splitlines()
+    assert batch == "SLURM_NTASKS"
+    assert lines[:4] == ["SLURM_STEP_NUM_TASKS"] * 4
+    ranks = [RankEnvironment(rank, rank % 2, 4, 2) for rank in range(4)]
+    assert sorted(lines[4:8]) == list(map(str, ranks))
+    assert lines[8:] == [str(RankEnvironment())] * 4
+    # A shell of salloc runs single processes.
+    shell = cluster.run("salloc", "--quiet", *tasks, *probe.split(), cwd=tmp_path, **variables)
+    assert shell.splitlines()[-1] == str(RankEnvironment())
 
 
 @pytest.mark.parametrize("cause", ["time limit", "a node fails"])

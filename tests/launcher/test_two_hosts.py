@@ -17,6 +17,12 @@ from tests.torchrun import TINY, corpus
 
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 LATE_SECONDS = 20
+FIRST_POD = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "0",
+    "PET_MASTER_ADDR": "one",
+    "PET_MASTER_PORT": "29403",
+}
 
 
 @pytest.fixture
@@ -69,6 +75,20 @@ def test_the_quickstart_with_the_first_host_late(hosts: TwoHosts, tmp_path: Path
         assert not re.search(r"Traceback|^\[?[WE]\d{4}", output, flags=re.MULTILINE), output
 
 
+def test_machines_that_variables_number(hosts: TwoHosts, tmp_path: Path) -> None:
+    """As PyTorchJob, Volcano, Azure ML and scripts number machines with one process each."""
+    words = [
+        *("--nproc-per-node=1", "--", *TINY, "--data.path", str(corpus(tmp_path / "data"))),
+        *("--run-dir", str(tmp_path / "run"), "--steps=2", "--schedule.warmup-steps=1"),
+    ]
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "one", "MASTER_PORT": "23456"}
+    agents = [hosts.launch(host, *words, **world, RANK=str(host)) for host in range(2)]
+    results = [agent.finish() for agent in agents]
+    assert [code for code, _ in results] == [0, 0], results
+    assert "ranks: 2 on cpu (gloo)" in "".join(output for _, output in results)
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     """Each host ends within its timeout and names the other one."""
     words = [
@@ -78,6 +98,7 @@ def test_the_cable_is_pulled(hosts: TwoHosts, tmp_path: Path) -> None:
     ]
     agents = [hosts.launch(host, *words) for host in range(2)]
     wait_for_steps(tmp_path, 3, agents[0])
+    assert [hosts.listening(host) for host in range(2)] == [{"10.99.7.1"}, {"10.99.7.2"}]
     hosts.cut()
     (first_code, first_output), (second_code, second_output) = (a.finish() for a in agents)
     assert first_code != 0
@@ -96,6 +117,13 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
         "never coming": (
             (0, rendezvous_at("one:29401", *patience), {}),
             (1, r"only 1 of 2 hosts joined 10\.99\.7\.1:29401 within 12 s: one \(10\.99\.7\.1\)"),
+        ),
+        "a pod of Kubeflow Trainer is missing": (
+            (0, ["--rdzv-conf", "join_timeout=25"], {**FIRST_POD, "PET_NPROC_PER_NODE": "1"}),
+            (
+                1,
+                r"only 1 of 2 hosts joined .*:29403 within 25 s: .*; missing: node rank 1\. Check",
+            ),
         ),
         "port in use": (
             (0, rendezvous_at("one:29500", *patience), {}),
@@ -138,6 +166,8 @@ def test_launches_that_cannot_start_are_one_message(hosts: TwoHosts) -> None:
         assert code == expected, f"{name}: {output}"
         assert re.search(message, last_line(output)), f"{name}: {output}"
         assert "Traceback" not in output, f"{name}: {output}"
+        if "missing" in name:
+            assert "waiting for node rank 1 (joined: one (10.99.7.1)), up to 25 s" in output
 
 
 def test_different_configurations_are_refused(hosts: TwoHosts, tmp_path: Path) -> None:

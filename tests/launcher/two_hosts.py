@@ -1,4 +1,4 @@
-"""`distmp launch` on two simulated hosts whose connection can be cut."""
+"""`distmp launch` on simulated hosts whose connections can be cut."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from typing import Any
 import pytest
 
 from tests import two_hosts as machine
+from tests.launcher.relay import relay_link
 from tests.progress import of_children
 from tests.torchrun import environment
 
 # Generous, because the machine may be busy.
 TIMEOUT_SECONDS = 240
+NAMES = ("one", "two", "three")
 _numbers = itertools.count()
 
 
@@ -50,7 +52,7 @@ class Agent:
 
 
 class TwoHosts:
-    """Hosts 0 and 1, named one and two; each resolves the other's name."""
+    """Hosts 0, 1 and so on, named one, two and so on; each resolves the others' names."""
 
     links = (machine.INTERFACE, machine.INTERFACE)
 
@@ -59,13 +61,14 @@ class TwoHosts:
         self._hosts = hosts
         self._started: list[subprocess.Popen[str]] = []
 
-    def launch(self, host: int, *words: str, **variables: str) -> Agent:
-        """Start `distmp launch` on a host."""
+    def launch(self, host: int, *words: str, mounts: str = "", **variables: str) -> Agent:
+        """Start `distmp launch` on a host, after shell commands that change only its mounts."""
         output = self.folder / f"output-{next(_numbers)}"
+        alone = ("unshare", "--mount", "sh", "-ec", f'{mounts}; exec "$@"', "sh") if mounts else ()
         with output.open("w") as file:
             process = self._start(
                 host,
-                *(sys.executable, "-m", "distmp", "launch", *words),
+                *(*alone, sys.executable, "-m", "distmp", "launch", *words),
                 env={**_without_schedulers(environment()), **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=file,
@@ -77,13 +80,26 @@ class TwoHosts:
         """Run a command on a host until the end of the test."""
         self._start(host, *words)
 
-    def cut(self) -> None:
-        """Take the interface of host 1 down."""
-        self._hosts.run(1, "ip", "link", "set", self.links[1], "down")
+    def run(self, host: int, *words: str) -> str:
+        """Run a command on a host and return its output."""
+        return self._hosts.run(host, *words)
 
-    def reconnect(self) -> None:
-        """Take the interface of host 1 up again."""
-        self._hosts.run(1, "ip", "link", "set", self.links[1], "up")
+    def relay(self, *options: str) -> None:
+        """Replace the link by one that delays, loses or drops packets, see `relay`."""
+        self._started.append(relay_link(self._hosts, *options))
+
+    def listening(self, host: int) -> set[str]:
+        """Return the addresses on which the processes of a host listen."""
+        lines = self._hosts.run(host, "ss", "-tlnH").splitlines()
+        return {line.split()[3].rpartition(":")[0] for line in lines}
+
+    def cut(self, host: int = 1) -> None:
+        """Take the interface of a host down."""
+        self._hosts.run(host, "ip", "link", "set", machine.INTERFACE, "down")
+
+    def reconnect(self, host: int = 1) -> None:
+        """Take the interface of a host up again."""
+        self._hosts.run(host, "ip", "link", "set", machine.INTERFACE, "up")
 
     def close(self) -> None:
         for process in self._started:
@@ -98,12 +114,12 @@ class TwoHosts:
 
 
 @contextlib.contextmanager
-def two_hosts(folder: Path) -> Iterator[TwoHosts]:
-    """Start two hosts, or skip the test where that is not permitted."""
+def two_hosts(folder: Path, names: tuple[str, ...] = NAMES[:2]) -> Iterator[TwoHosts]:
+    """Start hosts, or skip the test where that is not permitted."""
     reason = machine.why_not()
     if reason is not None:
         pytest.skip(reason)
-    with machine.two_hosts(("one", "two")) as started:
+    with machine.two_hosts(names) as started:
         hosts = TwoHosts(started, folder)
         try:
             yield hosts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -20,9 +21,9 @@ def main(ending: str, folder: Path) -> None:
     if ending in ("obey", "fail late"):
         for number in STOP_SIGNALS:
             signal.signal(number, lambda received, _: signals.append(received))
-    if ending == "ignore":
+    if ending in ("ignore", "give up"):
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: record_signal(folder / f"{rank}.received"))
+            signal.signal(number, lambda *_: record_signal(folder / f"{rank}.received", ending))
     # Renamed when complete, because tests read it as soon as it exists.
     with (folder / "starts").open("a") as starts:
         starts.write(f"{rank}\n")
@@ -31,6 +32,12 @@ def main(ending: str, folder: Path) -> None:
     unfinished.rename(folder / f"{rank}.rank")
     if ending == "succeed":
         return
+    if ending == "listen":
+        (folder / f"{rank}.listening").write_text(json.dumps(listening_addresses()))
+        # The first of several attempts fails.
+        attempts = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+        done, allowed = (int(os.environ[name]) for name in attempts)
+        sys.exit(done < allowed)
     if rank == "1" or ending in ("obey", "fail late"):
         # The launcher ends all ranks after the first failure, also those that are still starting.
         while len(list(folder.glob("*.rank"))) < int(os.environ["WORLD_SIZE"]):
@@ -39,9 +46,38 @@ def main(ending: str, folder: Path) -> None:
     time.sleep(60)
 
 
-def record_signal(path: Path) -> None:
+def listening_addresses() -> list[str]:
+    """Return where this rank and its launcher listen, while the ranks are connected."""
+    import psutil
+    import torch
+    import torch.distributed as dist
+
+    from distmp.distributed.rank_environment import RankEnvironment
+    from distmp.distributed.rank_monitor import current
+    from distmp.distributed.world import join, leave
+
+    world = join(RankEnvironment.from_variables(), timeout_seconds=60)
+    current()
+    dist.all_reduce(torch.ones(1))
+    world.ranks.gather(None)
+    processes = [psutil.Process(), psutil.Process().parent()]
+    found = [
+        entry.laddr.ip
+        for process in processes
+        for entry in process.net_connections("inet")
+        if entry.status == psutil.CONN_LISTEN
+    ]
+    dist.barrier()
+    leave()
+    return found
+
+
+def record_signal(path: Path, ending: str) -> None:
     with path.open("a") as received:
         received.write(".")
+    if ending == "give up" and path.stat().st_size == 2:
+        # As a rank that a second Ctrl-C interrupts, or one that loses such a rank.
+        sys.exit(3 if path.name.startswith("1") else 1)
 
 
 def end(ending: str, stopped: Path) -> None:

@@ -85,6 +85,6 @@ def test_ranks_agree_on_the_least_free_memory() -> None:
 def test_free_memory_respects_the_limit_of_the_control_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cgroups, "memory_limit", lambda: 16_000)
+    monkeypatch.setattr(cgroups, "_memory_groups", lambda root: iter([(16_000, 0)]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert least_free_bytes(World.current("cpu")) == 4_000

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ import torch.distributed as dist
 
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.stopping import StopSignals
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, CheckpointError, SetupError
 from distmp.training import failures
+from distmp.training.train import main
 from tests import faulty_runs
 from tests.elastic import Done, Job, run_jobs
 from tests.torchrun import python, run
@@ -104,6 +108,19 @@ def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
     assert "in _spin\n" in native
 
 
+def test_ranks_that_end_themselves(tmp_path: Path) -> None:
+    """Their exit code 0 is neither success nor the end of the message."""
+    exited, left = run_jobs([job("1 forward exit"), job("1 forward quit")], tmp_path, timeout=180)
+    assert exited.stderr.startswith("distmp: rank 1 of 2 failed:\n")
+    assert "RuntimeError: a function of this run called sys.exit(0)" in exited.stderr
+    assert exited.stderr.count("distmp:") == 1
+    assert "in _exit\n" in exited.stderr
+    assert exited.exit_codes[1] == 1
+    assert left.stderr.startswith("distmp: rank 1 ended without a message (process ")
+    assert "or called os._exit" in left.stderr
+    assert left.exit_codes == {0: 3}
+
+
 def test_other_failures(tmp_path: Path) -> None:
     """A kill, no memory, a single rank that hangs, and a slow run that does not hang."""
     jobs = [
@@ -187,6 +204,43 @@ def test_a_rank_that_lost_another_without_a_message_reports_it(
     assert capsys.readouterr().err == (
         "distmp: rank 1 of 2 stopped because it lost another rank, which left no message\n"
     )
+
+
+def test_the_launcher_cannot_end_a_rank_between_its_error_and_the_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A SIGTERM that arrives after the training loop, before the error is reported."""
+    received = []
+    own = failures.report
+
+    def report(*arguments: Any) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        received.append(StopSignals.last)
+        return own(*arguments)
+
+    def ended(number: int, _frame: Any) -> None:
+        received.append(number)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAULT", "0 forward raise")
+    monkeypatch.setattr(failures, "report", report)
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        assert main(faulty_runs.ARGUMENTS) == 1
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM, signal.SIGTERM]
+    assert StopSignals.last is None
+
+
+def test_no_wait_for_a_launcher_that_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failures, "GRACE_SECONDS", 600)
+    monkeypatch.setattr(failures, "is_orphan", lambda: True)
+    assert failures.wait_to_be_ended()
+    monkeypatch.setattr(failures, "GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(failures, "is_orphan", lambda: False)
+    assert not failures.wait_to_be_ended()
 
 
 def test_the_watchdog_of_a_single_process_ends_with_it() -> None:

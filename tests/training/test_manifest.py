@@ -12,16 +12,14 @@ import pytest
 
 from distmp.distributed.world import World
 from distmp.errors import SetupError
+from distmp.masking import HIDDEN, masked
 from distmp.training import manifest
 from distmp.training.manifest import (
-    HIDDEN,
     append,
-    masked,
     read,
     record,
     revision,
     starts_at,
-    without_secrets,
 )
 from distmp.utils.settings.flat import digest
 from tests.ranks import run_ranks
@@ -103,9 +101,9 @@ def test_secrets_are_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "log": {"tracker_options": {"wandb": {"api_key": HIDDEN, "mode": "online"}}},
     }
     words = ["--data.token-dtype=uint16", "--log.tracker-options={wandb: {api_key: hush}}", "a:b"]
-    assert [without_secrets(word) for word in words] == [
+    assert masked(words) == [
         "--data.token-dtype=uint16",
-        f"--log.tracker-options={HIDDEN}",
+        f"--log.tracker-options={{wandb: {{api_key: {HIDDEN}}}}}",
         "a:b",
     ]
     monkeypatch.setattr(sys, "orig_argv", ["python", *words, '{"wandb": {"token" : "hush"}}'])

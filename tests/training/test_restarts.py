@@ -110,6 +110,7 @@ def _kill_in_step(seconds: float) -> None:
     _kill_after(seconds, "step")
 
 
+@pytest.mark.soak
 def test_fifty_kills_leave_no_trace(tmp_path: Path) -> None:
     jobs = [
         Job(LONG),
@@ -262,7 +263,7 @@ def test_the_cause_of_the_last_attempt_is_reported(tmp_path: Path) -> None:
     memory = HashStore()
     attempt(memory, 0).begin(RunDirectory(tmp_path), None)
     assert "ranks were killed" in str(attempt(memory, 1).describe_attempt(0))
-    Peers(PrefixStore("peers", for_attempt(memory, 0, 2)), 1, 2).end(Ending(1, 4, "a cause", 1))
+    Peers(PrefixStore("peers", for_attempt(memory, 0)), 1, 2).end(Ending(1, 4, "a cause", 1))
     assert (
         attempt(memory, 1).describe_attempt(3) == "restart 1 of 9: a cause; continuing from step 3"
     )
@@ -286,6 +287,15 @@ def test_only_restarts_without_gain_count(tmp_path: Path) -> None:
             with pytest.raises(TrainingError, match=r"4 times in a row .* after step 6"):
                 attempt(memory, count).begin(run, None)
     assert attempt(memory, len(reached) + 1).given_up() == 1
+
+
+def test_machines_that_join_and_leave_are_no_failures(tmp_path: Path) -> None:
+    run = create_run(str(tmp_path / "run"))
+    memory = HashStore()
+    attempt(memory, 0).begin(run, None)
+    for count in range(1, 2 * RESTARTS_WITHOUT_GAIN):
+        Restarts(memory, count, 9, world_size=1 + count % 2).begin(run, None)
+        assert attempt(memory, count).given_up() is None
 
 
 def test_a_damaged_record_ends_the_restarts_with_its_line(tmp_path: Path) -> None:

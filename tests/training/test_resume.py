@@ -216,9 +216,15 @@ def resume(folder: Path, **values: Any) -> Trainer:
     return train(configuration(folder / "run", **{"steps": 6, "resume": "auto", **values}))
 
 
+def _files(run: Path) -> dict[Path, bytes]:
+    """Return the files of a run, without the lease that each job takes."""
+    files = (path for path in run.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if not path.name.startswith("lease-")}
+
+
 def test_another_run_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
     resume(tmp_path)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    before = _files(tmp_path / "run")
     with pytest.raises(SetupError) as caught:
         resume(tmp_path, seed=2, data={"options": {"poison": 2.0}}, optim={"name": "sgd"}, steps=9)
     assert caught.value.exit_code == 2
@@ -230,8 +236,7 @@ def test_another_run_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
         'data.options: {} -> {"poison": 2.0}',
         "optim.name: adamw -> sgd",
     ]
-    after = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    assert after == before
+    assert _files(tmp_path / "run") == before
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 

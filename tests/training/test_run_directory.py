@@ -9,6 +9,11 @@ from distmp.errors import ConfigError
 from distmp.training.run_directory import RunDirectory, create_run, latest_run
 
 
+def test_a_name_that_no_folder_can_have(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read \\(File name too long\\)"):
+        latest_run(str(tmp_path / (300 * "x")))
+
+
 def test_the_paths_of_a_run(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     assert {run.config, run.records, run.curves, run.checkpoints} == {

@@ -136,6 +136,7 @@ def test_a_run_leaves_everything_in_its_folder(
         "curves.png",
         "logs",
         "manifest.json",
+        "lease-000001.json",
         "steps.jsonl",
     }
     config = from_mapping(RunConfig, read_yaml(folder / "config.yaml"))
@@ -216,7 +217,7 @@ WRONG: dict[str, tuple[Callable[[Path], list[str]], str]] = {
         lambda tmp: ["--config", _file(tmp / "c.yaml", "steps: soon\n")],
         "steps = 'soon': must be an integer",
     ),
-    "negative steps": (lambda tmp: ["--steps=-1"], "steps = -1: use 1 or more"),
+    "negative steps": (lambda tmp: ["--steps=-1"], "steps = -1: use 1 to"),
     "missing data folder": (
         lambda tmp: [f"--data.path={tmp / 'nowhere'}"],
         "data.path = ",

@@ -7,6 +7,7 @@ from ipaddress import ip_address
 from typing import Literal, NamedTuple
 
 from distmp.commands.doctor.machine_info import MachineInfo
+from distmp.launcher.network import external_interfaces
 from distmp.utils.units import bytes_text
 
 Status = Literal["PASS", "WARN", "FAIL"]
@@ -19,7 +20,9 @@ SMALL_SHM_BYTES = _GIB
 LITTLE_MEMORY_BYTES = 2 * _GIB
 LITTLE_DISK_BYTES = 10 * _GIB
 NO_DISK_BYTES = _GIB
-FEW_FILES = 4096
+LITTLE_TEMPORARY_BYTES = 100 << 20
+# Linux starts with this limit; a rank keeps less than a hundred files open.
+FEW_FILES = 1024
 FEW_PROCESSES = 4096
 BUSY_GPU_SHARE = 0.1
 CLOCK_OFFSET_SECONDS = 1.0
@@ -143,31 +146,22 @@ def _choices(machine: MachineInfo) -> Iterator[CheckResult]:
 def _cores(machine: MachineInfo) -> Iterator[CheckResult]:
     granted = min(machine.usable_cores, machine.core_quota or machine.cores)
     if granted < machine.cores:
-        threads = machine.environment.get("OMP_NUM_THREADS")
-        message = f"{granted:g} of {machine.cores} cores are available"
-        if threads is None:
-            yield CheckResult(
-                "WARN",
-                f"{message}; libraries that count cores start too many threads",
-                "set OMP_NUM_THREADS to cores per rank; `distmp launch` sets it from the CPU "
-                "affinity",
-            )
-            return
-        yield CheckResult("PASS", f"{message}; OMP_NUM_THREADS={threads}")
-        return
-    yield CheckResult("PASS", f"{machine.cores} cores")
+        yield CheckResult("PASS", f"{granted:g} of {machine.cores} cores are available")
+    else:
+        yield CheckResult("PASS", f"{machine.cores} cores")
 
 
 def _threads(machine: MachineInfo) -> Iterator[CheckResult]:
     text = machine.environment.get("OMP_NUM_THREADS")
+    cores = machine.granted_cores
     if text is None:
         yield CheckResult("PASS", "OMP_NUM_THREADS is not set; `distmp launch` sets it")
     elif not text.isdecimal():
         yield CheckResult("WARN", f"OMP_NUM_THREADS={text} is not a number", "set it to a number")
-    elif int(text) > machine.usable_cores:
+    elif int(text) > cores:
         yield CheckResult(
             "WARN",
-            f"OMP_NUM_THREADS={text}, with {machine.usable_cores} cores available",
+            f"OMP_NUM_THREADS={text}, with {cores} core{'s' if cores > 1 else ''} available",
             "set it to cores per rank, or unset it and use `distmp launch`",
         )
     else:
@@ -175,7 +169,7 @@ def _threads(machine: MachineInfo) -> Iterator[CheckResult]:
 
 
 def _memory(machine: MachineInfo) -> Iterator[CheckResult]:
-    free = min(machine.available_bytes, machine.memory_limit or machine.available_bytes)
+    free = machine.available_bytes
     limit = f", limit {bytes_text(machine.memory_limit)}" if machine.memory_limit else ""
     message = f"{bytes_text(free)} available{limit}"
     if free < LITTLE_MEMORY_BYTES:
@@ -185,21 +179,33 @@ def _memory(machine: MachineInfo) -> Iterator[CheckResult]:
 
 
 def _shared_memory(machine: MachineInfo) -> Iterator[CheckResult]:
-    if machine.shm_bytes is None:
+    users = ["data workers"] if machine.workers else []
+    users += ["NCCL"] if machine.cuda_devices > 1 else []
+    free, size = machine.shm_free_bytes, machine.shm_bytes
+    if not users:
+        yield CheckResult("PASS", "not needed without data workers and with up to one GPU")
+    elif size is None or free is None:
         yield CheckResult(
             "FAIL",
-            "/dev/shm is missing, which data workers and NCCL need to exchange data",
+            f"/dev/shm is missing, through which {' and '.join(users)} exchange data",
             "mount a tmpfs there (`docker run --shm-size=16g`; in Kubernetes an emptyDir with "
             "medium: Memory)",
         )
-    elif machine.shm_bytes < SMALL_SHM_BYTES:
+    elif size < SMALL_SHM_BYTES:
         yield CheckResult(
             "WARN",
-            f"/dev/shm has {bytes_text(machine.shm_bytes)}; data workers and NCCL may fill it",
+            f"/dev/shm has {bytes_text(size)}; {' and '.join(users)} may fill it",
             "`docker run --shm-size=16g`, in Kubernetes an emptyDir with medium: Memory",
         )
+    elif free < SMALL_SHM_BYTES:
+        yield CheckResult(
+            "WARN",
+            f"/dev/shm has {bytes_text(free)} free of {bytes_text(size)}; {' and '.join(users)} "
+            "may fill it",
+            "remove files that ended processes have left there (`ls -l /dev/shm`)",
+        )
     else:
-        yield CheckResult("PASS", f"/dev/shm has {bytes_text(machine.shm_bytes)}")
+        yield CheckResult("PASS", f"/dev/shm has {bytes_text(free)} free of {bytes_text(size)}")
 
 
 def _limits(machine: MachineInfo) -> Iterator[CheckResult]:
@@ -237,23 +243,33 @@ def _disk(machine: MachineInfo) -> Iterator[CheckResult]:
         yield CheckResult("PASS", f"{message}, writing a file succeeded")
 
 
+def _temporary_files(machine: MachineInfo) -> Iterator[CheckResult]:
+    folder = machine.temporary
+    message = f"{folder.path}: {bytes_text(folder.free_bytes)} free"
+    if folder.problem is not None:
+        yield CheckResult(
+            "FAIL",
+            f"{folder.path}: cannot be written ({folder.problem})",
+            "free space there, or set TMPDIR to a folder that can be written; torchrun and "
+            "compilers write to it",
+        )
+    elif folder.free_bytes < LITTLE_TEMPORARY_BYTES:
+        yield CheckResult("WARN", message, "free space there, or set TMPDIR to another folder")
+    else:
+        yield CheckResult("PASS", message)
+
+
 def _clock(machine: MachineInfo) -> Iterator[CheckResult]:
     clock = machine.clock
     service = "enable a time service (chrony, systemd-timesyncd); logs of machines do not match"
-    if not clock.steady:
-        yield CheckResult(
-            "FAIL",
-            "the monotonic clock runs backwards",
-            "timeouts cannot work; use another machine",
-        )
-    elif abs(clock.offset_seconds or 0.0) > CLOCK_OFFSET_SECONDS:
+    if abs(clock.offset_seconds or 0.0) > CLOCK_OFFSET_SECONDS:
         yield CheckResult("WARN", f"the clock is off by {clock.offset_seconds:.3g} s", service)
     elif clock.synchronized is False:
         yield CheckResult("WARN", "the clock is not synchronized by a time service", service)
     elif clock.synchronized is None:
-        yield CheckResult("PASS", "steady; unknown whether it is synchronized")
+        yield CheckResult("PASS", "unknown whether it is synchronized")
     else:
-        yield CheckResult("PASS", "steady and synchronized by a time service")
+        yield CheckResult("PASS", "synchronized by a time service")
 
 
 def _hostname(machine: MachineInfo) -> Iterator[CheckResult]:
@@ -264,14 +280,11 @@ def _hostname(machine: MachineInfo) -> Iterator[CheckResult]:
             f"{machine.hostname} does not resolve",
             "add it to /etc/hosts; gloo and torchrun resolve their own name",
         )
-    elif not _external_interfaces(machine):
-        yield CheckResult("PASS", f"{machine.hostname} resolves to {', '.join(machine.addresses)}")
-    elif all(address.startswith(("127.", "::1")) for address in machine.addresses):
+    elif all(ip_address(address).is_loopback for address in machine.addresses):
         yield CheckResult(
-            "WARN",
-            f"{machine.hostname} resolves to {', '.join(machine.addresses)}, which other machines "
-            "cannot reach",
-            "with several machines set GLOO_SOCKET_IFNAME, or fix /etc/hosts",
+            "PASS",
+            f"{machine.hostname} resolves to {', '.join(machine.addresses)}; `distmp launch` "
+            "selects an address that other machines reach",
         )
     elif not own & set(machine.addresses):
         yield CheckResult(
@@ -302,12 +315,23 @@ def _network(machine: MachineInfo) -> Iterator[CheckResult]:
             f"NCCL_SOCKET_IFNAME={nccl} matches none of the interfaces: {listed}",
             "set it to an interface that is up, or unset it",
         )
-    if not _external_interfaces(machine):
+    for name, setting in (("GLOO_SOCKET_IFNAME", gloo), ("NCCL_SOCKET_IFNAME", nccl)):
+        if (setting or "").lstrip("=") == "lo":
+            yield CheckResult(
+                "WARN",
+                f"{name}={setting}, through which no other machine can be reached",
+                "unset it; `distmp launch` selects the interface",
+            )
+    if machine.environment.get("NCCL_NET", "").upper() == "IB" and (
+        machine.cuda_devices and not machine.rdma_devices
+    ):
         yield CheckResult(
-            "WARN",
-            f"no interface that another machine could reach; interfaces: {listed}",
-            "runs on only this machine work; several machines need a network",
+            "FAIL",
+            "NCCL_NET=IB, but there is no InfiniBand or RoCE device: NCCL would not start",
+            "unset NCCL_NET, or give this container access to the devices (/dev/infiniband)",
         )
+    if not external_interfaces(machine.interfaces):
+        yield CheckResult("PASS", f"runs on this machine only; interfaces: {listed}")
     else:
         yield CheckResult(
             "PASS",
@@ -354,6 +378,7 @@ CHECKS: dict[str, Check] = {
     "shared memory": _shared_memory,
     "limits": _limits,
     "disk": _disk,
+    "temporary files": _temporary_files,
     "clock": _clock,
     "hostname": _hostname,
     "network": _network,
@@ -381,15 +406,6 @@ def _limit(limit: int | None) -> str:
     return "unlimited" if limit is None else str(limit)
 
 
-def _external_interfaces(machine: MachineInfo) -> list[str]:
-    """Return the interfaces through which other machines may be reachable."""
-    return [
-        name
-        for name, addresses in machine.interfaces.items()
-        if not all(own.is_loopback or own.is_link_local for own in map(ip_address, addresses))
-    ]
-
-
 def _nccl_matches(setting: str, name: str) -> bool:
     """Whether NCCL_SOCKET_IFNAME allows an interface: prefixes, `=` exact, `^` excludes."""
     names = setting.lstrip("^=").split(",")
@@ -410,7 +426,7 @@ def _gloo_default(machine: MachineInfo) -> str:
 
 def _nccl_default(machine: MachineInfo) -> str:
     """Return NCCL's default interfaces: InfiniBand, then others, then Docker's bridge."""
-    names = _external_interfaces(machine)
+    names = external_interfaces(machine.interfaces)
     infiniband = [name for name in names if name.startswith("ib")]
     others = [name for name in names if not name.startswith("docker")]
     return ", ".join(infiniband or others or names)

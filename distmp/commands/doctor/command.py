@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: If a setting is invalid.
     """
     config = load(sys.argv[1:] if argv is None else argv)
-    machine = gather(config.run_dir, config.precision.policy, config.strategy)
+    machine = gather(config)
     results = run_checks(machine)
     text = as_json(results, machine) if config.json else report(results)
     sys.stdout.write(text + "\n")

@@ -10,15 +10,20 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-import psutil
-
+from distmp.config import RunConfig
 from distmp.launcher.network import interfaces
-from distmp.utils.cgroups import core_quota, memory_limit
+from distmp.utils.cgroups import (
+    core_quota,
+    free_host_bytes,
+    granted_cores,
+    memory_limit,
+    usable_cores,
+)
 from distmp.utils.environment_info import relevant, versions
 
 _COMMAND_SECONDS = 10.0
@@ -56,6 +61,12 @@ class Gpu:
     driver: str | None
 
 
+class _Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
 @dataclass(frozen=True)
 class Folder:
     """The folder of a run.
@@ -73,15 +84,13 @@ class Folder:
 
 @dataclass(frozen=True)
 class Clock:
-    """The clocks of the machine.
+    """The clock of the machine.
 
     Attributes:
-        steady: Whether the monotonic clock never went back in 1000 readings.
         synchronized: Whether a time service synchronizes the time of day; None if unknown.
         offset_seconds: Offset from the time of the service; None if unknown.
     """
 
-    steady: bool
     synchronized: bool | None
     offset_seconds: float | None
 
@@ -102,14 +111,18 @@ class MachineInfo:
         native_dtypes: 16-bit dtypes that the device of a run computes natively.
         cores: Number of cores of the machine.
         usable_cores: Number of cores on which this process may run.
+        granted_cores: Number of cores that it can keep busy.
         core_quota: CPU quota of its control groups in cores, or None.
-        available_bytes: Available memory.
+        available_bytes: Available memory, within the limit of its control groups.
         memory_limit: Memory limit of its control groups in bytes, or None.
         shm_bytes: Size of /dev/shm, or None if it is missing.
+        shm_free_bytes: Free space of /dev/shm, or None if it is missing.
+        workers: Data workers of a rank.
         limits: Soft limits of open_files, processes and locked_bytes; None if unlimited.
         rdma_devices: Names of InfiniBand and RoCE devices.
         folder: The folder of the run.
-        clock: The clocks.
+        temporary: The folder of temporary files.
+        clock: The clock.
         environment: The environment variables that change how a run behaves.
         policy: The resolved precision policy, and why.
         strategy: The resolved strategy for the ranks that `distmp launch` would start, and why.
@@ -126,30 +139,33 @@ class MachineInfo:
     native_dtypes: tuple[str, ...]
     cores: int
     usable_cores: int
+    granted_cores: int
     core_quota: float | None
     available_bytes: int
     memory_limit: int | None
     shm_bytes: int | None
+    shm_free_bytes: int | None
+    workers: int
     limits: Mapping[str, int | None]
     rdma_devices: tuple[str, ...]
     folder: Folder
+    temporary: Folder
     clock: Clock
     environment: Mapping[str, str]
     policy: str
     strategy: str
 
 
-def gather(run_dir: str, policy: object, strategy: str) -> MachineInfo:
+def gather(config: RunConfig) -> MachineInfo:
     """Collect the properties of this machine in one or two seconds, without changing it.
 
     Args:
-        run_dir: The folder of the run.
-        policy: The configured `precision.policy`.
-        strategy: The configured `strategy`.
+        config: The run for which the machine is checked.
     """
     import torch
 
     header = _output("nvidia-smi")
+    shm = _usage(Path("/dev/shm"))
     driver = re.search(r"CUDA[\w ]* Version\s*:\s*([\d.]+)", header)
     return MachineInfo(
         hostname=(hostname := socket.gethostname()),
@@ -162,18 +178,22 @@ def gather(run_dir: str, policy: object, strategy: str) -> MachineInfo:
         gpus=gpus() if header else (),
         native_dtypes=_native_dtypes(),
         cores=os.cpu_count() or 1,
-        usable_cores=len(os.sched_getaffinity(0)),
+        usable_cores=usable_cores(),
+        granted_cores=granted_cores(),
         core_quota=core_quota(),
-        available_bytes=psutil.virtual_memory().available,
+        available_bytes=free_host_bytes(),
         memory_limit=memory_limit(),
-        shm_bytes=_size(Path("/dev/shm")),
+        shm_bytes=shm and shm.total,
+        shm_free_bytes=shm and shm.free,
+        workers=config.data.workers,
         limits=_limits(),
         rdma_devices=_rdma_devices(),
-        folder=_try_folder(Path(run_dir)),
+        folder=_try_folder(Path(config.run_dir)),
+        temporary=_try_folder(Path(os.environ.get("TMPDIR") or "/tmp")),
         clock=_clock(),
         environment=relevant(os.environ),
-        policy=_resolved_policy(policy),
-        strategy=_resolved_strategy(strategy),
+        policy=_resolved_policy(config.precision.policy),
+        strategy=_resolved_strategy(config.strategy),
     )
 
 
@@ -237,9 +257,9 @@ def _native_dtypes() -> tuple[str, ...]:
     return tuple(dtype_name(dtype) for dtype in native_dtypes(local_device(0)))
 
 
-def _size(path: Path) -> int | None:
+def _usage(path: Path) -> _Usage | None:
     try:
-        return shutil.disk_usage(path).total
+        return _Usage(*shutil.disk_usage(path))
     except OSError:
         return None
 
@@ -276,8 +296,6 @@ def _try_folder(path: Path) -> Folder:
 
 
 def _clock() -> Clock:
-    readings = [time.monotonic() for _ in range(1000)]
-    steady = readings == sorted(readings)
     synchronized = {"yes": True, "no": False}.get(
         _output("timedatectl", "show", "--property=NTPSynchronized", "--value").strip()
     )
@@ -285,7 +303,7 @@ def _clock() -> Clock:
     offset = parse_offset(tracking)
     if "Leap status" in tracking:
         synchronized = "Not synchronised" not in tracking
-    return Clock(steady, synchronized, offset)
+    return Clock(synchronized, offset)
 
 
 def parse_offset(tracking: str) -> float | None:

@@ -8,13 +8,20 @@ from dataclasses import dataclass, field
 
 from distmp.config import RunConfig
 from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.world import World, join
+from distmp.distributed.world import World, join, local_device
 from distmp.launcher.preflight.comparison import RankIdentity, compare
-from distmp.launcher.preflight.speed import SENT_BYTES, RankSpeed, measure_speed, slow_ranks, stride
+from distmp.launcher.preflight.speed import (
+    RankSpeed,
+    measure_links,
+    measure_product,
+    slow_links,
+    slow_ranks,
+    stride,
+)
 from distmp.launcher.preflight.store import PreflightStore
 from distmp.utils.units import bytes_text
 
-# Time limit of the full preflight, from its start on a rank.
+# Time without progress of any rank after which the preflight ends the job.
 LIMIT_SECONDS = 50.0
 
 
@@ -43,43 +50,52 @@ def join_checked(
 ) -> tuple[World, PreflightReport]:
     """Create the process group like `join`, with a preflight; every rank must call it.
 
-    It takes one or two seconds without problems. After `limit_seconds` the process exits with code
-    1, and one rank reports which ranks are late.
+    It takes a few seconds without problems. After `limit_seconds` in which no rank has made
+    progress, or after `timeout_minutes` of the configuration, the process exits with code 1, and
+    one rank reports which ranks are late.
 
     Returns:
         The process group and the report, which is the same on every rank.
 
     Raises:
         PreflightError: If this rank does not reach the store.
-        SetupError: On every rank, if versions or configurations differ; names ranks and settings.
+        SetupError: On every rank, if versions, settings, code or data differ, or if machines do not
+            share the folder of the checkpoints; names ranks, and settings or files.
     """
     started = time.monotonic()
-    store = PreflightStore(environment, limit_seconds)
+    timeout_seconds = 60 * config.timeout_minutes
+    store = PreflightStore(environment, limit_seconds, max(limit_seconds, timeout_seconds))
     with store.watched():
         store.connect()
-        store.enter("comparing versions and configurations")
+        store.check_large_messages()
+        store.enter("comparing settings, code and data", alone=True)
         warnings, identities = compare(store, config)
+        # Before NCCL starts: a rank that compiles kernels here does not keep others in native code.
+        store.enter("multiplying matrices", alone=True)
+        product = measure_product(local_device(environment.local_rank))
         store.enter("connecting to the other ranks")
-        world = join(environment, timeout_seconds=60 * config.timeout_minutes)
+        world = join(environment, timeout_seconds=timeout_seconds)
         local_sizes = [identity.local_world_size for identity in identities]
-        speeds = measure_speed(store, world, stride(local_sizes))
+        links = measure_links(store, world, stride(local_sizes))
+        products = world.ranks.gather(product)
         store.clear()
+    speeds = [RankSpeed(product, *pair) for product, pair in zip(products, links, strict=True)]
     names = [f"rank {rank} on {identity.host}" for rank, identity in enumerate(identities)]
-    summary = _summary(speeds, identities, world, time.monotonic() - started)
-    return world, PreflightReport(summary, [*warnings, *slow_ranks(speeds, names)])
+    summary = _summary(speeds, identities, time.monotonic() - started)
+    warnings += [*slow_ranks(speeds, names), *slow_links(speeds, world.device.type)]
+    return world, PreflightReport(summary, warnings)
 
 
 def _summary(
-    speeds: Sequence[RankSpeed], identities: Sequence[RankIdentity], world: World, seconds: float
+    speeds: Sequence[RankSpeed], identities: Sequence[RankIdentity], seconds: float
 ) -> str:
-    size = SENT_BYTES[world.device.type]
     hosts = len({identity.host for identity in identities})
     products = [1000 * speed.product for speed in speeds]
-    links = [size / speed.link for speed in speeds if speed.link]
+    links = [speed.link.rate for speed in speeds if speed.link.rate]
     parts = [
         f"{len(speeds)} ranks on {hosts} host{'s' if hosts > 1 else ''}, consistent",
         f"matrix product {min(products):.3g} to {max(products):.3g} ms",
-        f"all-reduce {bytes_text(size / max(speed.all_reduce for speed in speeds))}/s",
+        f"all-reduce {bytes_text(min(speed.all_reduce.rate for speed in speeds))}/s",
     ]
     if links:
         parts.append(f"links {bytes_text(min(links))}/s to {bytes_text(max(links))}/s")

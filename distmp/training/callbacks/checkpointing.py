@@ -5,8 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from distmp.checkpoint import store
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.progress import SAVING, current_phase
+from distmp.distributed.ranks import describe
+from distmp.engine.engine import WARN_AFTER_SKIPS
 from distmp.training.callbacks.callback import Callback, PendingStep
 from distmp.training.callbacks.exits import exit_context
 
@@ -35,6 +40,7 @@ class Checkpointing(Callback):
             timeout_seconds=60 * run.config.timeout_minutes,
             log=run.console.message,
             on_saved=self._note_save,
+            permit=lambda: None if run.lease is None else run.lease.check(),
         )
         self.writer.guard(run.engine.optimizer)
         if run.checkpoint is not None:
@@ -76,22 +82,53 @@ class Checkpointing(Callback):
     def save_now(self, trainer: Trainer) -> None:
         """Save the current state, unless it is saved, and wait until it is written."""
         current_phase.enter(SAVING, transfers=True)
-        self.writer.save_now(trainer.progress.step, trainer.engine.state_dict(), _numbers(trainer))
+        self.writer.save_now(*_state(trainer))
+
+    def advice(self, trainer: Trainer) -> str:
+        """Return which checkpoint a run that cannot continue goes back to. Collective."""
+        self.writer.finish()
+        directory = trainer.directory.checkpoints
+        return trainer.world.ranks.from_rank_0(lambda: _last_healthy(directory))
 
     def _save(self, trainer: Trainer) -> None:
         current_phase.enter(SAVING, transfers=True)
         with trainer.timer.paused():
-            self.writer.save(
-                trainer.progress.step,
-                trainer.engine.state_dict(),
-                _numbers(trainer),
-                trainer.engine.updated_by_optimizer(),
-            )
+            self.writer.save(*_state(trainer))
 
     def _note_save(self, seconds: float) -> None:
         if self._trainer is not None and self.writer.saved_step is not None:
             self._trainer.report_save(self.writer.saved_step, seconds)
 
 
-def _numbers(trainer: Trainer) -> dict[str, Any]:
-    return {**dataclasses.asdict(trainer.progress), **trainer.fingerprint}
+def _state(
+    trainer: Trainer,
+) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], str | None]:
+    """Return the arguments of `CheckpointWriter.save`."""
+    tensors = trainer.engine.state_dict()
+    numbers = {**dataclasses.asdict(trainer.progress), **trainer.fingerprint}
+    updated = trainer.engine.updated_by_optimizer()
+    return trainer.progress.step, tensors, numbers, updated, _streak(tensors["engine/counts"])
+
+
+def _last_healthy(directory: store.Location) -> str:
+    try:
+        healthy = store.newest_healthy(directory)
+    except Exception as error:  # noqa: BLE001  (file systems of fsspec raise any type)
+        return f"{directory} cannot be searched for a healthy checkpoint: {describe(error)}"
+    if healthy is None:
+        return f"there is no healthy checkpoint in {directory}"
+    return f"the last healthy checkpoint is {healthy}, from which --resume auto continues"
+
+
+def _streak(counts: Tensor) -> str | None:
+    """Return a message if the last steps were all skipped.
+
+    Before the first update there is no better state.
+
+    Args:
+        counts: Updates applied, steps skipped, and steps skipped since the last update.
+    """
+    applied, _, in_a_row = counts.tolist()
+    if not applied or in_a_row < WARN_AFTER_SKIPS:
+        return None
+    return f"the last {in_a_row} steps were all skipped"

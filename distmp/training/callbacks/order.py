@@ -9,6 +9,7 @@ from distmp.training.callbacks.callback import Callback
 from distmp.training.callbacks.checkpointing import Checkpointing
 from distmp.training.callbacks.curves import Curves
 from distmp.training.callbacks.hugging_face import HuggingFaceExport
+from distmp.training.callbacks.lease_check import LeaseCheck
 from distmp.training.callbacks.profiling import Profiling
 from distmp.training.callbacks.rank_consistency import RankConsistency
 from distmp.training.callbacks.sample import TextSample
@@ -24,12 +25,14 @@ if TYPE_CHECKING:
 def in_order(run: Run, checkpointing: Checkpointing, users: Sequence[Callback]) -> list[Callback]:
     """Return all callbacks of a run in the order in which they are called.
 
-    The order matters: a profile ends before anything else happens at the end; `StepLogger` needs
-    what `StragglerDetection` adds to a result, and writes a record before a callback of the user
-    can fail; a step is compared, validated and passed to the user's callbacks before it is saved,
-    so that a checkpoint contains their changes; the others run after the last save.
+    The order matters: a job that has lost its run directory writes nothing; a profile ends before
+    anything else happens at the end; `StepLogger` needs what `StragglerDetection` adds to a result,
+    and writes a record before a callback of the user can fail; a step is compared, validated and
+    passed to the user's callbacks before it is saved, so that a checkpoint contains their changes;
+    the others run after the last save.
     """
     return [
+        LeaseCheck(run),
         Profiling(run),
         StragglerDetection(run),
         TimeLimit(run),

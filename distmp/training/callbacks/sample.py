@@ -23,13 +23,21 @@ class TextSample(Callback):
         if not finished:
             return
         current_phase.enter("generating a sample")
-        text = _generate_text(trainer)
+        try:
+            text = _generate_text(trainer)
+        except ValueError as error:
+            trainer.console.message(f"no sample of generated text: {error}")
+            return
         if text is not None:
             trainer.console.message(f"sample of generated text:\n{text}")
 
 
 def _generate_text(trainer: Trainer) -> str | None:
-    """Return a generated text, or None if the model does not generate text."""
+    """Return a generated text, or None if the model does not generate text.
+
+    Raises:
+        ValueError: If the output of the model is NaN.
+    """
     config = trainer.config
     # The loss `next_token` requires that the model turns token ids into logits.
     writes_text = config.data.source == "text" and config.model.loss == "next_token"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from distmp.errors import ConfigError, nearest
-from distmp.utils.files import replacing
+from distmp.masking import masked
+from distmp.utils.files import PRIVATE, read_regular, replacing
 from distmp.utils.settings.convert import to_mapping
 
 # The scalars of YAML 1.2. PyYAML implements YAML 1.1, in which 3e-4 is a string, `no` is false,
@@ -26,6 +29,10 @@ _SCALARS = {
     ),
     "merge": (r"<<", ["<"]),
 }
+
+# A configuration with every setting has 6 kB. PyYAML reads 100 to 300 kB per second.
+_LARGEST_BYTES = 1 << 18
+_MOST_VALUES = 100_000
 
 
 class _Loader(yaml.SafeLoader):
@@ -91,7 +98,7 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     name = os.fspath(path)
     try:
-        loaded = yaml.load(Path(path).read_bytes(), _Loader)
+        loaded = _load(read_regular(path, _LARGEST_BYTES))
     except OSError as error:
         raise ConfigError("--config", name, _unreadable(Path(path), error)) from None
     except yaml.YAMLError as error:
@@ -103,6 +110,39 @@ def read_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not isinstance(loaded, dict):
         raise ConfigError("--config", name, "must hold settings as 'name: value' lines")
     return loaded
+
+
+def _load(text: str | bytes) -> Any:
+    """Parse YAML, unless it is much larger than it looks."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _check_size(document: yaml.Node) -> None:
+    """Refuse aliases of aliases, which stand for any number of values, also for infinitely many."""
+    level, size = [document], 0
+    while level:
+        following = (inner for node in level for inner in _parts(node))
+        level = list(itertools.islice(following, _MOST_VALUES))
+        size += len(level)
+        if size >= _MOST_VALUES:
+            problem = f"more than {_MOST_VALUES} values, with those of aliases"
+            raise yaml.constructor.ConstructorError(None, None, problem, document.start_mark)
+
+
+def _parts(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
 
 
 def _unreadable(path: Path, error: OSError) -> str:
@@ -127,12 +167,13 @@ def _bad_syntax(error: yaml.YAMLError) -> str:
 def write_yaml(config: Any, path: str | os.PathLike[str]) -> None:
     """Write a configuration so that `read_yaml` and `from_mapping` return an equal object.
 
-    The file is replaced atomically.
+    Secrets are hidden, see `distmp.masking`. The file is replaced atomically, and only its owner
+    can read it.
     """
     text = yaml.dump(
-        to_mapping(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
+        masked(to_mapping(config)), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100
     )
-    with replacing(path) as file:
+    with replacing(path, mode=PRIVATE) as file:
         file.write(text.encode())
 
 
@@ -143,9 +184,11 @@ def dictionary_from_line(text: str) -> dict[str, Any]:
         ValueError: If the text is not YAML, or not a dictionary with string keys.
     """
     try:
-        value = yaml.load(text, _Loader)
+        value = _load(text)
     except yaml.YAMLError as error:
         raise ValueError(_bad_syntax(error)) from None
+    except RecursionError:
+        raise ValueError("it is nested too deeply to be read") from None
     if not (isinstance(value, dict) and all(isinstance(key, str) for key in value)):
         raise ValueError("not a dictionary")
     return value

@@ -30,14 +30,18 @@ HEALTHY = MachineInfo(
     native_dtypes=("bfloat16", "float16"),
     cores=8,
     usable_cores=8,
+    granted_cores=8,
     core_quota=None,
     available_bytes=64 * GIB,
     memory_limit=None,
     shm_bytes=32 * GIB,
+    shm_free_bytes=30 * GIB,
+    workers=0,
     limits={"open_files": 65536, "processes": None, "locked_bytes": None},
     rdma_devices=("mlx5_0",),
     folder=Folder("/runs", 500 * GIB, None),
-    clock=Clock(True, True, 0.001),
+    temporary=Folder("/tmp", 50 * GIB, None),
+    clock=Clock(True, 0.001),
     environment={},
     policy="bf16 (it computes it natively)",
     strategy="ddp on 2 ranks (one for each of 2 CUDA devices)",
@@ -79,16 +83,31 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "hot GPU": ({"gpus": (replace(GPU, throttled=True),)}, "GPUs", "WARN", "GPU 0, NVIDIA H200"),
     "GPU in use": ({"gpus": (replace(GPU, used_bytes=20 * GIB),)}, "GPUs", "WARN", "20.0 GiB"),
-    "fewer cores than seen": ({"core_quota": 2.5}, "cores", "WARN", "2.5 of 8 cores"),
-    "pinned to few cores": ({"usable_cores": 1}, "cores", "WARN", "1 of 8 cores"),
     "too many threads": (variables(OMP_NUM_THREADS="64"), "threads", "WARN", "8 cores available"),
+    "more threads than the quota": (
+        {"core_quota": 0.5, "granted_cores": 1, **variables(OMP_NUM_THREADS="2")},
+        "threads",
+        "WARN",
+        "1 core available",
+    ),
     "no number of threads": (variables(OMP_NUM_THREADS="4,2"), "threads", "WARN", "not a number"),
     "no memory left": ({"available_bytes": GIB}, "memory", "WARN", "1.0 GiB available"),
-    "small memory of a container": ({"memory_limit": GIB}, "memory", "WARN", "limit 1.0 GiB"),
+    "small memory of a container": (
+        {"available_bytes": GIB // 2, "memory_limit": GIB},
+        "memory",
+        "WARN",
+        "512 MiB available, limit 1.0 GiB",
+    ),
     "Docker's /dev/shm": ({"shm_bytes": 64 << 20}, "shared memory", "WARN", "--shm-size"),
+    "full /dev/shm": (
+        {"shm_free_bytes": 1 << 20, "cuda_devices": 1, "workers": 2},
+        "shared memory",
+        "WARN",
+        "1.0 MiB free of 32.0 GiB; data workers may fill it",
+    ),
     "no /dev/shm": ({"shm_bytes": None}, "shared memory", "FAIL", "/dev/shm is missing"),
     "few files": (
-        {"limits": {**HEALTHY.limits, "open_files": 1024}},
+        {"limits": {**HEALTHY.limits, "open_files": 256}},
         "limits",
         "WARN",
         "ulimit -n",
@@ -113,27 +132,49 @@ PROBLEMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
     ),
     "full disk": ({"folder": Folder("/runs", GIB // 2, None)}, "disk", "FAIL", "512 MiB free"),
     "nearly full disk": ({"folder": Folder("/runs", 5 * GIB, None)}, "disk", "WARN", "5.0 GiB"),
-    "clock that goes back": ({"clock": Clock(False, True, 0.0)}, "clock", "FAIL", "runs backwards"),
+    "full TMPDIR": (
+        {"temporary": Folder("/tmp", 0, "No space left on device")},
+        "temporary files",
+        "FAIL",
+        "/tmp: cannot be written (No space left on device)",
+    ),
+    "nearly full TMPDIR": (
+        {"temporary": Folder("/tmp", 1 << 20, None)},
+        "temporary files",
+        "WARN",
+        "1.0 MiB free",
+    ),
     "clock that is not synchronized": (
-        {"clock": Clock(True, False, None)},
+        {"clock": Clock(False, None)},
         "clock",
         "WARN",
         "chrony",
     ),
-    "wrong clock": ({"clock": Clock(True, True, -12.0)}, "clock", "WARN", "off by -12 s"),
+    "wrong clock": ({"clock": Clock(True, -12.0)}, "clock", "WARN", "off by -12 s"),
     "unknown hostname": ({"addresses": ()}, "hostname", "WARN", "node1 does not resolve"),
-    "hostname of Debian": ({"addresses": ("127.0.1.1",)}, "hostname", "WARN", "cannot reach"),
     "hostname of another machine": (
         {"addresses": ("10.9.9.9",)},
         "hostname",
         "WARN",
         "no interface",
     ),
-    "no network": (
-        {"interfaces": {"lo": ("127.0.0.1",), "veth": ("fe80::2",)}, "addresses": ("127.0.0.1",)},
+    "gloo on the loopback": (
+        variables(GLOO_SOCKET_IFNAME="lo"),
         "network",
         "WARN",
-        "only this machine",
+        "GLOO_SOCKET_IFNAME=lo, through which no other machine",
+    ),
+    "NCCL on the loopback": (
+        variables(NCCL_SOCKET_IFNAME="=lo"),
+        "network",
+        "WARN",
+        "unset it; `distmp launch`",
+    ),
+    "NCCL for missing InfiniBand": (
+        {"rdma_devices": (), **variables(NCCL_NET="IB")},
+        "network",
+        "FAIL",
+        "no InfiniBand",
     ),
     "gloo on a missing interface": (
         variables(GLOO_SOCKET_IFNAME="eth0,ib0"),
@@ -191,8 +232,8 @@ def test_a_problem_has_a_message_and_a_remedy(case: str) -> None:
 
 
 def test_every_check_has_a_problem() -> None:
-    # "types" and "choices" are only information.
-    assert {check for _, check, _, _ in PROBLEMS.values()} == CHECKS.keys() - {"types", "choices"}
+    information = {"types", "choices", "cores"}
+    assert {check for _, check, _, _ in PROBLEMS.values()} == CHECKS.keys() - information
 
 
 @pytest.mark.parametrize(
@@ -205,11 +246,17 @@ def test_every_check_has_a_problem() -> None:
                 "cuda_devices": 0,
                 "gpus": (),
                 "rdma_devices": (),
-                "limits": {**HEALTHY.limits, "locked_bytes": 64 << 10},
+                "limits": {**HEALTHY.limits, "open_files": 1024, "locked_bytes": 64 << 10},
+                "shm_bytes": 64 << 20,
+                "shm_free_bytes": 64 << 20,
+                "core_quota": 2.5,
+                "interfaces": {"lo": ("127.0.0.1",)},
+                "addresses": ("127.0.1.1",),
+                **variables(NCCL_NET="IB"),
             },
-            id="no GPU and no InfiniBand",
+            id="a container without GPU, InfiniBand and network, with Debian's name of the host",
         ),
-        pytest.param({"clock": Clock(True, None, None)}, id="unknown state of the clock"),
+        pytest.param({"clock": Clock(None, None)}, id="unknown state of the clock"),
         pytest.param(
             {"gpus": (Gpu("?", None, None, None, None, None),) * 2},
             id="a driver that reports little",
@@ -217,6 +264,7 @@ def test_every_check_has_a_problem() -> None:
         pytest.param({"cuda_driver": "13.0", "cuda_build": "13.1"}, id="minor versions of CUDA"),
         pytest.param(variables(NCCL_SOCKET_IFNAME="^docker", NCCL_DEBUG="WARN"), id="harmless"),
         pytest.param({"core_quota": 2.0, **variables(OMP_NUM_THREADS="2")}, id="threads by quota"),
+        pytest.param({"usable_cores": 1, "granted_cores": 1}, id="pinned to a core"),
     ],
 )
 def test_harmless_machines_pass(changes: dict[str, Any]) -> None:

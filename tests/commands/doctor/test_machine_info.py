@@ -9,13 +9,15 @@ import pytest
 
 from distmp.commands.doctor import machine_info as machine
 from distmp.commands.doctor.machine_info import Gpu, gather, parse_gpus, parse_offset
-from distmp.utils.cgroups import core_quota, memory_limit
+from distmp.config import RunConfig
+from distmp.utils import cgroups
+from distmp.utils.cgroups import core_quota, free_host_bytes, granted_cores, memory_limit
 
 
 def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("TORCH_HUB_TOKEN", "hush")
-    found = gather(str(tmp_path / "runs" / "new"), "auto", "auto")
+    found = gather(RunConfig(run_dir=str(tmp_path / "runs" / "new")))
     assert found.hostname == socket.gethostname()
     assert found.cores == os.cpu_count()
     assert found.usable_cores == len(os.sched_getaffinity(0))
@@ -23,7 +25,7 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < found.available_bytes <= psutil.virtual_memory().total
     assert found.folder.path == str(tmp_path)
     assert found.folder.problem is None
-    assert found.clock.steady
+    assert found.temporary.problem is None
     assert found.environment["NCCL_DEBUG"] == "WARN"
     assert "hush" not in str(found)
     # No file or folder was left behind.
@@ -127,3 +129,27 @@ def test_control_groups(
     root = write(tmp_path, files)
     assert core_quota(root) == cores
     assert memory_limit(root) == memory
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "granted"),
+    [(8, "50000", 1), (8, "350000", 3), (2, "800000", 2), (4, "max", 4)],
+)
+def test_cores_follow_the_smaller_of_affinity_and_quota(
+    cores: int, quota: str, granted: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cgroups, "usable_cores", lambda: cores)
+    files = {"proc/self/cgroup": "0::/job", "sys/fs/cgroup/job/cpu.max": f"{quota} 100000"}
+    assert granted_cores(write(tmp_path, files)) == granted
+
+
+def test_free_memory_is_what_the_group_has_left(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/job",
+        "sys/fs/cgroup/job/memory.max": "9000",
+        "sys/fs/cgroup/job/memory.current": "5000",
+        # The kernel frees cached files before it ends a process.
+        "sys/fs/cgroup/job/memory.stat": "anon 3000\nfile 2000\ninactive_file 1500\n",
+    }
+    assert free_host_bytes(write(tmp_path, files)) == 9000 - 5000 + 1500
+    assert free_host_bytes(tmp_path / "none") > 9000

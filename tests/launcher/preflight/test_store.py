@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from distmp.launcher.preflight.store import describe_late_ranks
+from distmp.launcher.network import MTU_ADVICE
+from distmp.launcher.preflight.store import EXCHANGE, describe_late_ranks
 
 
 @pytest.mark.parametrize(
@@ -36,3 +37,10 @@ def test_describe_late_ranks(entries: dict[int, tuple[str, int]], expected: str)
         for rank, (host, count) in entries.items()
     }
     assert describe_late_ranks(values, 4, 2, 50.0).startswith(expected)
+
+
+def test_ranks_that_connect_and_cannot_send_data_hint_at_the_mtu() -> None:
+    entry = {"host": "a", "count": 5, "phase": EXCHANGE, "pid": 1}
+    message = describe_late_ranks({0: entry, 1: {**entry, "host": "b"}}, 2, 1, 50.0)
+    assert "rank 0 on a (pid 1), rank 1 on b (pid 1) are still exchanging data" in message
+    assert message.endswith(MTU_ADVICE)

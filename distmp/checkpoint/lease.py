@@ -1,0 +1,370 @@
+"""A lease on a folder: at any time, at most one job owns it.
+
+The lease is a small file in the folder, `lease-000001.json`, that its owner rewrites every third of
+its length. The lease with the highest number counts, and a folder gets a new owner only by the
+exclusive creation of the next number. Local file systems, NFS and object stores with conditional
+writes do this atomically.
+
+# Note [Two owners]
+# An owner extends its lease by a write to its own file, which may only count if it is complete
+# before the lease expires: a job that watches the file has then seen it change. A lease that has
+# expired on the clock of its owner (the process was stopped, the storage hung) is extended like any
+# other takeover, by the creation of the next number, which succeeds for one job only. No clock is
+# compared with that of another machine: the owner measures from the start of its last write, and a
+# job that waits measures from when it has first seen that write, which is later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from distmp.checkpoint.location import Location, RemotePath
+from distmp.errors import DistmpError
+from distmp.utils.processes import ProcessIdentity
+
+# Length of a lease, and the parts of it after which an owner renews it and others look at it.
+SECONDS = 30.0
+RENEWALS = 3
+LOOKS = 60
+# Time after which a write to an object store is visible, where it has no conditional writes.
+SETTLE_SECONDS = 1.0
+
+RUNNING, ENDING, RELEASED = "running", "ending", "released"
+
+_NAME = re.compile(r"lease-(\d+)\.json")
+# A file of constant size is overwritten in place, which also works on a full disk.
+_FILE_BYTES = 1024
+
+
+def clock() -> float:
+    """Return seconds on a clock that also runs while the machine sleeps, where there is one."""
+    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+@dataclass(frozen=True)
+class SchedulerJob:
+    """The job of a scheduler.
+
+    Attributes:
+        name: Unique name, which the job keeps when it is requeued.
+        restarts: How often the job was requeued.
+        array: Name of the array that the job is a task of; None for others.
+    """
+
+    name: str
+    restarts: int
+    array: str | None = None
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The job that owns a folder.
+
+    Attributes:
+        job: Identity of the job, which the restarts of its ranks share.
+        host: Name of the machine of rank 0, for messages.
+        process: The process of rank 0.
+        scheduler: The scheduler's job; None without one.
+    """
+
+    job: str
+    host: str
+    process: ProcessIdentity
+    scheduler: SchedulerJob | None = None
+
+    def __str__(self) -> str:
+        name = "" if self.scheduler is None else f" of job {self.scheduler.name}"
+        return f"process {self.process.pid}{name} on {self.host}"
+
+    def replaces(self, other: Owner) -> bool:
+        """Return whether the other owner is known to have ended, or is an earlier attempt."""
+        requeued = (
+            self.scheduler is not None
+            and other.scheduler is not None
+            and self.scheduler.name == other.scheduler.name
+            and self.scheduler.restarts > other.scheduler.restarts
+        )
+        return (
+            self.job == other.job
+            or self.process == other.process
+            or requeued
+            or other.process.has_ended()
+        )
+
+
+@dataclass(frozen=True)
+class Content:
+    """The content of a lease.
+
+    Attributes:
+        owner: The job.
+        state: `RUNNING`; `ENDING` while the job writes its last files; `RELEASED` after that.
+        count: Number of renewals.
+        seconds: Length of the lease in seconds.
+        time: When it was renewed, in seconds since the epoch. For people: no clocks are compared.
+    """
+
+    owner: Owner
+    state: str = RUNNING
+    count: int = 0
+    seconds: float = SECONDS
+    time: float = 0.0
+
+    def encode(self) -> bytes:
+        """Return the bytes of the file."""
+        return json.dumps(dataclasses.asdict(self)).encode().ljust(_FILE_BYTES - 1) + b"\n"
+
+    @classmethod
+    def decode(cls, data: bytes) -> Content | None:
+        """Return the content of a file; None if it is being written, or is not a lease."""
+        try:
+            fields = json.loads(data)
+            owner = fields.pop("owner")
+            process = ProcessIdentity(*owner.pop("process"))
+            scheduler = owner.pop("scheduler")
+            job = scheduler and SchedulerJob(**scheduler)
+            return cls(Owner(**owner, process=process, scheduler=job), **fields)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+
+
+class HeldError(DistmpError):
+    """Another job owns the folder.
+
+    Args:
+        owner: The other job.
+    """
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        super().__init__(f"owned by {owner}")
+
+
+class Lease:
+    """The lease on one folder. Methods may be called from several threads.
+
+    Args:
+        folder: The folder, which exists (an object store needs none).
+        owner: This job.
+        seconds: Length of the lease.
+        clock: Returns seconds; never goes back.
+        sleep: Waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        folder: Location,
+        owner: Owner,
+        *,
+        seconds: float = SECONDS,
+        clock: Callable[[], float] = clock,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        self.folder = folder
+        self._content = Content(owner, seconds=seconds)
+        self._clock = clock
+        self._sleep = sleep
+        self._number: int | None = None
+        self._expires = 0.0
+        self._lost_to: Owner | None = None
+        self._lock = threading.RLock()
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether this job owns the folder, without a look at the file."""
+        owned = self._number is not None and self._lost_to is None
+        return owned and self._clock() < self._expires
+
+    def claim(self, on_wait: Callable[[Owner], object] = lambda owner: None) -> None:
+        """Become the owner. Waits while the folder may still belong to a job that has ended.
+
+        Args:
+            on_wait: Called before each look with the owner that this job waits for. It may raise an
+                exception to end the wait.
+
+        Raises:
+            HeldError: If another job owns the folder and goes on.
+            OSError: If the lease cannot be read or written. File systems of fsspec raise any type.
+        """
+        while True:
+            number = _latest(self.folder)
+            if self._is_free(number, on_wait) and self._create(number + 1):
+                return
+
+    def claim_first(self) -> None:
+        """Become the first owner of a new folder.
+
+        Raises:
+            HeldError: If the folder has an owner, or had one.
+        """
+        number = _latest(self.folder)
+        if number or not self._create(1):
+            raise HeldError(_owner(self.folder, _latest(self.folder)) or self._content.owner)
+
+    def renew(self, state: str | None = None) -> None:
+        """Extend the lease, or find out that another job owns the folder.
+
+        Args:
+            state: The state from now on; None keeps it.
+
+        Raises:
+            OSError: If the lease cannot be read or written; see `claim`.
+        """
+        with self._lock:
+            if self._number is None or self._lost_to is not None:
+                return
+            start = self._clock()
+            count = self._content.count + 1
+            self._content = replace(self._content, state=state or self._content.state, count=count)
+            if (latest := _latest(self.folder)) > self._number:
+                self._lose(latest)
+            elif start < self._expires and self._overwrite(self._number, self._content):
+                self._expires = start + self._content.seconds
+            elif not self._create(self._number + 1):
+                self._lose(_latest(self.folder))
+
+    def check(self) -> None:
+        """Check that this job owns the folder; looks at the file only if the lease has expired.
+
+        Raises:
+            HeldError: If another job does.
+            OSError: If the lease has expired and cannot be read; see `claim`.
+        """
+        if self._number is not None and not self.is_valid:
+            self.renew()
+        if self._lost_to is not None:
+            raise HeldError(self._lost_to)
+
+    def release(self) -> None:
+        """Let the next job own the folder immediately.
+
+        Raises:
+            OSError: If the lease cannot be written; it expires then.
+        """
+        with self._lock:
+            number, valid = self._number, self.is_valid
+            # Before the write, after which another job may own the folder.
+            self._number = None
+            if number is not None and valid:
+                self._overwrite(number, replace(self._content, state=RELEASED))
+
+    def _is_free(self, number: int, on_wait: Callable[[Owner], object]) -> bool:
+        """Return whether the owner has gone, after a wait; False if there is another one now."""
+        seen, since = _read(self.folder, number), self._clock()
+        while True:
+            content = Content.decode(seen)
+            if not number or (content is not None and self._may_replace(content)):
+                return True
+            if content is not None:
+                on_wait(content.owner)
+            seconds = self._content.seconds if content is None else content.seconds
+            self._sleep(seconds / LOOKS)
+            # Before the file is read: the owner may renew it until then, see Note [Two owners].
+            expired = self._clock() - since >= seconds
+            if _latest(self.folder) != number:
+                return False
+            now = _read(self.folder, number)
+            if now == seen:
+                if expired:
+                    return True
+                continue
+            renewed = Content.decode(now)
+            if content is not None and renewed is not None and renewed.state == RUNNING:
+                raise HeldError(renewed.owner)
+            seen, since = now, self._clock()
+
+    def _may_replace(self, content: Content) -> bool:
+        return content.state == RELEASED or self._content.owner.replaces(content.owner)
+
+    def _create(self, number: int) -> bool:
+        """Try to create the lease of a number; return whether this job owns the folder now."""
+        start = self._clock()
+        data = _encode(self._content)
+        try:
+            _create_file(_path(self.folder, number), data)
+        except FileExistsError:
+            return False
+        if isinstance(self.folder, RemotePath):
+            self._sleep(SETTLE_SECONDS)
+            if _read(self.folder, number) != data:
+                return False
+        numbers = _numbers(self.folder)
+        if max(numbers, default=0) != number:
+            return False
+        self._number, self._expires = number, start + self._content.seconds
+        for older in numbers:
+            if older < number:
+                _path(self.folder, older).unlink(missing_ok=True)
+        return True
+
+    def _overwrite(self, number: int, content: Content) -> bool:
+        """Write this job's own file; return whether the lease had not expired before the end."""
+        path, data = _path(self.folder, number), _encode(content)
+        try:
+            if isinstance(path, RemotePath):
+                path.write_bytes(data)
+            else:
+                with path.open("r+b") as file:
+                    file.write(data)
+        except FileNotFoundError:  # the folder was deleted, or a later owner has tidied it
+            return False
+        return self._clock() < self._expires
+
+    def _lose(self, number: int) -> None:
+        self._lost_to = _owner(self.folder, number) or replace(
+            self._content.owner, job="", host="unknown"
+        )
+
+
+def last_owner(folder: Location) -> Owner | None:
+    """Return the job that owns a folder or was the last to own it; None if that is not known."""
+    try:
+        return _owner(folder, _latest(folder))
+    except OSError:
+        return None
+
+
+def _owner(folder: Location, number: int) -> Owner | None:
+    content = Content.decode(_read(folder, number))
+    return None if content is None else content.owner
+
+
+def _read(folder: Location, number: int) -> bytes:
+    try:
+        return _path(folder, number).read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _path(folder: Location, number: int) -> Location:
+    return folder / f"lease-{number:06d}.json"
+
+
+def _encode(content: Content) -> bytes:
+    return replace(content, time=time.time()).encode()
+
+
+def _latest(folder: Location) -> int:
+    return max(_numbers(folder), default=0)
+
+
+def _numbers(folder: Location) -> list[int]:
+    if not folder.is_dir():
+        return []
+    names = (_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return [int(name[1]) for name in names if name]
+
+
+def _create_file(path: Location, data: bytes) -> None:
+    if isinstance(path, RemotePath):
+        path.create(data)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as file:
+        file.write(data)

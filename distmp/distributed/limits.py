@@ -1,0 +1,29 @@
+"""How long parts of a run wait for each other when a machine or its connection fails.
+
+All limits are here, because they depend on each other:
+
+- A connection that is cut for T seconds carries data again after up to 2 T: TCP doubles the
+  interval between retransmissions, which come 0.2, 0.6, 1.4, ... 25, 51, 102 seconds after the
+  first loss.
+- Ranks survive a cut of 30 s (`LINK_SECONDS` is more than its 51 s), and after a longer one end
+  before their launcher does, so that it can start them again.
+- A launcher outlasts the 102 s of a cut of 90 s, plus a heartbeat, with `REJOIN_SECONDS`, and all
+  have ended after two minutes.
+- Whoever waits says for whom after `SAY_AFTER_SECONDS`.
+
+A silent machine counts as lost only if it does not respond to a new connection either. So a process
+that is stopped or busy is not lost, nor is a connection that waits for its next retransmission.
+"""
+
+from __future__ import annotations
+
+# Time after which a message says who is waited for.
+SAY_AFTER_SECONDS = 10.0
+# How long a machine may be silent and unreachable until the ranks of the others count it as lost.
+LINK_SECONDS = 60.0
+# How long ranks that have started wait for the next one to start.
+ARRIVAL_SECONDS = 90.0
+# How long a launcher waits for the first machine, which hosts the rendezvous.
+REJOIN_SECONDS = 115
+# Timeout of connecting to see whether a machine responds.
+PROBE_SECONDS = 3.0

@@ -1,0 +1,120 @@
+"""Ends a rank whose launcher was killed: nothing else would, and it would disturb the next job."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+import psutil
+
+from distmp.distributed.rank_environment import is_under_torchrun
+from distmp.errors import LOST_PEER_EXIT_CODE
+
+# Time for the current step and a last checkpoint.
+END_SECONDS = 10.0
+# Number of the process that started the ranks; not set by torchrun.
+LAUNCHER_VARIABLE = "DISTMP_LAUNCHER_PID"
+
+_POLL_SECONDS = 1.0
+_PR_SET_PDEATHSIG = 1
+# SIGSTKFLT, which Linux does not use. Its number also is a time in seconds, see `_kill_later`.
+_LAUNCHER_ENDED = 16
+
+_launcher: int | None = None
+
+
+@contextlib.contextmanager
+def known_as_launcher() -> Iterator[None]:
+    """Pass the number of this process to the ranks that it starts inside the context."""
+    os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
+    try:
+        yield
+    finally:
+        del os.environ[LAUNCHER_VARIABLE]
+
+
+def is_orphan() -> bool:
+    """Return whether the launcher that `end_with_launcher` watches has ended."""
+    return _launcher is not None and os.getppid() != _launcher
+
+
+@contextlib.contextmanager
+def end_with_launcher() -> Iterator[None]:
+    """End this process after its launcher, at the latest after `END_SECONDS`, inside the context.
+
+    The process receives SIGTERM, for training a request to stop: all ranks end after the same step,
+    with a checkpoint. If that takes too long, the process is killed; the checkpoint before it stays
+    intact. If native code holds the GIL, Linux kills the process after 16 seconds. Without torchrun
+    or `distmp launch`, this does nothing.
+
+    Use it around the training loop of your own script if its ranks should not outlive torchrun.
+    Your script decides what SIGTERM does; by default it kills the process.
+    """
+    global _launcher
+    if not is_under_torchrun():
+        yield
+        return
+    _launcher = _find_launcher()
+    stopped = threading.Event()
+    thread = threading.Thread(target=_watch, args=(stopped,), name="launcher watch", daemon=True)
+    thread.start()
+    try:
+        with _kill_later() if sys.platform == "linux" else contextlib.nullcontext():
+            yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def _kill_later() -> Iterator[None]:
+    """Let the kernel kill this process if it still runs some time after its launcher.
+
+    Python runs neither threads nor handlers while native code holds the GIL, but the kernel calls
+    the native handler of a signal. It passes the number of the signal, and `alarm` takes it as the
+    number of seconds until SIGALRM.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal(_LAUNCHER_ENDED, ctypes.cast(libc.alarm, ctypes.c_void_p))
+    libc.prctl(_PR_SET_PDEATHSIG, _LAUNCHER_ENDED)
+    try:
+        yield
+    finally:
+        libc.prctl(_PR_SET_PDEATHSIG, 0)
+        if is_orphan():
+            signal.alarm(0)
+
+
+def _find_launcher() -> int:
+    """Return the process number of the launcher, which may have ended before this call.
+
+    torchrun passes no number to its ranks. A process that is not the parent but is alive has
+    launched an outer run, in which this one is nested.
+    """
+    passed = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))
+    return os.getppid() if psutil.pid_exists(passed) else passed
+
+
+def _watch(stopped: threading.Event) -> None:
+    while not is_orphan():
+        if stopped.wait(_POLL_SECONDS):
+            return
+    if os.environ.get("LOCAL_RANK") == "0":
+        with contextlib.suppress(OSError):
+            os.write(2, _message().encode())
+    os.kill(os.getpid(), signal.SIGTERM)
+    if not stopped.wait(END_SECONDS):
+        os._exit(LOST_PEER_EXIT_CODE)
+
+
+def _message() -> str:
+    return (
+        f"distmp: the launcher (process {_launcher}) has ended; its ranks end within "
+        f"{END_SECONDS:.0f} s, after a checkpoint if there is time\n"
+    )

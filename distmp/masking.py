@@ -1,0 +1,132 @@
+"""Hides secrets in everything that distmp writes or prints.
+
+A value is hidden if its name looks like that of a secret (`api_key`, `DB_PASSWORD`, `auth`), or if
+it is part of a URL (`https://user:password@host`). Names are all there is to go by: what is stored
+under another name is not recognized.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "***"
+
+# Last words of the names of secrets.
+_LAST_WORDS = (
+    *("auth", "authorization", "bearer", "cookie", "cookies", "cred", "creds", "dsn"),
+    *("header", "headers", "keys", "pat", "pats", "sig", "signature", "tokens"),
+)
+_ENDINGS = ("key", "token")
+# In any place. Values that are numbers are hidden too.
+_ANYWHERE = re.compile(r"secret|passw|passphrase|passcode|credential|pwd|(?:^|_)pass(?:_|$)")
+_CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
+
+# The user and password of a URL; a password may contain characters that should be escaped.
+_USER_INFO = re.compile(r"(?<=://)(?:[^\s/@:]*:(?!\d+/)[^\s\"']*@|[^\s/@\"']+@)")
+# A name and a separator. After ": " the name has to begin a line or an entry: it may be prose.
+_NAME = re.compile(
+    r"""(?P<begins>^\s*|[{,\[(]\s*|["'])?(?<![\w-])(?P<name>[A-Za-z_][\w.-]*)"""
+    r"""(?P<separator>["']?\s*=\s*|["']\s*:\s*|:\s+)""",
+    re.MULTILINE,
+)
+_GROUP = r"""\[.*\]|\{.*\}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'"""
+_VALUE = re.compile(_GROUP + r"|(?:(?:basic|bearer|digest|token)\s+)?[^\s,;}\]&]+", re.I | re.S)
+_ENTRY_VALUE = re.compile(_GROUP + r"|[^,;}\]\n]+", re.S)
+_ASSIGNMENT = re.compile(r"(-{0,2}[A-Za-z_][\w.-]*)=(?=.)", re.S)
+_SCHEME = re.compile(r"(?<=\b[Bb]earer )[\w.~+/=-]{6,}|(?<=\b[Bb]asic )[\w+/=]{8,}(?!\w)")
+# What a message about the form of a setting says in place of a value.
+_PLACEHOLDER = re.compile(r"\.\.\.|VALUE\b")
+_LONE_NAME = re.compile(r"-{0,2}[A-Za-z_][\w.-]*")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a setting, an environment variable or a header of this name is a secret."""
+    words = _words(name)
+    return words.endswith(_ENDINGS) or words.rpartition("_")[2] in _LAST_WORDS or _is_strong(words)
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """Return a value without the secrets in it.
+
+    Args:
+        value: A text, a number, or mappings and lists of these. In a list, the item after the name
+            of a secret is hidden (`["--api-key", "..."]`).
+        name: The name of the value.
+    """
+    if isinstance(value, Mapping):
+        return {key: masked(item, _inner(name, str(key))) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        before = ["", *value]
+        items = [masked(item, _inner(name, _lone(before[i]))) for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, (int, float)):
+        return HIDDEN if _is_strong(_words(name)) else value
+    if is_secret(name):
+        return "" if isinstance(value, str) and not value else HIDDEN
+    if isinstance(value, str) and (text := masked_text(value)) != value:
+        return text
+    return value  # itself, because its class may determine how it is shown
+
+
+def masked_text(text: str) -> str:
+    """Return a text without passwords in URLs, and without the values of named secrets."""
+    assignment = _ASSIGNMENT.match(text)
+    if assignment is not None and is_secret(assignment[1]):
+        return f"{assignment[0]}{HIDDEN}"
+    text = _SCHEME.sub(HIDDEN, _USER_INFO.sub(f"{HIDDEN}@", text))
+    parts: list[str] = []
+    end = 0
+    for match in _NAME.finditer(text):
+        if match.start() < end or not is_secret(match["name"]) or _may_be_prose(match):
+            continue
+        value = (_VALUE if match["begins"] is None else _ENTRY_VALUE).match(text, match.end())
+        if value is not None and not _PLACEHOLDER.match(value[0]):
+            parts += text[end : match.end()], HIDDEN
+            end = value.end()
+    return "".join(parts) + text[end:]
+
+
+def _may_be_prose(name: re.Match[str]) -> bool:
+    return name["begins"] is None and name["separator"][0] == ":"
+
+
+def mask_record(record: logging.LogRecord) -> bool:
+    """Hide secrets in a message of a logger; a filter for `logging.Logger.addFilter`."""
+    record.msg, record.args = masked_text(record.getMessage()), ()
+    return True
+
+
+def is_masked(value: Any) -> bool:
+    """Return whether a value contains one that was hidden, so that it cannot be used."""
+    if isinstance(value, Mapping):
+        return any(map(is_masked, value.values()))
+    if isinstance(value, (list, tuple)):
+        return any(map(is_masked, value))
+    return isinstance(value, str) and (value == HIDDEN or f"://{HIDDEN}@" in value)
+
+
+def _words(name: str) -> str:
+    """Return a name in lower case, with its words separated by "_", without a trailing number."""
+    spaced = _CAMEL.sub("_", name)
+    return re.sub(r"[^a-z0-9]+", "_", spaced.lower()).strip("_").rstrip("0123456789").rstrip("_")
+
+
+def _is_strong(words: str) -> bool:
+    return _ANYWHERE.search(words) is not None or (
+        words.endswith("pass") and not words.endswith("bypass")
+    )
+
+
+def _inner(outer: str, name: str) -> str:
+    """Return the name that decides about a value in a mapping or list of the name `outer`."""
+    return outer if is_secret(outer) else name
+
+
+def _lone(before: Any) -> str:
+    """Return the name that an item of a list gives to the next one; "" if it is no name."""
+    return before if isinstance(before, str) and _LONE_NAME.fullmatch(before) else ""

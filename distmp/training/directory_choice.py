@@ -1,0 +1,138 @@
+"""Chooses the run directory of a job, and claims it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from distmp.checkpoint.lease import Owner, last_owner
+from distmp.checkpoint.store import StoredCheckpoint
+from distmp.config import RunConfig
+from distmp.training.run_directory import RunDirectory, create_run, existing_runs, latest_run
+from distmp.training.run_lease import RunDirectoryInUseError, RunLease
+
+
+class DirectoryChoice:
+    """The run directory of a job, chosen on rank 0: one to continue, or a new one.
+
+    Args:
+        config: The configuration of the run.
+        job: This job.
+        log: Prints a message.
+
+    Attributes:
+        lease: The lease on the directory; None before there is one.
+    """
+
+    def __init__(self, config: RunConfig, job: Owner, log: Callable[[str], object]) -> None:
+        self.lease: RunLease | None = None
+        self._config = config
+        self._job = job
+        self._log = log
+
+    def continued(self, earlier: RunDirectory | None) -> RunDirectory | None:
+        """Claim the directory to continue, before its checkpoints are read.
+
+        Args:
+            earlier: The directory of earlier attempts of this job.
+
+        Returns:
+            The directory; None for a new run, and for `resume` with a path.
+
+        Raises:
+            RunDirectoryInUseError: If another job owns the directory.
+        """
+        found = earlier
+        if found is None and self._config.resume == "auto":
+            found = self._to_continue()
+        if found is None:
+            return None
+        try:
+            self._claim(found)
+        except RunDirectoryInUseError as error:
+            if not _are_tasks_of_one_array(self._job, error.owner):
+                raise
+            return None
+        return found
+
+    def final(self, checkpoint: StoredCheckpoint | None) -> RunDirectory:
+        """Return the directory of the run that wrote the checkpoint, or create one; claim it.
+
+        Args:
+            checkpoint: The checkpoint to continue from; None for a new run.
+
+        Raises:
+            ConfigError: If it cannot be created, or another job owns it.
+        """
+        config = self._config
+        newest = latest_run(config.run_dir, config.checkpoint.path)
+        if self.lease is not None:
+            newest = self.lease.directory
+        if checkpoint is not None and newest is not None and newest.owns(checkpoint.path):
+            if self.lease is None:
+                self._claim(newest)
+            newest.path.mkdir(parents=True, exist_ok=True)
+            return newest
+        self.release()
+        return self._create()
+
+    def release(self) -> None:
+        """Let other jobs use the directory, if one was claimed."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
+
+    def _to_continue(self) -> RunDirectory | None:
+        """Return the newest directory, but for a scheduler's job preferably the one it wrote to."""
+        runs = existing_runs(self._config.run_dir, self._config.checkpoint.path)
+        scheduler = self._job.scheduler
+        if scheduler is not None:
+            owners = [(run, _last_owner(run)) for run in runs]
+            own = [
+                run
+                for run, owner in owners
+                if owner and owner.scheduler and owner.scheduler.name == scheduler.name
+            ]
+            runs = own or [
+                run
+                for run, owner in owners
+                if owner is None or not _are_tasks_of_one_array(self._job, owner)
+            ]
+        return runs[-1] if runs else None
+
+    def _create(self) -> RunDirectory:
+        """Create and claim a directory that no other job has used."""
+        config = self._config
+        continues = config.resume == "auto"
+        is_task = self._job.scheduler is not None and self._job.scheduler.array is not None
+        known = latest_run(config.run_dir, config.checkpoint.path)
+        while True:
+            directory = create_run(config.run_dir, config.checkpoint.path)
+            first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
+            if continues and known is None and not is_task and first.path != directory.path:
+                # The same command, started twice: the other one was a moment earlier.
+                directory.path.rmdir()
+                self._claim(first)
+                self.release()
+                continue
+            try:
+                self._claim(directory, first=True)
+            except RunDirectoryInUseError:
+                continue
+            return directory
+
+    def _claim(self, directory: RunDirectory, *, first: bool = False) -> None:
+        lease = RunLease(directory, self._job)
+        lease.claim(self._log, first=first)
+        self.lease = lease
+
+
+def _are_tasks_of_one_array(job: Owner, other: Owner) -> bool:
+    if job.scheduler is None or other.scheduler is None or job.scheduler.array is None:
+        return False
+    same_array = job.scheduler.array == other.scheduler.array
+    return same_array and job.scheduler.name != other.scheduler.name
+
+
+def _last_owner(run: RunDirectory) -> Owner | None:
+    return next(filter(None, map(last_owner, run.folders())), None)

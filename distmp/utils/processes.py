@@ -1,0 +1,60 @@
+"""The identity of a process, which a file can name and another process can look up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_PROC = Path("/proc")
+
+
+class ProcessIdentity(NamedTuple):
+    """A process of a machine that has not been restarted.
+
+    Attributes:
+        machine: The boot of the machine and the PID namespace, in which `pid` is unique.
+        pid: Process number.
+        started: Start time. Process numbers are used again; the pair is not.
+    """
+
+    machine: str
+    pid: int
+    started: str
+
+    @classmethod
+    def of_this_process(cls) -> ProcessIdentity:
+        """Return the identity of the calling process."""
+        return cls(_machine(), os.getpid(), _started(os.getpid()) or "")
+
+    def has_ended(self) -> bool:
+        """Return whether the process is known to have ended.
+
+        False for a process of another machine or container, which cannot be looked up here.
+        """
+        return self.machine == _machine() and _started(self.pid) != self.started
+
+
+def _machine() -> str:
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{(_PROC / 'self/ns/pid').stat().st_ino}"
+    except OSError:  # not Linux
+        return f"{os.uname().nodename}/{psutil.boot_time():.0f}"
+
+
+def _started(pid: int) -> str | None:
+    """Return when a process started, as text; None if it has ended."""
+    if not (_PROC / "self/stat").exists():
+        try:
+            return str(psutil.Process(pid).create_time())
+        except psutil.Error:
+            return None
+    try:
+        # The name in parentheses may hold anything; the fields follow it, see proc(5).
+        state, *fields = (_PROC / f"{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else fields[18]

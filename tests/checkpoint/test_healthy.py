@@ -1,0 +1,201 @@
+"""An unhealthy checkpoint is marked, displaces no healthy one, and is passed over."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from distmp.checkpoint import manifest, store
+from distmp.checkpoint.finite import is_finite
+from distmp.checkpoint.location import Location
+from distmp.checkpoint.manifest import STATE_FILE
+from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.writer import CheckpointWriter
+from distmp.distributed.world import World
+from distmp.errors import CheckpointError, TrainingError
+from distmp.training.rollback import checkpoint_before
+from tests.ranks import ranks
+
+MARK = "NaN or infinite values in weight"
+DTYPES = [
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_one_value_in_a_tensor_of_any_dtype_is_found(dtype: torch.dtype, bad: float) -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    assert is_finite(values.to(dtype))
+    values[777] = bad
+    # This format has no infinity: its largest value takes the place of one.
+    saturates = dtype == torch.float8_e4m3fn and math.isinf(bad)
+    assert is_finite(values.to(dtype)) == (saturates and bool(values.to(dtype).float()[777] < 500))
+
+
+def test_large_values_whose_sum_overflows_are_finite() -> None:
+    assert is_finite(torch.full((64, 64), 6e4, dtype=torch.float16))
+    assert is_finite(torch.full((4,), 3e38).expand(1000, 4).t())
+
+
+def test_what_holds_no_floats_is_finite() -> None:
+    assert is_finite(torch.arange(5))
+    assert is_finite(torch.empty(0, 3))
+    assert is_finite(torch.tensor(True))
+
+
+def state(weight: float = 1.0, buffer: float = 1.0) -> dict[str, Tensor]:
+    return {
+        "weight": torch.tensor([0.0, weight]),
+        "buffer": torch.tensor([buffer]),
+        "step": torch.tensor(1),
+    }
+
+
+def save(directory: Location, step: int, weight: float = 1.0, keep: int = 2) -> None:
+    store.save(directory, step, state(weight), {"step": step}, keep, finite={"weight", "step"})
+
+
+def left(directory: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in directory.glob("step-*"))
+
+
+def marks(directory: Path) -> dict[int, str | None]:
+    return {
+        step: manifest.read(directory / f"step-{step:06d}").unhealthy for step in left(directory)
+    }
+
+
+def messages_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "distmp"]
+
+
+def test_non_finite_values_are_marked_in_the_manifest_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    assert messages_in(caplog) == []
+    save(tmp_path, 2, weight=math.nan)
+    save(tmp_path / "other", 3, weight=-math.inf)
+    assert marks(tmp_path) == {1: None, 2: MARK}
+    assert marks(tmp_path / "other") == {3: MARK}
+    assert messages_in(caplog) == [
+        f"{path} is marked as unhealthy: {MARK}; it does not count for checkpoint.keep, and "
+        "--resume auto and rollbacks pass over it"
+        for path in (tmp_path / "step-000002", tmp_path / "other" / "step-000003")
+    ]
+
+
+def test_infinite_buffers_are_healthy(tmp_path: Path) -> None:
+    store.save(tmp_path, 1, state(buffer=-math.inf), {}, 2, finite={"weight"})
+    assert marks(tmp_path) == {1: None}
+
+
+def test_a_mark_is_covered_by_the_checksum(tmp_path: Path) -> None:
+    save(tmp_path, 1, weight=math.nan)
+    file = tmp_path / "step-000001" / STATE_FILE
+    content = json.loads(file.read_text())
+    del content["unhealthy"]
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        manifest.read(file.parent)
+
+
+@ranks(2)
+def test_values_on_one_rank_mark_the_checkpoint_on_all(tmp_path: Path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    whole = torch.ones(4, 3)
+    whole[3, 1] = math.nan  # in the shard of rank 1
+    tensors = {"weight": distribute_tensor(whole, mesh, [Shard(0)]), "other": torch.ones(2)}
+    store.save(tmp_path, 1, tensors, {}, 2, finite=set(tensors))
+    dist.barrier()
+    assert marks(tmp_path) == {1: MARK}
+    with pytest.raises(CheckpointError, match=MARK):
+        store.resolve("auto", tmp_path)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_writer_checks_what_the_optimizer_updates(tmp_path: Path, asynchronous: bool) -> None:
+    writer = CheckpointWriter(
+        CheckpointConfig(asynchronous=asynchronous, keep=3),
+        tmp_path,
+        World.current("cpu"),
+        timeout_seconds=60,
+        log=print,
+    )
+    with writer:
+        for step, (weight, buffer, known) in enumerate(
+            [(1.0, math.inf, None), (math.nan, 1.0, None), (1.0, 1.0, "10 steps were skipped")], 1
+        ):
+            writer.save(step, state(weight, buffer), {"step": step}, {"weight"}, known)
+            writer.finish()
+            assert marks(tmp_path)[step] == [None, MARK, "10 steps were skipped"][step - 1]
+
+
+def test_unhealthy_checkpoints_displace_no_healthy_one(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step)
+    for step in (40, 50, 60):
+        save(tmp_path, step, weight=math.nan)
+        assert left(tmp_path) == [20, 30, step], "only the latest is kept for examination"
+    save(tmp_path, 70)
+    assert left(tmp_path) == [30, 70]
+
+
+@pytest.mark.parametrize("resume", ["auto", "its directory"])
+def test_a_run_continues_from_the_last_healthy_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, resume: str
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2, weight=math.nan)
+    caplog.clear()
+    found = store.resolve("auto" if resume == "auto" else str(tmp_path), tmp_path)
+    assert found is not None
+    assert found.path == tmp_path / "step-000001"
+    assert messages_in(caplog) == [
+        f"{tmp_path / 'step-000002'} is marked as unhealthy: {MARK}; continuing from {found}"
+    ]
+    assert store.newest_healthy(tmp_path) == found.path
+
+
+def test_one_that_is_named_is_used_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2, weight=math.nan)
+    caplog.clear()
+    path = tmp_path / "step-000002"
+    found = store.resolve(str(path), tmp_path)
+    assert found is not None
+    assert found.path == path
+    assert messages_in(caplog) == [
+        f"{path} is marked as unhealthy: {MARK}; it is used because it was named"
+    ]
+
+
+def test_without_a_healthy_one_there_is_one_message(tmp_path: Path) -> None:
+    save(tmp_path, 1, weight=math.nan)
+    with pytest.raises(CheckpointError) as caught:
+        store.resolve("auto", tmp_path)
+    assert str(caught.value) == (
+        f"no checkpoint in {tmp_path} can be used: {tmp_path / 'step-000001'} is marked as "
+        f"unhealthy: {MARK}; name an unhealthy one by its path to use it anyway"
+    )
+    assert store.newest_healthy(tmp_path) is None
+
+
+def test_a_rollback_passes_over_unhealthy_ones(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2, weight=math.nan)
+    assert checkpoint_before(tmp_path, 3).path == tmp_path / "step-000001"
+    with pytest.raises(TrainingError, match="has no healthy checkpoint before step 1"):
+        checkpoint_before(tmp_path, 1)

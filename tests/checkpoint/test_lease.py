@@ -1,0 +1,520 @@
+"""Leases on folders, with a virtual clock and jobs that are paused between any two operations."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import threading
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from distmp.checkpoint import lease as leases
+from distmp.checkpoint.lease import Content, HeldError, Lease, Owner, SchedulerJob
+from distmp.checkpoint.location import Location, RemotePath, locate
+from distmp.utils.processes import ProcessIdentity
+from tests.checkpoint.objects import URL
+
+ELSEWHERE = ProcessIdentity("another machine", 1, "1")
+
+
+def owner(job: str, **changes: Any) -> Owner:
+    """Return a job whose process cannot be looked up here."""
+    process = ELSEWHERE._replace(started=job)
+    return replace(Owner(job, f"host of {job}", process), **changes)
+
+
+class Clock:
+    """A clock that goes on when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.events: list[tuple[float, Callable[[], object]]] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        due = [event for event in self.events if event[0] <= self.now]
+        self.events = [event for event in self.events if event not in due]
+        for _, event in due:
+            event()
+
+    def every(self, seconds: float, event: Callable[[], object]) -> None:
+        def again() -> None:
+            event()
+            self.events.append((self.now + seconds, again))
+
+        self.events.append((self.now + seconds, again))
+
+
+@pytest.fixture(params=["disk", "memory", "objects"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Location:
+    """A folder on a disk or on an object store."""
+    urls = {"memory": f"memory://{uuid.uuid4().hex}/run", "objects": f"{URL}{tmp_path}/run"}
+    if request.param in urls:
+        return locate("checkpoint.path", urls[request.param])
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
+def lease(folder: Location, job: str, clock: Clock, **changes: Any) -> Lease:
+    return Lease(folder, owner(job, **changes), clock=clock, sleep=clock.sleep)
+
+
+def files(folder: Location) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_released_folder_is_taken_at_once(folder: Location) -> None:
+    clock = Clock()
+    first, second = (lease(folder, job, clock) for job in "ab")
+    first.claim(pytest.fail)
+    assert first.is_valid
+    assert files(folder) == ["lease-000001.json"]
+    first.release()
+    assert not first.is_valid
+    second.claim(pytest.fail)
+    assert second.is_valid
+    assert files(folder) == ["lease-000002.json"]
+    assert clock.now <= 2 * leases.SETTLE_SECONDS
+    found = leases.last_owner(folder)
+    assert found is not None
+    assert found.job == "b"
+
+
+def test_a_job_that_goes_on_keeps_its_folder(folder: Location) -> None:
+    clock, waited_for = Clock(), []
+    first, second = (lease(folder, job, clock) for job in "ab")
+    first.claim()
+    clock.every(leases.SECONDS / leases.RENEWALS, first.renew)
+    with pytest.raises(HeldError, match="owned by process 1 on host of a"):
+        second.claim(waited_for.append)
+    assert {found.job for found in waited_for} == {"a"}
+    assert clock.now < leases.SECONDS / 2
+    assert first.is_valid
+    assert not second.is_valid
+
+
+def test_a_job_that_says_nothing_any_more_loses_its_folder(folder: Location) -> None:
+    clock, waited_for = Clock(), []
+    first, second = (lease(folder, job, clock) for job in "ab")
+    first.claim()
+    second.claim(waited_for.append)
+    assert leases.SECONDS <= clock.now < 1.2 * leases.SECONDS
+    assert {found.job for found in waited_for} == {"a"}
+    with pytest.raises(HeldError, match="owned by process 1 on host of b"):
+        first.check()
+    first.renew()
+    first.release()
+    second.check()
+    assert second.is_valid
+
+
+def test_a_job_that_ends_is_waited_for(folder: Location) -> None:
+    clock = Clock()
+    first, second = (lease(folder, job, clock) for job in "ab")
+    first.claim()
+    first.renew(leases.ENDING)
+    clock.every(leases.SECONDS / leases.RENEWALS, first.renew)
+    clock.events.append((95.0, first.release))
+    second.claim()
+    assert 95 <= clock.now < 100
+
+
+def test_a_stopped_job_that_nobody_replaced_goes_on(folder: Location) -> None:
+    clock = Clock()
+    first = lease(folder, "a", clock)
+    first.claim()
+    clock.sleep(1000)
+    assert not first.is_valid
+    first.check()
+    assert first.is_valid
+    assert files(folder) == ["lease-000002.json"]
+
+
+def test_who_replaces_whom(tmp_path: Path) -> None:
+    here = ProcessIdentity.of_this_process()
+    job = owner("a", process=here, scheduler=SchedulerJob("7", 1))
+    assert job.replaces(owner("a"))
+    assert job.replaces(owner("b", process=here))
+    assert not job.replaces(owner("b"))
+    assert not job.replaces(owner("b", process=here._replace(pid=os.getppid(), started=parent())))
+    assert job.replaces(owner("b", process=here._replace(started="0")))
+    assert not job.replaces(owner("b", process=here._replace(machine="x", started="0")))
+    assert job.replaces(owner("b", scheduler=SchedulerJob("7", 0)))
+    # Two steps of one allocation, and another job.
+    assert not job.replaces(owner("b", scheduler=SchedulerJob("7", 1)))
+    assert not job.replaces(owner("b", scheduler=SchedulerJob("8", 0)))
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    zombie = here._replace(pid=child)
+    assert zombie.has_ended()
+    os.waitpid(child, 0)
+
+
+def parent() -> str:
+    stat = Path(f"/proc/{os.getppid()}/stat").read_text()
+    return stat.rpartition(")")[2].split()[19]
+
+
+def test_a_file_that_is_being_written_belongs_to_somebody(tmp_path: Path) -> None:
+    (tmp_path / "lease-000004.json").write_bytes(b"")
+    clock = Clock()
+    second = lease(tmp_path, "b", clock)
+    second.claim(pytest.fail)
+    assert clock.now >= leases.SECONDS
+    assert files(tmp_path) == ["lease-000005.json"]
+
+
+def test_content_is_kept(tmp_path: Path) -> None:
+    here = ProcessIdentity.of_this_process()
+    content = Content(Owner("a", "host", here, SchedulerJob("1_2", 3, "1")), "ending", 4, 5.0, 6.0)
+    assert Content.decode(content.encode()) == content
+    for damaged in (b"", b"{", b"[]", b'{"owner": 3}', content.encode()[:100]):
+        assert Content.decode(damaged) is None
+
+
+def test_a_deleted_folder_is_claimed_again(tmp_path: Path) -> None:
+    clock = Clock()
+    first = lease(tmp_path / "run", "a", clock)
+    first.claim()
+    for path in (tmp_path / "run").iterdir():
+        path.unlink()
+    (tmp_path / "run").rmdir()
+    first.renew()
+    assert first.is_valid
+    assert files(tmp_path / "run") == ["lease-000002.json"]
+
+
+def test_only_a_new_folder_has_a_first_owner(folder: Location) -> None:
+    clock = Clock()
+    first, second = (lease(folder, job, clock) for job in "ab")
+    first.claim_first()
+    with pytest.raises(HeldError, match="host of a"):
+        second.claim_first()
+    first.release()
+    with pytest.raises(HeldError, match="host of a"):
+        second.claim_first()
+
+
+# Every interleaving
+
+# More operations than an action has, except for a job that waits: it has begun to watch.
+WHOLE = 20
+
+
+class Objects:
+    """The file system of an object store: operations are atomic, with a pause after each."""
+
+    def __init__(self, content: dict[str, bytes], pause: Callable[[str], None]) -> None:
+        self._content = content
+        self._pause = pause
+
+    def invalidate_cache(self) -> None:
+        """Nothing is cached."""
+
+    def exists(self, path: str) -> bool:
+        found = path in self._content
+        self._pause("exists")
+        return found
+
+    def isdir(self, path: str) -> bool:
+        return True
+
+    def ls(self, path: str, detail: bool) -> list[str]:
+        names = list(self._content)
+        self._pause("list")
+        return names
+
+    def cat_file(self, path: str) -> bytes:
+        data = self._content.get(path)
+        self._pause("read")
+        if data is None:
+            raise FileNotFoundError(path)
+        return data
+
+    def pipe_file(self, path: str, data: bytes, mode: str = "overwrite") -> None:
+        if mode == "create" and path in self._content:
+            self._pause("exists")
+            raise FileExistsError(path)
+        self._content[path] = data
+        self._pause(mode)
+
+    def rm_file(self, path: str) -> None:
+        self._content.pop(path, None)
+        self._pause("unlink")
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+class Process:
+    """A job whose actions run in a thread, from one pause to the next.
+
+    A pause follows each operation on a file, each look at the clock, and each sleep, which may take
+    any time.
+
+    Attributes:
+        last: The last operation; "" between two actions.
+    """
+
+    def __init__(self, job: str, content: dict[str, bytes], now: Callable[[], float]) -> None:
+        self.job = job
+        self.last = ""
+        folder = RemotePath(Objects(content, self._pause), "run", "objects://run")
+        self.lease = Lease(folder, owner(job), clock=self._clock, sleep=self._sleep)
+        self._now = now
+        self._thread: threading.Thread | None = None
+        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._killed = False
+
+    @property
+    def busy(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def owns(self) -> bool:
+        return self.lease._number is not None and self.lease._lost_to is None
+
+    def begin(self, action: str) -> None:
+        def run() -> None:
+            self._go.acquire()
+            with contextlib.suppress(Killed, HeldError):
+                getattr(self.lease, action)()
+            self._thread, self.last = None, ""
+            self._paused.release()
+
+        self._thread = threading.Thread(target=run)
+        self._thread.start()
+
+    def go_on(self) -> None:
+        """Do the next operation."""
+        self._go.release()
+        self._paused.acquire()
+
+    def kill(self) -> None:
+        self._killed = True
+        if (thread := self._thread) is not None:
+            self.go_on()
+            thread.join()
+
+    def _clock(self) -> float:
+        now = self._now()
+        self._pause("clock")
+        return now
+
+    def _sleep(self, seconds: float) -> None:
+        self._pause("sleep")
+
+    def _pause(self, operation: str) -> None:
+        if threading.current_thread() is not self._thread:  # a look of the test
+            return
+        self.last = operation
+        if not self._killed:
+            self._paused.release()
+            self._go.acquire()
+        if self._killed:
+            raise Killed
+
+
+class Jobs:
+    """Jobs that want one folder. Whatever happens, at most one may write to it."""
+
+    def __init__(self, number: int) -> None:
+        self.now = 0.0
+        self._content: dict[str, bytes] = {}
+        self._names = map(str, range(10000))
+        self._dead: set[str] = set()
+        self.jobs = [self._start() for _ in range(number)]
+        self._patch = pytest.MonkeyPatch()
+        self._patch.setattr(
+            ProcessIdentity, "has_ended", lambda process: process.started in self._dead
+        )
+
+    def _start(self) -> Process:
+        return Process(next(self._names), self._content, lambda: self.now)
+
+    def close(self) -> None:
+        for job in self.jobs:
+            job.kill()
+        self._patch.undo()
+
+    def tick(self, thirds: int) -> None:
+        self.now += thirds * leases.SECONDS / 3
+
+    def kill(self, number: int) -> None:
+        self.jobs[number].kill()
+        self._dead.add(self.jobs[number].job)
+        self.jobs[number] = self._start()
+
+    def go_on(self, job: Process, steps: int, action: str = "") -> None:
+        """Do some operations of an action; by default of the next claim or renewal."""
+        if not job.busy:
+            job.begin(action or ("renew" if job.owns else "claim"))
+        for _ in range(steps):
+            if job.busy:
+                job.go_on()
+                self.check()
+
+    def until(self, job: Process, operation: str, action: str = "") -> None:
+        """Go on until after an operation; "" for the end of the action."""
+        for _ in range(100):
+            self.go_on(job, 1, action)
+            if job.last == operation:
+                return
+            assert job.busy
+        raise AssertionError(f"waits for {operation!r}")
+
+    def check(self) -> None:
+        valid = [job.job for job in self.jobs if job.lease.is_valid]
+        assert len(valid) <= 1, valid
+
+
+Two = tuple[Jobs, Process, Process]
+
+
+@pytest.fixture
+def two() -> Iterator[Two]:
+    """Two jobs: at time 0, the first one owns the folder, and the second one begins to watch it."""
+    with contextlib.closing(Jobs(2)) as jobs:
+        first, second = jobs.jobs
+        jobs.until(first, "")
+        jobs.until(second, "sleep")
+        yield jobs, first, second
+
+
+def test_a_write_after_the_end_of_the_lease_does_not_count(two: Two) -> None:
+    jobs, first, second = two
+    jobs.now = leases.SECONDS - 1
+    jobs.until(first, "list")
+    jobs.now = leases.SECONDS
+    jobs.until(second, "")
+    assert second.lease.is_valid
+    jobs.until(first, "")
+
+
+def test_a_renewal_counts_from_its_start(two: Two) -> None:
+    jobs, first, second = two
+    jobs.now = 10.0
+    jobs.until(first, "overwrite")
+    jobs.until(second, "")
+    assert not second.owns
+    jobs.until(second, "sleep")
+    jobs.now = leases.SECONDS - 1
+    jobs.until(first, "")
+    jobs.now = leases.SECONDS + 9
+    assert first.lease.is_valid
+    jobs.now = leases.SECONDS + 10
+    jobs.until(second, "")
+    assert second.lease.is_valid
+
+
+def test_a_new_lease_counts_from_its_start() -> None:
+    with contextlib.closing(Jobs(2)) as jobs:
+        first, second = jobs.jobs
+        jobs.until(first, "create")
+        jobs.until(second, "sleep")
+        jobs.now = leases.SECONDS - 1
+        jobs.until(first, "")
+        assert first.lease.is_valid
+        jobs.now = leases.SECONDS
+        jobs.until(second, "")
+        assert second.lease.is_valid
+
+
+def test_a_lease_that_is_renewed_after_it_was_read_is_not_taken(two: Two) -> None:
+    jobs, first, second = two
+    jobs.now = leases.SECONDS - 1
+    jobs.until(second, "read")
+    jobs.until(first, "")
+    jobs.now = leases.SECONDS + 1
+    jobs.until(second, "")
+    assert first.lease.is_valid
+
+
+def test_a_late_creation_of_an_older_number_does_not_count() -> None:
+    with contextlib.closing(Jobs(2)) as jobs:
+        first, second = jobs.jobs
+        jobs.until(second, "exists")  # number 1 does not
+        for action in ("claim", "release", "claim"):
+            jobs.until(first, "", action)
+        jobs.until(second, "create")
+        jobs.go_on(second, 20)
+        assert first.lease.is_valid
+
+
+def test_a_job_that_releases_its_lease_owns_nothing_any_more(two: Two) -> None:
+    jobs, first, second = two
+    jobs.until(first, "overwrite", "release")
+    jobs.until(second, "")
+    assert second.lease.is_valid
+
+
+# Thirds of a lease that pass between the parts of a schedule: none, or a whole lease.
+THIRDS = [ticks for ticks in itertools.product(range(3), repeat=4) if sum(ticks) in (0, 3)]
+
+
+@pytest.mark.parametrize("suspended", [0, 1], ids=["owner", "other"])
+@pytest.mark.parametrize("owned", [False, True], ids=["new", "owned"])
+def test_a_job_is_suspended_after_any_operation(owned: bool, suspended: int) -> None:
+    """All schedules in which one job stops, the other one acts, and both go on."""
+    others = [("", ""), ("", "release", "")]
+    for operations, actions, ticks in itertools.product(range(1, 11), others, THIRDS):
+        with contextlib.closing(Jobs(2)) as jobs:
+            if owned:
+                jobs.until(jobs.jobs[0], "")
+                jobs.go_on(jobs.jobs[1], WHOLE)
+            stopped, other = jobs.jobs[suspended], jobs.jobs[1 - suspended]
+            jobs.tick(ticks[0])
+            jobs.go_on(stopped, operations)
+            jobs.tick(ticks[1])
+            for action in actions:
+                jobs.go_on(other, WHOLE, action)
+            for job, passed in zip((stopped, other), ticks[2:], strict=True):
+                jobs.tick(passed)
+                jobs.go_on(job, WHOLE)
+
+
+JOBS = st.integers(0, 2)
+STEPS = st.one_of(st.integers(1, 8), st.just(WHOLE))
+
+
+class Interleavings(RuleBasedStateMachine):
+    """Three jobs that want one folder, are paused at any operation, and are killed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs = Jobs(3)
+
+    def teardown(self) -> None:
+        self.jobs.close()
+
+    @rule(number=JOBS, steps=STEPS, thirds=st.sampled_from([0, 0, 1, 1, 3]))
+    def go_on(self, number: int, steps: int, thirds: int) -> None:
+        self.jobs.tick(thirds)
+        self.jobs.go_on(self.jobs.jobs[number], steps)
+
+    @rule(number=JOBS, steps=STEPS)
+    def release(self, number: int, steps: int) -> None:
+        self.jobs.go_on(self.jobs.jobs[number], steps, "release")
+
+    @rule(number=JOBS)
+    def kill(self, number: int) -> None:
+        self.jobs.kill(number)
+
+
+TestInterleavings = Interleavings.TestCase
+TestInterleavings.settings = settings(max_examples=50, stateful_step_count=25, deadline=None)

@@ -1,0 +1,1 @@
+"""Runs on several simulated hosts that are killed, cut off and restarted."""

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distmp.errors import ConfigError
+from distmp.masking import HIDDEN, is_masked, is_secret, mask_record, masked, masked_text
+from distmp.utils.environment_info import relevant
+
+SECRET = "hush-42/+x"
+NAMES = (
+    *("api_key", "apiKey", "token", "HF_TOKEN", "GITHUB_PAT", "DB_PASSWORD", "MYPASS", "PASSWD"),
+    *("auth", "headers", "Authorization", "X-Api-Key", "AWS_SECRET_ACCESS_KEY", "password2"),
+    *("client_secret_value", "credentials", "cookie", "signature"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name)
+    assert masked({name: SECRET}) == {name: HIDDEN}
+    assert masked({"section": [{name: [SECRET, {"x": SECRET}]}]}) == {
+        "section": [{name: [HIDDEN, {"x": HIDDEN}]}]
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["token_dtype", "num_key_value_heads", "tokenizer", "KeyError", "bypass", "path", "lr"]
+)
+def test_other_names(name: str) -> None:
+    assert not is_secret(name)
+    assert masked({name: "value"}) == {name: "value"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("https://user:hush@host/x", "https://***@host/x"),
+        ("https://user:hu/sh@host/x", "https://***@host/x"),
+        ("https://hush@host/x", "https://***@host/x"),
+        ("https://host/x?token=hush&y=1", "https://host/x?token=***&y=1"),
+        ("https://host:8080/a@b s3://bucket/run@1", "https://host:8080/a@b s3://bucket/run@1"),
+        ("--x={wandb: {api_key: hush hush, mode: on}}", "--x={wandb: {api_key: ***, mode: on}}"),
+        ('{"wandb": {"token" : "hu\\"sh"}}', '{"wandb": {"token" : ***}}'),
+        ("--x.auth=[hush, hush]", "--x.auth=***"),
+        ("DB_PASS=hush, 'hush", "DB_PASS=***"),
+        ("Authorization: Bearer hush", "Authorization: ***"),
+        ("invalid header Bearer hushhush", "invalid header Bearer ***"),
+        ("data.source = 'my.token:build'", "data.source = 'my.token:build'"),
+        ("cannot connect: password='hu sh'; retry", "cannot connect: password=***; retry"),
+        (
+            "in the backward pass: rank 1; KeyError: 'x'",
+            "in the backward pass: rank 1; KeyError: 'x'",
+        ),
+    ],
+)
+def test_texts(text: str, expected: str) -> None:
+    assert masked_text(text) == expected
+    assert masked_text(expected) == expected
+
+
+def test_numbers_are_hidden_where_they_can_only_be_secrets() -> None:
+    values = {"password": 1234, "key": 7, "token": None, "secret": True, "auth": ""}
+    assert masked(values) == values | {"password": HIDDEN}
+
+
+def test_the_word_after_the_name_of_a_secret() -> None:
+    words = ["python", "--api-key", SECRET, "--seed", "1"]
+    assert masked(words) == ["python", "--api-key", HIDDEN, "--seed", "1"]
+    assert masked(("Authorization", SECRET)) == ("Authorization", HIDDEN)
+
+
+def test_errors_and_log_messages() -> None:
+    url = f"s3://me:{SECRET}@bucket"
+    error = ConfigError("checkpoint.path", url, f"{url} cannot be read")
+    assert str(error) == "checkpoint.path = 's3://***@bucket': s3://***@bucket cannot be read"
+    assert error.value == url
+    assert SECRET not in str(ConfigError("data.options.password", SECRET, "is wrong"))
+    record = logging.LogRecord("distmp", 30, "", 0, "lost %s", (url,), None)
+    assert mask_record(record)
+    assert record.getMessage() == "lost s3://***@bucket"
+
+
+def test_variables() -> None:
+    variables = {"NCCL_SOCKET_IFNAME": "eth0", "TORCH_PROXY": f"http://a:{SECRET}@b"}
+    secret = dict.fromkeys(("TORCH_HUB_PAT", "NCCL_PASSFILE_PASS", "PET_AUTH"), SECRET)
+    assert relevant(variables | secret) == {
+        "NCCL_SOCKET_IFNAME": "eth0",
+        "TORCH_PROXY": "http://***@b",
+    }
+
+
+def test_masked_values_are_recognized() -> None:
+    assert is_masked({"a": [HIDDEN]})
+    assert is_masked("s3://***@bucket")
+    assert not is_masked({"a": ["b", 1], "c": None})
+
+
+# A secret among other settings: the value must not be found in the result.
+plain = st.sampled_from(["mode", "path", "num_heads", "url"])
+values = st.one_of(st.integers(), st.booleans(), st.none(), st.text("abc ", max_size=4))
+secrets = st.sampled_from(NAMES).map(lambda name: {name: SECRET})
+urls = st.builds(
+    "{}://{}:{}@host/{}".format,
+    st.sampled_from(["s3", "https"]),
+    st.sampled_from(["", "me"]),
+    st.just(SECRET),
+    st.text("ab/", max_size=4),
+)
+lines = st.sampled_from(NAMES).map(lambda name: f"{name}={SECRET}")
+nested: st.SearchStrategy[Any] = st.recursive(
+    st.one_of(values, secrets, urls, lines),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.dictionaries(plain, inner, max_size=3),
+        st.dictionaries(st.sampled_from(NAMES), inner.map(str), max_size=2),
+    ),
+    max_leaves=12,
+)
+
+
+@given(nested)
+def test_no_secret_remains(value: Any) -> None:
+    result = masked(value)
+    assert SECRET not in json.dumps(result, default=str)
+    assert masked(result) == result
+
+
+@given(nested)
+def test_no_secret_remains_on_a_command_line(value: Any) -> None:
+    words = ["python", "--log.tracker-options", json.dumps(value), f"--x={json.dumps(value)}"]
+    assert SECRET not in " ".join(masked(words))

@@ -1,0 +1,130 @@
+"""A run whose weights become NaN keeps its last healthy state, and continues from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distmp.checkpoint import manifest
+from distmp.export.export import export
+from distmp.training.callbacks.callback import Callback, StepResult
+from distmp.training.train import main
+from distmp.training.trainer import Trainer
+from tests.torchrun import TINY, corpus
+
+FIRST_BAD_STEP = 7
+SKIPS = ["--precision.max-consecutive-skips=12", "--precision.no-attribution"]
+ADVICE = "the last healthy checkpoint is run/checkpoints/step-000006, from which --resume auto"
+
+
+def first_parameter(trainer: Trainer) -> torch.Tensor:
+    return next(trainer.engine.model.parameters()).detach()
+
+
+class LeavesNaN(Callback):
+    """Writes a NaN into the weights, as a broken optimizer does."""
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        def poison(*_: Any) -> None:
+            if trainer.progress.step == FIRST_BAD_STEP - 1:
+                first_parameter(trainer)[0, 0] = math.nan
+
+        trainer.engine.optimizer.register_step_post_hook(poison)
+
+
+class SkipsAll(Callback):
+    """Makes every step skip, and leaves the weights finite."""
+
+    def on_step_begin(self, trainer: Trainer, step: int) -> None:
+        if step >= FIRST_BAD_STEP:
+            self.before = first_parameter(trainer).clone()
+            first_parameter(trainer).fill_(math.nan)
+
+    def on_step_end(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step >= FIRST_BAD_STEP:
+            first_parameter(trainer).copy_(self.before)
+
+
+@pytest.fixture(autouse=True)
+def folder_with_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    corpus(tmp_path / "corpus")
+
+
+def train(*arguments: str) -> int:
+    fixed = [*TINY, "--data.path=corpus", "--steps=20", "--run-dir=run", "--checkpoint.every=2"]
+    return main([*fixed, *SKIPS, *arguments])
+
+
+def marks() -> dict[int, str | None]:
+    return {
+        int(path.name.removeprefix("step-")): manifest.read(path).unhealthy
+        for path in sorted(Path("run/checkpoints").glob("step-??????"))
+    }
+
+
+def test_nan_weights_cost_only_the_steps_since_the_last_healthy_checkpoint(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")
+    assert train(f"--callbacks={__name__}:LeavesNaN") == 1
+    error = capsys.readouterr().err
+    assert "precision.max_consecutive_skips = 12: that many steps in a row" in error
+    assert ADVICE in error
+    found = marks()
+    assert list(found) == [4, 6, 18], "the healthy ones stay, and the latest for examination"
+    assert (found[4], found[6]) == (None, None)
+    assert str(found[18]).startswith("NaN or infinite values in model/")
+
+    caplog.clear()
+    assert train("--resume=auto") == 0
+    assert "continuing from run/checkpoints/step-000006" in capsys.readouterr().out
+    warning = caplog.records[0].getMessage()
+    assert "step-000018 is marked as unhealthy: NaN or infinite values in model/" in warning
+    export("run", "weights")
+    assert train("--run-dir=undisturbed") == 0
+    export("undisturbed", "expected")
+    weights, expected = (load_file(f"{name}/model.safetensors") for name in ("weights", "expected"))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # Otherwise a save would hold the weights that the callback changes.
+    assert train(f"--callbacks={__name__}:SkipsAll", "--checkpoint.no-asynchronous") == 1
+    # Fewer than ten are no reason to mark a checkpoint.
+    assert marks() == {12: None, 14: None, 16: "the last 10 steps were all skipped"}
+    assert "the last healthy checkpoint is run/checkpoints/step-000014" in capsys.readouterr().err
+
+
+def test_exports_of_nan_weights_say_so(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")
+    assert train(f"--callbacks={__name__}:LeavesNaN", "--steps=8") == 0
+    assert "no sample of generated text: the output of the model is NaN" in capsys.readouterr().out
+    marked = Path("run/checkpoints/step-000008")
+    caplog.clear()
+    export(marked, "marked")
+    warnings = [record.getMessage() for record in caplog.records]
+    assert "is marked as unhealthy: NaN or infinite values in model/" in warnings[0]
+    assert "holds NaN in " in warnings[1]
+    # One of an earlier version, without a mark.
+    state = json.loads((marked / "state.json").read_text())
+    assert state.pop("unhealthy")
+    files = manifest.read(marked).files
+    assert files is not None
+    content = manifest.encode(state["step"], state["numbers"], files)
+    (marked / "state.json").write_bytes(content)
+    caplog.clear()
+    export(marked, "unmarked")
+    [warning] = [record.getMessage() for record in caplog.records]
+    assert "holds NaN in " in warning

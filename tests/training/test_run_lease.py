@@ -1,0 +1,342 @@
+"""Exactly one job owns a run directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from distmp.checkpoint import lease as leases
+from distmp.checkpoint import store
+from distmp.checkpoint.lease import Lease, Owner, SchedulerJob
+from distmp.config import RunConfig, load
+from distmp.distributed.stopping import StopSignals
+from distmp.distributed.world import World
+from distmp.telemetry import Console, read_records
+from distmp.training.directory_choice import DirectoryChoice
+from distmp.training.run_directory import RunDirectory
+from distmp.training.run_lease import LostLeaseError, RunDirectoryInUseError, RunLease
+from distmp.training.trainer import Trainer
+from distmp.utils.processes import ProcessIdentity
+from tests.checkpoint import listing
+from tests.elastic import Job, run_jobs
+from tests.progress import wait_until
+from tests.torchrun import TINY, corpus, environment, python, run
+
+ELSEWHERE = ProcessIdentity("another machine", 7, "1")
+
+
+def other(job: str, scheduler: SchedulerJob | None = None) -> Owner:
+    return Owner(job, "node9", ELSEWHERE._replace(started=job), scheduler)
+
+
+def trainer(folder: Path, *arguments: str) -> Trainer:
+    data = corpus(folder / "corpus")
+    config = load([*TINY, f"--data.path={data}", f"--run-dir={folder / 'run'}", *arguments])
+    return Trainer(config, World.current("cpu"), Console(config.log))
+
+
+# Jobs in processes
+
+
+@contextmanager
+def job(folder: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a job; kill it and what it has started at the end."""
+    with (folder / "stdout").open("w") as stdout:
+        process = subprocess.Popen(
+            python(*command),
+            cwd=folder,
+            env=environment(),
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    try:
+        yield process
+    finally:
+        with process:
+            if process.poll() is None:
+                for each in [*psutil.Process(process.pid).children(recursive=True), process]:
+                    each.kill()
+
+
+def records(folder: Path) -> list[int]:
+    path = folder / "run" / "steps.jsonl"
+    return [record.step for record in read_records(path)] if path.exists() else []
+
+
+def test_the_same_command_twice_trains_once(tmp_path: Path) -> None:
+    arguments = ["distmp.train", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
+    arguments += ["--run-dir=run", "--resume=auto", "--steps=20000", "--checkpoint.every=5"]
+    with job(tmp_path, "-m", *arguments) as first:
+        wait_until(lambda: first.poll() is not None or len(records(tmp_path)) > 6)
+        second = run(python("-m", *arguments), tmp_path)
+        assert first.poll() is None
+        first.send_signal(signal.SIGTERM)
+        assert first.wait() == 75
+        errors = first.stderr.read() if first.stderr else ""
+    assert second.returncode == 2, second.stderr
+    (message,) = [line for line in second.stderr.splitlines() if "distmp: run_dir" in line]
+    assert message.startswith("distmp: run_dir = 'run': belongs to another job, which is running")
+    assert f"process {first.pid} on {os.uname().nodename}" in message
+    assert "set another run_dir" in message
+    done = records(tmp_path)
+    assert done == list(range(1, len(done) + 1))
+    assert [path.name for path in tmp_path.glob("run*")] == ["run"]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.abandoned"))
+    assert "vanished" not in errors + second.stderr
+
+
+def test_a_stop_request_ends_the_wait_for_a_job(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    Lease(tmp_path / "run", other("a")).claim()
+    arguments = ["distmp.train", *TINY, f"--data.path={corpus(tmp_path / 'corpus')}"]
+    with job(tmp_path, "-m", *arguments, "--run-dir=run", "--resume=auto") as waiting:
+        output = tmp_path / "stdout"
+        wait_until(lambda: waiting.poll() is not None or "; waiting until" in output.read_text())
+        waiting.send_signal(signal.SIGTERM)
+        errors = waiting.communicate()[1]
+    assert waiting.returncode == 75, errors
+    assert "stopped by SIGTERM while waiting for run_dir = 'run' (exit code 75)" in errors
+    assert not (tmp_path / "run" / "lease-000002.json").exists()
+
+
+def test_no_wait_after_a_killed_launcher(tmp_path: Path) -> None:
+    """Its ranks save and end, and the next job waits for them; the result is that of one job."""
+    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--steps=150"]
+    arguments += ["--resume=auto", "--checkpoint.every=10", "--preflight=never"]
+    again = [*arguments, f"--run-dir={tmp_path / 'run'}"]
+    with job(tmp_path, "-m", "distmp", "launch", "--", *again) as killed:
+        wait_until(lambda: killed.poll() is not None or len(records(tmp_path)) > 10)
+        ranks = _ranks(killed.pid)
+        killed.kill()
+        whole = [*arguments, f"--run-dir={tmp_path / 'whole'}"]
+        continued, undisturbed = run_jobs([Job(again), Job(whole)], tmp_path)
+    assert (continued.exit_codes, undisturbed.exit_codes) == ({}, {})
+    assert "vanished" not in continued.stderr
+    assert len(ranks) == 2
+    assert not [rank for rank in ranks if rank.is_running()]
+    assert records(tmp_path) == list(range(1, 151))
+    expected, found = (_weights(tmp_path / name) for name in ("whole", "run"))
+    assert expected.keys() == found.keys()
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
+def _ranks(launcher: int) -> list[psutil.Process]:
+    children = psutil.Process(launcher).children()
+    return [child for child in children if "RANK" in child.environ()]
+
+
+def _weights(folder: Path) -> dict[str, torch.Tensor]:
+    checkpoint = listing.latest(folder / "checkpoints")
+    assert checkpoint is not None
+    tensors = store.StoredCheckpoint(checkpoint).tensors.items()
+    found = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in tensors}
+    store.load(checkpoint, found)
+    return found
+
+
+STUCK = """
+import time, torch
+from pathlib import Path
+
+class Stuck(torch.nn.Linear):
+    calls = 0
+
+    def __init__(self):
+        super().__init__(4, 1)
+
+    def forward(self, inputs):
+        self.calls += 1
+        if self.calls > 5:
+            Path(f"stuck-{torch.distributed.get_rank()}").touch()
+            while True:
+                time.sleep(1)
+        return super().forward(inputs)
+
+def samples(split, sequence_length):
+    return [(torch.ones(4), torch.ones(1))] * 64 if split == "train" else None
+
+def squared(model, batch):
+    return (model(batch[0]) - batch[1]).square().sum(), len(batch[0])
+"""
+
+
+def test_ranks_that_cannot_end_a_step_end_too(tmp_path: Path) -> None:
+    (tmp_path / "stuck.py").write_text(STUCK)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch += ["-m", "distmp.train", "--model.name=stuck:Stuck", "--model.loss=stuck:squared"]
+    launch += ["--data.source=stuck:samples", "--batch.global-batch-size=8", "--run-dir=run"]
+    launch += ["--batch.microbatch-size=4", "--precision.policy=fp32", "--preflight=never"]
+    with job(tmp_path, *launch) as killed:
+        wait_until(lambda: killed.poll() is not None or len(list(tmp_path.glob("stuck-*"))) == 2)
+        ranks = _ranks(killed.pid)
+        assert len(ranks) == 2
+        killed.kill()
+        errors = killed.communicate()[1]  # until the last rank has closed it
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+    assert errors.count("has ended; its ranks end within 10 s") == 1
+
+
+# One process
+
+
+def test_a_job_that_was_replaced_ends_and_writes_nothing_more(tmp_path: Path) -> None:
+    displaced = trainer(tmp_path, "--steps=50", "--checkpoint.every=1")
+    assert displaced.lease is not None
+    taken = Lease(displaced.directory.path, other("b"))
+    step = displaced.engine.step
+
+    def take(*arguments: Any, **options: Any) -> Any:
+        if displaced.progress.step == 3:
+            assert displaced.lease is not None
+            assert taken._create(2)
+            for own in displaced.lease._leases:
+                own.renew()
+        return step(*arguments, **options)
+
+    displaced.engine.step = take  # type: ignore[method-assign]
+    message = r"^run_dir = '.*/run' was taken over by another job \(process 7 on node9\), because"
+    with pytest.raises(LostLeaseError, match=message):
+        displaced.run(StopSignals())
+    assert records(tmp_path) == [1, 2, 3]
+    names = {path.name for path in displaced.directory.checkpoints.iterdir()}
+    assert "step-000004" not in names
+    assert leases.last_owner(displaced.directory.path) == taken._content.owner
+    assert taken.is_valid
+
+
+def test_a_checkpoint_that_is_being_written_does_not_appear(tmp_path: Path) -> None:
+    displaced = trainer(tmp_path, "--steps=50")
+    assert displaced.lease is not None
+    displaced.checkpointing.save_now(displaced)
+    assert Lease(displaced.directory.path, other("b"))._create(2)
+    displaced.lease._leases[0].renew()
+    displaced.progress.step = 1
+    displaced.checkpointing.save_now(displaced)
+    assert displaced.checkpointing.writer.saved_step == 0
+    names = [path.name for path in displaced.directory.checkpoints.iterdir()]
+    assert names == ["step-000000"]
+    displaced.lease.release()
+
+
+def test_a_run_that_has_ended_leaves_its_directory(tmp_path: Path) -> None:
+    first = trainer(tmp_path, "--steps=2")
+    assert first.run(StopSignals())
+    owner = leases.last_owner(tmp_path / "run")
+    assert owner is not None
+    assert owner.process == ProcessIdentity.of_this_process()
+    assert b'"released"' in (tmp_path / "run" / "lease-000001.json").read_bytes()
+
+
+def choice(folder: Path, job: Owner, resume: str | None = "auto") -> DirectoryChoice:
+    return DirectoryChoice(RunConfig(run_dir=str(folder / "run"), resume=resume), job, str)
+
+
+def begin(chosen: DirectoryChoice) -> RunDirectory:
+    """Choose as `build_run` does; a directory to continue is one with a checkpoint."""
+    directory = chosen.continued(None)
+    if directory is None:
+        directory = chosen.final(None)
+        (directory.path / "checkpoints").mkdir()
+    return directory
+
+
+def test_tasks_of_an_array_come_back_to_their_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LOOKS", 3000)
+    monkeypatch.setattr(leases, "RENEWALS", 3000)
+    tasks = ["101", "102", "103"]
+    array = [choice(tmp_path, other(task, SchedulerJob(task, 0, "100"))) for task in tasks]
+    first = [begin(task).path.name for task in array]
+    assert first == ["run", "run-2", "run-3"]
+    for task in array[:2]:
+        task.release()
+    # The third one was killed with its node.
+    assert array[2].lease is not None
+    array[2].lease._released.set()
+    for requeued in ([1, 2, 0], [2, 0, 1]):
+        again = {}
+        started = []
+        for number in requeued:
+            owner = other(f"{tasks[number]} again", SchedulerJob(tasks[number], 1, "100"))
+            started.append(choice(tmp_path, owner))
+            again[number] = begin(started[-1]).path.name
+        assert [again[number] for number in range(3)] == first
+        for task in started:
+            task.release()
+
+
+def test_other_jobs_of_a_scheduler_continue_the_newest(tmp_path: Path) -> None:
+    for name in ("1", "2"):
+        job = choice(tmp_path, other(name, SchedulerJob(name, 0)), resume=None)
+        begin(job)
+        job.release()
+    third = choice(tmp_path, other("3", SchedulerJob("3", 0)))
+    assert begin(third).path.name == "run-2"
+    third.release()
+
+
+def test_two_new_runs_take_two_directories(tmp_path: Path) -> None:
+    jobs = [choice(tmp_path, other(name), resume=None) for name in "ab"]
+    assert [begin(job).path.name for job in jobs] == ["run", "run-2"]
+    for job in jobs:
+        job.release()
+
+
+def test_the_same_command_a_moment_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leases, "LOOKS", 3000)
+    monkeypatch.setattr(leases, "RENEWALS", 3000)
+    first, second = (choice(tmp_path, other(name)) for name in "ab")
+    assert first.continued(None) is None
+    assert second.continued(None) is None
+    known = []
+    monkeypatch.setattr(
+        "distmp.training.directory_choice.latest_run", lambda *_: known.append(0) or None
+    )
+    assert first.final(None).path.name == "run"
+    with pytest.raises(RunDirectoryInUseError, match="process 7 on node9"):
+        second.final(None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    first.release()
+
+
+def test_checkpoints_elsewhere_have_a_lease_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines whose run directories are on their own disks."""
+    monkeypatch.setattr(leases, "LOOKS", 3000)
+    monkeypatch.setattr(leases, "RENEWALS", 3000)
+    shared = str(tmp_path / "shared")
+    here, there = (
+        RunDirectory(tmp_path / machine / "run", shared) for machine in ("here", "there")
+    )
+    first = RunLease(here, other("a"))
+    first.claim(str)
+    with pytest.raises(RunDirectoryInUseError):
+        RunLease(there, other("b")).claim(str)
+    first.release()
+    second = RunLease(there, other("b"))
+    second.claim(pytest.fail)
+    second.release()
+
+
+def test_without_a_place_for_the_lease_training_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    lease = RunLease(RunDirectory(tmp_path / "file" / "run"), other("a"))
+    lease.claim(pytest.fail)
+    lease.check()
+    lease.release()
+    assert "a second job with this run_dir is not noticed" in caplog.text
