@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +36,11 @@ def load_weights(model: nn.Module, folder: str | Path) -> None:
         ConfigError: If the weights do not fit; one message lists all misfits, and the model is
             unchanged.
     """
-    _load(model.state_dict(keep_vars=True), folder, _dimensions(model))
+    _load(model.state_dict(keep_vars=True), StoredWeights(Path(folder)), _dimensions(model))
 
 
-def read_shards(state: Mapping[str, Tensor], built: BuiltModel, folder: str | Path) -> None:
-    """Read the weights in a folder of safetensors into the state of an engine, without collectives.
+def read_shards(state: Mapping[str, Tensor], built: BuiltModel, weights: StoredWeights) -> None:
+    """Read stored weights into the state of an engine, without collectives.
 
     Each rank reads its shards.
 
@@ -47,13 +48,55 @@ def read_shards(state: Mapping[str, Tensor], built: BuiltModel, folder: str | Pa
         state: Result of `Engine.state_dict`; all parameters and persistent buffers of the model are
             overwritten. `Engine.load_state_dict` then updates what the engine derives from them.
         built: The model of the engine, before the engine was built.
-        folder: As for `load_weights`.
+        weights: The weights.
 
     Raises:
         ConfigError: If the weights do not fit; the state is unchanged.
     """
     targets = {name: state[f"{PREFIX}{first}"] for name, first in built.names.items()}
-    _load(targets, folder, built.dimensions)
+    _load(targets, weights, built.dimensions)
+
+
+def misfits(model: nn.Module, weights: StoredWeights) -> list[str]:
+    """Return why stored weights do not fit a model, a phrase for each reason.
+
+    Raises:
+        ConfigError: If they cannot be read.
+    """
+    with weights.opened() as stored:
+        return [
+            *_misfits(model.state_dict(keep_vars=True), stored, weights),
+            *_other_dimensions(_dimensions(model), weights.path),
+        ]
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """Weights in safetensors.
+
+    Attributes:
+        path: A folder, or a file.
+        may_have_more: Whether tensors that the model does not have are ignored.
+    """
+
+    path: Path
+    may_have_more: bool = False
+
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, Any]]:
+        """Open the files; return for each tensor by name the file that has it.
+
+        Raises:
+            ConfigError: If a file cannot be read, also inside the context.
+        """
+        stored: dict[str, Any] = {}
+        try:
+            for file in _files(self.path):
+                opened = safe_open(file, framework="pt")
+                stored.update((name, opened) for name in opened.keys())  # noqa: SIM118 - no dictionary
+            yield stored
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(SETTING, str(self.path), f"cannot be read: {error}") from error
 
 
 class BuiltModel(NamedTuple):
@@ -97,45 +140,37 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _load(
-    targets: Mapping[str, Tensor], folder: str | Path, dimensions: dict[str, Any] | None
-) -> None:
-    files = _files(Path(folder))
-    try:
-        _fill(targets, folder, files, dimensions)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(SETTING, str(folder), f"cannot be read: {error}") from error
-
-
 @torch.no_grad()
-def _fill(
-    targets: Mapping[str, Tensor],
-    folder: str | Path,
-    files: list[Path],
-    dimensions: dict[str, Any] | None,
+def _load(
+    targets: Mapping[str, Tensor], weights: StoredWeights, dimensions: dict[str, Any] | None
 ) -> None:
-    stored: dict[str, Any] = {}
-    for file in files:
-        opened = safe_open(file, framework="pt")
-        stored.update((name, opened) for name in opened.keys())  # noqa: SIM118 - no dictionary
-    problems = [*_misfits(targets, stored), *_other_dimensions(dimensions, Path(folder))]
-    if problems:
-        raise ConfigError(SETTING, str(folder), f"does not fit the model: {'; '.join(problems)}")
-    for name, opened in stored.items():
-        for index, part in local_parts(targets[name]):
-            part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
+    with weights.opened() as stored:
+        problems = [
+            *_misfits(targets, stored, weights),
+            *_other_dimensions(dimensions, weights.path),
+        ]
+        if problems:
+            raise ConfigError(
+                SETTING, str(weights.path), f"does not fit the model: {'; '.join(problems)}"
+            )
+        for name in stored.keys() & targets.keys():
+            for index, part in local_parts(targets[name]):
+                opened = stored[name]
+                part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
 
 
 def _dimensions(model: nn.Module) -> dict[str, Any] | None:
     return asdict(model.config) if isinstance(model, Transformer) else None
 
 
-def _misfits(state: Mapping[str, Tensor], stored: Mapping[str, Any]) -> Iterator[str]:
+def _misfits(
+    state: Mapping[str, Tensor], stored: Mapping[str, Any], weights: StoredWeights
+) -> Iterator[str]:
     """Yield a phrase for each kind of misfit."""
     # By identity: a tied weight has several names and needs one of them.
     filled = {id(state[name]) for name in stored if name in state}
     missing = [name for name, tensor in state.items() if id(tensor) not in filled]
-    unknown = [name for name in stored if name not in state]
+    unknown = [name for name in stored if name not in state and not weights.may_have_more]
     shapes = []
     for name, opened in stored.items():
         if name in state:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Generator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import CheckpointError, ConfigError
-from distmp.export.weights import BuiltModel, read_shards
+from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards
 from distmp.models import huggingface
 from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.settings import ModelConfig
@@ -31,6 +32,8 @@ from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PolicyLike
 from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
+
+logger = logging.getLogger("distmp")
 
 
 class RunComponents(NamedTuple):
@@ -41,7 +44,7 @@ class RunComponents(NamedTuple):
         model: The model as it was built.
         loss: Returns the loss sum and the weight of a microbatch.
         microbatches: Microbatches per step on each rank.
-        weights: Folder or file of the weights that a new run starts from; None for random weights.
+        weights: What a new run reads into the engine; None if the model has its weights.
         built: Names and dimensions of the model as it was built.
     """
 
@@ -49,7 +52,7 @@ class RunComponents(NamedTuple):
     model: nn.Module
     loss: Loss
     microbatches: int
-    weights: Path | None
+    weights: StoredWeights | None
     built: BuiltModel
 
 
@@ -86,6 +89,15 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     torch.manual_seed(config.seed)
     model = _build(config, datasets.vocabulary_size)
     weights = _weights(config.model)
+    if weights is not None and weights.may_have_more and (problems := misfits(model, weights)):
+        model, weights = huggingface.load(config.model.name, config.model.options), None
+        if world.rank == 0:
+            logger.warning(
+                "model.name = %r: transformers converts its weights, so every rank loads the whole "
+                "model (%s); to load shards, save the model with `save_pretrained` first",
+                config.model.name,
+                problems[0],
+            )
     return RunComponents(
         datasets, model, build_loss(config.model), microbatches, weights, BuiltModel.of(model)
     )
@@ -112,10 +124,11 @@ def _build(config: RunConfig, vocabulary_size: int | None) -> nn.Module:
         return build_whole(build, config.seed)
 
 
-def _weights(config: ModelConfig) -> Path | None:
+def _weights(config: ModelConfig) -> StoredWeights | None:
     if config.weights is not None:
-        return Path(config.weights)
-    return huggingface.weights_folder(config.name) if config.is_hugging_face else None
+        return StoredWeights(Path(config.weights))
+    folder = huggingface.weights_folder(config.name) if config.is_hugging_face else None
+    return None if folder is None else StoredWeights(folder, may_have_more=True)
 
 
 def build_engine(

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distmp.config import RunConfig
+from distmp.config import RunConfig, load
+from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.export.export import export, live_weights, write
@@ -18,6 +19,7 @@ from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
 from distmp.models.settings import ModelConfig
 from distmp.telemetry import read_records
+from distmp.training.setup import build_engine, prepare, start_from_weights
 from distmp.training.train import main
 from distmp.utils.settings import from_mapping, read_yaml
 from tests.ranks import run_ranks
@@ -204,23 +206,55 @@ def test_a_run_saves_what_another_starts_from(
     assert again.loss == pytest.approx(continued.loss, abs=0.1)
 
 
-def test_weights_of_a_folder_or_random_ones(tmp_path: Path) -> None:
+def started(tmp_path: Path, name: str, **options: Any) -> dict[str, Tensor]:
+    """Return the model's state before the first step of a run."""
+    texts = corpus(tmp_path / "corpus")
+    config = load(
+        [
+            f"--model.name={name}",
+            f"--model.options={json.dumps(options)}",
+            f"--data.path={texts}",
+            *("--data.sequence-length=16", "--batch.global-batch-size=2"),
+            *("--batch.microbatch-size=2", "--precision.policy=fp32"),
+        ]
+    )
+    world = World.current("cpu")
+    parts = prepare(config, world)
+    engine = build_engine(config, parts, world, policy="fp32", attribution=False)
+    start_from_weights(parts, engine)
+    return engine.model.state_dict()
+
+
+def test_weights_of_a_folder_or_random_ones(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = folder(tmp_path / "tiny", LLAMA)
     first = build(path)
-    first.save_pretrained(tmp_path / "weights")
-    torch.manual_seed(7)
-    loaded = build_model(ModelConfig(name=f"hf:{tmp_path}/weights"), 257, 16)
-    assert loaded.training
-    for (name, value), other in zip(first.named_parameters(), loaded.parameters(), strict=True):
-        assert torch.equal(value, other), name
-        assert other.dtype == torch.float32
-    random = ModelConfig(
-        name=f"hf:{tmp_path}/weights/config.json", options={"num_hidden_layers": 3}
-    )
-    fresh = build_model(random, 257, 16)
-    assert len(fresh.model.layers) == 3
-    assert not torch.equal(fresh.lm_head.weight, first.lm_head.weight)
-    assert fresh(torch.zeros(1, 4, dtype=torch.int64)).past_key_values is None
+    first.save_pretrained(tmp_path / "weights", max_shard_size="10KB")
+    assert len(list((tmp_path / "weights").glob("*.safetensors"))) > 1
+    loaded = started(tmp_path, f"hf:{tmp_path}/weights")
+    assert_same_bits(loaded, first.state_dict())
+    random = started(tmp_path, f"hf:{tmp_path}/weights/config.json", num_hidden_layers=3)
+    assert "model.layers.2.mlp.up_proj.weight" in random
+    assert not torch.equal(random["lm_head.weight"], loaded["lm_head.weight"])
+    assert caplog.text == ""
+
+
+def test_weights_that_transformers_converts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names without the prefix of the model; and tensors that it does not have."""
+    first = build(folder(tmp_path / "tiny", LLAMA))
+    first.save_pretrained(tmp_path / "more")
+    file = tmp_path / "more" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "model.inv_freq": torch.ones(4)}, file, {"format": "pt"})
+    assert_same_bits(started(tmp_path, f"hf:{tmp_path}/more"), first.state_dict())
+    assert caplog.text == ""
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, file, {"format": "pt"})
+    assert_same_bits(started(tmp_path, f"hf:{tmp_path}/more"), first.state_dict())
+    assert "every rank loads the whole model (missing: " in caplog.text
 
 
 def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,9 +305,9 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     build(folder(tmp_path / "tiny", LLAMA)).save_pretrained(tmp_path / "weights")
     name = f"hf:{tmp_path}/weights"
     with pytest.raises(ConfigError, match=r"missing keys model\.layers\.2.* and more"):
-        build_model(ModelConfig(name=name, options={"num_hidden_layers": 3}), 257, 16)
+        started(tmp_path, name, num_hidden_layers=3)
     with pytest.raises(ConfigError, match=r"model\.name"):
-        build_model(ModelConfig(name=name, options={"intermediate_size": 24}), 257, 16)
+        started(tmp_path, name, intermediate_size=24)
     (tmp_path / "weights" / "model.safetensors").rename(tmp_path / "weights" / "pytorch_model.bin")
     with pytest.raises(ConfigError, match="can run code when it is read"):
-        build_model(ModelConfig(name=name), 257, 16)
+        started(tmp_path, name)
