@@ -56,6 +56,7 @@ class StoredCheckpoint:
     def __init__(self, path: Location) -> None:
         self.path = path
         self._verified = False
+        self._converted: set[tuple[torch.dtype, torch.dtype]] = set()  # logged already
         # Verified files by name, until `load` or `index` reads them.
         self._files: dict[str, IO[bytes]] = {}
         weakref.finalize(self, _close, self._files)
@@ -196,6 +197,8 @@ class StoredCheckpoint:
             more = "; and more" if len(misfits) > LISTED else ""
             raise CheckpointError(f"it does not fit: {'; '.join(misfits[:LISTED])}{more}")
         conversions = {(stored[name][1], tensor.dtype) for name, tensor in tensors.items()}
+        conversions -= self._converted
+        self._converted |= conversions
         lines = sorted(f"{old} to {new}" for old, new in conversions if old != new)
         if lines and ranks.rank == 0:
             logger.warning("tensors of %s are converted from %s", self.path, ", ".join(lines))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distmp.errors import ConfigError, nearest
 
@@ -101,21 +101,13 @@ def configuration(model: nn.Module) -> dict[str, Any]:
     return values
 
 
-def write(
-    folder: Path,
-    weights: dict[str, Tensor],
-    values: Mapping[str, Any],
-    dtype: torch.dtype,
-    largest_file: int,
-) -> None:
-    """Write a model in the format of transformers.
+def write_configuration(folder: Path, values: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Write what transformers needs to load weights in a folder.
 
     Args:
-        folder: Target folder, for `from_pretrained`.
-        weights: Tensors of the model's state by name, on the CPU; each tied weight once.
+        folder: The folder, for `from_pretrained`.
         values: Result of `configuration`.
-        dtype: Dtype of the weights, for the configuration.
-        largest_file: Maximum size of one file, in bytes.
+        dtype: Dtype of the weights.
 
     Raises:
         ConfigError: If transformers is not installed or does not know the model.
@@ -123,14 +115,15 @@ def write(
     _require_transformers(str(values.get("model_type")))
     from transformers import AutoConfig
 
-    # FSDP changes the class of a module, so a model on the meta device writes the files.
     with _quiet(), torch.device("meta"):
         try:
             config = AutoConfig.for_model(**values)
-            bare = _auto_model().from_config(config, trust_remote_code=False, dtype=dtype)
+            model = _auto_model().from_config(config, trust_remote_code=False, dtype=dtype)
         except Exception as error:
             raise _refused(str(values.get("model_type")), error) from error
-        bare.save_pretrained(folder, state_dict=weights, max_shard_size=largest_file)
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        model.generation_config.save_pretrained(folder)
 
 
 def _read_config(name: str, path: Path, options: Mapping[str, Any]) -> Any:

@@ -455,11 +455,12 @@ def _command(arguments: list[str]) -> int:
 def _weights(run: Path) -> str:
     """Return a digest of the weights after the last step."""
     from distmp.checkpoint import store
-    from distmp.export.export import read
+    from distmp.export.sources import CheckpointWeights
 
     checkpoint = store.StoredCheckpoint(run / "checkpoints" / f"step-{STEPS:06d}")
     digest = hashlib.sha256()
-    for name, value in sorted(read(checkpoint, torch_float32()).items()):
+    weights = CheckpointWeights(checkpoint, torch_float32())
+    for name, value in sorted(weights.read(weights.specs).items()):
         digest.update(name.encode() + value.numpy().tobytes())
     return digest.hexdigest()
 

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.figures import ROOT
 from distmp.config import RunConfig, load
-from distmp.export.export import LARGEST_FILE
+from distmp.export.files import MAX_SHARD_SIZE
 from distmp.training.resume_compat import all_rules, compare
 from distmp.utils.settings import leaf_names
 
@@ -52,4 +52,4 @@ def test_the_examples_of_the_table_stand_where_they_belong() -> None:
 
 
 def test_the_size_of_a_file_is_that_of_the_code() -> None:
-    assert f"several files of up to {LARGEST_FILE // 10**9} GB" in EXPORT
+    assert f"several files of up to {MAX_SHARD_SIZE // 10**9} GB" in EXPORT

@@ -103,7 +103,8 @@ def test_what_is_no_number_of_up_to_32_bits_stays_what_it_is(tmp_path: Path) -> 
 def test_large_models_are_several_files_with_an_index(tmp_path: Path) -> None:
     state = {f"model/{name}": value for name, value in make_model(3).state_dict().items()}
     path = checkpoint(tmp_path / "run", state)
-    export(path, tmp_path / "weights", largest_file=600)
+    size = "--max-shard-size=0.6KB"
+    assert cli.main(["export", str(path), f"--to={tmp_path / 'weights'}", size]) == 0
     files = sorted((tmp_path / "weights").glob("*.safetensors"))
     assert len(files) > 2
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
@@ -193,6 +194,7 @@ REFUSED = {
     "a file": (["run", "--to", "file"], "--to = 'file': exists already"),
     "no folder": (["run"], "--to"),
     "no such type": (["run", "--to", "new", "--dtype", "fp8"], "invalid choice: 'fp8'"),
+    "no such size": (["run", "--to", "new", "--max-shard-size", "5"], "KB, MB, GB or TB"),
     "beyond float16": (["run", "--to", "new", "--dtype", "fp16"], "'large' of run/step-000001 has"),
     "damaged": (["damaged", "--to", "new"], "has 0 bytes"),
     "not to be written": (["run", "--to", "file/new"], "cannot write file/new: "),
@@ -226,9 +228,8 @@ def test_what_cannot_be_exported_is_one_message(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_memory_of_an_export_is_that_of_one_copy(tmp_path: Path) -> None:
-    megabytes = 96
-    tensors = {f"model/{i}": torch.randn(4, 2**18) for i in range(megabytes // 4)}
+def test_the_memory_of_an_export_is_that_of_one_file(tmp_path: Path) -> None:
+    tensors = {f"model/{i}": torch.randn(4, 2**18) for i in range(24)}
     tensors |= {f"optimizer/{i}": tensor for i, tensor in enumerate(tensors.values())}
     path = checkpoint(tmp_path, tensors)
     program = (
@@ -236,10 +237,10 @@ def test_the_memory_of_an_export_is_that_of_one_copy(tmp_path: Path) -> None:
         "e.store.load(e.Path(sys.argv[1]), {'model/0': torch.empty(4, 2**18)})\n"
         # Not getrusage, which includes the peak of the parent process.
         "status = lambda: open('/proc/self/status').read()\n"
-        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', status())[1]) // 1024\n"
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', status())[1]) / 1024\n"
         "before = peak()\n"
-        "for dtype in ('bf16', 'fp32'):\n"
-        "    e.export(sys.argv[1], f'{sys.argv[2]}/{dtype}', dtype)\n"
+        "for megabytes in (9, 36, 1000):\n"
+        "    e.export(sys.argv[1], f'{sys.argv[2]}/{megabytes}', 'fp32', megabytes * 10**6)\n"
         "    print(peak() - before)\n"
     )
     done = subprocess.run(
@@ -250,9 +251,11 @@ def test_the_memory_of_an_export_is_that_of_one_copy(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    in_bf16, in_fp32 = map(int, done.stdout.split())
-    assert in_bf16 < 1.4 * megabytes / 2
-    assert megabytes * 0.8 < in_fp32 < 1.3 * megabytes
+    # Tensors of 4 MiB: two, eight, or all of them in a file.
+    small, medium, whole = map(float, done.stdout.split())
+    assert small < 1.3 * 8 + 4
+    assert 0.8 * 32 < medium < 1.3 * 32 + 4
+    assert 0.8 * 96 < whole < 1.3 * 96
 
 
 def test_from_python_errors_are_ours(tmp_path: Path) -> None:

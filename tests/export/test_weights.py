@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.export.export import write
+from distmp.export.files import write
+from distmp.export.sources import EngineWeights
 from distmp.export.weights import load_model, load_weights
 from distmp.models.architecture import architecture
 from distmp.models.settings import ModelConfig
@@ -86,7 +87,8 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
 def exported(folder: Path, config: TransformerConfig = SMALL) -> Transformer:
     model = Transformer(config)
     described = architecture(model, ModelConfig())
-    write(folder, dict(model.state_dict()), described, torch.float32)
+    state = {f"model/{name}": tensor for name, tensor in model.state_dict().items()}
+    write(folder, EngineWeights(state, keep=True), described, torch.float32)
     return model
 
 

@@ -13,7 +13,9 @@ from distmp.config import RunConfig, load
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.errors import ConfigError
-from distmp.export.export import export, live_weights, write
+from distmp.export.export import export
+from distmp.export.files import write
+from distmp.export.sources import EngineWeights
 from distmp.models import huggingface
 from distmp.models.build import build_model
 from distmp.models.loss import next_token_loss
@@ -103,9 +105,9 @@ def train_all(sources: dict[str, Path], out: Path) -> dict[str, tuple[float, dic
             state = engine.state_dict().items()
             weights = [(k[6:], v) for k, v in state if k.startswith("model/")]
             case = f"{name}-{strategy}-{policy}"
-            saved = live_weights(engine.state_dict(), keep=rank == 0)
-            if rank == 0:
-                write(out / case, saved, huggingface.configuration(model), torch.float32)
+            saved = EngineWeights(engine.state_dict(), keep=rank == 0)
+            described = huggingface.configuration(model)
+            write(out / case, saved, described, torch.float32, 2**13, writes=rank == 0)
             if strategy == "sharded ddp":
                 continue  # its file is compared with that of the unsharded optimizer below
             whole = {k: v.full_tensor() if strategy == "fsdp" else v for k, v in weights}

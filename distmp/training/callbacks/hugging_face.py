@@ -22,15 +22,14 @@ class HuggingFaceExport(Callback):
         if not finished or not trainer.config.model.is_hugging_face:
             return
         # Imported here: most runs do not need it.
-        from distmp.export.export import live_weights, write
+        from distmp.export.files import write
+        from distmp.export.sources import EngineWeights
 
         current_phase.enter("saving the model", transfers=True)
         folder, writes = trainer.directory.model, trainer.world.rank == 0
-        weights = live_weights(trainer.engine.state_dict(), keep=writes)
-        if not writes:
-            return
+        weights = EngineWeights(trainer.engine.state_dict(), keep=writes)
         try:
-            write(folder, weights, trainer.fingerprint["model"], torch.float32)
+            write(folder, weights, trainer.fingerprint["model"], torch.float32, writes=writes)
         except CheckpointError as error:
             trainer.console.message(f"{error}; distmp export writes it from the checkpoint")
         else:

@@ -1,0 +1,125 @@
+"""Writes weights as safetensors, one file at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from distmp.errors import CheckpointError
+from distmp.models import huggingface
+from distmp.models.architecture import CONFIG_FILE, is_hugging_face
+
+if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
+
+# The usual limit for safetensors: larger models are several files with an index.
+MAX_SHARD_SIZE = 5 * 10**9
+_INDEX = "model.safetensors.index.json"
+
+
+class Weights(Protocol):
+    """Tensors that are read when they are needed."""
+
+    @property
+    def specs(self) -> Mapping[str, Tensor]:
+        """Shape and dtype of each tensor, as tensors on the meta device. A tied weight is one."""
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors on the CPU by name; nothing on ranks that do not write."""
+
+
+def write(
+    folder: Path,
+    weights: Weights,
+    architecture: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+    max_shard_size: int = MAX_SHARD_SIZE,
+    *,
+    writes: bool = True,
+) -> None:
+    """Write a folder of safetensors atomically; an existing one is replaced.
+
+    Takes the memory of one file. Collective over the ranks that read `weights` together.
+
+    Args:
+        folder: The folder to write.
+        weights: The weights.
+        architecture: Content of config.json, see `distmp.models.architecture`; None: no such file.
+        dtype: Dtype of the weights, for config.json.
+        max_shard_size: Maximum size of one file, in bytes; a larger tensor has one of its own.
+        writes: Whether this rank writes the files.
+
+    Raises:
+        CheckpointError: If they cannot be written, on the rank that writes them.
+    """
+    # A dependency of accelerate; imported here because most runs do not need it.
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    plan = split_torch_state_dict_into_shards(dict(weights.specs), max_shard_size=max_shard_size)
+    batches = ((file, weights.read(names)) for file, names in plan.filename_to_tensors.items())
+    try:
+        if writes:
+            with _replacing(folder) as temporary:
+                _write_files(temporary, batches, plan)
+                _write_architecture(temporary, architecture, dtype)
+    finally:
+        for _ in batches:  # the other ranks read them together with this one, also after an error
+            pass
+
+
+def _write_files(
+    folder: Path, batches: Iterable[tuple[str, dict[str, Tensor]]], plan: StateDictSplit
+) -> None:
+    for file, tensors in batches:
+        save_file(tensors, folder / file, {"format": "pt"})
+        del tensors  # before the next ones are read
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_architecture(
+    folder: Path, architecture: Mapping[str, Any] | None, dtype: torch.dtype
+) -> None:
+    if architecture is None:
+        return
+    if is_hugging_face(architecture):
+        huggingface.write_configuration(folder, architecture, dtype)
+    else:
+        (folder / CONFIG_FILE).write_text(json.dumps(architecture, indent=2) + "\n")
+
+
+@contextmanager
+def _replacing(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that replaces `folder` at the end, and is removed after an error."""
+    temporary = folder.with_name(f".{folder.name}.writing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        _make_readable(temporary)
+        shutil.rmtree(folder, ignore_errors=True)
+        temporary.replace(folder)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot write {folder}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _make_readable(folder: Path) -> None:
+    """Give files default permissions: safetensors makes them readable only for their owner."""
+    files = list(folder.iterdir())
+    new = folder / "new"
+    new.touch()
+    for file in files:
+        shutil.copymode(new, file)
+    new.unlink()

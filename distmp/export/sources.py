@@ -1,0 +1,114 @@
+"""The weights of a checkpoint or of a running engine, read a few tensors at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from distmp.checkpoint import store
+from distmp.checkpoint.finite import is_finite
+from distmp.errors import CheckpointError, listed
+from distmp.utils.flat_shard import gathered, global_shape
+
+logger = logging.getLogger("distmp")
+
+PREFIX = "model/"
+
+
+class CheckpointWeights:
+    """The weights and buffers in a checkpoint, under their names in the model.
+
+    Args:
+        checkpoint: A checkpoint of any strategy and world size.
+        dtype: Dtype of all floating-point tensors of up to 32 bits; others keep theirs.
+
+    Attributes:
+        specs: Shape and dtype of each tensor, as tensors on the meta device.
+    """
+
+    def __init__(self, checkpoint: store.StoredCheckpoint, dtype: torch.dtype) -> None:
+        self.specs = {
+            name.removeprefix(PREFIX): torch.empty(
+                shape, dtype=dtype if _is_converted(stored) else stored, device="meta"
+            )
+            for name, (shape, stored) in checkpoint.tensors.items()
+            if name.startswith(PREFIX)
+        }
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._nan: list[str] = []
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors on the CPU.
+
+        Raises:
+            CheckpointError: If they cannot be read, or a finite weight is infinite in the dtype.
+        """
+        tensors = {name: torch.empty_like(self.specs[name], device="cpu") for name in names}
+        self._checkpoint.load({f"{PREFIX}{name}": tensor for name, tensor in tensors.items()})
+        # Buffers may hold infinite values on purpose, such as a mask.
+        self._nan += [
+            name
+            for name, tensor in tensors.items()
+            if not is_finite(tensor) and bool(tensor.isnan().any())
+        ]
+        if self._dtype == torch.float16:
+            self._refuse_infinite(tensors)
+        return tensors
+
+    def report_nan(self) -> None:
+        """Log the names of the tensors with NaN that `read` has returned."""
+        if self._nan:
+            logger.warning(
+                "%s holds NaN in %s: so do the exported weights",
+                self._checkpoint,
+                listed(self._nan),
+            )
+
+    def _refuse_infinite(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if tensor.is_floating_point() and tensor.isinf().any():
+                raise CheckpointError(
+                    f"{name!r} of {self._checkpoint} has values beyond the range of "
+                    "float16; use bf16 or fp32"
+                )
+
+
+class EngineWeights:
+    """The weights and buffers of a running engine; all ranks together read each tensor.
+
+    Args:
+        state: Result of `Engine.state_dict`.
+        keep: Whether `read` returns them on this rank.
+
+    Attributes:
+        specs: Shape and dtype of each tensor, as tensors on the meta device.
+    """
+
+    def __init__(self, state: Mapping[str, Tensor], *, keep: bool) -> None:
+        self._keep = keep
+        self._state = {
+            name.removeprefix(PREFIX): tensor
+            for name, tensor in state.items()
+            if name.startswith(PREFIX)
+        }
+        self.specs = {
+            name: torch.empty(global_shape(tensor), dtype=tensor.dtype, device="meta")
+            for name, tensor in self._state.items()
+        }
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Gather tensors; return copies on the CPU if this rank keeps them, else nothing."""
+        tensors = {}
+        for name in names:
+            full = gathered(self._state[name])
+            if self._keep:
+                tensors[name] = full.detach().to("cpu", copy=True)
+        return tensors
+
+
+def _is_converted(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize <= 4
