@@ -1,0 +1,193 @@
+"""The cross entropy of a linear layer's outputs, without a tensor of all these outputs.
+
+With a vocabulary of 131,072, the logits of 16,384 tokens take 8 GiB in FP32, and autograd holds
+several tensors of that size. Here they exist for a few tokens at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from distmp.data import IGNORED
+
+# Least number of tokens at a time: with fewer, the matrix products are slower.
+MIN_ROWS = 256
+
+# Note [Gradients in forward]
+# While the logits of a few tokens exist, the gradients of both factors take two more matrix
+# products; backward only multiplies them by the gradient of the sum. Computing the logits again in
+# backward would take a fourth product: 1.4 times the time on CPUs.
+#
+# FP16 has to compute them again: before the multiplication by the loss scale, gradients of logits
+# are below the range of FP16.
+
+
+def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy of the logits `hidden @ weight.T`, summed over the targets.
+
+    The logits have the dtype that `torch.nn.functional.linear` would give them, and the softmax is
+    computed in FP32. The sum over tokens in the gradient of `weight` is in FP32.
+
+    Args:
+        hidden: [..., dimension], floating-point.
+        weight: [vocabulary, dimension].
+        targets: int64 [...]; `IGNORED` ones do not count.
+
+    Returns:
+        The sum in nats, FP32, 0-dim.
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    with torch.autocast(kind, enabled=False):
+        loss_sum: Tensor = _LinearCrossEntropy.apply(
+            hidden.flatten(0, -2), weight, targets.flatten(), dtype, torch.is_grad_enabled()
+        )
+    return loss_sum
+
+
+class LossHead(nn.Linear):
+    """The last layer of a language model, which returns the loss while `targets` are set."""
+
+    targets: Tensor | None = None
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return logits [..., vocabulary], or the loss sum, FP32, 0-dim.
+
+        Args:
+            hidden: [..., dimension].
+        """
+        if self.targets is None:
+            return super().forward(hidden)
+        return linear_cross_entropy(hidden, self.weight, self.targets)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        dtype: torch.dtype | None,
+        grad: bool,
+    ) -> Tensor:
+        ctx.dtype = dtype
+        ctx.needed = [grad and needed for needed in ctx.needs_input_grad[:2]]
+        recompute = (dtype or hidden.dtype) == torch.float16
+        now = any(ctx.needed) and not recompute
+        product = _Product(hidden, weight, dtype, ctx.needed if now else [False, False])
+        loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        for rows in product.chunks():
+            logits, target = product.logits(rows), targets[rows]
+            log_sum, counts = logits.logsumexp(-1), target != IGNORED
+            target = target.clamp(min=0)[:, None]
+            loss_sum += (log_sum - logits.gather(-1, target)[:, 0]).where(counts, 0.0).sum()
+            if now:
+                product.add(rows, _gradient(logits, log_sum, target, counts))
+        ctx.gradients = product.gradients if now else None
+        if recompute:
+            ctx.save_for_backward(hidden, weight, targets)
+        return loss_sum
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.saved_tensors:
+            return (*_recomputed(ctx, scale), None, None, None)
+        if ctx.gradients is None:
+            raise RuntimeError("this loss has been differentiated already; compute it again")
+        gradients, ctx.gradients = ctx.gradients, None
+        for gradient in gradients:
+            if gradient is not None:
+                gradient *= scale.to(gradient.dtype)
+        return (*gradients, None, None, None)
+
+
+def _recomputed(ctx: Any, scale: Tensor) -> list[Tensor | None]:
+    hidden, weight, targets = ctx.saved_tensors
+    product = _Product(hidden, weight, ctx.dtype, ctx.needed)
+    for rows in product.chunks():
+        logits, target = product.logits(rows), targets[rows]
+        factor = (target != IGNORED) * scale
+        target = target.clamp(min=0)[:, None]
+        product.add(rows, _gradient(logits, logits.logsumexp(-1), target, factor))
+    return product.gradients
+
+
+class _Product:
+    """The product of `hidden` and `weight`, and the gradients of both, for a few rows at a time.
+
+    Args:
+        hidden: [rows, dimension].
+        weight: [vocabulary, dimension].
+        dtype: Dtype of the factors; None: their own.
+        needed: Whether the gradients of `hidden` and of `weight` are needed.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, dtype: torch.dtype | None, needed: list[bool]
+    ) -> None:
+        self._hidden, self._weight = hidden, weight
+        self._dtype = dtype
+        self._cast = weight.detach().to(dtype or weight.dtype)
+        self._of_hidden = torch.empty_like(hidden) if needed[0] else None
+        self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+
+    def chunks(self) -> Iterator[slice]:
+        """Yield ranges of rows whose logits together are about as large as `hidden`."""
+        rows = max(MIN_ROWS, self._hidden.numel() // len(self._weight))
+        for start in range(0, len(self._hidden), rows):
+            yield slice(start, start + rows)
+
+    def logits(self, rows: slice) -> Tensor:
+        """Return the product of some rows, in FP32."""
+        return F.linear(self._part(rows), self._cast).float()
+
+    def add(self, rows: slice, of_logits: Tensor) -> None:
+        """Add the gradients of some rows.
+
+        Args:
+            rows: The rows.
+            of_logits: The gradient of their product, FP32.
+        """
+        gradient = of_logits.to(self._cast.dtype)
+        if self._of_hidden is not None:
+            self._of_hidden[rows] = gradient @ self._cast
+        if self._of_weight is not None and gradient.dtype == torch.float32:
+            self._of_weight.addmm_(gradient.T, self._part(rows))
+        elif self._of_weight is not None:
+            # The product of a few rows is rounded to 16 bits, and the sum of products is not.
+            self._of_weight += gradient.T @ self._part(rows)
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """The gradients of `hidden` and `weight`, in their dtypes."""
+        of_weight = self._of_weight
+        return [
+            self._of_hidden,
+            None if of_weight is None else of_weight.to(self._weight.dtype),
+        ]
+
+    def _part(self, rows: slice) -> Tensor:
+        part = self._hidden[rows]
+        return part if self._dtype is None else part.to(self._dtype)
+
+
+def _gradient(logits: Tensor, log_sum: Tensor, targets: Tensor, factor: Tensor) -> Tensor:
+    """Return the gradient of the cross entropy of each row, times `factor`, in place of `logits`.
+
+    Args:
+        logits: FP32 [rows, vocabulary].
+        log_sum: Logarithms of the sums of exponentials, FP32 [rows].
+        targets: int64 [rows, 1], 0 or more.
+        factor: [rows].
+    """
+    gradient = logits.sub_(log_sum[:, None]).exp_()
+    gradient.scatter_add_(-1, targets, gradient.new_full(targets.shape, -1.0))
+    return gradient.mul_(factor[:, None])

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import copy
+import subprocess
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.memory import EXACT_MALLOC
+from distmp.data import IGNORED
+from distmp.models.linear_cross_entropy import MIN_ROWS, LossHead, linear_cross_entropy
+from tests.torchrun import environment, python
+
+ROWS = 2 * MIN_ROWS + 37  # three parts, the last one smaller
+
+
+def case(dtype: torch.dtype = torch.float32, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    hidden = torch.randn(rows, 24, generator=generator).to(dtype)
+    weight = (torch.randn(1000, 24, generator=generator) / 3).to(dtype)
+    targets = torch.randint(1000, (rows,), generator=generator)
+    targets[::7] = IGNORED
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+
+
+def exact(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the loss and both gradients of the given values, computed in float64."""
+    wide = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    loss = plain(wide[0], wide[1], targets)
+    (scale * loss).backward()
+    return loss, wide[0].grad, wide[1].grad  # type: ignore[return-value]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.detach().double() - expected.detach()).norm() / expected.detach().norm())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float32, 1.0),
+        (torch.float32, 3.0),
+        (torch.bfloat16, 1.0),
+        (torch.bfloat16, 2.0**16),
+        (torch.float16, 2.0**10),
+    ],
+)
+def test_loss_and_gradients_are_as_exact_as_those_of_all_logits(
+    dtype: torch.dtype, scale: float
+) -> None:
+    hidden, weight, targets = case(dtype)
+    expected = exact(hidden, weight, targets, scale)
+    errors = []
+    for compute in (plain, linear_cross_entropy):
+        hidden.grad = weight.grad = None
+        loss = compute(hidden, weight, targets)
+        assert (loss.dtype, loss.shape) == (torch.float32, ())
+        (scale * loss).backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        assert (hidden.grad.dtype, weight.grad.dtype) == (dtype, dtype)
+        found = (loss, hidden.grad, weight.grad)
+        errors.append([error(*pair) for pair in zip(found, expected, strict=True)])
+    for whole, in_parts in zip(*errors, strict=True):
+        # In 16 bits, the product of each part is rounded, and then their sum.
+        assert in_parts <= 1.3 * whole + 1e-6
+
+
+def test_small_gradients_survive_in_fp16() -> None:
+    """Most gradients of the logits are below the range of FP16 before the loss scale."""
+    hidden, weight, targets = case(torch.float16)
+    with torch.no_grad():
+        weight *= 5
+    scale = 2.0**12
+    _, expected, _ = exact(hidden, weight, targets, scale)
+    (scale * linear_cross_entropy(hidden, weight, targets)).backward()
+    assert hidden.grad is not None
+    assert error(hidden.grad, expected) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [2, MIN_ROWS, MIN_ROWS + 1])
+def test_any_number_of_rows(rows: int) -> None:
+    hidden, weight, targets = case(rows=rows)
+    expected = exact(hidden, weight, targets, 1.0)
+    loss = linear_cross_entropy(hidden[None], weight, targets[None])
+    loss.backward()
+    assert hidden.grad is not None
+    assert error(loss.detach(), expected[0]) < 1e-6
+    assert torch.allclose(hidden.grad.double(), expected[1], atol=1e-6)
+
+
+def test_autocast_rounds_the_factors_and_returns_the_gradient_of_a_master_weight_in_fp32() -> None:
+    hidden, weight, targets = case()
+    rounded = [tensor.detach().bfloat16().float().requires_grad_() for tensor in (hidden, weight)]
+    expected = exact(*rounded, targets, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.dtype == torch.float32
+    # Not rounded to 16 bits at the end.
+    assert (weight.grad != weight.grad.bfloat16()).any()
+    assert error(loss.detach(), expected[0]) < 1e-2
+    assert error(weight.grad, expected[2]) < 1e-2
+
+
+def test_dtypes_that_do_not_match_are_refused_as_by_a_linear_layer() -> None:
+    hidden, weight, targets = case()
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear_cross_entropy(hidden.bfloat16(), weight, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_only_the_gradients_that_are_needed(dtype: torch.dtype) -> None:
+    hidden, weight, targets = case(dtype)
+    weight.requires_grad_(False)
+    linear_cross_entropy(hidden, weight, targets).backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+    with torch.no_grad():
+        loss = linear_cross_entropy(hidden, weight, targets)
+    assert loss.grad_fn is None
+
+
+def test_a_second_backward_is_refused() -> None:
+    loss = linear_cross_entropy(*case())
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated already"):
+        loss.backward()
+
+
+def test_without_targets_nothing_counts() -> None:
+    hidden, weight, targets = case()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(targets, IGNORED))
+    loss.backward()
+    assert loss == 0
+    assert hidden.grad is not None
+    assert (hidden.grad == 0).all()
+
+
+def test_an_infinite_logit_is_not_hidden() -> None:
+    hidden, weight, targets = case()
+    with torch.no_grad():
+        hidden[3] = torch.inf
+    loss = linear_cross_entropy(hidden, weight, targets)
+    loss.backward()
+    assert weight.grad is not None
+    assert not loss.isfinite()
+    assert not weight.grad.isfinite().all()
+
+
+def test_a_copied_head_has_its_own_weight() -> None:
+    head = LossHead(24, 1000, bias=False)
+    hidden, _, targets = case()
+    other = copy.deepcopy(head)
+    with torch.no_grad():
+        other.weight.zero_()
+    other.targets = targets
+    counted = int((targets != IGNORED).sum())
+    assert other(hidden).item() == pytest.approx(counted * float(torch.tensor(1000.0).log()))
+    assert head(hidden).shape == (ROWS, 1000)
+
+
+def peak(compute: str, rows: int, vocabulary: int) -> float:
+    """Return by how many MiB forward and backward of a loss increase the memory in use."""
+    program = f"""
+        import re, torch, torch.nn.functional as F
+        from distmp.models.linear_cross_entropy import linear_cross_entropy
+        torch.set_num_threads(1)
+        status = lambda: open("/proc/self/status").read()
+        memory = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", status())[1]) / 1024
+        plain = lambda h, w, t: F.cross_entropy(F.linear(h, w).float(), t, reduction="sum")
+        def run(rows, vocabulary):
+            h, w = torch.randn(rows, 64, requires_grad=True), torch.zeros(vocabulary, 64)
+            {compute}(h, w.requires_grad_(), torch.arange(rows)).backward()
+        run(16, 64)
+        before = memory()
+        run({rows}, {vocabulary})
+        print(memory() - before - 64 * {vocabulary} * 4 / 2**20)
+    """
+    lines = [line.removeprefix(" " * 8) for line in program.splitlines()]
+    done = subprocess.run(
+        python("-c", "\n".join(lines)),
+        env={**environment(), **EXACT_MALLOC},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout)
+
+
+def test_the_memory_of_the_loss_is_a_small_part() -> None:
+    """At a vocabulary of 128k, also with the gradient of the weight counted in."""
+    rows, vocabulary = 512, 2**17
+    assert 8 * peak("linear_cross_entropy", rows * 4, vocabulary) < 4 * peak(
+        "plain", rows, vocabulary
+    )
