@@ -9,15 +9,19 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import json
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distmp.errors import ConfigError, nearest
+from distmp.models.linear_cross_entropy import LossHead
+
+logger = logging.getLogger("distmp")
 
 PREFIX = "hf:"
 _CONFIG = "config.json"
@@ -93,6 +97,56 @@ def _prepared(model: nn.Module) -> nn.Module:
     if "use_cache" in inspect.signature(model.forward).parameters:
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     return model.train()
+
+
+def prepare_loss(model: nn.Module) -> bool:
+    """Let a model compute the next-token loss without a tensor of all logits.
+
+    The model's call then takes `targets`, and the `logits` of its output are the loss sum, see
+    `LossHead`.
+
+    Args:
+        model: A model from `build` or `load`.
+
+    Returns:
+        False, and the model is unchanged, if its last layer is not a plain linear layer without
+        bias, or the model changes the logits, for example by a soft cap.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear or head.bias is not None or not _returns_output(model, head):
+        return False
+    head.__class__ = LossHead
+    model.register_forward_pre_hook(_set_targets, with_kwargs=True)
+    model.takes_targets = True  # type: ignore[assignment]
+    return True
+
+
+def _returns_output(model: nn.Module, head: nn.Module) -> bool:
+    """Return whether the logits of a model are what its last layer returns, unchanged."""
+    outputs: list[Tensor] = []
+    handle = head.register_forward_hook(lambda _, args, output: outputs.append(output))
+    on_meta = {
+        name: tensor.detach().to("meta")
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    try:
+        with torch.no_grad(), _quiet():
+            tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+            result = torch.func.functional_call(model, on_meta, (tokens,))
+    except Exception as error:  # noqa: BLE001  (models run any code)
+        logger.info("%s does not run on the meta device: %s", type(model).__name__, error)
+        return False
+    finally:
+        handle.remove()
+    return len(outputs) == 1 and result.logits is outputs[0]
+
+
+def _set_targets(model: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    # Set in every call, so that a call without targets returns logits. Kept until the next one,
+    # because activation checkpointing calls the layer again.
+    targets = kwargs.pop("targets", None)
+    model.get_output_embeddings().targets = targets  # type: ignore[operator]
+    return args, kwargs
 
 
 def configuration(model: nn.Module) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -11,25 +12,42 @@ from torch import Tensor, nn
 
 from distmp.data import IGNORED
 
+# Most wrappers of a model (DDP, a compiled module, FSDP1), and the model itself.
+_WRAPPERS = 4
+
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cross entropy of the next token, summed over the targets that are not IGNORED.
 
+    A model with the attribute `takes_targets` computes the sum itself, for a few tokens at a time:
+    distmp's transformer, and Hugging Face models after `huggingface.prepare_loss`. For others, this
+    holds the logits of all tokens.
+
     Args:
         model: Called with "inputs"; returns logits [batch, time, vocabulary], or an output with an
-            attribute `logits`, as models of Hugging Face do.
+            attribute `logits`, as models of Hugging Face do. If it takes targets, it returns the
+            loss sum in place of logits.
         batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time].
 
     Returns:
         Loss sum in nats and number of targets, both FP32, 0-dim, on the device of the logits. The
         softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
     """
-    logits = logits_of(model(batch["inputs"]))
     targets = batch["targets"]
-    loss_sum = F.cross_entropy(
-        logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
+    if takes_targets(model):
+        loss_sum = logits_of(model(batch["inputs"], targets=targets))
+    else:
+        logits = logits_of(model(batch["inputs"]))
+        loss_sum = F.cross_entropy(
+            logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
     return loss_sum, (targets != IGNORED).sum().to(torch.float32)
+
+
+def takes_targets(model: nn.Module) -> bool:
+    """Return whether a model, perhaps wrapped, computes its loss itself."""
+    # A wrapper is first in `modules`, and what it wraps comes next.
+    return any(getattr(part, "takes_targets", False) for part in islice(model.modules(), _WRAPPERS))
 
 
 def logits_of(output: Any) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distmp.models.linear_cross_entropy import linear_cross_entropy
+
 _STD = 0.02
 
 
@@ -61,6 +63,19 @@ class Projection(nn.Linear):
     def reset_parameters(self) -> None:
         """Draw new weights."""
         nn.init.normal_(self.weight, std=self.std)
+
+
+class Head(Projection):
+    """The output matrix of a model whose embedding is another one."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits [batch, time, vocabulary], or the loss sum for targets; see `Transformer`.
+
+        Args:
+            x: [batch, time, dimension].
+            targets: int64 [batch, time].
+        """
+        return project(x, self.weight, targets)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -161,6 +176,8 @@ class TransformerBlock(nn.Module):
 class Transformer(nn.Module):
     """Decoder-only transformer. Its blocks are in `blocks`."""
 
+    takes_targets = True
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config
@@ -168,18 +185,19 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.dimension)
         # A tied head is not a module: `to_empty` would turn a shared parameter into two.
-        self.head = (
-            None if config.tied_head else Projection(config.dimension, config.vocabulary_size)
-        )
+        self.head = None if config.tied_head else Head(config.dimension, config.vocabulary_size)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the token after each position.
 
         Args:
             tokens: Token ids, int64 [batch, time]; time is at most `config.sequence_length`.
+            targets: Token ids to predict, int64 [batch, time], for the loss without a tensor of all
+                logits; see `distmp.models.linear_cross_entropy`.
 
         Returns:
             Logits [batch, time, vocabulary_size]; the parameters or autocast determine the dtype.
+            With targets, their cross entropy as a sum, FP32, 0-dim.
 
         Raises:
             ValueError: If the sequence is too long.
@@ -196,8 +214,17 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, cosine, sine)
         x = self.norm(x)
-        logits: Tensor = F.linear(x, self.embedding.weight) if self.head is None else self.head(x)
-        return logits
+        if self.head is None:
+            return project(x, self.embedding.weight, targets)
+        output: Tensor = self.head(x, targets)
+        return output
+
+
+def project(x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+    """Return logits, or their cross entropy with targets as a sum."""
+    if targets is None:
+        return F.linear(x, weight)
+    return linear_cross_entropy(x, weight, targets)
 
 
 def rotary_tables(
