@@ -231,7 +231,7 @@ class Watchdog:
                 return
 
     def _watch_store(self, address: tuple[str, int]) -> None:
-        """End this rank if the machine of the store is silent: the other thread waits for it."""
+        """End this rank if the machine of the store is silent, which blocks the other thread."""
         while not self._store_unused.wait(self._interval):
             silence = time.monotonic() - self._last_turn
             if silence > LINK_SECONDS and not responds(*address):

@@ -339,4 +339,4 @@ def test_without_a_place_for_the_lease_training_continues(
     lease.claim(pytest.fail)
     lease.check()
     lease.release()
-    assert "a second job with this run_dir is not noticed" in caplog.text
+    assert "a second job with this run_dir is not detected" in caplog.text

@@ -26,7 +26,7 @@ STORE_SECONDS = 15.0
 # Time after the limit until faulthandler ends a process that the watchdog could not end.
 SPARE_SECONDS = 5.0
 # A rank that computes, for example while it compiles kernels or starts NCCL, makes progress. In a
-# phase that waits for other ranks this ends after so many limits, because NCCL waits busily.
+# phase that waits for other ranks this ends after so many limits, because NCCL polls.
 BUSY_LIMITS = 3
 _BUSY_SHARE = 0.1
 _BEAT_SECONDS = 1.0
