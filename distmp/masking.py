@@ -1,8 +1,8 @@
 """Hides secrets in everything that distmp writes or prints.
 
 A value is hidden if its name looks like that of a secret (`api_key`, `DB_PASSWORD`, `auth`), or if
-it is part of a URL (`https://user:password@host`). Names are all there is to go by: what is stored
-under another name is not recognized.
+it is part of a URL (`https://user:password@host`). Only names are checked: a secret under another
+name is not recognized.
 """
 
 from __future__ import annotations

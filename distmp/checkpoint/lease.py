@@ -28,7 +28,7 @@ from distmp.checkpoint.location import Location, RemotePath
 from distmp.errors import DistmpError
 from distmp.utils.processes import ProcessIdentity
 
-# Length of a lease, and the parts of it after which an owner renews it and others look at it.
+# Length of a lease; how often per length its owner renews it, and how often others read it.
 SECONDS = 30.0
 RENEWALS = 3
 LOOKS = 60
@@ -107,7 +107,7 @@ class Content:
         state: `RUNNING`; `ENDING` while the job writes its last files; `RELEASED` after that.
         count: Number of renewals.
         seconds: Length of the lease in seconds.
-        time: When it was renewed, in seconds since the epoch. For people: no clocks are compared.
+        time: When it was renewed, in seconds since the epoch. Informative: no code reads it.
     """
 
     owner: Owner
@@ -153,7 +153,7 @@ class Lease:
         folder: The folder, which exists (an object store needs none).
         owner: This job.
         seconds: Length of the lease.
-        clock: Returns seconds; never goes back.
+        clock: Returns the seconds of a monotonic clock.
         sleep: Waits for some seconds.
     """
 
@@ -189,7 +189,7 @@ class Lease:
                 exception to end the wait.
 
         Raises:
-            HeldError: If another job owns the folder and goes on.
+            HeldError: If another job owns the folder and still runs.
             OSError: If the lease cannot be read or written. File systems of fsspec raise any type.
         """
         while True:

@@ -59,7 +59,7 @@ def save(
     same step is replaced. Later ones, from before the run went back, are set aside; see `storage`.
 
     An unhealthy state is written, too, for examination, and marked in `state.json`. It never
-    displaces a healthy one, and `recovery` passes over it.
+    displaces a healthy one, and `recovery` skips it.
 
     May run in another thread, if nothing else uses `group` meanwhile.
 
@@ -110,7 +110,7 @@ def save(
         if unhealthy is not None:
             logger.warning(
                 "%s is marked as unhealthy: %s; it does not count for checkpoint.keep, and "
-                "--resume auto and rollbacks pass over it",
+                "--resume auto and rollbacks skip it",
                 final,
                 unhealthy,
             )

@@ -1,4 +1,4 @@
-"""Agree with all ranks of this start on its number: how often the job has started its ranks before.
+"""Agree with all ranks on the number of this attempt: how often the job started them before.
 
 torchrun's TORCHELASTIC_RESTART_COUNT is local to an agent: after a rank is killed, it is 1 on the
 machine of that rank and 0 on all others, which only follow. A change of membership restarts ranks
@@ -10,8 +10,8 @@ and counts nowhere. So the ranks agree through the store, which outlives them:
 3. A rank acknowledges a proposal that contains its own number.
 4. When all ranks have acknowledged the last proposal, rank 0 publishes the number of the attempt.
 
-A number is never given twice, and only processes of one proposal receive it. Processes of earlier
-attempts that still live can therefore delay an agreement, but not join it.
+A number is never assigned twice, and only processes of one proposal receive it. Processes of
+earlier attempts that are still alive can therefore delay an agreement, but not join it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from distmp.errors import LISTED, DistmpError, rank_names, ranks_by_value
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-# Interval of looking at the store; it doubles from the first value to the last.
+# Interval between reads of the store; it doubles from the first value to the last.
 _POLL_SECONDS = (0.005, 0.25)
 
 
@@ -46,8 +46,8 @@ class Agreement:
     Args:
         store: A store that outlives the ranks; only agreements use this connection.
         environment: Rank and number of ranks.
-        restarts: Restarts that the agent of this rank counts; the number is not less on rank 0.
-        limit_seconds: How long no further rank may appear.
+        restarts: Restarts that the agent of this rank counts; that of rank 0 is the least number.
+        limit_seconds: Time without a further rank after which `number` fails.
 
     Attributes:
         rank: Global rank of this process.
@@ -108,7 +108,7 @@ class Agreement:
                 moved = now
             if now - moved > self._limit_seconds:
                 raise AttemptError(
-                    f"{self._missing()} did not start within {now - started:.0f} s of rank "
+                    f"{self._missing()} did not start within {now - started:.0f} s after rank "
                     f"{self.rank}; see the output there, and check that its machine is up and "
                     "reaches the first one"
                 )
@@ -188,7 +188,7 @@ class Agreement:
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
     def _say(self, whom: str) -> None:
-        """Print for whom this machine of several waits, once per machine."""
+        """Print the ranks that are missing, once per machine, if there are several machines."""
         own = self._environment
         if own.local_rank == 0 and own.world_size > own.local_world_size:
             sys.stderr.write(f"distmp: rank {self.rank} waits for {whom}\n")

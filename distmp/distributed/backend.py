@@ -21,7 +21,7 @@ def backend_for(device: torch.device, store: Store, world_size: int) -> dict[str
 
     Args:
         device: The device that this rank computes on.
-        store: A store of all ranks, in which only this start of them uses the prefix "devices".
+        store: A store of all ranks, in which no other attempt uses the prefix "devices".
         world_size: Number of ranks.
     """
     if _all_have_own_gpu(device, PrefixStore("devices", store), world_size):

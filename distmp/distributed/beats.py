@@ -1,4 +1,4 @@
-"""Heartbeats of the launchers of a run, by which each knows which of the others still run."""
+"""Heartbeats of the launchers of a run, which show each of them which others still run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Beats:
 
 
 def running_launchers(store: Store) -> int:
-    """Return how many launchers run; it takes more than one interval to see.
+    """Return how many launchers run. This takes longer than one interval.
 
     Args:
         store: The store of the rendezvous.

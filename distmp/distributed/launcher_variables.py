@@ -120,7 +120,7 @@ def refuse_several(variables: Variables = os.environ) -> None:
     """Refuse to train alone if a launcher has started several processes.
 
     Raises:
-        ConfigError: It names the variable that shows the others.
+        ConfigError: If so; names the variable that shows the others.
     """
     started = [row for row in (*PROCESSES, _SLURM_STEP) if row.show_several(variables)]
     if started:

@@ -5,11 +5,11 @@ All limits are here, because they depend on each other:
 - A connection that is cut for T seconds carries data again after up to 2 T: TCP doubles the
   interval between retransmissions, which come 0.2, 0.6, 1.4, ... 25, 51, 102 seconds after the
   first loss.
-- Ranks survive a cut of 30 s (`LINK_SECONDS` is more than its 51 s), and after a longer one end
-  before their launcher does, so that it can start them again.
-- A launcher outlasts the 102 s of a cut of 90 s, plus a heartbeat, with `REJOIN_SECONDS`, and all
-  have ended after two minutes.
-- Whoever waits says for whom after `SAY_AFTER_SECONDS`.
+- Ranks survive a cut of 30 s: data arrives again after 51 s, before `LINK_SECONDS`. After a longer
+  cut, ranks end before their launcher does, so that it can start them again.
+- Launchers survive a cut of 90 s: `REJOIN_SECONDS` is more than 102 s and a heartbeat. After a
+  longer cut, all processes have ended after two minutes.
+- A process that waits reports after `SAY_AFTER_SECONDS` what it waits for.
 
 A silent machine counts as lost only if it does not respond to a new connection either. So a process
 that is stopped or busy is not lost, nor is a connection that waits for its next retransmission.
@@ -17,7 +17,7 @@ that is stopped or busy is not lost, nor is a connection that waits for its next
 
 from __future__ import annotations
 
-# Time after which a message says who is waited for.
+# Time after which a process reports which machines or ranks it waits for.
 SAY_AFTER_SECONDS = 10.0
 # How long a machine may be silent and unreachable until the ranks of the others count it as lost.
 LINK_SECONDS = 60.0

@@ -1,4 +1,4 @@
-"""Ends a rank whose launcher was killed: nothing else would, and it would disturb the next job."""
+"""Ends a rank whose launcher was killed; otherwise it would continue and disturb the next job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from distmp.errors import LOST_PEER_EXIT_CODE
 
 # Time for the current step and a last checkpoint.
 END_SECONDS = 10.0
-# Number of the process that started the ranks; not set by torchrun.
+# Process ID of the launcher that started the ranks; torchrun does not set it.
 LAUNCHER_VARIABLE = "DISTMP_LAUNCHER_PID"
 
 _POLL_SECONDS = 1.0
@@ -30,7 +30,7 @@ _launcher: int | None = None
 
 @contextlib.contextmanager
 def known_as_launcher() -> Iterator[None]:
-    """Pass the number of this process to the ranks that it starts inside the context."""
+    """Pass the ID of this process to the ranks that it starts inside the context."""
     os.environ[LAUNCHER_VARIABLE] = str(os.getpid())
     try:
         yield
@@ -92,9 +92,9 @@ def _kill_later() -> Iterator[None]:
 
 
 def _find_launcher() -> int:
-    """Return the process number of the launcher, which may have ended before this call.
+    """Return the process ID of the launcher, which may have ended before this call.
 
-    torchrun passes no number to its ranks. A process that is not the parent but is alive has
+    torchrun passes no ID to its ranks. A process that is not the parent but is alive has
     launched an outer run, in which this one is nested.
     """
     passed = int(os.environ.get(LAUNCHER_VARIABLE, os.getppid()))

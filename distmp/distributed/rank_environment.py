@@ -69,7 +69,15 @@ class RankEnvironment:
             check_started(variables)
             refuse_several(variables)
             return cls()
-        return cls(**{name.lower(): _read(variables, name, present[0]) for name in _VARIABLES})
+        if missing := [name for name in _VARIABLES if name not in present]:
+            others = f" (nor {', '.join(missing[1:])})" if missing[1:] else ""
+            raise ConfigError(
+                missing[0],
+                None,
+                f"is not set although {present[0]} is{others}; start the run with torchrun or "
+                f"`distmp launch`, or unset {', '.join(present)} for a single process",
+            )
+        return cls(**{name.lower(): _read(variables, name) for name in _VARIABLES})
 
 
 def local_world_size(world_size: int) -> int:
@@ -77,15 +85,8 @@ def local_world_size(world_size: int) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
-def _read(variables: Mapping[str, str], name: str, present: str) -> int:
-    text = variables.get(name)
-    if text is None:
-        raise ConfigError(
-            name,
-            None,
-            f"is not set although {present} is; start the run with torchrun or `distmp launch`, "
-            f"or unset {present} for a single process",
-        )
+def _read(variables: Mapping[str, str], name: str) -> int:
+    text = variables[name]
     try:
         return int(text)
     except ValueError:

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from distmp.distributed import rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS
+from distmp.distributed.orphans import is_orphan
 from distmp.utils.frames import collective, user_line, user_line_of_error
 
 # How long a decision may take before a warning names the missing ranks.
@@ -271,6 +272,8 @@ class RankMonitor:
     def _run(self) -> None:
         try:
             while not self._stopped.wait(INTERVAL_SECONDS) and self._group_exists():
+                if is_orphan():  # the store may have gone with the launcher
+                    break
                 self._answer()
                 self._warn()
         except RuntimeError as error:  # raised by torch's stores
@@ -325,7 +328,7 @@ class RankMonitor:
         self._stopped.set()
         self._thread.join(END_SECONDS)
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-        if not self._group_exists() or not (error or _store_outlives_ranks()):
+        if not self._group_exists() or not (error or _store_outlives_ranks()) or is_orphan():
             return
         status = self._status("", "has ended")
         if error is not None:

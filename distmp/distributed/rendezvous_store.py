@@ -43,7 +43,7 @@ def attempt() -> int:
     is torchrun's own number.
 
     Raises:
-        AttemptError: If the store is not reached, or a rank is missing.
+        AttemptError: If the store cannot be reached, or a rank is missing.
     """
     global _attempt
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))

@@ -28,6 +28,7 @@ import psutil
 import torch.distributed as dist
 
 from distmp.distributed.limits import LINK_SECONDS
+from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.reachability import responds, source_address
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
@@ -119,8 +120,9 @@ class Watchdog:
         if self._thread is not threading.current_thread():
             self._thread.join()
         self._stack.close()
-        with contextlib.suppress(dist.DistError):
-            self.peers.leave()
+        if not is_orphan():
+            with contextlib.suppress(dist.DistError):
+                self.peers.leave()
         self._store_unused.set()
 
     def end_for_lost_ranks(self) -> bool:
@@ -146,10 +148,11 @@ class Watchdog:
 
     def _run(self) -> None:
         try:
-            while not self._stopped.wait(self._interval):
+            # Without its launcher, this rank ends by itself, and its store may be gone.
+            while not self._stopped.wait(self._interval) and not is_orphan():
                 self._turn()
         except dist.DistError as error:
-            if not self._stopped.is_set():
+            if not self._stopped.is_set() and not is_orphan():
                 logger.warning(
                     "lost the launcher's store; ranks are not monitored any more: %s", error
                 )
@@ -231,7 +234,7 @@ class Watchdog:
                 return
 
     def _watch_store(self, address: tuple[str, int]) -> None:
-        """End this rank if the machine of the store is silent: the other thread waits for it."""
+        """End this rank if the machine of the store is silent, which blocks the other thread."""
         while not self._store_unused.wait(self._interval):
             silence = time.monotonic() - self._last_turn
             if silence > LINK_SECONDS and not responds(*address):

@@ -141,14 +141,19 @@ def _numbered(variables: Variables, hostname: str) -> Job:
     complete = source.rank in variables and variables.get(source.size, "").isdecimal()
     nodes = _number(variables, source.size, least=1) if complete else None
     head = variables.get(source.head, "").split()
+    evidence = _numbered_evidence(variables)
+    several = (
+        f"{evidence}: this is one of several machines; `--environment local` trains on it alone"
+    )
     return Job(
         "variables",
-        _numbered_evidence(variables),
+        evidence,
         nodes=ExplainedValue(nodes, source.size) if nodes else None,
         node_rank=_rank(variables, source.rank, nodes) if source.rank in variables else None,
         head=ExplainedValue(head[0], source.head) if head else None,
         port=_port(variables, source.port) if source.port in variables else None,
         names_appear=bool(head),
+        notes=(several,),
     )
 
 

@@ -1,8 +1,8 @@
 """The rendezvous of a run's machines: opened on the first one, awaited on the others.
 
 torchrun waits silently and ends with a traceback. The launcher opens or reaches the store before
-torchrun starts, which then shares it, so that a port in use, a host that does not respond or one
-that never joined is one message with names in it.
+torchrun starts, which then shares it. So one message reports a port in use, a host that does not
+respond, or one that never joined.
 """
 
 from __future__ import annotations
@@ -146,14 +146,14 @@ class Rendezvous:
         has_ranks: Callable[[], bool],
         log: Callable[[str], None],
     ) -> Iterator[None]:
-        """Detect when the first machine falls silent; torchrun would wait for it without a limit.
+        """Detect that the first machine is silent; torchrun would wait for it without a limit.
 
         Args:
             lost: Called with a message on a separate thread. It must end the process, because the
                 main thread is blocked in torch and does not handle signals.
             has_ranks: Returns whether this machine runs ranks. While it does not, it waits for
                 other machines.
-            log: Called with a message about whom it waits for.
+            log: Called with a message about the machines that it waits for.
         """
         done = threading.Event()
         last_response = [time.monotonic()]

@@ -1,7 +1,7 @@
 """Restrict torchrun's rendezvous in this process: where its stores listen, and what it unpickles.
 
 torch's stores listen on every interface, and torchrun unpickles what it reads from them. Everybody
-who reaches the port could run code as the user of the launcher. See docs/security.md.
+who can reach the port could run code as the user of the launcher. See docs/security.md.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _STATE_CLASSES = frozenset(
 
 
 class ForeignStateError(DistmpError, RuntimeError):
-    """Something else than torchrun has written the state of the rendezvous."""
+    """A program other than torchrun has written the state of the rendezvous."""
 
 
 class _StateUnpickler(pickle.Unpickler):
@@ -106,7 +106,7 @@ def guarded() -> Iterator[None]:
     """Let torchrun open stores on one address only, and unpickle only the rendezvous state.
 
     Raises:
-        ForeignStateError: If something else than torchrun has written the state.
+        ForeignStateError: If a program other than torchrun has written the state.
     """
     from torch.distributed.elastic.rendezvous import (
         api,

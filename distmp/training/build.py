@@ -233,7 +233,12 @@ def _record_start(
     """Write the configuration and the manifest, and print the folder of the run."""
     console.message(f"run directory: {directory.path}")
     if checkpoint is not None:
-        console.message(f"continuing from {checkpoint}")
+        console.message(f"continuing from {checkpoint}{_which(config, directory)}")
+        if (step := checkpoint.numbers.get("step", 0)) >= config.steps:
+            console.message(
+                f"nothing is left to train: the checkpoint is of step {step}, and "
+                f"steps = {config.steps}"
+            )
     if world.rank == 0:
         try_to_write(
             directory.config, lambda path: settings.write_yaml(config, path), console.message
@@ -243,6 +248,16 @@ def _record_start(
         world,
         settings.to_mapping(config),
         first_step=0 if checkpoint is None else checkpoint.numbers.get("step", 0),
+    )
+
+
+def _which(config: RunConfig, directory: RunDirectory) -> str:
+    """Return why another directory than `run_dir` is continued, for a message."""
+    if config.resume != "auto" or directory.path == Path(config.run_dir):
+        return ""
+    return (
+        f", the newest directory of run_dir = {config.run_dir!r}; for another one, set resume to "
+        "its path"
     )
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from distmp.checkpoint.lease import Owner, last_owner
 from distmp.checkpoint.store import StoredCheckpoint
 from distmp.config import RunConfig
+from distmp.errors import ConfigError
 from distmp.training.run_directory import RunDirectory, create_run, existing_runs, latest_run
 from distmp.training.run_lease import RunDirectoryInUseError, RunLease
 
@@ -29,6 +30,8 @@ class DirectoryChoice:
         self._config = config
         self._job = job
         self._log = log
+        # Whether `resume: auto` found no directory, so that the job expects to create the first.
+        self._found_none = False
 
     def continued(self, earlier: RunDirectory | None) -> RunDirectory | None:
         """Claim the directory to continue, before its checkpoints are read.
@@ -45,6 +48,7 @@ class DirectoryChoice:
         found = earlier
         if found is None and self._config.resume == "auto":
             found = self._to_continue()
+            self._found_none = found is None
         if found is None:
             return None
         try:
@@ -73,8 +77,12 @@ class DirectoryChoice:
                 self._claim(newest)
             newest.path.mkdir(parents=True, exist_ok=True)
             return newest
-        self.release()
-        return self._create()
+        before, self.lease = self.lease, None
+        try:
+            return self._create()
+        finally:
+            if before is not None:
+                before.release()
 
     def release(self) -> None:
         """Let other jobs use the directory, if one was claimed."""
@@ -103,18 +111,21 @@ class DirectoryChoice:
     def _create(self) -> RunDirectory:
         """Create and claim a directory that no other job has used."""
         config = self._config
-        continues = config.resume == "auto"
         is_task = self._job.scheduler is not None and self._job.scheduler.array is not None
-        known = latest_run(config.run_dir, config.checkpoint.path)
+        first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
         while True:
             directory = create_run(config.run_dir, config.checkpoint.path)
-            first = RunDirectory(Path(config.run_dir), config.checkpoint.path)
-            if continues and known is None and not is_task and first.path != directory.path:
+            if self._found_none and not is_task and first.path != directory.path:
                 # The same command, started twice: the other one was a moment earlier.
                 directory.path.rmdir()
                 self._claim(first)
                 self.release()
-                continue
+                raise ConfigError(
+                    "run_dir",
+                    config.run_dir,
+                    "another job has created it since this one started, and has ended; start this "
+                    "one again to continue that run",
+                )
             try:
                 self._claim(directory, first=True)
             except RunDirectoryInUseError:

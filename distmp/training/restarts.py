@@ -22,6 +22,7 @@ from distmp.checkpoint.store import StoredCheckpoint
 from distmp.distributed import rendezvous_store
 from distmp.distributed.beats import ROSTER, running_launchers
 from distmp.distributed.limits import REJOIN_SECONDS
+from distmp.distributed.orphans import is_orphan
 from distmp.errors import TrainingError
 from distmp.faults.peers import Peers
 from distmp.telemetry import RecordError, read_records
@@ -198,7 +199,7 @@ class Restarts:
         return "ranks were killed, or their machine was lost"
 
     def _store_value(self, key: str, value: Any) -> None:
-        if self._values is not None:
+        if self._values is not None and not is_orphan():
             # Without the agent that hosts the store, there is no later attempt that would read it.
             with contextlib.suppress(dist.DistError):
                 self._values.set(key, json.dumps(value))

@@ -100,7 +100,8 @@ def create_run(run_dir: str, checkpoint_path: str | None = None) -> RunDirectory
                 path.mkdir(parents=True)
                 return RunDirectory(path, checkpoint_path)
         except FileExistsError:
-            pass
+            if number == 1 and not path.is_dir():
+                raise ConfigError("run_dir", run_dir, "is a file; name a folder") from None
         except OSError as error:
             raise ConfigError("run_dir", run_dir, f"cannot be created ({error.strerror})") from None
         number += 1

@@ -38,8 +38,8 @@ class RunDirectoryInUseError(ConfigError):
         super().__init__(
             "run_dir",
             str(directory.path),
-            f"belongs to another job, which is running ({owner}). Wait for its end or stop it, or "
-            "set another run_dir",
+            f"belongs to another job, which is running ({owner}). Wait until it ends or stop it, "
+            "or set another run_dir",
         )
 
 
@@ -193,7 +193,7 @@ class RunLease:
             self._warned = True
             logger.warning(
                 "cannot write the lease in %s: %r; training continues, but a second job with this "
-                "run_dir is not noticed",
+                "run_dir is not detected",
                 lease.folder,
                 error,
             )

@@ -12,6 +12,7 @@ from types import TracebackType
 import torch
 
 from distmp.config import RunConfig
+from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import current_phase
 from distmp.distributed.stopping import StopSignals, stop_requested_on_any_rank
 from distmp.distributed.world import World
@@ -233,6 +234,8 @@ class Trainer:
         self._stopping = self._unfinished = True
 
     def _stop_reason(self) -> str | None:
+        if is_orphan():
+            return "its launcher has ended"
         if self._stop.received is not None:
             return signal.Signals(self._stop.received).name
         reasons = (callback.stop_reason(self) for callback in self.callbacks)

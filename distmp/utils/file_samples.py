@@ -18,9 +18,9 @@ _MOST_FILES = 1024
 def sampled_digests(files: Mapping[str, Path]) -> dict[str, str]:
     """Return the size and a digest of each file, or why it cannot be read.
 
-    Files of up to a few KiB are read completely, of larger ones the begin, the end and blocks at
-    pseudo-random offsets. Of more than 1,024 files only so many are opened, selected by a hash of
-    their names; for the others only the size is returned.
+    Files of up to a few KiB are read completely, of larger ones the beginning, the end and blocks
+    at pseudo-random offsets. Of more than 1,024 files only so many are opened, selected by a hash
+    of their names; for the others only the size is returned.
 
     Args:
         files: The files by the names that they have on every machine.

@@ -16,8 +16,8 @@ class ProcessIdentity(NamedTuple):
 
     Attributes:
         machine: The boot of the machine and the PID namespace, in which `pid` is unique.
-        pid: Process number.
-        started: Start time. Process numbers are used again; the pair is not.
+        pid: Process ID.
+        started: Start time. Process IDs are reused; the pair is not.
     """
 
     machine: str

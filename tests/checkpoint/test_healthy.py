@@ -90,7 +90,7 @@ def test_non_finite_values_are_marked_in_the_manifest_and_reported(
     assert marks(tmp_path / "other") == {3: MARK}
     assert messages_in(caplog) == [
         f"{path} is marked as unhealthy: {MARK}; it does not count for checkpoint.keep, and "
-        "--resume auto and rollbacks pass over it"
+        "--resume auto and rollbacks skip it"
         for path in (tmp_path / "step-000002", tmp_path / "other" / "step-000003")
     ]
 

@@ -64,7 +64,7 @@ def test_a_missing_rank_is_named_with_its_machine(capsys: pytest.CaptureFixture[
     store = HashStore()
     agree(*(rank(store, r) for r in range(WORLD_SIZE)))
     store.set("distmp/attempts/of 3/host/1", "node7")
-    expected = r"rank 1 on node7 did not start within \d+ s of rank 0"
+    expected = r"rank 1 on node7 did not start within \d+ s after rank 0"
     attempt_of_0 = rank(store, 0)
     rank(store, 2).publish()
     with pytest.raises(AttemptError, match=expected):

@@ -111,7 +111,10 @@ def alone(script: str, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, s
             {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"},
             "MASTER_ADDR = None: is not set, so this rank cannot join the 2 ranks of WORLD_SIZE",
         ),
-        ({"WORLD_SIZE": "2"}, "RANK = None: is not set although WORLD_SIZE is"),
+        (
+            {"WORLD_SIZE": "2"},
+            "RANK = None: is not set although WORLD_SIZE is (nor LOCAL_RANK, LOCAL_WORLD_SIZE)",
+        ),
         (
             {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"},
             "OMPI_COMM_WORLD_SIZE = 4: 4 processes were started together",

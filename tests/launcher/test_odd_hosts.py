@@ -48,7 +48,7 @@ def test_hosts_with_other_files_are_refused(hosts: TwoHosts, tmp_path: Path) -> 
         message,
     )
     assert (
-        f"{data}/text3.py has the same size but other content on rank 0 (one) and rank 1 (two)"
+        f"{data}/text3.py has the same size but different content on rank 0 (one) and rank 1 (two)"
         in (message)
     )
     assert "text2.py" not in message

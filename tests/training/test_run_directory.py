@@ -54,9 +54,16 @@ def test_what_is_not_a_run_does_not_count(tmp_path: Path) -> None:
     assert newest.path == Path(wanted)
 
 
-def test_a_file_of_that_name_is_skipped(tmp_path: Path) -> None:
+def test_a_file_of_that_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
-    assert create_run(str(tmp_path / "run")).path == tmp_path / "run-2"
+    with pytest.raises(ConfigError, match=r"^run_dir = '.*run': is a file; name a folder$"):
+        create_run(str(tmp_path / "run"))
+
+
+def test_a_file_of_a_numbered_name_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run-2").write_text("a file")
+    assert create_run(str(tmp_path / "run")).path == tmp_path / "run-3"
 
 
 def test_a_folder_that_cannot_be_created_is_an_error_of_the_setting(tmp_path: Path) -> None:

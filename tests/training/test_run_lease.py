@@ -20,6 +20,7 @@ from distmp.checkpoint.lease import Lease, Owner, SchedulerJob
 from distmp.config import RunConfig, load
 from distmp.distributed.stopping import StopSignals
 from distmp.distributed.world import World
+from distmp.errors import ConfigError
 from distmp.telemetry import Console, read_records
 from distmp.training.directory_choice import DirectoryChoice
 from distmp.training.run_directory import RunDirectory
@@ -122,6 +123,7 @@ def test_no_wait_after_a_killed_launcher(tmp_path: Path) -> None:
         continued, undisturbed = run_jobs([Job(again), Job(whole)], tmp_path)
     assert (continued.exit_codes, undisturbed.exit_codes) == ({}, {})
     assert "vanished" not in continued.stderr
+    assert "(its launcher has ended); continue with" in (tmp_path / "stdout").read_text()
     assert len(ranks) == 2
     assert not [rank for rank in ranks if rank.is_running()]
     assert records(tmp_path) == list(range(1, 151))
@@ -300,14 +302,39 @@ def test_the_same_command_a_moment_later(tmp_path: Path, monkeypatch: pytest.Mon
     first, second = (choice(tmp_path, other(name)) for name in "ab")
     assert first.continued(None) is None
     assert second.continued(None) is None
-    known = []
-    monkeypatch.setattr(
-        "distmp.training.directory_choice.latest_run", lambda *_: known.append(0) or None
-    )
     assert first.final(None).path.name == "run"
     with pytest.raises(RunDirectoryInUseError, match="process 7 on node9"):
         second.final(None)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    first.release()
+
+
+def test_the_same_command_a_moment_later_and_the_other_one_has_ended(tmp_path: Path) -> None:
+    first, second = (choice(tmp_path, other(name)) for name in "ab")
+    assert first.continued(None) is None
+    assert second.continued(None) is None
+    assert first.final(None).path.name == "run"
+    first.release()
+    with pytest.raises(ConfigError, match="has ended; start this one again to continue"):
+        second.final(None)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    assert second.lease is None
+
+
+def test_a_directory_without_a_checkpoint_is_held_until_there_is_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two jobs that continue a run that never saved, one trains."""
+    monkeypatch.setattr(leases, "LOOKS", 3000)
+    monkeypatch.setattr(leases, "RENEWALS", 3000)
+    (tmp_path / "run").mkdir()
+    first, second = (choice(tmp_path, other(name)) for name in "ab")
+    assert first.continued(None) is not None
+    with pytest.raises(RunDirectoryInUseError):
+        second.continued(None)
+    assert first.final(None).path.name == "run-2"
+    with pytest.raises(RunDirectoryInUseError):
+        second.continued(None)
     first.release()
 
 
@@ -339,4 +366,4 @@ def test_without_a_place_for_the_lease_training_continues(
     lease.claim(pytest.fail)
     lease.check()
     lease.release()
-    assert "a second job with this run_dir is not noticed" in caplog.text
+    assert "a second job with this run_dir is not detected" in caplog.text

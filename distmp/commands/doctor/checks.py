@@ -21,7 +21,7 @@ LITTLE_MEMORY_BYTES = 2 * _GIB
 LITTLE_DISK_BYTES = 10 * _GIB
 NO_DISK_BYTES = _GIB
 LITTLE_TEMPORARY_BYTES = 100 << 20
-# Linux starts with this limit; a rank keeps less than a hundred files open.
+# The default limit of Linux; a rank keeps fewer than a hundred files open.
 FEW_FILES = 1024
 FEW_PROCESSES = 4096
 BUSY_GPU_SHARE = 0.1
@@ -261,7 +261,7 @@ def _temporary_files(machine: MachineInfo) -> Iterator[CheckResult]:
 
 def _clock(machine: MachineInfo) -> Iterator[CheckResult]:
     clock = machine.clock
-    service = "enable a time service (chrony, systemd-timesyncd); logs of machines do not match"
+    service = "enable a time service (chrony, systemd-timesyncd); else the logs of machines differ"
     if abs(clock.offset_seconds or 0.0) > CLOCK_OFFSET_SECONDS:
         yield CheckResult("WARN", f"the clock is off by {clock.offset_seconds:.3g} s", service)
     elif clock.synchronized is False:
@@ -284,7 +284,7 @@ def _hostname(machine: MachineInfo) -> Iterator[CheckResult]:
         yield CheckResult(
             "PASS",
             f"{machine.hostname} resolves to {', '.join(machine.addresses)}; `distmp launch` "
-            "selects an address that other machines reach",
+            "selects an address that other machines can reach",
         )
     elif not own & set(machine.addresses):
         yield CheckResult(

@@ -282,7 +282,8 @@ def _rdma_devices() -> tuple[str, ...]:
 def _try_folder(path: Path) -> Folder:
     """Write a file, fsync it, and remove it."""
     folder = path.absolute()
-    while not folder.is_dir() and folder != folder.parent:
+    # A folder in a file, and one that this user may not see, have no existing parent but their own.
+    while not os.path.lexists(folder) and folder != folder.parent:
         folder = folder.parent
     problem = None
     try:

@@ -154,7 +154,7 @@ def _differing_files(
             ranks = " and ".join(
                 _on_hosts(ranks, identities) for ranks in ranks_by_value(by_rank).values()
             )
-            parts.append(f"{name} has the same size but other content on {ranks}")
+            parts.append(f"{name} has the same size but different content on {ranks}")
         else:
             texts = {rank: text.rpartition(" ")[0] or text for rank, text in by_rank.items()}
             parts += _difference(name, texts, identities, str)

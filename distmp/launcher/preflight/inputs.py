@@ -1,4 +1,4 @@
-"""What decides the result of a training: settings, code and data, as texts to compare."""
+"""The inputs that determine the result of a run: settings, code and data, as text to compare."""
 
 from __future__ import annotations
 

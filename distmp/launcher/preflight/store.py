@@ -26,7 +26,7 @@ STORE_SECONDS = 15.0
 # Time after the limit until faulthandler ends a process that the watchdog could not end.
 SPARE_SECONDS = 5.0
 # A rank that computes, for example while it compiles kernels or starts NCCL, makes progress. In a
-# phase that waits for other ranks this ends after so many limits, because NCCL waits busily.
+# phase that waits for other ranks this ends after so many limits, because NCCL polls.
 BUSY_LIMITS = 3
 _BUSY_SHARE = 0.1
 _BEAT_SECONDS = 1.0
@@ -148,17 +148,19 @@ class PreflightStore:
         faulthandler.dump_traceback_later(self._limit + SPARE_SECONDS, exit=True)
 
     def _watch(self, done: threading.Event) -> None:
-        started = since = time.monotonic()
-        cpu, progress = time.process_time(), 0
+        started = now = time.monotonic()
+        cpu, progress, idle = time.process_time(), 0, 0.0
         interval = min(_BEAT_SECONDS, self._limit / 10)
         while not done.wait(interval):
-            now, before, cpu = time.monotonic(), cpu, time.process_time()
-            busy = cpu - before > _BUSY_SHARE * interval
-            if (latest := self._beat(busy)) > progress:
-                progress, since = latest, now
+            last, now = now, time.monotonic()
+            before, cpu = cpu, time.process_time()
+            # If this thread did not run for long, the machine is busy or was suspended.
+            idle += min(now - last, 2 * interval)
+            if (latest := self._beat(cpu - before > _BUSY_SHARE * interval)) > progress:
+                progress, idle = latest, 0.0
                 self._arm()
-            if now - since > self._limit or now - started > self._longest:
-                self._end(now - since)
+            if idle > self._limit or now - started > self._longest:
+                self._end(idle)
 
     def _beat(self, busy: bool) -> int:
         """Publish whether this rank makes progress, and return the progress of all ranks."""

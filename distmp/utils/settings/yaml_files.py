@@ -150,7 +150,11 @@ def _unreadable(path: Path, error: OSError) -> str:
         return f"cannot be read ({error.strerror})"
     if not path.parent.is_dir():
         return f"there is no folder {os.fspath(path.parent)!r}"
-    names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml")]
+    names = [
+        entry.name
+        for entry in path.parent.iterdir()
+        if entry.suffix in (".yaml", ".yml") and not entry.name.startswith(".")
+    ]
     if not names:
         return f"there is no such file, and no YAML file in {os.fspath(path.parent)!r}"
     return f"there is no such file; {nearest(path.name, names)}"

@@ -36,8 +36,9 @@ def test_a_folder_that_refuses_files(tmp_path: Path) -> None:
     # Root can write everywhere except in /proc.
     assert machine._try_folder(Path("/proc/runs")).problem is not None
     (tmp_path / "file").write_text("")
-    found = machine._try_folder(tmp_path / "file" / "run")
-    assert (found.path, found.problem) == (str(tmp_path), None)
+    for path in (tmp_path / "file", tmp_path / "file" / "run"):
+        found = machine._try_folder(path)
+        assert (found.path, found.problem) == (str(tmp_path / "file"), "Not a directory")
 
 
 def test_output_of_nvidia_smi() -> None:

@@ -26,6 +26,8 @@ from tests.ranks import run_ranks
 
 LIMIT_SECONDS = 20.0
 SHORT_SECONDS = 3.0
+# A process on a busy machine may get no processor time for a few seconds.
+COMPUTING_LIMIT_SECONDS = 6.0
 
 
 @contextlib.contextmanager
@@ -122,7 +124,7 @@ def compiles(rank: int) -> None:
 
     def multiply_later(*tensors: torch.Tensor) -> torch.Tensor:
         torch.mm = multiply
-        until = time.process_time() + 2 * SHORT_SECONDS
+        until = time.process_time() + 1.3 * COMPUTING_LIMIT_SECONDS
         while time.process_time() < until:
             pass
         return multiply(*tensors)
@@ -200,7 +202,7 @@ def test_a_rank_that_blocks_the_others_is_named(case: str, message: str, tmp_pat
 
 
 def test_a_rank_that_computes_is_waited_for(tmp_path: Path) -> None:
-    results = run_case("compiles", tmp_path, SHORT_SECONDS)
+    results = run_case("compiles", tmp_path, COMPUTING_LIMIT_SECONDS)
     assert {result.code for result in results} == {0}, results
 
 
