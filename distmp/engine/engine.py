@@ -67,6 +67,7 @@ from distmp.parallel.strategy import check_model
 from distmp.precision import resolve
 from distmp.precision.builders import autocast_context
 from distmp.precision.costs import costs
+from distmp.precision.policy import SIXTEEN_BIT
 from distmp.precision.switches import product_switches
 from distmp.scaling import (
     LossScale,
@@ -183,6 +184,8 @@ class Engine:
             parallel=config.parallel or ParallelConfig(),
         )
         self._warn_about_policy()
+        if self.policy.output_dtype in SIXTEEN_BIT:
+            _leave_losses_outside(model)
         self.max_norm = config.max_norm
         self.nominal_weight = (
             None
@@ -813,6 +816,13 @@ def _built(
     check_model(module)
     assert isinstance(module, nn.Module)
     return module, initial_values(module, seed) if initialize else not_a_number(module)
+
+
+def _leave_losses_outside(model: nn.Module) -> None:
+    """Make models return logits: the policy would round a loss that they compute themselves."""
+    for part in model.modules():
+        if getattr(part, "takes_targets", False):
+            part.takes_targets = False  # type: ignore[assignment]
 
 
 def _round_up_to_power_of_two(weight: float) -> float:

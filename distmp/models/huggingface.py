@@ -94,9 +94,13 @@ def load(name: str, options: Mapping[str, Any]) -> nn.Module:
 
 
 def _prepared(model: nn.Module) -> nn.Module:
-    if "use_cache" in inspect.signature(model.forward).parameters:
+    if _has_cache(model):
         model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     return model.train()
+
+
+def _has_cache(model: nn.Module) -> bool:
+    return "use_cache" in inspect.signature(model.forward).parameters
 
 
 def prepare_loss(model: nn.Module) -> bool:
@@ -117,7 +121,7 @@ def prepare_loss(model: nn.Module) -> bool:
         return False
     head.__class__ = LossHead
     model.register_forward_pre_hook(_set_targets, with_kwargs=True)
-    model.takes_targets = True  # type: ignore[assignment]
+    model.takes_targets = True
     return True
 
 
@@ -132,7 +136,9 @@ def _returns_output(model: nn.Module, head: nn.Module) -> bool:
     try:
         with torch.no_grad(), _quiet():
             tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-            result = torch.func.functional_call(model, on_meta, (tokens,))
+            # With a cache, models do not look for packed sequences, whose values they would read.
+            cache = {"use_cache": True} if _has_cache(model) else {}
+            result = torch.func.functional_call(model, on_meta, (tokens,), cache)
     except Exception as error:  # noqa: BLE001  (models run any code)
         logger.info("%s does not run on the meta device: %s", type(model).__name__, error)
         return False

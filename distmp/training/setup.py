@@ -98,6 +98,8 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
                 config.model.name,
                 problems[0],
             )
+    if config.model.is_hugging_face and config.model.loss == "next_token":
+        huggingface.prepare_loss(model)
     return RunComponents(
         datasets, model, build_loss(config.model), microbatches, weights, BuiltModel.of(model)
     )

@@ -259,6 +259,40 @@ def test_weights_that_transformers_converts(
     assert "every rank loads the whole model (missing: " in caplog.text
 
 
+GEMMA2 = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("values", "prepared"),
+    [
+        (LLAMA, True),
+        (GPT2, True),
+        ({**LLAMA, "tie_word_embeddings": False}, True),
+        ({**GEMMA2, "final_logit_softcapping": 30.0}, False),
+        ({**GEMMA2, "final_logit_softcapping": None}, True),
+        ({**LLAMA, "model_type": "cohere", "logit_scale": 0.06}, False),
+    ],
+)
+def test_the_loss_inside_is_that_of_the_logits(
+    tmp_path: Path, values: dict[str, Any], prepared: bool
+) -> None:
+    path = folder(tmp_path / "model", values)
+    model, other = build(path), build(path)
+    assert huggingface.prepare_loss(model) is prepared
+    batch = {"inputs": tokens(1)[:, :-1], "targets": tokens(1)[:, 1:]}
+    results = []
+    for each in (model, other):
+        loss, _ = next_token_loss(each, batch)
+        loss.backward()
+        results.append((loss, *(parameter.grad for parameter in each.parameters())))
+    for found, expected in zip(*results, strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
+    # A call without targets returns logits again.
+    assert model(batch["inputs"]).logits.shape == (4, 16, 300)
+    model.save_pretrained(tmp_path / "saved")
+    assert_same_bits(AUTO.from_pretrained(tmp_path / "saved").state_dict(), model.state_dict())
+
+
 def test_names_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()

@@ -5,7 +5,11 @@ import torch
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
-from distmp.models.loss import next_token_loss
+from distmp.engine import Engine
+from distmp.models.loss import logits_of, next_token_loss, takes_targets
+from distmp.models.transformer import Transformer, TransformerConfig
+from tests.ranks import ranks
+from tests.reference import gathered
 
 
 class Constant(nn.Module):
@@ -51,3 +55,98 @@ def test_ignored_batch_has_neither_loss_nor_weight_nor_gradient() -> None:
     assert (loss.item(), weight.item()) == (0.0, 0.0)
     assert logits.grad is not None
     assert not logits.grad.any()
+
+
+class Outside(nn.Module):
+    """Hides that a model computes its loss itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return logits_of(self.model(tokens))
+
+
+def small(*, tied: bool = True) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(TransformerConfig(50, 16, 2, 16, 2, 32, tied_head=tied))
+
+
+def tokens(rows: int = 4) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(50, (rows, 17), generator=generator)
+    targets = drawn[:, 1:].clone()
+    targets[0, :9] = IGNORED
+    return {"inputs": drawn[:, :-1], "targets": targets}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_that_computes_its_loss_gives_that_of_its_logits(tied: bool) -> None:
+    own, outside = small(tied=tied), Outside(small(tied=tied))
+    assert takes_targets(own)
+    results = []
+    outside.__dict__["takes_targets"] = False
+    for model, loss_of in ((own, next_token_loss), (outside, plain)):
+        loss, weight = loss_of(model, tokens())
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        results.append((loss.detach(), weight, gradients))
+    (loss, weight, gradients), (expected, same_weight, others) = results
+    assert torch.allclose(loss, expected, rtol=1e-6)
+    assert weight == same_weight
+    for found, other in zip(gradients, others, strict=True):
+        assert found is not None
+        assert other is not None
+        assert torch.allclose(found, other, rtol=1e-4, atol=1e-6)
+
+
+def plain(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    logits = model(batch["inputs"]).float().flatten(0, -2)
+    targets = batch["targets"].flatten()
+    loss = nn.functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+    return loss, (targets != IGNORED).sum().float()
+
+
+def adamw(named: object) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(named, lr=1e-2)  # type: ignore[arg-type]
+
+
+def trained(policy: str, strategy: str, loss_of: object, *, tied: bool) -> dict[str, Tensor]:
+    engine = Engine(small(tied=tied), loss_of, adamw, policy=policy, strategy=strategy)  # type: ignore[arg-type]
+    for _ in range(2):
+        assert not engine.step([tokens(2), tokens(2)]).numbers.skipped
+    state = engine.state_dict().items()
+    return gathered({name: value for name, value in state if name.startswith("model/")})
+
+
+@ranks(2)
+def test_the_loss_inside_works_with_every_strategy_and_policy() -> None:
+    for strategy, policy, tied in (
+        ("ddp", "bf16", True),
+        ("ddp", "bf16-autocast", False),
+        ("ddp", "bf16,keep_fp32=head", False),
+        ("fsdp", "fp32", True),
+        ("fsdp", "bf16", False),
+        ("fsdp", "bf16,keep_fp32=norm|head", False),
+        ("fsdp1", "fp32", False),
+        ("fsdp", "bf16,output=bf16", True),
+    ):
+        found = trained(policy, strategy, next_token_loss, tied=tied)
+        expected = trained(policy, strategy, plain, tied=tied)
+        for name, value in found.items():
+            # Adam's steps have the size of the learning rate whatever the gradient.
+            close = (value - expected[name]).abs() < 2e-3
+            assert close.float().mean() > 0.95, (strategy, policy, name)
+
+
+def test_a_policy_that_rounds_outputs_leaves_the_loss_outside() -> None:
+    engine = Engine(small(), next_token_loss, adamw, policy="bf16,output=bf16", strategy="single")
+    assert not takes_targets(engine.module)
+    loss, _ = next_token_loss(engine.module, tokens())
+    assert loss.dtype == torch.float32
+
+
+def test_wrappers_do_not_hide_that_a_model_computes_its_loss() -> None:
+    assert takes_targets(nn.Sequential(nn.Sequential(small())))
+    assert not takes_targets(nn.Sequential(nn.Linear(2, 2)))
