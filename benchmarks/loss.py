@@ -1,0 +1,172 @@
+"""Measure the next-token loss with and without a tensor of all logits: `python -m benchmarks.loss`.
+
+Three ways to compute the cross entropy of a linear layer's outputs:
+
+- all logits: `linear`, then `cross_entropy` of the FP32 logits.
+- distmp: `distmp.models.linear_cross_entropy`.
+- torch: `torch.nn.functional.linear_cross_entropy` with its default chunks, where torch has it.
+
+Memory: the peak of live tensors in forward and backward of the loss, without its inputs, at a
+vocabulary of 131,072. Time: forward and backward of the loss, and of a transformer with the loss, at
+a vocabulary of 50,257; the ways take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.device import elapsed, parse, parser
+from benchmarks.memory import LiveStorages
+from benchmarks.report import in_turns, machine, save
+from benchmarks.tables import loss as tables
+from distmp.models.linear_cross_entropy import linear_cross_entropy
+from distmp.models.transformer import Transformer, TransformerConfig
+
+LARGE_VOCABULARY, VOCABULARY = 131_072, 50_257
+SIZES = {"cpu": "small", "cuda": "large"}
+# Tokens for memory, tokens for time, dimension, layers.
+SHAPES = {"small": (2048, 1024, 384, 6), "large": (16_384, 16_384, 2048, 8)}
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def all_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy of all logits at once."""
+    return F.cross_entropy(F.linear(hidden, weight).float(), targets, reduction="sum")
+
+
+def of_torch(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return the cross entropy as torch computes it in chunks."""
+    if torch.is_autocast_enabled(hidden.device.type):
+        dtype = torch.get_autocast_dtype(hidden.device.type)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    options = torch.nn.LinearCrossEntropyOptions()
+    result: Tensor = F.linear_cross_entropy(
+        hidden, weight, targets, reduction="sum", options=options
+    )
+    return result
+
+
+LOSSES: dict[str, Loss] = {"all logits": all_logits, "distmp": linear_cross_entropy}
+if hasattr(F, "linear_cross_entropy"):
+    LOSSES["torch"] = of_torch
+
+
+def main() -> int:
+    options = parser(__doc__, rounds=7)
+    options.add_argument("--size", choices=SHAPES, help="shapes (default: small, on a GPU large)")
+    arguments: argparse.Namespace = parse(options, size=SIZES)
+    device = arguments.device
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    shape = SHAPES[arguments.size]
+    result = {
+        "machine": machine(device),
+        "tokens": {"memory": shape[0], "time": shape[1]},
+        "dimension": shape[2],
+        "vocabulary": {"memory": LARGE_VOCABULARY, "time": VOCABULARY},
+        "bytes": {name: _peak(loss, shape, device) for name, loss in LOSSES.items()},
+        "milliseconds": _times(shape, device, arguments.rounds),
+    }
+    print(tables.loss(result))
+    print(f"saved to {save(f'loss-{device.type}', result)}")
+    return 0
+
+
+def _inputs(
+    tokens: int, dimension: int, vocabulary: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, dimension, generator=generator).to(device).requires_grad_()
+    weight = torch.randn(vocabulary, dimension, generator=generator).mul_(0.02).to(device)
+    targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
+    return hidden, weight.requires_grad_(), targets
+
+
+def _peak(loss: Loss, shape: tuple[int, int, int, int], device: torch.device) -> int:
+    hidden, weight, targets = _inputs(shape[0], shape[2], LARGE_VOCABULARY, device)
+    with torch.autocast(device.type, torch.bfloat16), LiveStorages() as live:
+        loss(hidden, weight, targets).backward()
+    return live.peak
+
+
+def _times(
+    shape: tuple[int, int, int, int], device: torch.device, rounds: int
+) -> dict[str, dict[str, list[float]]]:
+    _, tokens, dimension, layers = shape
+    inputs = _inputs(tokens, dimension, VOCABULARY, device)
+    length = 512
+    config = TransformerConfig(
+        VOCABULARY, length, layers, dimension, dimension // 64, 3 * dimension
+    )
+    model = Transformer(config).to(device)
+    batch = torch.randint(VOCABULARY, (tokens // length, length), device=device)
+
+    def step(loss: Loss) -> None:
+        if loss is linear_cross_entropy:
+            model(batch, targets=batch).backward()
+        else:
+            norm, weight = model.norm, model.embedding.weight
+            outputs: list[Tensor] = []
+            handle = norm.register_forward_hook(lambda _, args, out: outputs.append(out))
+            _skip_head(model, batch)
+            handle.remove()
+            loss(outputs[0].flatten(0, 1), weight, batch.flatten()).backward()
+
+    works: dict[str, Callable[[Loss], object]] = {
+        "the loss": lambda loss: loss(*inputs).backward(),
+        "a transformer with the loss": step,
+    }
+    clock = elapsed if device.type == "cuda" else _cpu_time
+    return {
+        f"{what}, {precision}": in_turns(
+            list(LOSSES),
+            rounds,
+            lambda name, work=work, dtype=dtype: (
+                1000  # type: ignore[misc]
+                * clock(lambda: _under(dtype, device, lambda: work(LOSSES[name])), device)
+            ),
+        )
+        for what, work in works.items()
+        for precision, dtype in (("fp32", torch.float32), ("bf16-autocast", torch.bfloat16))
+    }
+
+
+def _skip_head(model: Transformer, batch: Tensor) -> None:
+    """Run a model up to its last norm."""
+
+    class Stop(Exception):  # noqa: N818
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    handle = model.norm.register_forward_hook(stop)
+    try:
+        model(batch)
+    except Stop:
+        pass
+    finally:
+        handle.remove()
+
+
+def _under(dtype: torch.dtype, device: torch.device, work: Callable[[], object]) -> None:
+    with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        work()
+
+
+def _cpu_time(work: Callable[[], object], _: torch.device) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())
