@@ -7,7 +7,7 @@ Three ways to compute the cross entropy of a linear layer's outputs:
 - torch: `torch.nn.functional.linear_cross_entropy` with its default chunks, where torch has it.
 
 Memory: the peak of live tensors in forward and backward of the loss, without its inputs, at a
-vocabulary of 131,072. Time: forward and backward of the loss, and of a transformer with the loss, at
+vocabulary of 131,072. Time: forward and backward of the loss, and of a transformer with it, at
 a vocabulary of 50,257; the ways take turns.
 """
 
