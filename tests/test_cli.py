@@ -18,7 +18,13 @@ from tests.torchrun import environment, python
 
 REPOSITORY = Path(__file__).parent.parent
 # A replacement for torch whose import does not end.
-TORCH = "import pathlib, time; pathlib.Path('importing').touch(); time.sleep(600)"
+# Sleeps repeatedly: a signal just before a sleep is handled after it.
+TORCH = """\
+import pathlib, time
+pathlib.Path('importing').touch()
+while True:
+    time.sleep(0.1)
+"""
 
 
 def subcommand(monkeypatch: pytest.MonkeyPatch, main: object) -> None:
