@@ -39,6 +39,13 @@ def main(argv: list[str]) -> int:
         "--dtype", default="fp32", choices=list(DTYPE_WORDS), help="dtype of the weights"
     )
     parser.add_argument(
+        "--format",
+        default="own",
+        choices=("own", "transformers"),
+        help="transformers: write distmp's transformer as a Llama of Hugging Face transformers "
+        "(default: own, the names of the model)",
+    )
+    parser.add_argument(
         "--max-shard-size",
         metavar="SIZE",
         default="5GB",
@@ -50,7 +57,11 @@ def main(argv: list[str]) -> int:
     from distmp.export.export import export
 
     size = export(
-        arguments.checkpoint, arguments.to, arguments.dtype, _bytes(arguments.max_shard_size)
+        arguments.checkpoint,
+        arguments.to,
+        arguments.dtype,
+        _bytes(arguments.max_shard_size),
+        arguments.format,
     )
     sys.stdout.write(f"exported {size:,} elements in {arguments.dtype} to {arguments.to}\n")
     return 0

@@ -10,13 +10,22 @@ load in plain torch (`safetensors.torch.load_file`, `model.load_state_dict`), as
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
+
+import torch
 
 from distmp.checkpoint import store
 from distmp.checkpoint.location import locate
 from distmp.errors import ConfigError, nearest
-from distmp.export.files import MAX_SHARD_SIZE, write
-from distmp.export.sources import CheckpointWeights
+from distmp.export.files import MAX_SHARD_SIZE, Weights, write
+from distmp.export.sources import CheckpointWeights, LlamaWeights
+from distmp.models import llama
+from distmp.models.architecture import TRANSFORMER, is_hugging_face
+from distmp.models.transformer import TransformerConfig
 from distmp.precision.policy import DTYPE_WORDS
+from distmp.utils.dtypes import dtype_name
+
+Layout = Literal["own", "transformers"]
 
 
 def export(
@@ -24,6 +33,7 @@ def export(
     folder: str | Path,
     dtype: str = "fp32",
     max_shard_size: int = MAX_SHARD_SIZE,
+    layout: Layout = "own",
 ) -> int:
     """Write the weights in a checkpoint as safetensors, in one process and file by file.
 
@@ -36,6 +46,8 @@ def export(
         dtype: "fp32", "bf16" or "fp16": dtype of all floating-point tensors of up to 32 bits.
         max_shard_size: Maximum size of one file, in bytes. Larger models are divided into several
             files, with an index.
+        layout: "own": the names of the model's `state_dict`. "transformers": names and config.json
+            of transformers' Llama, for distmp's transformer; other models keep their names.
 
     Returns:
         Number of exported elements.
@@ -51,9 +63,27 @@ def export(
         raise ConfigError("--to", str(folder), "exists already; name a new folder")
     checkpoint = _find(source)
     weights = CheckpointWeights(checkpoint, DTYPE_WORDS[dtype])
-    write(target, weights, checkpoint.numbers.get("model"), DTYPE_WORDS[dtype], max_shard_size)
+    described = checkpoint.numbers.get("model")
+    written: Weights = weights
+    if layout == "transformers":
+        described, written = _as_llama(described, weights, DTYPE_WORDS[dtype])
+    write(target, written, described, DTYPE_WORDS[dtype], max_shard_size)
     weights.report_nan()
     return sum(tensor.numel() for tensor in weights.specs.values())
+
+
+def _as_llama(
+    described: Any, weights: CheckpointWeights, dtype: torch.dtype
+) -> tuple[dict[str, Any], Weights]:
+    if described is not None and is_hugging_face(described):
+        return described, weights
+    if described is None or described.get("model_type") != TRANSFORMER:
+        raise ConfigError(
+            "--format", "transformers", "only distmp's transformer has such a form; omit it"
+        )
+    values = {key: value for key, value in described.items() if key != "model_type"}
+    config = TransformerConfig(**values)
+    return llama.describe(config, dtype_name(dtype)), LlamaWeights(weights, config)
 
 
 def _find(source: str | Path) -> store.StoredCheckpoint:

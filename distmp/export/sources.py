@@ -11,6 +11,8 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.checkpoint.finite import is_finite
 from distmp.errors import CheckpointError, listed
+from distmp.models import llama
+from distmp.models.transformer import TransformerConfig
 from distmp.utils.flat_shard import gathered, global_shape
 
 logger = logging.getLogger("distmp")
@@ -108,6 +110,38 @@ class EngineWeights:
             if self._keep:
                 tensors[name] = full.detach().to("cpu", copy=True)
         return tensors
+
+
+class LlamaWeights:
+    """The weights of distmp's transformer as tensors of transformers' Llama.
+
+    Args:
+        source: The weights.
+        config: The transformer.
+
+    Attributes:
+        specs: Shape and dtype of each tensor, as tensors on the meta device.
+    """
+
+    def __init__(self, source: CheckpointWeights, config: TransformerConfig) -> None:
+        self._source = source
+        self._rows = llama.rows_by_name(config)
+        self.specs = {
+            name: source.specs[rows.name][rows.start : rows.stop].clone()
+            for name, rows in self._rows.items()
+        }
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors on the CPU; raises what the source raises."""
+        needed = {name: self._rows[name] for name in names}
+        whole: dict[str, Tensor] = {}
+        result = {}
+        # Sorted, so that one tensor of the source is in memory at a time.
+        for name, rows in sorted(needed.items(), key=lambda item: item[1]):
+            if rows.name not in whole:
+                whole = self._source.read([rows.name])
+            result[name] = whole[rows.name][rows.start : rows.stop].clone()
+        return result
 
 
 def _is_converted(dtype: torch.dtype) -> bool:

@@ -13,8 +13,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, listed
+from distmp.models import llama
 from distmp.models.architecture import CONFIG_FILE, TRANSFORMER, read, rebuild
-from distmp.models.transformer import Transformer
+from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.flat_shard import global_shape, local_parts
 
 SETTING = "model.weights"
@@ -63,9 +64,10 @@ def misfits(model: nn.Module, weights: StoredWeights) -> list[str]:
     Raises:
         ConfigError: If they cannot be read.
     """
+    targets = _targets(model.state_dict(keep_vars=True), weights, _dimensions(model))
     with weights.opened() as stored:
         return [
-            *_misfits(model.state_dict(keep_vars=True), stored, weights),
+            *_misfits(targets, stored, weights),
             *_other_dimensions(_dimensions(model), weights.path),
         ]
 
@@ -104,11 +106,11 @@ class BuiltModel(NamedTuple):
 
     Attributes:
         names: For each name in its `state_dict`, the first name of the same tensor.
-        dimensions: Dimensions of distmp's transformer; None for another model.
+        dimensions: Configuration of distmp's transformer; None for another model.
     """
 
     names: dict[str, str]
-    dimensions: dict[str, Any] | None
+    dimensions: TransformerConfig | None
 
     @classmethod
     def of(cls, model: nn.Module) -> BuiltModel:
@@ -142,53 +144,104 @@ def _files(path: Path) -> list[Path]:
 
 @torch.no_grad()
 def _load(
-    targets: Mapping[str, Tensor], weights: StoredWeights, dimensions: dict[str, Any] | None
+    state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
 ) -> None:
+    targets = _targets(state, weights, config)
     with weights.opened() as stored:
-        problems = [
-            *_misfits(targets, stored, weights),
-            *_other_dimensions(dimensions, weights.path),
-        ]
+        problems = [*_misfits(targets, stored, weights), *_other_dimensions(config, weights.path)]
         if problems:
             raise ConfigError(
                 SETTING, str(weights.path), f"does not fit the model: {'; '.join(problems)}"
             )
         for name in stored.keys() & targets.keys():
-            for index, part in local_parts(targets[name]):
+            for index, part in targets[name].parts():
                 opened = stored[name]
                 part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
 
 
-def _dimensions(model: nn.Module) -> dict[str, Any] | None:
-    return asdict(model.config) if isinstance(model, Transformer) else None
+class _Target(NamedTuple):
+    """Where a stored tensor is loaded to: a tensor, or some of its rows.
+
+    Attributes:
+        tensor: A DTensor, a `FlatShard` or a plain tensor.
+        start: First row.
+        stop: One after the last row; None for all of the tensor.
+    """
+
+    tensor: Tensor
+    start: int = 0
+    stop: int | None = None
+
+    @property
+    def shape(self) -> list[int]:
+        shape = [*global_shape(self.tensor)]
+        return shape if self.stop is None else [self.stop - self.start, *shape[1:]]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Equal for the names of a tied weight."""
+        return id(self.tensor), self.start
+
+    def parts(self) -> Iterator[tuple[tuple[slice, ...], Tensor]]:
+        """Yield the parts that this rank holds: indices in the stored tensor, and memory."""
+        for index, part in local_parts(self.tensor):
+            if self.stop is None:
+                yield index, part
+                continue
+            rows, *others = index
+            first, end = max(rows.start, self.start), min(rows.stop, self.stop)
+            if first < end:
+                stored = slice(first - self.start, end - self.start)
+                yield (stored, *others), part[first - rows.start : end - rows.start]
+
+
+def _targets(
+    state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
+) -> dict[str, _Target]:
+    """Return where the stored tensors belong, by their names in the files."""
+    described = _description(weights.path)
+    if config is None or described.get("model_type") not in llama.MODEL_TYPES:
+        return {name: _Target(tensor) for name, tensor in state.items()}
+    llama.check_same(described, config, str(weights.path))
+    return {
+        theirs: _Target(state[rows.name], rows.start, rows.stop)
+        for theirs, rows in llama.rows_by_name(config).items()
+    }
+
+
+def _description(path: Path) -> dict[str, Any]:
+    return read(path) if (path / CONFIG_FILE).is_file() else {}
+
+
+def _dimensions(model: nn.Module) -> TransformerConfig | None:
+    return model.config if isinstance(model, Transformer) else None
 
 
 def _misfits(
-    state: Mapping[str, Tensor], stored: Mapping[str, Any], weights: StoredWeights
+    targets: Mapping[str, _Target], stored: Mapping[str, Any], weights: StoredWeights
 ) -> Iterator[str]:
     """Yield a phrase for each kind of misfit."""
-    # By identity: a tied weight has several names and needs one of them.
-    filled = {id(state[name]) for name in stored if name in state}
-    missing = [name for name, tensor in state.items() if id(tensor) not in filled]
-    unknown = [name for name in stored if name not in state and not weights.may_have_more]
+    # A tied weight has several names and needs one of them.
+    filled = {targets[name].key for name in stored if name in targets}
+    missing = [name for name, target in targets.items() if target.key not in filled]
+    unknown = [name for name in stored if name not in targets and not weights.may_have_more]
     shapes = []
-    for name, opened in stored.items():
-        if name in state:
-            shape = opened.get_slice(name).get_shape()
-            if shape != [*global_shape(state[name])]:
-                shapes.append(f"{name} {shape} for {[*global_shape(state[name])]}")
+    for name in stored.keys() & targets.keys():
+        shape = stored[name].get_slice(name).get_shape()
+        if shape != targets[name].shape:
+            shapes.append(f"{name} {shape} for {targets[name].shape}")
     for problem, names in (("missing", missing), ("unknown", unknown), ("other shape", shapes)):
         if names:
-            yield f"{problem}: {listed(names)}"
+            yield f"{problem}: {listed(sorted(names))}"
 
 
-def _other_dimensions(own: dict[str, Any] | None, folder: Path) -> Iterator[str]:
+def _other_dimensions(config: TransformerConfig | None, path: Path) -> Iterator[str]:
     """Yield dimensions that differ but do not change shapes, such as the number of heads."""
-    if own is None or not (folder / CONFIG_FILE).is_file():
+    described = _description(path)
+    if config is None or described.pop("model_type", None) != TRANSFORMER:
         return
-    described = read(folder)
-    if described.pop("model_type") == TRANSFORMER:
-        for name, value in described.items():
-            # The weights do not depend on the longest sequence.
-            if name != "sequence_length" and own.get(name, value) != value:
-                yield f"{name} = {value} for {own[name]}"
+    own = asdict(config)
+    for name, value in described.items():
+        # The weights do not depend on the longest sequence.
+        if name != "sequence_length" and own.get(name, value) != value:
+            yield f"{name} = {value} for {own[name]}"

@@ -74,7 +74,7 @@ def _transformer_config(
             f"samples have data.sequence_length = {sequence_length} tokens; set at least that, or"
             " leave it out",
         )
-    return TransformerConfig(vocabulary, length, *config.dimensions, **config.options)
+    return config.transformer(vocabulary, length)
 
 
 def _build_from_callable(config: ModelConfig) -> nn.Module:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
 from distmp.models import huggingface
+from distmp.models.transformer import TransformerConfig
 from distmp.utils.files import check_name
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
 
@@ -18,6 +19,9 @@ class Size(NamedTuple):
     dimension: int
     heads: int
     hidden: int
+    key_value_heads: int | None = None
+    tied_head: bool = True
+    rotary_base: float = 10_000.0
 
 
 SIZES = {
@@ -26,14 +30,18 @@ SIZES = {
     "125m": Size(layers=12, dimension=768, heads=12, hidden=2048),
     "350m": Size(layers=24, dimension=1024, heads=16, hidden=2816),
     "1.3b": Size(layers=24, dimension=2048, heads=16, hidden=5504),
+    "3b": Size(28, 3072, 24, 8192, key_value_heads=8, rotary_base=500_000.0),
+    "8b": Size(32, 4096, 32, 14336, key_value_heads=8, tied_head=False, rotary_base=500_000.0),
+    "70b": Size(80, 8192, 64, 28672, key_value_heads=8, tied_head=False, rotary_base=500_000.0),
 }
-"""Named sizes. The names of the first two count parameters with a vocabulary of bytes; the others
-are the usual sizes of that name, which include the embeddings of about 50,000 tokens."""
+"""Named sizes. The names of the first two count parameters with a vocabulary of bytes; the next
+three are the usual sizes of that name, which include the embeddings of about 50,000 tokens; the
+last three have the shapes of Llama 3."""
 
 # No machine can hold a model with more.
 _MOST_LAYERS, _MOST = 10_000, 2**31
-_OVERRIDES = ("layers", "dimension", "heads", "hidden")
-_TRANSFORMER_OPTIONS = ("tied_head", "rotary_base")
+_OVERRIDES = ("layers", "dimension", "heads", "key_value_heads", "hidden")
+_TRANSFORMER_OPTIONS = ("tied_head", "rotary_base", "qk_norm", "rotary_scaling", "norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -45,7 +53,8 @@ class ModelConfig:
     the import path 'module:callable' of a function that returns a torch.nn.Module."""
 
     size: str = "1m"
-    """Named size of the transformer: 1m, 22m, 125m, 350m or 1.3b."""
+    """Named size of the transformer: 1m, 22m, 125m, 350m, 1.3b, or 3b, 8b or 70b, the shapes of
+    Llama 3."""
 
     layers: int | None = None
     """Number of blocks (default: that of the named size)."""
@@ -55,6 +64,10 @@ class ModelConfig:
 
     heads: int | None = None
     """Number of attention heads (default: that of the named size)."""
+
+    key_value_heads: int | None = None
+    """Number of heads of keys and values, for grouped-query attention; it divides `heads` (default:
+    that of the named size, which is `heads` up to 1.3b)."""
 
     hidden: int | None = None
     """Width of the hidden layer of the feed-forward part (default: that of the named size)."""
@@ -81,8 +94,9 @@ class ModelConfig:
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that
-    replace those in config.json. The transformer takes `tied_head` (true, false) and `rotary_base`
-    (a number)."""
+    replace those in config.json. The transformer takes `tied_head` (true, false), `rotary_base` (a
+    number), `qk_norm` (true, false), `rotary_scaling` (factor, low_frequency, high_frequency and
+    length, as in Llama 3.1) and `norm_epsilon`."""
 
     def __post_init__(self) -> None:
         """Check each value, and that the dimensions are consistent.
@@ -124,8 +138,23 @@ class ModelConfig:
     @property
     def dimensions(self) -> Size:
         """The named size with the overrides applied."""
+        size = SIZES[self.size]
         given = {name: getattr(self, name) for name in _OVERRIDES}
-        return SIZES[self.size]._replace(**{k: v for k, v in given.items() if v is not None})
+        if given["heads"] is not None and given["key_value_heads"] is None:
+            size = size._replace(key_value_heads=None)
+        return size._replace(**{k: v for k, v in given.items() if v is not None})
+
+    def transformer(self, vocabulary_size: int, sequence_length: int) -> TransformerConfig:
+        """Return the configuration of the transformer.
+
+        Raises:
+            ConfigError: If an option is invalid.
+        """
+        values = {**self.dimensions._asdict(), **self.options}
+        try:
+            return TransformerConfig(vocabulary_size, sequence_length, **values)
+        except (TypeError, ValueError) as error:
+            raise ConfigError("model.options", self.options, str(error)) from None
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)
@@ -142,13 +171,20 @@ class ModelConfig:
             raise ConfigError(f"model.{name}", value, f"must be from 1 to {most:,}")
 
     def _check_transformer(self) -> None:
-        _, dimension, heads, _ = self.dimensions
+        _, dimension, heads, _, groups, *_ = self.dimensions
         if dimension % (2 * heads):
             raise ConfigError(
                 "model.heads",
                 heads,
                 f"does not divide model.dimension = {dimension} into heads of even width, which "
                 f"rotary embeddings need; choose {_fitting_heads(dimension, heads)}",
+            )
+        if heads % (groups or heads):
+            raise ConfigError(
+                "model.key_value_heads",
+                groups,
+                f"does not divide model.heads = {heads}; each head of keys and values serves the "
+                "same number of heads",
             )
         for option in self.options:
             if option not in _TRANSFORMER_OPTIONS:
@@ -157,6 +193,7 @@ class ModelConfig:
                     self.options[option],
                     f"the transformer has no such option; {nearest(option, _TRANSFORMER_OPTIONS)}",
                 )
+        self.transformer(vocabulary_size=1, sequence_length=1)
 
 
 def _fitting_heads(dimension: int, heads: int) -> str:

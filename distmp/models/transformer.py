@@ -1,12 +1,14 @@
 """The default model: a decoder-only transformer.
 
-It has RMSNorm before each part, rotary positions, SwiGLU and causal scaled-dot-product attention.
+It has RMSNorm before each part, rotary positions, SwiGLU and causal scaled-dot-product attention,
+like Llama 3. Grouped-query attention and norms of queries and keys are options.
 Every module that owns parameters has a `reset_parameters`: a model built on the meta device is
 initialized by `to_empty` and a reset of each module.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +21,55 @@ _STD = 0.02
 
 
 @dataclass(frozen=True)
+class RotaryScaling:
+    """How Llama 3.1 stretches the wavelengths of rotary positions.
+
+    Wavelengths shorter than `length / high_frequency` tokens stay as they are, those longer than
+    `length / low_frequency` are multiplied by `factor`, and those between are interpolated.
+    """
+
+    factor: float = 8.0
+    """Stretches the longest wavelengths; from 1."""
+
+    low_frequency: float = 1.0
+    """Number of waves in `length` tokens up to which a wavelength is stretched fully."""
+
+    high_frequency: float = 4.0
+    """Number of waves in `length` tokens from which a wavelength is not stretched; larger than
+    `low_frequency`."""
+
+    length: int = 8192
+    """Longest sequence of the first training, in tokens."""
+
+    def __post_init__(self) -> None:
+        """Check the values.
+
+        Raises:
+            ValueError: If they make no sense.
+        """
+        if not (self.factor >= 1 and 0 < self.low_frequency < self.high_frequency):
+            raise ValueError(
+                "rotary_scaling: factor must be 1 or more, and low_frequency between 0 and "
+                f"high_frequency, not {self}"
+            )
+        if self.length < 1:
+            raise ValueError(f"rotary_scaling: length must be 1 or more, not {self.length}")
+
+    def scaled(self, frequencies: Tensor) -> Tensor:
+        """Return the frequencies in radians per token after the stretch."""
+        waves = self.length * frequencies / (2 * math.pi)
+        kept = (waves - self.low_frequency) / (self.high_frequency - self.low_frequency)
+        kept = kept.clamp(0, 1)
+        return frequencies * (kept + (1 - kept) / self.factor)
+
+
+@dataclass(frozen=True)
 class TransformerConfig:
-    """Dimensions of a transformer. `dimension` is a multiple of twice `heads`."""
+    """Dimensions of a transformer. `dimension` is a multiple of twice `heads`.
+
+    Raises:
+        ValueError: If dimensions do not fit together.
+    """
 
     vocabulary_size: int
     """Number of token ids."""
@@ -45,6 +94,37 @@ class TransformerConfig:
 
     rotary_base: float = 10_000.0
     """Approximate ratio of the longest to the shortest wavelength of the rotary positions."""
+
+    key_value_heads: int | None = None
+    """Number of heads of keys and values; each serves a group of heads. It divides `heads`. None:
+    as many as heads."""
+
+    qk_norm: bool = False
+    """Whether queries and keys have an RMSNorm, over the width of a head, before their rotation."""
+
+    rotary_scaling: RotaryScaling | None = None
+    """Stretches long wavelengths, for longer sequences than those of the first training."""
+
+    norm_epsilon: float = 1e-5
+    """Added to the mean square in each norm."""
+
+    def __post_init__(self) -> None:
+        """Check the dimensions, and read `rotary_scaling` if it is a mapping (from a file)."""
+        if self.dimension % (2 * self.heads):
+            raise ValueError(
+                f"dimension = {self.dimension} is no multiple of twice heads = {self.heads}"
+            )
+        if self.heads % self.groups:
+            raise ValueError(
+                f"key_value_heads = {self.key_value_heads} does not divide heads = {self.heads}"
+            )
+        if isinstance(self.rotary_scaling, dict):
+            object.__setattr__(self, "rotary_scaling", RotaryScaling(**self.rotary_scaling))
+
+    @property
+    def groups(self) -> int:
+        """Number of heads of keys and values."""
+        return self.key_value_heads or self.heads
 
 
 class Projection(nn.Linear):
@@ -118,8 +198,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: TransformerConfig, residual_std: float) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.query_key_value = Projection(config.dimension, 3 * config.dimension)
+        self.heads, self.groups = config.heads, config.groups
+        width = config.dimension // config.heads
+        self.query_key_value = Projection(
+            config.dimension, (config.heads + 2 * config.groups) * width
+        )
+        self.query_norm = RMSNorm(width, config.norm_epsilon) if config.qk_norm else None
+        self.key_norm = RMSNorm(width, config.norm_epsilon) if config.qk_norm else None
         self.output = Projection(config.dimension, config.dimension, residual_std)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -132,10 +217,20 @@ class Attention(nn.Module):
             sine: Signed sines of the rotary angles, with the same shape and dtype.
         """
         batch, time, dimension = x.shape
-        parts = self.query_key_value(x).view(batch, time, 3 * self.heads, -1)
-        query_key, value = parts.split((2 * self.heads, self.heads), dim=2)
-        query, key = rotate(query_key, cosine, sine).transpose(1, 2).chunk(2, dim=1)
-        mixed = F.scaled_dot_product_attention(query, key, value.transpose(1, 2), is_causal=True)
+        parts = self.query_key_value(x).view(batch, time, self.heads + 2 * self.groups, -1)
+        query_key, value = parts.split((self.heads + self.groups, self.groups), dim=2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = query_key.split((self.heads, self.groups), dim=2)
+            query_key = torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
+        query_key = rotate(query_key, cosine, sine).transpose(1, 2)
+        query, key = query_key.split((self.heads, self.groups), dim=1)
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.groups != self.heads,
+        )
         output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, dimension))
         return output
 
@@ -162,9 +257,9 @@ class TransformerBlock(nn.Module):
         super().__init__()
         # Scaled so that the variance of the residual stream does not grow with depth.
         residual_std = _STD / (2 * config.layers) ** 0.5
-        self.attention_norm = RMSNorm(config.dimension)
+        self.attention_norm = RMSNorm(config.dimension, config.norm_epsilon)
         self.attention = Attention(config, residual_std)
-        self.feed_forward_norm = RMSNorm(config.dimension)
+        self.feed_forward_norm = RMSNorm(config.dimension, config.norm_epsilon)
         self.feed_forward = FeedForward(config, residual_std)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -183,7 +278,7 @@ class Transformer(nn.Module):
         self.config = config
         self.embedding = TokenEmbedding(config.vocabulary_size, config.dimension)
         self.blocks = nn.ModuleList(TransformerBlock(config) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dimension)
+        self.norm = RMSNorm(config.dimension, config.norm_epsilon)
         # A tied head is not a module: `to_empty` would turn a shared parameter into two.
         self.head = None if config.tied_head else Head(config.dimension, config.vocabulary_size)
 
@@ -208,8 +303,14 @@ class Transformer(nn.Module):
                 f"a sequence of {time} tokens, and model.sequence_length is"
                 f" {self.config.sequence_length}"
             )
-        width = self.config.dimension // self.config.heads
-        cosine, sine = rotary_tables(time, width, self.config.rotary_base, tokens.device)
+        config = self.config
+        cosine, sine = rotary_tables(
+            time,
+            config.dimension // config.heads,
+            config.rotary_base,
+            tokens.device,
+            config.rotary_scaling,
+        )
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, cosine, sine)
@@ -228,7 +329,11 @@ def project(x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
 
 
 def rotary_tables(
-    time: int, width: int, base: float, device: torch.device
+    time: int,
+    width: int,
+    base: float,
+    device: torch.device,
+    scaling: RotaryScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the tables of rotary positions: cosine, and sine with the signs of a rotation.
 
@@ -240,13 +345,17 @@ def rotary_tables(
         width: Width of an attention head.
         base: Approximate ratio of the longest to the shortest wavelength.
         device: Device of the tables.
+        scaling: Stretches long wavelengths.
 
     Returns:
         Two FP32 tensors [time, 1, width]. Both halves of the last dimension hold the same angles.
     """
     pairs = torch.arange(0, width, 2, dtype=torch.float32, device=device)
     positions = torch.arange(time, dtype=torch.float32, device=device)
-    angles = positions[:, None, None] * base ** (-pairs / width)
+    frequencies = base ** (-pairs / width)
+    if scaling is not None:
+        frequencies = scaling.scaled(frequencies)
+    angles = positions[:, None, None] * frequencies
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 

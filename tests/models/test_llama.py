@@ -1,0 +1,133 @@
+"""Distmp's transformer and transformers' Llama and Qwen3: the same logits, in both directions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from distmp import cli
+from distmp.checkpoint import store
+from distmp.errors import ConfigError
+from distmp.export.weights import load_weights
+from distmp.models import llama
+from distmp.models.architecture import TRANSFORMER, architecture
+from distmp.models.settings import ModelConfig
+from distmp.models.transformer import RotaryScaling, Transformer, TransformerConfig
+from tests.reference import assert_same_bits
+
+transformers = pytest.importorskip("transformers")
+AUTO = transformers.AutoModelForCausalLM
+
+PLAIN = TransformerConfig(61, 64, 2, 32, 4, 24)
+CASES = {
+    "plain": PLAIN,
+    "grouped": TransformerConfig(61, 64, 2, 32, 4, 24, tied_head=False, key_value_heads=2),
+    "one group": TransformerConfig(61, 64, 2, 32, 4, 24, key_value_heads=1, norm_epsilon=1e-3),
+    "scaled": TransformerConfig(
+        61, 64, 2, 32, 4, 24, rotary_base=500.0, rotary_scaling=RotaryScaling(4.0, 1.0, 4.0, 16)
+    ),
+    "qwen3": TransformerConfig(61, 64, 2, 32, 4, 24, key_value_heads=2, qk_norm=True),
+}
+
+
+def spread(model: Transformer) -> Transformer:
+    """Make logits depend on every weight: larger ones, and norms that are not one."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.rand_like(parameter) + 0.5 if "norm" in name else parameter * 8)
+    return model
+
+
+def tokens() -> Tensor:
+    return torch.randint(61, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def exported(folder: Path, model: Transformer) -> Path:
+    tensors = {f"model/{name}": value for name, value in model.state_dict().items()}
+    path = store.save(
+        folder / "run", 1, tensors, {"model": architecture(model, ModelConfig())}, keep=1
+    )
+    options = ["--format=transformers", "--max-shard-size=10KB"]
+    assert cli.main(["export", str(path), f"--to={folder / 'llama'}", *options]) == 0
+    return folder / "llama"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_exported_transformer_has_the_same_logits_in_transformers(
+    case: str, tmp_path: Path
+) -> None:
+    model = spread(Transformer(CASES[case]))
+    folder = exported(tmp_path, model)
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    theirs, report = AUTO.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, attn_implementation="eager"
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert type(theirs).__name__ == f"{'Qwen3' if case == 'qwen3' else 'Llama'}ForCausalLM"
+    found, expected = theirs(tokens()).logits, model(tokens())
+    assert expected.std() > 0.1
+    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_of_transformers_load_into_the_transformer(case: str, tmp_path: Path) -> None:
+    described = llama.describe(CASES[case], "float32")
+    torch.manual_seed(5)
+    theirs = AUTO.from_config(transformers.AutoConfig.for_model(**described))
+    theirs.save_pretrained(tmp_path, max_shard_size="10KB")
+    model = Transformer(CASES[case])
+    load_weights(model, tmp_path)
+    found, expected = model(tokens()), theirs(tokens()).logits
+    assert (found - expected).abs().max() < 1e-5 + 1e-4 * expected.abs().max()
+
+
+def test_both_ways_keep_the_bits(tmp_path: Path) -> None:
+    model = spread(Transformer(CASES["grouped"]))
+    again = Transformer(CASES["grouped"])
+    load_weights(again, exported(tmp_path, model))
+    assert_same_bits(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act = gelu for silu"),
+        ({"num_attention_heads": 2}, "num_attention_heads = 2 for 4"),
+        ({"rope_theta": 7.0}, r"rope_theta = 7\.0 for 10000\.0"),
+        ({"attention_bias": True}, "attention_bias = True for False"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling"),
+    ],
+)
+def test_a_configuration_that_differs_is_refused(changed: dict[str, Any], message: str) -> None:
+    described = llama.describe(PLAIN, "float32")
+    llama.check_same(described, PLAIN, "folder")
+    llama.check_same({**described, "max_position_embeddings": 7}, PLAIN, "folder")
+    with pytest.raises(ConfigError, match=message):
+        llama.check_same({**described, **changed}, PLAIN, "folder")
+
+
+def test_a_description_with_everything_can_be_rebuilt() -> None:
+    for config in CASES.values():
+        described = architecture(Transformer(config), ModelConfig())
+        assert described.pop("model_type") == TRANSFORMER
+        assert TransformerConfig(**described) == config
+
+
+def test_settings_that_do_not_fit_are_one_message() -> None:
+    for settings, message in (
+        ({"key_value_heads": 3}, r"^model\.key_value_heads = 3: does not divide model\.heads = 5"),
+        ({"options": {"rotary_scaling": {"factor": 0.5}}}, "factor must be 1 or more"),
+        ({"options": {"rotary_scaling": {"facto": 2}}}, "facto"),
+        ({"options": {"rotary_scaling": {"length": 0}}}, "length must be 1 or more"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            ModelConfig(**settings)  # type: ignore[arg-type]
+    assert ModelConfig(size="8b", heads=64).dimensions.key_value_heads is None
+    assert ModelConfig(size="8b").dimensions.key_value_heads == 8
