@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -96,6 +97,12 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
                 config.options,
                 f"{config.name!r} takes none; name a scheduler of torch.optim.lr_scheduler",
             )
+        if (config.decay_steps or 0) > max(0, steps - config.warmup_steps):
+            raise ConfigError(
+                "schedule.decay_steps",
+                config.decay_steps,
+                f"is more than the run has after its warm-up ({steps} - {config.warmup_steps})",
+            )
         return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
     if config.name in NOT_BY_NAME:
         raise ConfigError("schedule.name", config.name, NOT_BY_NAME[config.name])
@@ -161,5 +168,14 @@ def _shape(
         group = optimizer.param_groups[0]
         peak = float(group.get("initial_lr", group["lr"]))
         return lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=peak * config.final)
+    if config.name == "wsd":
+        decay = config.decay_steps if config.decay_steps is not None else max(1, steps // 10)
+        return lr_scheduler.LambdaLR(optimizer, partial(_stable_then_decay, steps, decay, config))
     end = config.final if config.name == "linear" else 1.0
     return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=end, total_iters=steps)
+
+
+def _stable_then_decay(steps: int, decay: int, config: ScheduleConfig, update: int) -> float:
+    """Return the share of the peak at an update, counted after the warm-up."""
+    done = min(1.0, max(0, update - (steps - decay)) / decay) if decay else 0.0
+    return 1.0 + done * (config.final - 1.0)

@@ -66,16 +66,28 @@ class ScheduleConfig:
     """The learning rate as a function of the number of applied updates."""
 
     name: str = "cosine"
-    """cosine, linear, constant, or a scheduler of torch.optim.lr_scheduler by its name."""
+    """cosine, linear, constant, wsd (warm-up, stable, decay: constant, then linear over the last
+    `decay_steps`), or a scheduler of torch.optim.lr_scheduler by its name."""
     warmup_steps: int = 0
     """Number of updates over which the learning rate rises linearly to its peak."""
     final: float = 0.1
-    """Learning rate at the end of cosine and linear, as a share of the peak from 0 to 1."""
+    """Learning rate at the end of cosine, linear and wsd, as a share of the peak from 0 to 1."""
+    decay_steps: int | None = None
+    """Number of updates over which wsd falls from the peak, at the end of the run; null: a tenth of
+    those after the warm-up."""
     options: dict[str, Any] = field(default_factory=dict, metadata={"takes": _is_schedule_option})
     """Arguments of a torch scheduler."""
 
     def __post_init__(self) -> None:
         if self.warmup_steps < 0:
             raise ConfigError("schedule.warmup_steps", self.warmup_steps, "use 0 or more updates")
+        if self.decay_steps is not None and self.name != "wsd":
+            raise ConfigError(
+                "schedule.decay_steps",
+                self.decay_steps,
+                f"{self.name} does not use it; set schedule.name to wsd",
+            )
+        if self.decay_steps is not None and self.decay_steps < 0:
+            raise ConfigError("schedule.decay_steps", self.decay_steps, "use 0 or more updates")
         if not 0 <= self.final <= 1:
             raise ConfigError("schedule.final", self.final, "use a share from 0 to 1")

@@ -175,7 +175,7 @@ def test_a_schedule_of_torch_is_torchs_own(name: str, warmup_steps: int) -> None
 
 @pytest.mark.parametrize("warmup_steps", [0, 1, 6])
 @pytest.mark.parametrize("final", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant", "wsd"])
 def test_own_shapes(name: str, final: float, warmup_steps: int) -> None:
     peak, length = 0.5, STEPS - warmup_steps
 
@@ -183,12 +183,26 @@ def test_own_shapes(name: str, final: float, warmup_steps: int) -> None:
         done = update / length
         if name == "cosine":
             return peak * (final + (1 - final) * (1 + math.cos(math.pi * done)) / 2)
+        if name == "wsd":
+            late = update - (length - 4)
+            return peak if late <= 0 else peak * (1 + (final - 1) * late / 4)
         return peak * (1 + (final - 1) * done) if name == "linear" else peak
 
     expected = [peak * (step + 1) / (warmup_steps + 1) for step in range(warmup_steps)]
     expected += [shape(update) for update in range(length)]
-    config = ScheduleConfig(name, warmup_steps=warmup_steps, final=final)
+    decay = 4 if name == "wsd" else None
+    config = ScheduleConfig(name, warmup_steps=warmup_steps, final=final, decay_steps=decay)
     assert rates_of(config) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_the_decay_of_wsd_by_default_and_without_one() -> None:
+    ended = ScheduleConfig("wsd", final=0.0)
+    # A tenth of the steps; the last update has not reached the end yet.
+    assert rates_of(ended) == pytest.approx(
+        [0.5] * (STEPS - STEPS // 10 + 1)
+        + [0.5 * (1 - late / (STEPS // 10)) for late in range(1, STEPS // 10)]
+    )
+    assert set(rates_of(ScheduleConfig("wsd", decay_steps=0))) == {0.5}
 
 
 def test_shapes_keep_the_ratio_of_groups() -> None:
@@ -215,6 +229,9 @@ def test_shapes_keep_the_ratio_of_groups() -> None:
         ({"name": "ReduceLROnPlateau"}, r"schedule\.name = 'ReduceLROnPlateau'"),
         ({"name": "LRScheduler"}, r"schedule\.name = 'LRScheduler'"),
         ({"name": "cosine", "options": {"a": 1}}, r"schedule\.options = .*'cosine' takes none"),
+        ({"name": "linear", "decay_steps": 3}, r"schedule\.decay_steps = 3: linear does not use"),
+        ({"name": "wsd", "decay_steps": -3}, r"schedule\.decay_steps = -3"),
+        ({"name": "wsd", "decay_steps": 10**6}, "is more than the run has"),
         ({"warmup_steps": -1}, r"schedule\.warmup_steps = -1"),
         ({"final": 1.5}, r"schedule\.final = 1\.5"),
         ({"final": math.nan}, r"schedule\.final = nan"),
