@@ -65,7 +65,7 @@ class _Pending:
 class CheckpointWriter:
     """Saves the state of a run when it is due, one save at a time.
 
-    Every rank creates one and calls `is_due`, `save`, `save_now` and `finish` in the same steps,
+    Every rank creates one and calls `is_due`, `save` and `finish` in the same steps,
     inside a `with` block. After the block no save is pending, so process groups can be destroyed.
 
     Args:
@@ -140,10 +140,12 @@ class CheckpointWriter:
         numbers: dict[str, Any],
         held: Collection[str] = (),
         unhealthy: str | None = None,
+        *,
+        wait: bool = False,
     ) -> None:
         """Save the state of `step`; the state may change as soon as this returns. Collective.
 
-        Waits for a save that is still pending.
+        Waits for a save that is still pending. Does not raise if writing fails.
 
         Args:
             step: Number of steps done.
@@ -153,17 +155,28 @@ class CheckpointWriter:
                 optimizer state. In a healthy state they are finite. A buffer may hold an infinite
                 value on purpose, such as a mask.
             unhealthy: Why the state is unhealthy, if that is known; see `store.save`.
+            wait: Return when the state is written, and do nothing if `step` is saved already.
 
         Raises:
             RuntimeError: If ranks save asynchronously outside of the `with` block.
         """
-        if not self._settings.asynchronous:
-            self.save_now(step, tensors, numbers, held, unhealthy)
+        write = functools.partial(
+            store.save,
+            self._directory,
+            step,
+            numbers=numbers,
+            keep=self._settings.retention,
+            permit=self._permit,
+            finite=held,
+            unhealthy=unhealthy,
+        )
+        if wait or not self._settings.asynchronous:
+            self._save_now(step, tensors, write)
             return
         if self._world.group is not None and self._group is None:
             raise RuntimeError("a checkpoint writer saves only inside its `with` block")
         self.finish()
-        if self._stopped:  # the trainer calls `save_now` next
+        if self._stopped:  # the trainer saves with `wait` next
             return
         started = time.perf_counter()
         self._clock.restart(step)
@@ -171,7 +184,7 @@ class CheckpointWriter:
         pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
             target=self._write,
-            args=(pending, self._save(step, numbers, held, unhealthy), self._group),
+            args=(pending, write, self._group),
             name=f"checkpoint of step {step}",
             daemon=True,  # a save that hangs must not keep a failed rank alive
         )
@@ -179,18 +192,9 @@ class CheckpointWriter:
         pending.thread.start()
         self.stalled_seconds += time.perf_counter() - started
 
-    def save_now(
-        self,
-        step: int,
-        tensors: dict[str, Tensor],
-        numbers: dict[str, Any],
-        held: Collection[str] = (),
-        unhealthy: str | None = None,
+    def _save_now(
+        self, step: int, tensors: dict[str, Tensor], write: Callable[..., store.Location]
     ) -> None:
-        """Save the state of `step` as `save` does, and wait until it is written. Collective.
-
-        Does nothing if `step` is saved already. Like `save`, it does not raise if writing fails.
-        """
         self.finish()
         if self.saved_step == step:
             return
@@ -198,7 +202,7 @@ class CheckpointWriter:
         self._clock.restart(step)
         problem = None
         try:
-            self._save(step, numbers, held, unhealthy)(tensors)
+            write(tensors)
         except CheckpointError as error:
             problem = str(error)
         self._record(step, problem, time.perf_counter() - started)
@@ -255,29 +259,10 @@ class CheckpointWriter:
         self._join(timeout=None if together else 0.0 if interrupted else PATIENCE_SECONDS)
         self._group = None
 
-    def _save(
-        self,
-        step: int,
-        numbers: dict[str, Any],
-        held: Collection[str],
-        unhealthy: str | None,
-    ) -> Callable[..., store.Location]:
-        """Return `store.save` with all arguments but the tensors and the group."""
-        return functools.partial(
-            store.save,
-            self._directory,
-            step,
-            numbers=numbers,
-            keep=self._settings.retention,
-            permit=self._permit,
-            finite=held,
-            unhealthy=unhealthy,
-        )
-
     def _write(
         self,
         pending: _Pending,
-        save: Callable[..., store.Location],
+        write: Callable[..., store.Location],
         group: dist.ProcessGroup | None,
     ) -> None:
         """Write a snapshot, in the writing thread."""
@@ -289,7 +274,7 @@ class CheckpointWriter:
                 torch.cuda.set_device(self._world.device)
             goal = f"save {path}"
             tensors = all_or_checkpoint_error(Ranks(group), goal, pending.snapshot.complete)
-            save(tensors, group=group)
+            write(tensors, group=group)
             pending.problem = None
         except CheckpointError as error:
             pending.problem = str(error)

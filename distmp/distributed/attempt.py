@@ -46,7 +46,8 @@ class Agreement:
     Args:
         store: A store that outlives the ranks; only agreements use this connection.
         environment: Rank and number of ranks.
-        restarts: Restarts that the agent of this rank counts; that of rank 0 is the least number.
+        restarts: Restarts that the agent of this rank counts. The number of the attempt is at
+            least that of rank 0.
         limit_seconds: Time without a further rank after which `number` fails.
 
     Attributes:

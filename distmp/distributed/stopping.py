@@ -98,7 +98,6 @@ class StopSignals:
         self._before: dict[int, signal._HANDLER] = {}
 
     def __enter__(self) -> StopSignals:
-        StopSignals._depth += 1
         for number in STOP_SIGNALS:
             always = number in (signal.SIGINT, signal.SIGTERM)
             if always or signal.getsignal(number) in (signal.SIG_DFL, _exit):
@@ -106,6 +105,7 @@ class StopSignals:
         if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
             handler = self._handle if is_under_torchrun() else signal.SIG_IGN
             self._before[signal.SIGHUP] = signal.signal(signal.SIGHUP, handler)
+        StopSignals._depth += 1
         return self
 
     def __exit__(

@@ -143,7 +143,8 @@ def _numbered(variables: Variables, hostname: str) -> Job:
     head = variables.get(source.head, "").split()
     evidence = _numbered_evidence(variables)
     several = (
-        f"{evidence}: this is one of several machines; `--environment local` trains on it alone"
+        f"{evidence}: this is one of several machines; `--environment local` trains on this "
+        "machine only"
     )
     return Job(
         "variables",

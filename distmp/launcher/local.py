@@ -148,8 +148,7 @@ def run_ranks(
         return 0
     if plan.endpoint is not None:
         return _run_with_others(plan, plan.endpoint, command, torchrun_arguments, options)
-    parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
-    _apply(plan, command, parsed, torchrun_arguments)
+    parsed = _apply(plan, command, torchrun_arguments)
     with port_conflicts_explained():
         return _run(parsed)
 
@@ -162,9 +161,10 @@ def _run_with_others(
     options: LaunchOptions,
 ) -> int:
     """Join the rendezvous that the launcher itself opens, and run the ranks of this machine."""
-    parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
-    if not endpoint.provisional:
-        _apply(plan, command, parsed, torchrun_arguments)
+    if endpoint.provisional:
+        parsed = _parse(plan, command, torchrun_arguments)  # an error before any wait
+    else:
+        parsed = _apply(plan, command, torchrun_arguments)
     rendezvous = Rendezvous.open(endpoint, log)
     with (
         failures_explained(rendezvous),
@@ -177,8 +177,7 @@ def _run_with_others(
             plan = plan_here(torchrun_arguments, options, {endpoint.head: address})
             assert plan.endpoint is not None
             rendezvous.move_to(plan.endpoint)
-            parsed = parse([*plan.torchrun(), *command], torchrun_arguments)
-            _apply(plan, command, parsed, torchrun_arguments)
+            parsed = _apply(plan, command, torchrun_arguments)
         os.environ.update(_store_variables(rendezvous.endpoint))
         code = _run(parsed)
     if code == 0:
@@ -201,10 +200,13 @@ def _store_variables(endpoint: Endpoint) -> dict[str, str]:
     }
 
 
-def _apply(
-    plan: Plan, command: list[str], parsed: Namespace, torchrun_arguments: list[str]
-) -> None:
-    """Set the plan's variables, check the options, and log what is run."""
+def _parse(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Namespace:
+    return parse([*plan.torchrun(), *command], torchrun_arguments)
+
+
+def _apply(plan: Plan, command: list[str], torchrun_arguments: list[str]) -> Namespace:
+    """Set the plan's variables, check the options, log what is run, and return the options."""
+    parsed = _parse(plan, command, torchrun_arguments)
     os.environ.update({name: choice.value for name, choice in plan.variables.items()})
     # torchrun warns about variables that are not set.
     check(parsed, torchrun_arguments)
@@ -213,6 +215,7 @@ def _apply(
     names = dict.fromkeys(("OMP_NUM_THREADS", *plan.variables))
     variables = [f"{name}={os.environ[name]}" for name in names]
     log(" ".join([*variables, shlex.join(masked(["torchrun", *plan.torchrun(), *command]))]))
+    return parsed
 
 
 def plan_here(

@@ -231,10 +231,11 @@ def _record_start(
     checkpoint: store.StoredCheckpoint | None,
 ) -> None:
     """Write the configuration and the manifest, and print the folder of the run."""
+    step = 0 if checkpoint is None else stored_progress(checkpoint).step
     console.message(f"run directory: {directory.path}")
     if checkpoint is not None:
         console.message(f"continuing from {checkpoint}{_which(config, directory)}")
-        if (step := checkpoint.numbers.get("step", 0)) >= config.steps:
+        if step >= config.steps:
             console.message(
                 f"nothing is left to train: the checkpoint is of step {step}, and "
                 f"steps = {config.steps}"
@@ -247,7 +248,7 @@ def _record_start(
         directory.manifest,
         world,
         settings.to_mapping(config),
-        first_step=0 if checkpoint is None else checkpoint.numbers.get("step", 0),
+        first_step=step,
     )
 
 

@@ -387,13 +387,20 @@ Two = tuple[Jobs, Process, Process]
 
 
 @pytest.fixture
-def two() -> Iterator[Two]:
-    """Two jobs: at time 0, the first one owns the folder, and the second one begins to watch it."""
+def new() -> Iterator[Two]:
+    """Two jobs that begin at time 0."""
     with contextlib.closing(Jobs(2)) as jobs:
         first, second = jobs.jobs
-        jobs.until(first, "")
-        jobs.until(second, "sleep")
         yield jobs, first, second
+
+
+@pytest.fixture
+def two(new: Two) -> Two:
+    """Two jobs: at time 0, the first one owns the folder, and the second one begins to watch it."""
+    jobs, first, second = new
+    jobs.until(first, "")
+    jobs.until(second, "sleep")
+    return new
 
 
 def test_a_write_after_the_end_of_the_lease_does_not_count(two: Two) -> None:
@@ -422,17 +429,16 @@ def test_a_renewal_counts_from_its_start(two: Two) -> None:
     assert second.lease.is_valid
 
 
-def test_a_new_lease_counts_from_its_start() -> None:
-    with contextlib.closing(Jobs(2)) as jobs:
-        first, second = jobs.jobs
-        jobs.until(first, "create")
-        jobs.until(second, "sleep")
-        jobs.now = leases.SECONDS - 1
-        jobs.until(first, "")
-        assert first.lease.is_valid
-        jobs.now = leases.SECONDS
-        jobs.until(second, "")
-        assert second.lease.is_valid
+def test_a_new_lease_counts_from_its_start(new: Two) -> None:
+    jobs, first, second = new
+    jobs.until(first, "create")
+    jobs.until(second, "sleep")
+    jobs.now = leases.SECONDS - 1
+    jobs.until(first, "")
+    assert first.lease.is_valid
+    jobs.now = leases.SECONDS
+    jobs.until(second, "")
+    assert second.lease.is_valid
 
 
 def test_a_lease_that_is_renewed_after_it_was_read_is_not_taken(two: Two) -> None:
@@ -445,15 +451,14 @@ def test_a_lease_that_is_renewed_after_it_was_read_is_not_taken(two: Two) -> Non
     assert first.lease.is_valid
 
 
-def test_a_late_creation_of_an_older_number_does_not_count() -> None:
-    with contextlib.closing(Jobs(2)) as jobs:
-        first, second = jobs.jobs
-        jobs.until(second, "exists")  # number 1 does not
-        for action in ("claim", "release", "claim"):
-            jobs.until(first, "", action)
-        jobs.until(second, "create")
-        jobs.go_on(second, 20)
-        assert first.lease.is_valid
+def test_a_late_creation_of_an_older_number_does_not_count(new: Two) -> None:
+    jobs, first, second = new
+    jobs.until(second, "exists")  # number 1 does not
+    for action in ("claim", "release", "claim"):
+        jobs.until(first, "", action)
+    jobs.until(second, "create")
+    jobs.go_on(second, 20)
+    assert first.lease.is_valid
 
 
 def test_a_job_that_releases_its_lease_owns_nothing_any_more(two: Two) -> None:

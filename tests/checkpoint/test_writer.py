@@ -208,7 +208,7 @@ def _save_often(directory: Path) -> tuple[list[int], int]:
             for step in (1, 2, 3):
                 saving.save(step, {"step": torch.tensor(step)}, {})
             assert saving.stalled_seconds > 0.1, "waiting for the save before is a stall"
-            saving.save_now(4, {"step": torch.tensor(4)}, {})
+            saving.save(4, {"step": torch.tensor(4)}, {}, wait=True)
     return saved, most
 
 
@@ -223,12 +223,12 @@ def test_saves_wait_for_each_other(tmp_path: Path) -> None:
 def test_what_is_saved_is_not_saved_again(tmp_path: Path) -> None:
     with make_writer(tmp_path) as saving:
         saving.save(3, {"a": torch.ones(1)}, {"first": True})
-        saving.save_now(3, {"a": torch.ones(1)}, {"first": False})
+        saving.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
         assert saving.saved_step == 3
         assert store.StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": True}
         # The run has gone back, and reaches step 3 with another state.
         saving.resumed(1, saved=True)
-        saving.save_now(3, {"a": torch.ones(1)}, {"first": False})
+        saving.save(3, {"a": torch.ones(1)}, {"first": False}, wait=True)
         assert store.StoredCheckpoint(tmp_path / "step-000003").numbers == {"first": False}
 
 
@@ -303,8 +303,7 @@ def _fail_once(directory: Path, on_failure: str, asynchronous: bool) -> dict[str
                     monkeypatch.setattr(FileSystemWriter, "write_data", _disk_full)
                 tensors = {f"weight {n}": torch.full((5,), float(step)) for n in range(4)}
                 # A run that stops saves its last state in this way.
-                save = saving.save_now if step == 3 else saving.save
-                save(step, tensors, {"step": step})
+                saving.save(step, tensors, {"step": step}, wait=step == 3)
                 saving.finish()
             stops.append(saving.wants_stop)
             if step == 2:
@@ -346,7 +345,7 @@ def test_a_failed_save_leaves_nothing_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with make_writer(tmp_path) as saving:
-        saving.save_now(1, {"a": torch.ones(1)}, {})
+        saving.save(1, {"a": torch.ones(1)}, {}, wait=True)
         monkeypatch.setattr(LocalStorage, "publish", _disk_full)
         saving.save(2, {"a": torch.ones(1)}, {})
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

@@ -82,7 +82,7 @@ class Checkpointing(Callback):
     def save_now(self, trainer: Trainer) -> None:
         """Save the current state, unless it is saved, and wait until it is written."""
         current_phase.enter(SAVING, transfers=True)
-        self.writer.save_now(*_state(trainer))
+        self.writer.save(*_state(trainer), wait=True)
 
     def advice(self, trainer: Trainer) -> str:
         """Return which checkpoint a run that cannot continue goes back to. Collective."""
