@@ -94,6 +94,12 @@ def microbatches_per_rank(global_batch_size: int, microbatch_size: int, world_si
     ):
         if value < 1:
             raise ConfigError(name, value, "must be at least 1")
+    if microbatch_size > global_batch_size:
+        raise ConfigError(
+            "batch.microbatch_size",
+            microbatch_size,
+            f"must be at most batch.global_batch_size = {global_batch_size}",
+        )
     unit = microbatch_size * world_size
     count, rest = divmod(global_batch_size, unit)
     if rest:

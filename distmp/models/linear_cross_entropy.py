@@ -6,6 +6,7 @@ several tensors of that size. Here they exist for a few tokens at a time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,8 +44,10 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         The sum in nats, FP32, 0-dim.
     """
     kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    with torch.autocast(kind, enabled=False):
+    # The meta device, on which work is counted, has no autocast.
+    casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if casts else None
+    with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
         loss_sum: Tensor = _LinearCrossEntropy.apply(
             hidden.flatten(0, -2), weight, targets.flatten(), dtype, torch.is_grad_enabled()
         )
@@ -160,7 +163,9 @@ class _Product:
         if self._of_hidden is not None:
             self._of_hidden[rows] = gradient @ self._cast
         if self._of_weight is not None and gradient.dtype == torch.float32:
-            self._of_weight.addmm_(gradient.T, self._part(rows))
+            # torch's FlopCounterMode does not count `addmm_`.
+            total = self._of_weight
+            torch.addmm(total, gradient.T, self._part(rows), out=total)
         elif self._of_weight is not None:
             # The product of a few rows is rounded to 16 bits, and the sum of products is not.
             self._of_weight += gradient.T @ self._part(rows)

@@ -135,7 +135,8 @@ def test_microbatches_per_rank() -> None:
     ("sizes", "message"),
     [
         ((100, 8, 3), "= 8 x 3 = 24; nearest: 96 or 120"),
-        ((4, 8, 1), "nearest: 8$"),
+        ((4, 2, 4), "nearest: 8$"),
+        ((4, 8, 1), "microbatch_size = 8: must be at most batch.global_batch_size = 4"),
         ((0, 8, 1), "global_batch_size = 0: must be at least 1"),
         ((8, 0, 1), "microbatch_size = 0: must be at least 1"),
     ],
