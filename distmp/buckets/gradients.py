@@ -41,6 +41,7 @@ from distmp.buckets.used import UsedParameters
 from distmp.distributed.collectives import has_native_reduce_scatter
 from distmp.distributed.compare_ranks import check_same, describe_parameters
 from distmp.distributed.lost_peers import explain_lost_peers
+from distmp.distributed.machines import exchange_groups
 from distmp.errors import ConfigError, TrainingError
 from distmp.scaling.norms import CHUNK, chunk_norms
 
@@ -95,7 +96,8 @@ class Fp32GradBuckets:
         bucket_bytes: A bucket is closed once it has this many bytes; None takes 25 MiB, on CPUs
             6 MiB.
         reduce_dtype: Communication dtype: float32, or bfloat16 or float16 by all-to-all, summed in
-            FP32 in rank order, so that each value is rounded once before the sum.
+            FP32 in a fixed order, so that each value is rounded once before the sum. Over several
+            machines the sum of each machine is rounded once, too.
         shard: Reduce-scatter: only this rank's shard of each bucket is summed.
         reproducible: Compute the same bits for every distribution of the microbatches of the global
             batch over ranks: they are the leaves of one binary tree, in rank order. The numbers of
@@ -456,7 +458,11 @@ class Fp32GradBuckets:
         if comm_dtype == torch.float32 and not pairwise and not copies:
             return AllReduce(self.group, shard=self.sharded)
         return AllToAllReduce(
-            self.group, shard=self.sharded, comm_dtype=comm_dtype, pairwise=pairwise
+            self.group,
+            shard=self.sharded,
+            comm_dtype=comm_dtype,
+            pairwise=pairwise,
+            groups=exchange_groups(self.group, self.layouts[0].device),
         )
 
     def _sync_order(self) -> None:

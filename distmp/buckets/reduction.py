@@ -10,10 +10,12 @@ timing. After `finish` a rank holds the full sum, or its shard of it.
 # them; they have no names. If two ranks launched buckets in a different order, gradients of
 # different parameters would be added. The order in which gradients arrive differs between ranks as
 # soon as ranks use different parameters. So `Fp32GradBuckets` launches a bucket only after all
-# buckets before it in an order that all ranks share. `AllToAllReduce` issues two collectives for
-# each bucket, and keeps their order independent of timing as well: launching bucket n issues its
-# all-to-all, then the all-gather of bucket n - 1. No rank tests whether a collective has completed
-# in order to decide what to issue next.
+# buckets before it in an order that all ranks share. `AllToAllReduce` issues several collectives
+# for each bucket, and keeps their order independent of timing as well: launching bucket n issues
+# its all-to-all, then the all-gather of bucket n - 1. With several machines there are two
+# all-to-alls, see Note [Order of the sum over ranks]: launching bucket n issues the first one of
+# bucket n, the all-gather of bucket n - 2, then the second all-to-all of bucket n - 1. No rank
+# tests whether a collective has completed in order to decide what to issue next.
 #
 # Streams. On CUDA, `launch` is called in a backward hook, on the stream that computed the
 # gradients. `AllReduce` needs no stream: NCCL makes its own stream wait for the current one, and
@@ -27,12 +29,12 @@ timing. After `finish` a rank holds the full sum, or its shard of it.
 # Memory. A bucket must not be written until `finish` has returned: the collectives read or write
 # it. The buffers of an all-to-all, `sent` and `received`, are allocated on the side stream. Freed
 # memory goes back to that stream and is reused only by kernels and collectives that are queued
-# after the wait for the collective that used it. `_Exchange` holds both buffers until that wait.
-# `received` is used twice: once it has been summed, the all-gather, which is queued after the sum,
-# writes the rounded sums of all ranks into it. In FP32 the all-gather needs no buffer: `sent` is
-# the bucket, the sum is written to this rank's shard of the bucket, and the all-gather fills the
-# other shards. A launch leaves one all-to-all and one all-gather pending, so this memory is that of
-# a few buckets.
+# after the wait for the collective that used it. `Exchange` holds both buffers until that wait. In
+# FP32 on one machine `sent` is the bucket; on several machines it is a copy, because the first
+# all-to-all sends the shards in another order. The sum is written to this rank's shard of the
+# bucket. In FP32 the all-gather fills the other shards in place; in 16 bits it needs a buffer for
+# the rounded sums of all ranks. A launch leaves one all-to-all (two with several machines) and one
+# all-gather pending, so this memory is that of a few buckets.
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.distributed.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from distmp.buckets.exchange import Exchange
+from distmp.distributed.collectives import all_gather, all_reduce, reduce_scatter
 
 
 class Reduction(ABC):
@@ -99,22 +102,6 @@ class AllReduce(Reduction):
         self._pending.clear()
 
 
-class _Exchange(NamedTuple):
-    """The all-to-all of a bucket, in flight.
-
-    Attributes:
-        bucket: The bucket, FP32, shape (n,).
-        sent: The bucket in the communication dtype, shape (n,); must outlive the collective.
-        received: This rank's shard of every rank's bucket, one after the other, shape (n,).
-        work: Handle of the collective.
-    """
-
-    bucket: Tensor
-    sent: Tensor
-    received: Tensor
-    work: dist.Work
-
-
 class PendingGather(NamedTuple):
     """The all-gather of a bucket's sums, in flight.
 
@@ -135,65 +122,75 @@ class AllToAllReduce(Reduction):
 
     It sends as many bytes as a ring all-reduce in the communication dtype. With 16 bits, the value
     of every rank is rounded once before the sum, for any number of ranks, and the sum is rounded
-    once more if it is gathered. A ring all-reduce rounds at every hop.
+    once more if it is gathered. A ring all-reduce rounds at every hop. Over several machines, the
+    sum of each machine is rounded once more, see Note [Order of the sum over ranks].
 
     Args:
         group: The ranks to sum over.
         shard: Skip the all-gather.
         comm_dtype: Communication dtype: float32, bfloat16 or float16.
-        pairwise: Sum along a balanced binary tree over ranks instead of in rank order.
+        pairwise: Sum along a balanced binary tree over ranks; its order is the same for every
+            number of ranks and machines.
+        groups: The groups of the exchanges, see `exchange_groups`; None exchanges over `group`.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, *, shard: bool, comm_dtype: torch.dtype, pairwise: bool
+        self,
+        group: dist.ProcessGroup,
+        *,
+        shard: bool,
+        comm_dtype: torch.dtype,
+        pairwise: bool,
+        groups: tuple[dist.ProcessGroup, ...] | None = None,
     ) -> None:
         super().__init__(group, shard=shard)
         self.comm_dtype = comm_dtype
-        self._sum = _sum_pairwise if pairwise else sum_in_order
-        self._exchange: _Exchange | None = None
+        self._pairwise = pairwise
+        self._groups = groups or (group,)
+        self._exchanges: list[Exchange] = []
         self._gathers: list[PendingGather] = []
         self._stream: torch.cuda.Stream | None = None
 
     def launch(self, bucket: Tensor) -> None:
         with self._side_stream(bucket.device):
-            sent = bucket.to(self.comm_dtype)
-            received = torch.empty_like(sent)
-            work = all_to_all(received, sent, self.group)
-            # Sum the previous bucket while this one is in flight, and always at this point: see
+            exchange = Exchange(bucket, self._groups, self.comm_dtype, pairwise=self._pairwise)
+            # Sum the previous buckets while this one is in flight, and always at this point: see
             # Note [Order, streams and memory of bucket reductions].
-            self._sum_previous()
+            self._advance()
             # One pending all-gather keeps the network busy; more would only hold memory.
             self._finish_gathers(all_but=1)
-            self._exchange = _Exchange(bucket, sent, received, work)
+            self._exchanges.append(exchange)
 
     def finish(self) -> None:
-        for device in {entry.bucket.device for entry in self._pending()}:
+        for device in {bucket.device for bucket in self._pending()}:
             with self._side_stream(device):
-                self._sum_previous()
+                while self._exchanges:
+                    self._advance()
                 self._finish_gathers()
             if device.type == "cuda":
                 assert self._stream is not None
                 torch.cuda.current_stream(device).wait_stream(self._stream)
 
-    def _pending(self) -> list[_Exchange | PendingGather]:
-        return [*self._gathers, *([self._exchange] if self._exchange else [])]
+    def _pending(self) -> list[Tensor]:
+        gathered = [gather.bucket for gather in self._gathers]
+        return [*gathered, *(exchange.values for exchange in self._exchanges)]
 
-    def _sum_previous(self) -> None:
-        """Sum the bucket that was launched last, and start its all-gather."""
-        if self._exchange is None:
-            return
-        bucket, _, received, work = self._exchange
-        self._exchange = None
-        work.wait()
-        own = self.shard(bucket)
-        self._sum(received.view(self.world_size, -1), own)
-        if self.sharded:
-            return
-        gathered = bucket
+    def _advance(self) -> None:
+        """Let every bucket in flight take one hop, the oldest first."""
+        exchanges, self._exchanges = self._exchanges, []
+        for exchange in exchanges:
+            bucket = exchange.values
+            if not exchange.advance(self.shard(bucket)):
+                self._exchanges.append(exchange)
+            elif not self.sharded:
+                self._gathers.append(self._gather(bucket))
+
+    def _gather(self, bucket: Tensor) -> PendingGather:
+        gathered, own = bucket, self.shard(bucket)
         if self.comm_dtype != bucket.dtype:
-            gathered, own = received, own.to(self.comm_dtype)
-        work = all_gather(gathered, own, self.group)
-        self._gathers.append(PendingGather(bucket, gathered, work))
+            gathered = torch.empty_like(bucket, dtype=self.comm_dtype)
+            own = own.to(self.comm_dtype)
+        return PendingGather(bucket, gathered, all_gather(gathered, own, self.group))
 
     def _finish_gathers(self, *, all_but: int = 0) -> None:
         """Wait for all-gathers, except for the latest `all_but`."""
@@ -211,24 +208,3 @@ class AllToAllReduce(Reduction):
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(self._stream)
-
-
-def sum_in_order(pieces: Tensor, out: Tensor) -> None:
-    """Sum rows from the first to the last, in FP32.
-
-    Args:
-        pieces: FP32 or 16-bit, shape (ranks, n).
-        out: Receives the sum; FP32, shape (n,). It must not overlap `pieces`.
-    """
-    out.copy_(pieces[0])
-    for piece in pieces[1:]:
-        out.add_(piece)
-
-
-def _sum_pairwise(pieces: Tensor, out: Tensor) -> None:
-    """Sum the rows of `pieces`, shape (2^k, n), along a balanced binary tree, in FP32."""
-    rows = list(pieces.float().unbind())
-    while len(rows) > 1:
-        # In place: the received values are not needed afterwards.
-        rows = [left.add_(right) for left, right in zip(rows[::2], rows[1::2], strict=True)]
-    out.copy_(rows[0])

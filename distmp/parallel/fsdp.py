@@ -88,7 +88,7 @@ from distmp.parallel.materialize import (
     materialize_shards,
     nothing_to_compute,
 )
-from distmp.parallel.reduce_scatter import reduce_scatter_sum
+from distmp.parallel.reduce_scatter import reduce_scatter_sum, reduction_groups
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
@@ -160,7 +160,9 @@ class FullySharded(ShardedStrategy):
         kept = [*keep_in_fp32(module, policy, world.device.type).values()]
         narrow_parameters(module, policy.param_dtype, except_for=kept)
         self._frozen_in_fp32 = _frozen_in_16_bit_groups(module, policy, kept)
-        _shard(module, policy, kept, _mesh(world, shards, name), config.sharding)
+        mesh = _mesh(world, shards, name)
+        self._shard_group = mesh.get_group("shard")
+        _shard(module, policy, kept, mesh, config.sharding)
         if world.device.type == "cpu":
             return_freed_memory()
         storage = torch.device("cpu") if config.sharding.offload else world.device
@@ -287,7 +289,10 @@ class FullySharded(ShardedStrategy):
             comm_dtype = torch.float32 if id(part) in in_fp32 else policy.reduce_dtype
             # Any, because torch does not export the abstract base classes.
             gather: Any = _AllGather(order, index)
-            reduce: Any = _ReduceScatter(order, index, comm_dtype)
+            groups = reduction_groups(
+                self._shard_group, world.device, comm_dtype, copies=self._replicas
+            )
+            reduce: Any = _ReduceScatter(order, index, comm_dtype, groups)
             unit.set_custom_all_gather(gather)
             unit.set_custom_reduce_scatter(reduce)
             # This setting is not recursive.
@@ -371,9 +376,16 @@ class _AllGather:
 class _ReduceScatter(_AllGather):
     """The reduce-scatter of FSDP: a sum in FP32 for every communication dtype."""
 
-    def __init__(self, order: CollectiveOrder | None, unit: int, comm_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        order: CollectiveOrder | None,
+        unit: int,
+        comm_dtype: torch.dtype,
+        groups: tuple[dist.ProcessGroup, ...],
+    ) -> None:
         super().__init__(order, unit)
         self._comm_dtype = comm_dtype
+        self._groups = groups
 
     def __call__(  # type: ignore[override]
         self,
@@ -385,7 +397,7 @@ class _ReduceScatter(_AllGather):
     ) -> None:
         if self._order is not None:
             self._order.note(Collective("reduce", self._unit, input_tensor.numel()))
-        reduce_scatter_sum(output_tensor, input_tensor, group, self._comm_dtype)
+        reduce_scatter_sum(output_tensor, input_tensor, self._groups, self._comm_dtype)
         if input_tensor.device.type == "cpu":
             # FSDP keeps the input until a later reduction, which only CUDA streams need.
             input_tensor.untyped_storage().resize_(0)

@@ -30,7 +30,7 @@ from distmp.parallel.materialize import (
     materialize_own,
     nothing_to_compute,
 )
-from distmp.parallel.reduce_scatter import reduce_scatter_sum
+from distmp.parallel.reduce_scatter import reduce_scatter_sum, reduction_groups
 from distmp.parallel.settings import ParallelConfig
 from distmp.parallel.sharded import ShardedStrategy
 from distmp.parallel.strategy import (
@@ -194,10 +194,12 @@ class FullySharded1(ShardedStrategy):
             world, [*(name for name, _ in self.units()), "a group of parameters"]
         )
 
+        groups = reduction_groups(self._group, world.device, comm_dtype)
+
         def reduce(_: Any, gradients: Tensor, output: Tensor) -> None:
             self._open = False
             order.note(Collective("reduce", len(units), gradients.numel()))
-            reduce_scatter_sum(output, gradients, self._group, comm_dtype)
+            reduce_scatter_sum(output, gradients, groups, comm_dtype)
 
         def enter(unit: Any, args: Any) -> None:
             if unit is self.module:

@@ -27,12 +27,10 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.buckets import reduction
-from distmp.buckets.reduction import sum_in_order
 from distmp.distributed import rank_monitor
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, SetupError
-from distmp.parallel import fsdp_internals, reduce_scatter
+from distmp.parallel import fsdp_internals
 
 BACKEND = "fake_ranks"
 # Integer tensors up to this size (counts, token ids of a batch, bucket orders) are real, because
@@ -135,8 +133,6 @@ def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
             # Values are not real, and ranks cannot differ.
             mock.patch.object(StepOutcome, "ranks_differ", False),
             mock.patch.object(rank_monitor, "current", return_value=None),
-            mock.patch.object(reduction, "sum_in_order", _sum_of_two),
-            mock.patch.object(reduce_scatter, "sum_in_order", _sum_of_two),
             mock.patch.object(nn.Module, "_apply", _apply),
             mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
             warnings.catch_warnings(),
@@ -164,11 +160,6 @@ def _missing_values_refused() -> Iterator[None]:
             "the model or its loss",
             f"cannot be traced without the values of its tensors, at the operation {error.func}",
         ) from error
-
-
-def _sum_of_two(pieces: Tensor, out: Tensor) -> None:
-    """Add the pieces of two ranks only: more ranks take the same memory, but more time."""
-    sum_in_order(pieces[:2], out)
 
 
 def _same_storage(one: Tensor, other: Tensor) -> bool:

@@ -1,0 +1,66 @@
+"""Process groups that follow the machines of a job."""
+
+from __future__ import annotations
+
+import os
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from distmp.distributed.rank_environment import local_world_size
+
+_created: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = WeakKeyDictionary()
+
+
+def exchange_groups(
+    group: dist.ProcessGroup, device: torch.device, *, copies: int = 1
+) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups over which to sum one after the other, instead of over `group` at once.
+
+    If `group` has several ranks on each of several machines, these are the ranks of this machine,
+    then the ranks with the same local rank on all machines. A network card then carries 1 / (ranks
+    per machine) of the data that an all-to-all over `group` would send through it. Otherwise it is
+    `group` alone, for example if machines have different numbers of ranks, or if a launcher does
+    not number the ranks machine by machine.
+
+    Every rank of the default group has to call it. The groups are created once.
+
+    Args:
+        group: The group of this rank.
+        device: The device that this rank communicates from.
+        copies: Number of groups such as `group`. Together they have to be the default group, in the
+            order of ranks; if they are not, the result is `group` alone.
+    """
+    if copies * group.size() != dist.get_world_size():
+        return (group,)
+    if group not in _created:
+        local = _ranks_per_machine(device)
+        machines, remainder = divmod(group.size(), local)
+        if remainder or machines < 2 or local < 2:
+            return (group,)
+        _created[group] = _create(device, (copies, machines, local))
+    return _created[group]
+
+
+def _ranks_per_machine(device: torch.device) -> int:
+    """Return the number of ranks on every machine, or 1 if they are not regular."""
+    world_size = dist.get_world_size()
+    own = local_world_size(world_size)
+    if own == world_size:  # then it is on every rank, and nothing has to be compared
+        return own
+    in_order = int(os.environ.get("LOCAL_RANK", -1)) == dist.get_rank() % own
+    common = torch.tensor([own, -own, int(in_order)], device=device)
+    dist.all_reduce(common, dist.ReduceOp.MIN)
+    least, most, in_order = common.tolist()
+    return own if least == -most and in_order else 1
+
+
+def _create(device: torch.device, shape: tuple[int, int, int]) -> tuple[dist.ProcessGroup, ...]:
+    # Import lazily: most runs do not need it.
+    from torch.distributed.device_mesh import init_device_mesh
+
+    names = ("copy", "machine", "local")
+    skipped = 1 if shape[0] == 1 else 0  # a dimension of size 1 would create groups too
+    mesh = init_device_mesh(device.type, shape[skipped:], mesh_dim_names=names[skipped:])
+    return mesh.get_group("local"), mesh.get_group("machine")

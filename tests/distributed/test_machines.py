@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.distributed.machines import exchange_groups
+from tests.machines import pretend
+from tests.ranks import ranks
+
+CPU = torch.device("cpu")
+
+
+def members(world_size: int, *, local: int, copies: int = 1) -> list[list[int]]:
+    """Return the ranks of the groups of rank 0."""
+    with simulate_ranks(world_size):
+        group = dist.group.WORLD
+        if copies > 1:
+            group = dist.new_group(list(range(world_size // copies)))
+        assert group is not None
+        pretend(local)
+        groups = exchange_groups(group, CPU, copies=copies)
+        assert exchange_groups(group, CPU, copies=copies) == groups
+        return [dist.get_process_group_ranks(each) for each in groups]
+
+
+@pytest.fixture(autouse=True)
+def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+
+
+def test_machines_of_equal_size() -> None:
+    assert members(16, local=4) == [[0, 1, 2, 3], [0, 4, 8, 12]]
+    assert members(1024, local=8) == [[*range(8)], [*range(0, 1024, 8)]]
+
+
+def test_copies_that_span_machines() -> None:
+    assert members(16, local=2, copies=2) == [[0, 1], [0, 2, 4, 6]]
+    assert members(16, local=4, copies=4) == [[0, 1, 2, 3]]
+    assert members(16, local=8, copies=4) == [[0, 1, 2, 3]]
+
+
+def test_one_machine_and_one_rank_per_machine() -> None:
+    assert members(4, local=4) == [[0, 1, 2, 3]]
+    assert members(4, local=1) == [[0, 1, 2, 3]]
+
+
+def test_machines_of_other_sizes() -> None:
+    assert members(6, local=4) == [[0, 1, 2, 3, 4, 5]]
+
+
+@ranks(4)
+def test_every_rank_decides_the_same() -> None:
+    assert dist.group.WORLD is not None
+    pretend(2, local_rank=dist.get_rank() // 2)  # numbered machine by machine in turn
+    assert exchange_groups(dist.group.WORLD, CPU) == (dist.group.WORLD,)
+    pretend(1 if dist.get_rank() == 3 else 3)
+    assert exchange_groups(dist.group.WORLD, CPU) == (dist.group.WORLD,)
+    pair = dist.new_group([0, 1])
+    if dist.get_rank() < 2:
+        assert exchange_groups(pair, CPU) == (pair,)  # a group that others do not know of
+    pretend(2)
+    groups = exchange_groups(dist.group.WORLD, CPU)
+    assert exchange_groups(dist.group.WORLD, CPU) == groups
+    own = dist.get_rank()
+    found = [dist.get_process_group_ranks(group) for group in groups]
+    assert found == [[own // 2 * 2, own // 2 * 2 + 1], [own % 2, own % 2 + 2]]
