@@ -82,6 +82,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.peers
 	$(VENV)/bin/python -m benchmarks.explain_memory
 	$(VENV)/bin/python -m benchmarks.growth
+	$(VENV)/bin/python -m benchmarks.exchange
 	$(VENV)/bin/python -m benchmarks.checkpoint_stall
 	$(VENV)/bin/python -m benchmarks.figures
 

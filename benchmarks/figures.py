@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS
-from benchmarks.tables import accumulation, precision, runs, steps
+from benchmarks.tables import accumulation, exchange, precision, runs, steps
 from benchmarks.tables.summary import summary
 
 ROOT = Path(__file__).parent.parent
@@ -31,6 +31,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "reproducible": runs.reproducible,
     "explain-memory": runs.explain_memory,
     "growth": runs.growth,
+    "exchange": exchange.exchange,
     "checkpoint-stall": runs.checkpoint_stall,
 }
 # Further tables of a result.

@@ -64,7 +64,10 @@ def measure_errors() -> dict[str, float]:
     # Ranks send sums of microbatches, which are not 16-bit numbers any more.
     sent = gradients.float().view(64, 8, -1).sum(1)
     exact = sent.double().sum(0)
-    errors["reduce once"] = error(sent.to(BF16).float().sum(0), exact)
+    received = sent.to(BF16).float()
+    errors["reduce once"] = error(received.sum(0), exact)
+    machines = received.view(8, 8, -1).sum(1).to(BF16).float()
+    errors["reduce machines"] = error(machines.sum(0), exact)
     errors["reduce ring"] = error(running_sum(sent.to(BF16), BF16), exact)
     errors["param lost"] = lost_updates()
     errors["buffer mean"] = running_mean_error()

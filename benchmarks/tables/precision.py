@@ -14,6 +14,10 @@ ERRORS = {
     "accumulate 512": ("`accumulate=bf16`", "sum of 512 microbatches"),
     "accumulate 512 in FP32": ("`accumulate=fp32`", "sum of 512 microbatches"),
     "reduce once": ("`reduce=bf16`, summed in FP32", "gradient of 64 ranks"),
+    "reduce machines": (
+        "`reduce=bf16`, summed in FP32",
+        "gradient of 64 ranks on 8 machines",
+    ),
     "reduce ring": ("`reduce=bf16`, summed in bf16", "gradient of 64 ranks"),
     "param lost": ("`param=bf16`", "share of weights that an update of 3e-4 does not change"),
     "buffer mean": ("`buffer=bf16`", "running mean after 1,000 batches"),

@@ -120,6 +120,9 @@ def sum_pairwise(pieces: Tensor, out: Tensor) -> None:
     FP32 pieces are overwritten.
     """
     rows = pieces.float()
-    while len(rows) > 1:
+    while len(rows) > 2:
         rows = rows[::2].add_(rows[1::2])
-    out.copy_(rows[0])
+    if len(rows) == 2:
+        torch.add(rows[0], rows[1], out=out)
+    else:
+        out.copy_(rows[0])

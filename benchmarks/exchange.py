@@ -1,0 +1,235 @@
+"""Count what sums over ranks cost from 8 to 1,024 ranks: `python -m benchmarks.exchange`.
+
+Compares distmp's exchange of gradients with the one that it replaced: one all-to-all over all
+ranks, and one kernel for each received shard. Rank 0 of machines with 8 ranks is simulated, as
+`distmp explain` does, in a step with one microbatch:
+
+- launches: operations that compute something, in the whole step and in the sums alone. The sums are
+  not split into blocks, as on a GPU.
+- memory: bytes that the kernels of the sums read and write, per gradient element.
+- network: bytes that a rank sends to other machines to reduce its gradients, per element. Each rank
+  has a network card of its own.
+
+Time: the sum of one bucket of 6 MiB on this CPU, both ways in turns. It takes two minutes on a CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.explain_memory import stepper
+from benchmarks.report import in_turns, machine, save
+from benchmarks.tables import exchange as tables
+from distmp.buckets import exchange
+from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.config import RunConfig, load
+
+RANKS = (8, 64, 512, 1024)
+RANKS_PER_MACHINE = 8
+ELEMENTS = 3 * 2**19
+ROUNDS = 7
+COMMON = (
+    "--model.size=22m",
+    "--data.sequence-length=64",
+    "--batch.microbatch-size=1",
+    "--precision.attribution=false",
+    "--schedule.warmup-steps=0",
+)
+IN_16_BITS = "--precision.policy=bf16,reduce=bf16"
+METHODS = {
+    "`ddp`, `reduce=bf16`": ("--strategy=ddp", IN_16_BITS),
+    "`fsdp`, `reduce=bf16`": ("--strategy=fsdp", IN_16_BITS),
+    "`ddp`, `reproducible`": ("--strategy=ddp", "--precision.policy=bf16", "--reproducible=true"),
+}
+
+Sum = Callable[[Tensor, Tensor], None]
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    methods: dict[str, dict[str, Any]] = {}
+    for name, options in METHODS.items():
+        for ranks in RANKS:
+            config = configuration(options, ranks)
+            found = {"before": count_before(config, ranks), "now": count(config, ranks)}
+            methods.setdefault(name, {})[str(ranks)] = found
+            print(ranks, name, found, flush=True)
+    result = {
+        "machine": machine(),
+        "ranks_per_machine": RANKS_PER_MACHINE,
+        "methods": methods,
+        "milliseconds": {kind: _times(kind) for kind in ("bfloat16", "float32, pairwise")},
+    }
+    print(tables.exchange(result))
+    print(f"saved to {save('exchange-cpu', result)}")
+    return 0
+
+
+def configuration(options: tuple[str, ...], ranks: int) -> RunConfig:
+    """Return the configuration of a method on `ranks` ranks, with one microbatch per step."""
+    return load([*COMMON, *options, f"--batch.global-batch-size={ranks}"])
+
+
+def count(
+    config: RunConfig, ranks: int, known_machine: int = RANKS_PER_MACHINE
+) -> dict[str, float]:
+    """Return launches and bytes of a step on the first of `ranks` ranks.
+
+    Args:
+        config: The configuration of the run.
+        ranks: Number of ranks.
+        known_machine: Number of ranks of a machine that distmp is told; with all ranks it exchanges
+            over all of them at once.
+    """
+    variables = {"LOCAL_WORLD_SIZE": str(known_machine), "LOCAL_RANK": "0"}
+    with (
+        mock.patch.dict(os.environ, variables),
+        mock.patch.object(exchange, "BLOCK", sys.maxsize),
+        simulate_ranks(ranks),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", "all .* ranks were given the same first microbatch")
+        step = stepper(config)
+        step()
+        with Costs() as costs, costs.of_sums():
+            step()
+    return {
+        "launches": costs.launches,
+        "launches_of_sums": costs.launches_of_sums,
+        "memory": costs.bytes_of_sums / costs.sent,
+        "network": costs.bytes_across / costs.sent,
+    }
+
+
+def count_before(config: RunConfig, ranks: int) -> dict[str, float]:
+    """Return what `count` does, for the exchange that distmp used before."""
+    with (
+        mock.patch.object(exchange, "sum_rows", sum_one_by_one),
+        mock.patch.object(exchange, "sum_pairwise", sum_pairs_one_by_one),
+    ):
+        return count(config, ranks, known_machine=ranks)
+
+
+def sum_one_by_one(pieces: Tensor, out: Tensor) -> None:
+    """Add one row after the other."""
+    out.copy_(pieces[0])
+    for piece in pieces[1:]:
+        out.add_(piece)
+
+
+def sum_pairs_one_by_one(pieces: Tensor, out: Tensor) -> None:
+    """Add rows along a binary tree, one launch for each pair."""
+    rows = list(pieces.float().unbind())
+    while len(rows) > 1:
+        rows = [left.add_(right) for left, right in zip(rows[::2], rows[1::2], strict=True)]
+    out.copy_(rows[0])
+
+
+class Costs(TorchDispatchMode):
+    """Counts launches, memory traffic of sums and bytes of all-to-alls.
+
+    Attributes:
+        launches: Number of operations that compute something.
+        launches_of_sums: Those inside of sums over ranks.
+        bytes_of_sums: Bytes that these read and write.
+        bytes_across: Bytes that are sent to ranks of other machines by all-to-all.
+        sent: Number of gradient elements that are exchanged.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches = self.launches_of_sums = self.bytes_of_sums = self.sent = 0
+        self.bytes_across = 0.0
+        self._in_sum = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            if func.overloadpacket.__name__ == "alltoall_base_":
+                self._count_all_to_all(args)
+        elif func.namespace == "aten" and not func.is_view:
+            self.launches += 1
+            if self._in_sum:
+                self.launches_of_sums += 1
+                read = args[1:] if func is torch.ops.aten.copy_.default else args
+                self.bytes_of_sums += _nbytes(read) + _nbytes(result)
+        return result
+
+    @contextmanager
+    def of_sums(self) -> Iterator[None]:
+        """Count the sums over ranks separately inside the context."""
+
+        def watched(function: Sum) -> Sum:
+            def sums(pieces: Tensor, out: Tensor) -> None:
+                self._in_sum = True
+                function(pieces, out)
+                self._in_sum = False
+
+            return sums
+
+        with (
+            mock.patch.object(exchange, "sum_rows", watched(exchange.sum_rows)),
+            mock.patch.object(exchange, "sum_pairwise", watched(exchange.sum_pairwise)),
+        ):
+            yield
+
+    def _count_all_to_all(self, args: Any) -> None:
+        leaves = pytree.tree_leaves(args)
+        tensor = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        (group,) = (
+            dist.ProcessGroup.unbox(leaf)
+            for leaf in leaves
+            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
+        )
+        members = dist.get_process_group_ranks(group)
+        if 1 in members:  # the first hop, or the only one
+            self.sent += tensor.numel()
+        others = sum(rank >= RANKS_PER_MACHINE for rank in members)
+        self.bytes_across += tensor.nbytes * others / len(members)
+
+
+def _nbytes(values: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _times(kind: str) -> dict[str, dict[str, list[float]]]:
+    """Return milliseconds of both sums by number of ranks."""
+    ways: dict[str, Sum] = (
+        {"before": sum_one_by_one, "now": exchange.sum_rows}
+        if kind == "bfloat16"
+        else {"before": sum_pairs_one_by_one, "now": exchange.sum_pairwise}
+    )
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    return {
+        str(ranks): in_turns(
+            list(ways),
+            ROUNDS,
+            lambda way, ranks=ranks: _time(ways[way], ranks, dtype),  # type: ignore[misc]
+        )
+        for ranks in RANKS
+    }
+
+
+def _time(function: Sum, ranks: int, dtype: torch.dtype) -> float:
+    pieces = torch.randn(ranks, ELEMENTS // ranks).to(dtype)
+    out = torch.empty(pieces.shape[1])
+    started = time.process_time()
+    function(pieces, out)
+    return 1000 * (time.process_time() - started)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
