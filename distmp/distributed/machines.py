@@ -45,11 +45,9 @@ def exchange_groups(
 
 def _ranks_per_machine(device: torch.device) -> int:
     """Return the number of ranks on every machine, or 1 if they are not regular."""
-    world_size = dist.get_world_size()
-    own = local_world_size(world_size)
-    if own == world_size:  # then it is on every rank, and nothing has to be compared
-        return own
+    own = local_world_size(dist.get_world_size())
     in_order = int(os.environ.get("LOCAL_RANK", -1)) == dist.get_rank() % own
+    # Compare ranks even if this one knows a single machine only: another one may not.
     common = torch.tensor([own, -own, int(in_order)], device=device)
     dist.all_reduce(common, dist.ReduceOp.MIN)
     least, most, in_order = common.tolist()

@@ -110,10 +110,10 @@ def values_of(rank: int, size: int) -> Tensor:
 
 
 def reduced(
-    reduction: AllToAllReduce, traffic: AllToAllTraffic | None = None
+    reduction: AllToAllReduce, traffic: AllToAllTraffic | None = None, device: torch.device = CPU
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return the results of all buckets on this rank, and the exact ones."""
-    buckets = [values_of(dist.get_rank(), size) for size in SIZES]
+    buckets = [values_of(dist.get_rank(), size).to(device) for size in SIZES]
     with traffic or AllToAllTraffic(1):
         for bucket in buckets:
             reduction.launch(bucket)
@@ -129,23 +129,26 @@ def reduced(
 
 
 def error(found: list[Tensor], exact: list[Tensor]) -> float:
-    return float((torch.cat(found).double() - torch.cat(exact)).norm() / torch.cat(exact).norm())
+    return float(
+        (torch.cat(found).cpu().double() - torch.cat(exact)).norm() / torch.cat(exact).norm()
+    )
 
 
-def on_machines(local: int) -> None:
+def on_machines(local: int, device: torch.device = CPU) -> None:
     """Check sums and bytes of every kind of exchange, with `local` ranks on each machine."""
     assert dist.group.WORLD is not None
     world, world_size = dist.group.WORLD, dist.get_world_size()
     machines = world_size // local
     pretend(local)
-    groups = exchange_groups(world, CPU)
+    groups = exchange_groups(world, device)
     assert [group.size() for group in groups] == [local, machines]
     # Values are rounded, and the sums of machines; without shards the sums, too.
     for dtype, unit in ((FP32, 5e-8), (BF16, 1.7e-3), (FP16, 2.1e-4)):
         for shard, roundings in ((True, 2), (False, 3)):
             traffic = AllToAllTraffic(local)
             options: dict[str, Any] = {"shard": shard, "comm_dtype": dtype, "pairwise": False}
-            found, exact = reduced(AllToAllReduce(world, **options, groups=groups), traffic)
+            reduction = AllToAllReduce(world, **options, groups=groups)
+            found, exact = reduced(reduction, traffic, device)
             assert error(found, exact) < 1.15 * unit * math.sqrt(roundings)
             nbytes = sum(SIZES) * dtype.itemsize
             assert traffic.inside == pytest.approx(nbytes * (local - 1) / local)
@@ -155,7 +158,7 @@ def on_machines(local: int) -> None:
             if dtype != FP32:
                 assert traffic.across < ring / 2
             flat = AllToAllTraffic(local)
-            reduced(AllToAllReduce(world, **options), flat)
+            reduced(AllToAllReduce(world, **options), flat, device)
             assert flat.across == pytest.approx(local * traffic.across)
             assert flat.inside + flat.across == pytest.approx(traffic.inside + traffic.across)
 
@@ -176,3 +179,11 @@ def test_two_machines_with_two_ranks() -> None:
 @ranks(6)
 def test_six_ranks(local: int) -> None:
     on_machines(local)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(4)
+def test_two_machines_on_one_gpu() -> None:
+    torch.cuda.set_device(0)
+    on_machines(2, torch.device("cuda", 0))

@@ -58,6 +58,8 @@ def test_every_rank_decides_the_same() -> None:
     assert exchange_groups(dist.group.WORLD, CPU) == (dist.group.WORLD,)
     pretend(1 if dist.get_rank() == 3 else 3)
     assert exchange_groups(dist.group.WORLD, CPU) == (dist.group.WORLD,)
+    pretend(4 if dist.get_rank() == 3 else 2)  # as if a variable was not set on one machine
+    assert exchange_groups(dist.group.WORLD, CPU) == (dist.group.WORLD,)
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         assert exchange_groups(pair, CPU) == (pair,)  # a group that others do not know of
