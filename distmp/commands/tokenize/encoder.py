@@ -113,7 +113,9 @@ def _load(folder: Path) -> Any:
         problem = "needs transformers; install the extra `hf`: pip install 'distmp[hf]'"
         raise ConfigError("--tokenizer", str(folder), problem) from error
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, use_fast=True)
+        return AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:
         # Libraries of tokenizers raise any type.
         problem = f"transformers cannot load it: {error}"

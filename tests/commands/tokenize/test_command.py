@@ -21,7 +21,7 @@ from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
 from tests.progress import Progress
-from tests.torchrun import environment, python
+from tests.torchrun import TINY, environment, python
 
 END = "<|endoftext|>"
 TEXTS = [f"the quick brown fox {i} {END} jumps " * (i % 4) for i in range(60)]
@@ -110,6 +110,15 @@ def test_the_output_does_not_depend_on_the_number_of_workers(jsonl: str) -> None
     assert tokenize(jsonl, "--to=whole", "--tokenizer=bytes", "--workers=1") == 0
     expected = [byte for text in TEXTS if text for byte in [*text.encode(), 256]]
     assert ids_in(Path("1")) == ids_in(Path("whole")) == expected
+
+
+def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1", "--part-size=1KB") == 0
+    run = ["train", *TINY, "--data.source=tokens", "--data.path=out", "--steps=2"]
+    assert cli.main([*run, "--run-dir=run"]) == 0
+    assert "held out, vocabulary of 257" in capsys.readouterr().out
+    assert cli.main([*run, "--run-dir=other", "--model.vocabulary-size=100"]) == 2
+    assert "model.vocabulary_size = 100: the data has 257 token ids" in capsys.readouterr().err
 
 
 # Runs the command, and stops to give out work after three parts.
