@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from distmp.errors import ConfigError, nearest
 from distmp.utils.files import check_name
-from distmp.utils.resume_rules import HARMLESS, consequential
+from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
@@ -55,8 +55,8 @@ class DataConfig:
     are chosen by a hash of their relative path. If that leaves one side empty, and for token files,
     the last tokens are used."""
 
-    # A change is refused by the digest of the data, which contains the type.
-    token_dtype: TokenType | None = field(default=None, metadata=HARMLESS)
+    # Not compared as a setting: the digest of the data contains the type.
+    token_dtype: TokenType | None = field(default=None, metadata=IGNORED)
     """Type of the ids in a token file, little-endian and without a header. The default is that of
     `tokens.json`, which `distmp data tokenize` writes, and uint16 for other files."""
 

@@ -48,7 +48,9 @@ def run_tasks(
             while remaining and free:
                 connection, process = free.pop()
                 number, arguments = remaining.pop()
-                connection.send(arguments)
+                # If the process has ended, `_receive` reports it.
+                with contextlib.suppress(BrokenPipeError):
+                    connection.send(arguments)
                 running[connection] = number, process
             for ready in wait(list(running)):
                 assert isinstance(ready, Connection)
@@ -76,7 +78,7 @@ def _process(function: Callable[..., Any]) -> Iterator[tuple[Connection, BasePro
 def _receive(connection: Connection, process: BaseProcess) -> Any:
     try:
         succeeded, result = connection.recv()
-    except EOFError:
+    except (EOFError, ConnectionResetError):
         process.join()
         raise DistmpError(
             f"a worker ended with exit code {process.exitcode}; run the same command again, with"
