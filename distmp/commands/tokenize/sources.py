@@ -170,8 +170,9 @@ def _divide_dataset(path: Path, piece_bytes: int) -> list[Piece]:
 
 
 def _open_dataset(path: Path) -> Any:
+    datasets = _import("datasets", path)
     try:
-        return _import("datasets", path).load_from_disk(str(path))
+        return datasets.load_from_disk(str(path))
     except (OSError, ValueError) as error:
         raise ConfigError("INPUT", str(path), f"is not a saved data set: {error}") from error
 

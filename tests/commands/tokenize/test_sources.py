@@ -102,13 +102,17 @@ def test_inputs_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     assert read(find_pieces([str(tmp_path)], "jsonl", 10)) == ["x"]
 
 
+@pytest.mark.parametrize(
+    ("module", "name"), [("pyarrow.parquet", "a.parquet"), ("datasets", "state.json")]
+)
 def test_without_its_library_a_format_is_one_message(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    (tmp_path / "a.parquet").touch()
-    with pytest.raises(ConfigError, match="install it with `pip install datasets`"):
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="install it with `pip install datasets`") as caught:
         find_pieces([str(tmp_path)], "auto", 10)
+    assert str(caught.value).count("INPUT") == 1
 
 
 def test_parquet_files_are_read_by_row_group(tmp_path: Path) -> None:
