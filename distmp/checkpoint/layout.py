@@ -56,7 +56,7 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
                 aside,
             )
         sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in by_step.items()}
-        unhealthy = {s for s, path in by_step.items() if _is_unhealthy(path)}
+        unhealthy = {s for s, path in by_step.items() if _may_be_unhealthy(path)}
         surplus = retention.surplus(sizes, unhealthy)
         for old in surplus:
             place.remove(by_step[old])
@@ -84,11 +84,13 @@ def _tidy_abandoned(place: Storage[Any], retention: Retention, kept_bytes: int) 
             place.remove(entry.path)
 
 
-def _is_unhealthy(path: Location) -> bool:
+def _may_be_unhealthy(path: Location) -> bool:
+    """Whether a checkpoint is unhealthy, or was saved after a skipped step."""
     try:
-        return manifest.read(path).unhealthy is not None
+        state = manifest.read(path)
     except CheckpointError:  # damaged: it is found before the checkpoint is loaded
         return False
+    return state.unhealthy is not None or state.skipped_in_a_row > 0
 
 
 def _size(path: Location) -> int:

@@ -64,6 +64,7 @@ class State:
             checksums.
         crc32: CRC-32 of the content; 0 in a checkpoint without checksums.
         unhealthy: Why a run should not continue from this state; None for a healthy one.
+        skipped_in_a_row: Number of steps that were skipped since the last applied update.
     """
 
     step: int
@@ -71,6 +72,12 @@ class State:
     files: dict[str, FileSum] | None
     crc32: int
     unhealthy: str | None = None
+    skipped_in_a_row: int = 0
+
+    @property
+    def updated_at(self) -> int:
+        """Step of the last applied update: the weights are those of this step."""
+        return self.step - self.skipped_in_a_row
 
 
 def encode(
@@ -78,6 +85,7 @@ def encode(
     numbers: dict[str, Any],
     files: dict[str, FileSum],
     unhealthy: str | None = None,
+    skipped_in_a_row: int = 0,
 ) -> bytes:
     """Return the bytes of `state.json`.
 
@@ -86,6 +94,7 @@ def encode(
         numbers: Values that JSON can represent.
         files: Size and checksum of the other files, by name.
         unhealthy: Why a run should not continue from this state; None for a healthy one.
+        skipped_in_a_row: Number of steps that were skipped since the last applied update.
 
     Raises:
         TypeError: If `numbers` holds a value that JSON cannot represent.
@@ -96,6 +105,8 @@ def encode(
     state: dict[str, Any] = {"format": FORMAT, "step": step, "numbers": numbers, "files": listed}
     if unhealthy is not None:
         state["unhealthy"] = unhealthy
+    if skipped_in_a_row:
+        state["skipped_in_a_row"] = skipped_in_a_row
     # The sum covers what will be read: JSON converts other keys to strings.
     state["crc32"] = f"{_content_sum(json.loads(json.dumps(state))):08x}"
     return json.dumps(state, indent=2).encode() + b"\n"
@@ -207,7 +218,8 @@ def _decode(state: dict[str, Any]) -> State:
         check_name(name): FileSum(check_number("its size", file["bytes"]), int(file["crc32"], 16))
         for name, file in state["files"].items()
     }
-    return State(state["step"], state["numbers"], files, written, state.get("unhealthy"))
+    skipped = check_number("its skipped steps", state.get("skipped_in_a_row", 0))
+    return State(state["step"], state["numbers"], files, written, state.get("unhealthy"), skipped)
 
 
 def check_name(name: str) -> str:

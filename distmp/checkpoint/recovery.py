@@ -1,16 +1,16 @@
 """Selects the checkpoint to continue from: the newest healthy one, the same on all ranks.
 
-Healthy: undamaged, and not marked as unhealthy when it was saved (see `store.save`).
+Healthy: undamaged, not marked as unhealthy when it was saved (see `store.save`), and without the
+weights of a later checkpoint that is. If steps were skipped before a checkpoint was marked, earlier
+checkpoints since the last applied update hold the same weights.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from functools import partial
 from typing import NamedTuple
 
-from distmp.checkpoint import manifest
 from distmp.checkpoint.location import Location, locate
 from distmp.checkpoint.manifest import STATE_FILE
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
@@ -29,7 +29,7 @@ class Usable(NamedTuple):
         checkpoint: The newest healthy checkpoint, verified; None if there is none.
         damaged: A message for each newer checkpoint that is damaged.
         unfinished: A message for each newer checkpoint that was not finished.
-        unhealthy: A message for each newer checkpoint that is marked as unhealthy.
+        unhealthy: A message for each newer checkpoint that is unhealthy.
     """
 
     checkpoint: StoredCheckpoint | None
@@ -65,6 +65,7 @@ def usable(
         ],
     )
     result = Usable(None, [], [], [])
+    mark: _Mark | None = None
     for name, finished in entries:
         path = directory / name
         if path == other_than:
@@ -74,8 +75,10 @@ def usable(
             continue
         checkpoint = StoredCheckpoint(path)
         # Read before the data files, which may be large.
-        if mark := rank_0_or_checkpoint_error(ranks, goal, partial(_mark, checkpoint)):
-            result.unhealthy.append(mark)
+        found = rank_0_or_checkpoint_error(ranks, goal, partial(_find_mark, checkpoint, mark))
+        if found is not None:
+            mark, problem = found
+            result.unhealthy.append(f"{path} {problem}")
             continue
         try:
             checkpoint.verify()
@@ -119,7 +122,11 @@ def resolve(
     if is_checkpoint:
         checkpoint = _verify_named(directory)
         if checkpoint.state.unhealthy is not None and ranks.rank == 0:
-            logger.warning("%s; it is used because it was named", _unhealthy(checkpoint))
+            logger.warning(
+                "%s is marked as unhealthy: %s; it is used because it was named",
+                checkpoint,
+                checkpoint.state.unhealthy,
+            )
         return checkpoint
     result = usable(directory)
     unusable = result.damaged + result.unhealthy
@@ -138,24 +145,57 @@ def resolve(
 
 
 def newest_healthy(directory: Location) -> Location | None:
-    """Return the newest checkpoint that is not marked as unhealthy, without verifying its files."""
+    """Return the newest checkpoint that is not unhealthy, without verifying its data files."""
+    mark: _Mark | None = None
     for entry in storage(directory).entries():
-        with contextlib.suppress(CheckpointError):
-            if entry.finished and manifest.read(entry.path).unhealthy is None:
-                return entry.path
+        if not entry.finished:
+            continue
+        checkpoint = StoredCheckpoint(entry.path)
+        found = _find_mark(checkpoint, mark)
+        if found is not None:
+            mark, _ = found
+        elif _is_readable(checkpoint):
+            return entry.path
     return None
 
 
-def _mark(checkpoint: StoredCheckpoint) -> str | None:
-    """Return a message if a checkpoint is marked as unhealthy; None also if it is damaged."""
-    try:
-        return None if checkpoint.state.unhealthy is None else _unhealthy(checkpoint)
-    except CheckpointError:
+class _Mark(NamedTuple):
+    """A checkpoint that is marked as unhealthy."""
+
+    path: str
+    reason: str
+    updated_at: int
+    """Step of the weights that it holds."""
+
+
+def _find_mark(checkpoint: StoredCheckpoint, newer: _Mark | None) -> tuple[_Mark, str] | None:
+    """Return the mark that makes a checkpoint unhealthy, and a message about it.
+
+    Args:
+        checkpoint: The checkpoint.
+        newer: The mark of the next newer checkpoint that has one.
+
+    Returns:
+        None for a healthy checkpoint, and for a damaged one.
+    """
+    if not _is_readable(checkpoint):
         return None
+    state = checkpoint.state
+    if state.unhealthy is not None:
+        mark = _Mark(str(checkpoint), state.unhealthy, state.updated_at)
+        return mark, f"is marked as unhealthy: {mark.reason}"
+    if newer is not None and state.step >= newer.updated_at:
+        return newer, (
+            f"holds the same weights as {newer.path}, which is marked as unhealthy: {newer.reason}"
+        )
+    return None
 
 
-def _unhealthy(checkpoint: StoredCheckpoint) -> str:
-    return f"{checkpoint} is marked as unhealthy: {checkpoint.state.unhealthy}"
+def _is_readable(checkpoint: StoredCheckpoint) -> bool:
+    try:
+        return bool(checkpoint.state)
+    except CheckpointError:
+        return False
 
 
 def _verify_named(path: Location) -> StoredCheckpoint:

@@ -11,7 +11,7 @@ class Retention:
     """Rules that select the checkpoints to remove after each save.
 
     The rules keep healthy checkpoints. Of the unhealthy ones only the latest is kept, until a
-    healthy one follows.
+    healthy one follows. One that was saved after a skipped step counts as unhealthy here.
 
     Attributes:
         last: Number of latest checkpoints to keep, 1 or more.

@@ -52,6 +52,7 @@ def save(
     permit: Callable[[], None] = lambda: None,
     finite: Collection[str] = (),
     unhealthy: str | None = None,
+    skipped_in_a_row: int = 0,
 ) -> Location:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
@@ -59,7 +60,8 @@ def save(
     same step is replaced. Later ones, from before the run went back, are set aside; see `storage`.
 
     An unhealthy state is written, too, for examination, and marked in `state.json`. It never
-    displaces a healthy one, and `recovery` skips it.
+    displaces a healthy one, and `recovery` skips it. Nor does one that was saved after a skipped
+    step displace another: if the following steps are skipped, too, its weights are unhealthy.
 
     May run in another thread, if nothing else uses `group` meanwhile.
 
@@ -76,6 +78,7 @@ def save(
             written and before the checkpoint appears.
         finite: Names of tensors that hold only finite values in a healthy state.
         unhealthy: Why the state is unhealthy, if that is known. The value of rank 0 counts.
+        skipped_in_a_row: Number of steps that were skipped since the last applied update.
 
     Returns:
         Path of the checkpoint.
@@ -104,7 +107,7 @@ def save(
 
     def finish() -> str:
         permit()
-        state = manifest.encode(step, numbers, files, unhealthy)
+        state = manifest.encode(step, numbers, files, unhealthy, skipped_in_a_row)
         final = _finish(directory, writing, state, files)
         tidy(directory, step, retention)
         if unhealthy is not None:

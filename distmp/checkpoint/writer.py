@@ -140,6 +140,7 @@ class CheckpointWriter:
         numbers: dict[str, Any],
         held: Collection[str] = (),
         unhealthy: str | None = None,
+        skipped_in_a_row: int = 0,
         *,
         wait: bool = False,
     ) -> None:
@@ -155,6 +156,7 @@ class CheckpointWriter:
                 optimizer state. In a healthy state they are finite. A buffer may hold an infinite
                 value on purpose, such as a mask.
             unhealthy: Why the state is unhealthy, if that is known; see `store.save`.
+            skipped_in_a_row: Number of steps that were skipped since the last applied update.
             wait: Return when the state is written, and do nothing if `step` is saved already.
 
         Raises:
@@ -169,6 +171,7 @@ class CheckpointWriter:
             permit=self._permit,
             finite=held,
             unhealthy=unhealthy,
+            skipped_in_a_row=skipped_in_a_row,
         )
         if wait or not self._settings.asynchronous:
             self._save_now(step, tensors, write)

@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from argparse import ArgumentParser
-from typing import NoReturn
 
-from distmp.errors import ConfigError
+from distmp.commands.arguments import Parser, byte_size
 from distmp.precision.policy import DTYPE_WORDS
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError("distmp export", " ".join(sys.argv[2:]), message)
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +15,7 @@ def main(argv: list[str]) -> int:
         ConfigError: If an argument is invalid.
         CheckpointError: If the checkpoint cannot be read or the folder cannot be written.
     """
-    parser = _Parser(
+    parser = Parser(
         prog="distmp export",
         description="Export the weights of a checkpoint of any strategy as safetensors: for plain "
         "torch, for transformers if the model comes from there, and for model.weights of another "
@@ -60,17 +50,8 @@ def main(argv: list[str]) -> int:
         arguments.checkpoint,
         arguments.to,
         arguments.dtype,
-        _bytes(arguments.max_shard_size),
+        byte_size("--max-shard-size", arguments.max_shard_size),
         arguments.format,
     )
     sys.stdout.write(f"exported {size:,} elements in {arguments.dtype} to {arguments.to}\n")
     return 0
-
-
-def _bytes(text: str) -> int:
-    """Return a size in bytes; units are those of transformers: decimal, an upper-case B."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]B)", text)
-    size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
-    if size == 0:
-        raise ConfigError("--max-shard-size", text, "use a number and KB, MB, GB or TB: 500MB")
-    return size

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distmp.data.open_tokens import open_tokens, require_same_tokenizer
 from distmp.data.settings import DataConfig
 from distmp.data.text import TextFile, TextFolder, list_text_files
-from distmp.data.tokens import TokenFile, count_tokens
+from distmp.data.tokens import TokenFiles
 from distmp.errors import ConfigError
 from distmp.utils.imports import load_object
 
@@ -128,33 +129,24 @@ def _held_out(validation: TextFolder | None) -> str:
 
 def _build_tokens(config: DataConfig) -> Datasets:
     path = Path(config.path or "").expanduser()
-    count = count_tokens(path, config.token_dtype)
-    split, validation = count, None
+    everything = open_tokens(config, path, "data.path")
+    train, validation = everything, None
     if config.validation_path is not None:
-        validation = _open_validation_tokens(config, Path(config.validation_path).expanduser())
+        other = Path(config.validation_path).expanduser()
+        validation = open_tokens(config, other, "data.validation_path")
+        require_same_tokenizer(path, other)
+        _require_window("data.validation_path", str(other), validation)
     elif config.held_out > 0.0:
-        split = _split_position(config, str(path), count)
-        validation = _open_tokens(config, path, split, count)
-    train = _open_tokens(config, path, 0, split)
+        split = _split_position(config, str(path), everything.last)
+        train = everything.part(0, split)
+        validation = everything.part(split, everything.last)
     _require_window("data.path", str(path), train)
     held_out = validation.last - validation.first if validation else 0
     description = (
-        f"tokens of {path}: {split:,} for training, {held_out:,} held out,"
+        f"tokens of {path}: {train.last:,} for training, {held_out:,} held out,"
         f" vocabulary of {train.vocabulary_size:,}"
     )
     return Datasets(train, validation, train.vocabulary_size, description)
-
-
-def _open_validation_tokens(config: DataConfig, path: Path) -> TokenFile:
-    count = count_tokens(path, config.token_dtype, "data.validation_path")
-    validation = _open_tokens(config, path, 0, count)
-    _require_window("data.validation_path", str(path), validation)
-    return validation
-
-
-def _open_tokens(config: DataConfig, path: Path, first: int, last: int) -> TokenFile:
-    size = config.token_vocabulary_size
-    return TokenFile(path, config.token_dtype, size, config.sequence_length, first, last)
 
 
 # --- both ---
@@ -180,7 +172,7 @@ def _split_position(config: DataConfig, path: str, tokens: int) -> int:
     return split
 
 
-def _require_window(setting: str, path: str, dataset: TextFolder | TokenFile) -> None:
+def _require_window(setting: str, path: str, dataset: TextFolder | TokenFiles) -> None:
     if not len(dataset):
         tokens = dataset.last - dataset.first
         _refuse_short(setting, path, tokens, dataset.sequence_length + 1)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from distmp.errors import ConfigError, nearest
 from distmp.utils.files import check_name
-from distmp.utils.resume_rules import HARMLESS, consequential
+from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential
 
 TokenType = Literal["uint8", "uint16", "uint32", "int32", "int64"]
 
@@ -29,12 +29,13 @@ class DataConfig:
     """
 
     source: str = "text"
-    """'text' (files below a folder, as bytes), 'tokens' (a file of token ids) or the import path
-    'module:callable' of a function that returns a map-style dataset."""
+    """'text' (files below a folder, as bytes), 'tokens' (a file of token ids, or a folder that
+    `distmp data tokenize` wrote) or the import path 'module:callable' of a function that returns a
+    map-style dataset."""
 
     path: str | None = field(default=None, metadata=HARMLESS)
     """Folder of a text source (default: the standard library of the running Python), or the file
-    of a token source."""
+    or folder of a token source."""
 
     validation_path: str | None = field(
         default=None,
@@ -54,12 +55,15 @@ class DataConfig:
     are chosen by a hash of their relative path. If that leaves one side empty, and for token files,
     the last tokens are used."""
 
-    token_dtype: TokenType = "uint16"
-    """Type of the ids in a token file, little-endian and without a header."""
+    # Not compared as a setting: the digest of the data contains the type.
+    token_dtype: TokenType | None = field(default=None, metadata=IGNORED)
+    """Type of the ids in a token file, little-endian and without a header. The default is that of
+    `tokens.json`, which `distmp data tokenize` writes, and uint16 for other files."""
 
     vocabulary_size: int | None = field(default=None, metadata=HARMLESS)
-    """Number of different token ids. Text has 257. The default for a token file of uint8 or uint16
-    is the number of values of the type; wider types require this setting."""
+    """Number of different token ids. Text has 257. The default for token files is the vocabulary
+    size in `tokens.json`. Without that file, it is the number of values of uint8 or uint16; wider
+    types require this setting."""
 
     workers: int = field(default=0, metadata=HARMLESS)
     """Number of processes per rank that prepare microbatches. 0 prepares them in the training
@@ -88,8 +92,13 @@ class DataConfig:
 
     @property
     def token_vocabulary_size(self) -> int:
-        """Vocabulary size of a token source, set or implied by its type."""
-        return self.vocabulary_size or _IMPLIED_VOCABULARY[self.token_dtype]
+        """Vocabulary size of a token file without metadata, set or implied by its type."""
+        return self.vocabulary_size or _IMPLIED_VOCABULARY[self.known_token_dtype]
+
+    @property
+    def known_token_dtype(self) -> TokenType:
+        """Type of the ids in a token file without metadata."""
+        return self.token_dtype or "uint16"
 
     def _check_source(self) -> None:
         if not self.is_import_path and self.source not in _SOURCES:
@@ -98,7 +107,7 @@ class DataConfig:
                 "data.source", self.source, f"{hint}, or write an import path 'module:callable'"
             )
         if self.source == "tokens" and self.path is None:
-            raise ConfigError("data.path", None, "name the file of token ids")
+            raise ConfigError("data.path", None, "name the file or folder of token ids")
         if self.source == "text" and (not self.pattern or self.pattern.startswith("/")):
             raise ConfigError(
                 "data.pattern",
@@ -127,11 +136,13 @@ class DataConfig:
                 "bytes of text have a fixed vocabulary; remove this setting, and set"
                 " model.vocabulary_size for a wider output",
             )
-        if self.source == "tokens" and size is None and self.token_dtype not in _IMPLIED_VOCABULARY:
+        implied = self.known_token_dtype in _IMPLIED_VOCABULARY
+        if self.source == "tokens" and size is None and not implied:
             raise ConfigError(
                 "data.vocabulary_size",
                 None,
-                f"set it: the type {self.token_dtype} does not imply a vocabulary",
+                f"set it: the type {self.token_dtype} does not imply a vocabulary (or leave out"
+                " data.token_dtype, if the data has a tokens.json)",
             )
 
     def _check_options(self) -> None:

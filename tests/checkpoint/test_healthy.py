@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from distmp.checkpoint import manifest, store
+from distmp.checkpoint import layout, manifest, store
 from distmp.checkpoint.finite import is_finite
 from distmp.checkpoint.location import Location
 from distmp.checkpoint.manifest import STATE_FILE
+from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.storage import INDEX_FILE, storage
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, TrainingError
@@ -199,3 +204,87 @@ def test_a_rollback_passes_over_unhealthy_ones(tmp_path: Path) -> None:
     assert checkpoint_before(tmp_path, 3).path == tmp_path / "step-000001"
     with pytest.raises(TrainingError, match="has no healthy checkpoint before step 1"):
         checkpoint_before(tmp_path, 1)
+
+
+def manifest_only(directory: Path, step: int, skipped: int, marked: bool, keep: int) -> None:
+    """Save a checkpoint whose only file is `state.json`, and apply the retention rules."""
+    writing = storage(directory).prepare(step)
+    mark = f"the last {skipped} steps were all skipped" if marked else None
+    (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, mark, skipped))
+    (writing / INDEX_FILE).touch()
+    storage(directory).publish(writing)
+    layout.tidy(directory, step, Retention(keep))
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=4),
+    st.integers(1, 5),
+    st.integers(1, 3),
+)
+def test_what_remains_after_streaks_of_skipped_steps(
+    streaks: list[tuple[int, int]], every: int, keep: int
+) -> None:
+    """Each streak is a number of applied updates, then one of skipped steps."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory, step, skipped = Path(folder), 0, 0
+        saved: dict[int, int] = {}
+        latest_mark: tuple[int, int] | None = None
+        for is_skipped in [s for a, b in streaks for s in [False] * a + [True] * b]:
+            step, skipped = step + 1, skipped + 1 if is_skipped else 0
+            if step % every:
+                continue
+            manifest_only(directory, step, skipped, skipped >= 10, keep)
+            saved[step] = skipped
+            if skipped >= 10:
+                latest_mark = (step - skipped, step)
+            remaining = left(directory)
+            clean = [s for s in saved if saved[s] == 0]
+            assert remaining == sorted({*clean[-keep:], step}), "only clean ones count"
+            found = store.newest_healthy(directory)
+            if skipped < 10:
+                assert found == directory / f"step-{step:06d}", "it may turn out to be healthy"
+                continue
+            assert latest_mark is not None
+            healthy = [s for s in remaining if not latest_mark[0] <= s <= latest_mark[1]]
+            assert found == (directory / f"step-{healthy[-1]:06d}" if healthy else None)
+
+
+def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def save_after(step: int, skipped: int, unhealthy: str | None = None) -> None:
+        numbers = {"step": step}
+        store.save(
+            tmp_path, step, state(), numbers, 9, unhealthy=unhealthy, skipped_in_a_row=skipped
+        )
+
+    for step, skipped in [(1, 0), (2, 1), (3, 0), (8, 5)]:
+        save_after(step, skipped)
+        found = store.resolve("auto", tmp_path)
+        assert found is not None
+        assert found.path == tmp_path / f"step-{step:06d}", "a skipped step alone is no reason"
+    save_after(13, 10, "the last 10 steps were all skipped")
+    caplog.clear()
+    found = store.resolve("auto", tmp_path)
+    assert found is not None
+    assert found.path == tmp_path / "step-000001"
+    marked = tmp_path / "step-000013"
+    assert messages_in(caplog) == [
+        f"{marked} is marked as unhealthy: the last 10 steps were all skipped; continuing from "
+        f"{found}",
+        f"{tmp_path / 'step-000003'} holds the same weights as {marked}, which is marked as "
+        f"unhealthy: the last 10 steps were all skipped; continuing from {found}",
+    ]
+    assert left(tmp_path) == [1, 3, 13], "those saved after a skipped step have displaced no other"
+    assert store.newest_healthy(tmp_path) == found.path
+
+
+def test_the_number_of_skipped_steps_is_covered_by_the_checksum(tmp_path: Path) -> None:
+    store.save(tmp_path, 4, state(), {}, 2, skipped_in_a_row=3)
+    read = manifest.read(tmp_path / "step-000004")
+    assert (read.skipped_in_a_row, read.updated_at) == (3, 1)
+    file = tmp_path / "step-000004" / STATE_FILE
+    file.write_text(file.read_text().replace('"skipped_in_a_row": 3', '"skipped_in_a_row": 0'))
+    with pytest.raises(CheckpointError, match="does not match its checksum"):
+        manifest.read(file.parent)

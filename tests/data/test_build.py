@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from distmp.data.build import build_datasets, is_held_out
 from distmp.data.settings import DataConfig
+from distmp.data.token_metadata import TokenMetadata, metadata_of
 from distmp.errors import ConfigError
 
 
@@ -160,6 +161,87 @@ def test_validation_file_and_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="50 tokens are too few") as caught:
         build_datasets(DataConfig(**values, validation_path=other, sequence_length=60))
     assert caught.value.setting == "data.validation_path"
+
+
+def tokenized(folder: Path, parts: dict[str, list[int]], **values: Any) -> TokenMetadata:
+    """Write a folder as `distmp data tokenize` does."""
+    folder.mkdir()
+    for name, ids in parts.items():
+        np.array(ids, values.get("dtype", "uint32")).tofile(folder / name)
+    known: dict[str, Any] = {
+        "dtype": "uint32",
+        "vocabulary_size": 100_000,
+        "end_of_text": 7,
+        "tokenizer": "mine",
+        "tokenizer_sha256": "a1",
+        "documents": 1,
+        "tokens": sum(map(len, parts.values())),
+        "files": {name: len(ids) for name, ids in parts.items()},
+    }
+    metadata = TokenMetadata(**known | values)
+    metadata.write(folder)
+    return metadata
+
+
+PARTS = {"b.bin": list(range(70_000, 70_060)), "a.bin": list(range(60))}
+
+
+def test_a_tokenized_folder_needs_no_other_setting(tmp_path: Path) -> None:
+    metadata = tokenized(tmp_path / "data", PARTS)
+    assert TokenMetadata.read(tmp_path / "data") == metadata
+    config = DataConfig(
+        source="tokens", path=str(tmp_path / "data"), held_out=0.25, sequence_length=8
+    )
+    data = build_datasets(config)
+    assert data.vocabulary_size == 100_000
+    # The files are read in the order of the metadata, as one sequence.
+    ids = PARTS["b.bin"] + PARTS["a.bin"]
+    assert data.train[7]["inputs"].tolist() == ids[56:64]
+    assert data.validation is not None
+    assert data.validation[0]["inputs"].tolist() == ids[90:98]
+    assert metadata_of(tmp_path / "data" / "a.bin") == metadata
+    one = DataConfig(
+        source="tokens", path=str(tmp_path / "data" / "a.bin"), held_out=0, sequence_length=8
+    )
+    assert build_datasets(one).train[0]["inputs"].tolist() == ids[60:68]
+    # Another file in the folder is not described by it.
+    assert metadata_of(Path(tokens(tmp_path / "data" / "c.bin", 9))) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "setting", "message"),
+    [
+        ({"token_dtype": "uint16"}, "data.token_dtype", "says uint32; remove this setting"),
+        ({"vocabulary_size": 99_999}, "data.vocabulary_size", "has 100,000 ids; set at least that"),
+        ({"validation_path": "other"}, "data.validation_path", "with the tokenizer 'theirs'"),
+        ({"path": "damaged"}, "data.path", r"a\.bin has 3 tokens, not the 60 of tokens\.json"),
+        ({"path": "nothing"}, "data.path", r"is a folder without tokens\.json"),
+        ({"path": "begun"}, "data.path", "is not finished; run the same `distmp data tokenize`"),
+        ({"path": "odd"}, "data.path", r"cannot read odd/tokens\.json"),
+        ({"path": "later"}, "data.path", r"has format 2; this version of distmp reads 1"),
+    ],
+)
+def test_settings_that_contradict_the_metadata_are_refused(
+    values: dict[str, Any],
+    setting: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("data", "damaged", "later"):
+        tokenized(Path(name), PARTS)
+    tokenized(Path("other"), PARTS, tokenizer="theirs", tokenizer_sha256="b2")
+    np.arange(3, dtype=np.uint32).tofile("damaged/a.bin")
+    for name in ("nothing", "begun.partial", "odd"):
+        Path(name).mkdir()
+    Path("odd/tokens.json").write_text("{")
+    later = Path("later/tokens.json")
+    later.write_text(later.read_text().replace('"format": 1', '"format": 2'))
+    known: dict[str, Any] = {"source": "tokens", "path": "data", "sequence_length": 8}
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_datasets(DataConfig(**known | values))
+    assert caught.value.setting == setting
 
 
 # --- a user's function ---

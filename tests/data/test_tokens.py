@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import tempfile
 from pathlib import Path
 
@@ -11,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distmp.data.errors import DataError
-from distmp.data.tokens import TokenFile, count_tokens
+from distmp.data.tokens import TokenFiles, count_tokens
 from distmp.errors import ConfigError
+from tests.torchrun import python, run
 
 
 @given(
@@ -28,7 +30,7 @@ def test_samples_are_windows_of_the_file(
         path = Path(folder) / "ids.bin"
         path.write_bytes(np.array(ids, dtype).astype(np.dtype(dtype).newbyteorder("<")).tobytes())
         assert count_tokens(path, dtype) == len(ids)
-        data = TokenFile(path, dtype, 256, length, first)
+        data = TokenFiles([path], dtype, 256, length).part(first, len(ids))
         windows = [ids[i : i + length + 1] for i in range(first, len(ids) - length, length)]
         assert len(data) == len(windows)
         for i, window in enumerate(windows):
@@ -44,7 +46,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_id_outside_the_vocabulary_is_named_with_its_position(path: Path) -> None:
-    data = TokenFile(path, "uint16", 50, 10)
+    data = TokenFiles([path], "uint16", 50, 10)
     assert data[3]["targets"].tolist() == list(range(31, 41))
     with pytest.raises(
         DataError, match=r"ids\.bin: token 50 is 50, outside the vocabulary of 50; check data\.voc"
@@ -55,11 +57,11 @@ def test_id_outside_the_vocabulary_is_named_with_its_position(path: Path) -> Non
 def test_negative_id_is_refused(tmp_path: Path) -> None:
     np.array([1, 2, -7, 3], dtype=np.int32).tofile(tmp_path / "ids.bin")
     with pytest.raises(DataError, match="token 2 is -7"):
-        TokenFile(tmp_path / "ids.bin", "int32", 50, 3)[0]
+        TokenFiles([tmp_path / "ids.bin"], "int32", 50, 3)[0]
 
 
 def test_last_range_ends_before_the_file_does(path: Path) -> None:
-    data = TokenFile(path, "uint16", 100, 10, 20, 41)
+    data = TokenFiles([path], "uint16", 100, 10).part(20, 41)
     assert len(data) == 2
     assert data[1]["targets"].tolist() == list(range(31, 41))
     with pytest.raises(IndexError):
@@ -67,14 +69,14 @@ def test_last_range_ends_before_the_file_does(path: Path) -> None:
 
 
 def test_file_that_shrank_is_named(path: Path) -> None:
-    data = TokenFile(path, "uint16", 100, 10)
+    data = TokenFiles([path], "uint16", 100, 10)
     path.write_bytes(b"1234")
     with pytest.raises(DataError, match=r"cannot read .*ids\.bin any more"):
         data[5]
 
 
 def test_copies_are_small(path: Path) -> None:
-    data = TokenFile(path, "uint16", 100, 10)
+    data = TokenFiles([path], "uint16", 100, 10)
     data[0]
     copy = pickle.dumps(data)
     assert len(copy) < 600
@@ -97,3 +99,64 @@ def test_size_that_is_no_multiple_is_refused(tmp_path: Path) -> None:
         ConfigError, match=r"5 bytes is not a multiple of 4.*check data.token_dtype"
     ):
         count_tokens(tmp_path / "odd.bin", "uint32")
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=6), st.integers(1, 9), st.integers(0, 8))
+def test_windows_cross_the_ends_of_files(sizes: list[int], length: int, first: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ids, files = np.arange(sum(sizes), dtype=np.uint16), []
+        for number, piece in enumerate(np.split(ids, np.cumsum(sizes)[:-1])):
+            files.append(Path(folder) / f"{number}.bin")
+            piece.tofile(files[-1])
+        data = TokenFiles(files, "uint16", 100, length).part(first, len(ids))
+        starts = range(first, len(ids) - length, length)
+        assert len(data) == len(starts)
+        for i, start in enumerate(starts):
+            assert data[i]["inputs"].tolist() == ids[start : start + length].tolist()
+            assert data[i]["targets"].tolist() == ids[start + 1 : start + length + 1].tolist()
+
+
+def test_an_id_outside_the_vocabulary_names_the_file_that_holds_it(tmp_path: Path) -> None:
+    for name, ids in {"a.bin": [1, 2, 3], "b.bin": [4, 9, 5]}.items():
+        np.array(ids, np.uint16).tofile(tmp_path / name)
+    data = TokenFiles([tmp_path / "a.bin", tmp_path / "b.bin"], "uint16", 9, 4)
+    with pytest.raises(DataError, match=r"b\.bin: token 1 is 9, outside the vocabulary of 9"):
+        data[0]
+
+
+# Reads samples of the whole file, in the order of training, and its last one.
+READ_LARGE_FILE = """
+import resource, sys
+from pathlib import Path
+from distmp.data.build import build_datasets
+from distmp.data.order import sample_indices
+from distmp.data.settings import DataConfig
+
+def status(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+
+path, room = sys.argv[1], 256 << 20
+resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + room,) * 2)
+before = status("RssAnon")
+config = DataConfig(source="tokens", path=path, held_out=0.0, sequence_length=1023)
+data = build_datasets(config).train
+for index in sample_indices(0, 0, 2000, len(data)):
+    assert not data[index]["inputs"].any()
+assert data[len(data) - 1]["targets"][-3:].tolist() == [7, 8, 9]
+size, grown = Path(path).stat().st_size, status("RssAnon") - before
+assert size > 16 * room and grown < room / 4, (size, grown)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_file_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+    path, size = tmp_path / "large.bin", 8 << 30
+    with open(path, "wb") as file:
+        # One token for the target of the last window. The rest is a hole that takes no space.
+        file.truncate(size // 2046 * 2046 + 2 - 6)
+        file.seek(0, 2)
+        file.write(np.array([7, 8, 9], "<u2").tobytes())
+    assert path.stat().st_blocks * 512 < 1 << 20
+    result = run(python("-c", READ_LARGE_FILE, str(path)), tmp_path)
+    assert result.returncode == 0, result.stderr

@@ -100,9 +100,44 @@ def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
 ) -> None:
     # Otherwise a save would hold the weights that the callback changes.
     assert train(f"--callbacks={__name__}:SkipsAll", "--checkpoint.no-asynchronous") == 1
-    # Fewer than ten are no reason to mark a checkpoint.
-    assert marks() == {12: None, 14: None, 16: "the last 10 steps were all skipped"}
-    assert "the last healthy checkpoint is run/checkpoints/step-000014" in capsys.readouterr().err
+    # Those of steps 8 to 14 have not displaced others. That of step 6 has the same weights.
+    assert marks() == {4: None, 6: None, 16: "the last 10 steps were all skipped"}
+    assert "the last healthy checkpoint is run/checkpoints/step-000004" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_weights_that_one_step_ruined_displace_no_others(
+    policy: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("WARNING")
+    rates = [f"--precision.policy={policy}", "--checkpoint.every=5", "--precision.no-attribution"]
+    assert train(*rates, "--steps=10") == 0
+    ruined = [*rates, "--optim.lr=1e30", "--resume=auto"]
+    # It ends as if killed, before a checkpoint is marked.
+    assert train(*ruined, "--steps=19") == 0
+    assert marks() == {5: None, 10: None, 19: None}
+    assert manifest.read(Path("run/checkpoints/step-000019")).skipped_in_a_row == 8
+    warning = caplog.records[-1].getMessage()
+    assert (
+        "the last 8 steps were all skipped, so the weights after step 19 are those of step 11"
+        in warning
+    )
+    assert "continue from a checkpoint before step 11 with --resume PATH" in warning
+
+    # The latest one is used while nothing is known about it.
+    assert (
+        train(*ruined, "--steps=25", "--resume=auto", "--precision.max-consecutive-skips=50") == 0
+    )
+    assert "continuing from run/checkpoints/step-000019" in capsys.readouterr().out
+    assert list(marks()) == [5, 10, 25]
+    assert marks()[25] == "the last 14 steps were all skipped"
+
+    caplog.clear()
+    assert train(*rates, "--steps=25", "--resume=auto") == 0
+    assert "continuing from run/checkpoints/step-000010" in capsys.readouterr().out
+    [warning, *_] = [record.getMessage() for record in caplog.records]
+    assert "step-000025 is marked as unhealthy: the last 14 steps were all skipped" in warning
+    assert marks()[25] is None
 
 
 def test_exports_of_nan_weights_say_so(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -18,6 +19,8 @@ from distmp.training.callbacks.exits import exit_context
 if TYPE_CHECKING:
     from distmp.training.build import Run
     from distmp.training.trainer import Trainer
+
+logger = logging.getLogger("distmp")
 
 
 class Checkpointing(Callback):
@@ -70,8 +73,11 @@ class Checkpointing(Callback):
         return "a checkpoint could not be written" if self.writer.wants_stop else None
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
-        """Save the last step."""
+        """Save the last step, and warn if it and others before it were skipped."""
         self.save_now(trainer)
+        skipped = _skipped_in_a_row(trainer.engine.state_dict()["engine/counts"])
+        if skipped and trainer.world.rank == 0:
+            logger.warning("%s", _skips_message(trainer.progress.step, skipped))
 
     def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
         """Wait for a save in the background; raise if the last one failed."""
@@ -102,12 +108,16 @@ class Checkpointing(Callback):
 
 def _state(
     trainer: Trainer,
-) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], str | None]:
+) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], str | None, int]:
     """Return the arguments of `CheckpointWriter.save`."""
     tensors = trainer.engine.state_dict()
     numbers = {**dataclasses.asdict(trainer.progress), **trainer.fingerprint}
     updated = trainer.engine.updated_by_optimizer()
-    return trainer.progress.step, tensors, numbers, updated, _streak(tensors["engine/counts"])
+    skipped = _skipped_in_a_row(tensors["engine/counts"])
+    unhealthy = None
+    if skipped >= WARN_AFTER_SKIPS:
+        unhealthy = f"the last {skipped} steps were all skipped"
+    return trainer.progress.step, tensors, numbers, updated, unhealthy, skipped
 
 
 def _last_healthy(directory: store.Location) -> str:
@@ -120,15 +130,24 @@ def _last_healthy(directory: store.Location) -> str:
     return f"the last healthy checkpoint is {healthy}, from which --resume auto continues"
 
 
-def _streak(counts: Tensor) -> str | None:
-    """Return a message if the last steps were all skipped.
+def _skipped_in_a_row(counts: Tensor) -> int:
+    """Return the number of steps skipped since the last applied update.
 
-    Before the first update there is no better state.
+    It is 0 before the first update: there is no better state then.
 
     Args:
         counts: Updates applied, steps skipped, and steps skipped since the last update.
     """
     applied, _, in_a_row = counts.tolist()
-    if not applied or in_a_row < WARN_AFTER_SKIPS:
-        return None
-    return f"the last {in_a_row} steps were all skipped"
+    return int(in_a_row) if applied else 0
+
+
+def _skips_message(step: int, skipped: int) -> str:
+    steps = "step was" if skipped == 1 else f"{skipped} steps were all"
+    updated_at = step - skipped
+    return (
+        f"the last {steps} skipped, so the weights after step {step} are those of step"
+        f" {updated_at}. Under FP16 one such step is usual. Otherwise lower optim.lr or"
+        " optim.max_norm, or inspect the data, and continue from a checkpoint before step"
+        f" {updated_at} with --resume PATH"
+    )

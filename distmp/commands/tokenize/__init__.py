@@ -1,0 +1,1 @@
+"""`distmp data tokenize`: turns text into token files."""

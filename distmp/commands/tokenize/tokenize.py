@@ -1,0 +1,136 @@
+"""Writes a folder of token files and their metadata, atomically and resumably.
+
+The parts are written to `FOLDER.partial`, which is renamed when all are finished. Parts that a
+command finished before it was killed are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from distmp.commands.tokenize.encoder import Encoder
+from distmp.commands.tokenize.parts import PartCounts, PartWriter
+from distmp.commands.tokenize.processes import run_tasks
+from distmp.commands.tokenize.sources import Piece
+from distmp.data.token_metadata import NAME, UNFINISHED_SUFFIX, TokenMetadata
+from distmp.errors import ConfigError
+from distmp.utils.files import replacing
+
+_SETTINGS = "settings.json"
+
+
+def tokenize(
+    parts: Sequence[Sequence[Piece]],
+    folder: Path,
+    encoder: Encoder,
+    key: str,
+    settings: Mapping[str, str],
+    workers: int,
+    on_part: Callable[[int, PartCounts], None],
+) -> TokenMetadata:
+    """Tokenize the documents of all parts.
+
+    Args:
+        parts: The documents of each token file.
+        folder: A new folder, or that of an equal command.
+        encoder: The tokenizer.
+        key: Key or column of the text.
+        settings: What the output depends on. A folder that was begun with others is refused.
+        workers: Number of processes.
+        on_part: Called with the number of a part when it is finished.
+
+    Returns:
+        The metadata of the folder.
+
+    Raises:
+        ConfigError: If the folder exists or was begun with other settings, or there is no document.
+        InputError: If a document cannot be read.
+    """
+    if folder.exists():
+        return _existing(folder, settings)
+    unfinished = folder.with_name(folder.name + UNFINISHED_SUFFIX)
+    with _owned(unfinished):
+        _begin(unfinished, settings)
+        writer = PartWriter(unfinished, encoder, key)
+        counts: dict[int, PartCounts] = {}
+        for index, part in run_tasks(writer, list(enumerate(parts)), workers):
+            counts[index] = part
+            on_part(index, part)
+        metadata = _metadata(writer, [counts[index] for index in range(len(parts))], settings)
+        metadata.write(unfinished)
+        (unfinished / _SETTINGS).unlink()
+        unfinished.rename(folder)
+    return metadata
+
+
+def _existing(folder: Path, settings: Mapping[str, str]) -> TokenMetadata:
+    """Return the metadata of a folder that an equal command has finished."""
+    if (folder / NAME).is_file():
+        metadata = TokenMetadata.read(folder, "--to")
+        if metadata.settings == settings:
+            return metadata
+    raise ConfigError("--to", str(folder), "exists; name a new folder, or remove this one")
+
+
+@contextlib.contextmanager
+def _owned(folder: Path) -> Iterator[None]:
+    """Create a folder, and lock it against a second command."""
+    descriptor = None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError as error:
+        raise ConfigError("--to", str(folder), "another command is writing to it") from error
+    except OSError as error:
+        problem = f"cannot write {error.filename or folder}: {error.strerror}"
+        raise ConfigError("--to", str(folder), problem) from error
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _begin(folder: Path, settings: Mapping[str, str]) -> None:
+    """Record the settings, or compare them with those of an earlier command."""
+    file = folder / _SETTINGS
+    if file.exists():
+        before: dict[str, str] = json.loads(file.read_bytes())
+        if different := [name for name in settings if before.get(name) != settings[name]]:
+            problem = (
+                f"was begun with other values of {', '.join(different)}; remove it to begin again"
+            )
+            raise ConfigError("--to", str(folder), problem)
+    # Of a command that was killed.
+    for temporary in folder.glob(".*.tmp"):
+        temporary.unlink()
+    with replacing(file) as stream:
+        stream.write(json.dumps(settings, indent=2).encode() + b"\n")
+
+
+def _metadata(
+    writer: PartWriter, counts: Sequence[PartCounts], settings: Mapping[str, str]
+) -> TokenMetadata:
+    encoder = writer.encoder
+    files = {writer.path(i).name: part.tokens for i, part in enumerate(counts) if part.tokens}
+    if not files:
+        raise ConfigError("INPUT", settings["input"], "there is no document that has a token")
+    for index, part in enumerate(counts):
+        if not part.tokens:
+            writer.path(index).unlink()
+    return TokenMetadata(
+        dtype=encoder.dtype,
+        vocabulary_size=encoder.vocabulary_size,
+        end_of_text=encoder.end_of_text,
+        tokenizer=encoder.name,
+        tokenizer_sha256=encoder.sha256,
+        documents=sum(part.documents for part in counts),
+        tokens=sum(files.values()),
+        files=files,
+        settings=dict(settings),
+    )

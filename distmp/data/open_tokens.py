@@ -1,0 +1,92 @@
+"""Opens token files with the metadata that belongs to them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from distmp.data.settings import DataConfig
+from distmp.data.token_metadata import NAME as METADATA
+from distmp.data.token_metadata import UNFINISHED_SUFFIX, TokenMetadata, metadata_of
+from distmp.data.tokens import TokenFiles
+from distmp.errors import ConfigError
+
+
+def open_tokens(config: DataConfig, path: Path, setting: str) -> TokenFiles:
+    """Open a file of token ids, or a folder that `distmp data tokenize` wrote.
+
+    Args:
+        config: The settings of the data.
+        path: The file or folder.
+        setting: Name of the setting that holds the path, for error messages.
+
+    Raises:
+        ConfigError: If the files cannot be read, or contradict their metadata or the settings.
+    """
+    metadata = metadata_of(path, setting)
+    if metadata is None:
+        _refuse_unknown_folder(setting, path)
+        size = config.token_vocabulary_size
+        return TokenFiles([path], config.known_token_dtype, size, config.sequence_length, setting)
+    _compare_settings(config, path, metadata)
+    names = list(metadata.files) if path.is_dir() else [path.name]
+    folder = path if path.is_dir() else path.parent
+    files = [folder / name for name in names]
+    size = config.vocabulary_size or metadata.vocabulary_size
+    tokens = TokenFiles(files, metadata.dtype, size, config.sequence_length, setting)
+    for file, count in zip(files, np.diff(tokens.starts).tolist(), strict=True):
+        if count != metadata.files[file.name]:
+            problem = (
+                f"{file.name} has {count:,} tokens, not the {metadata.files[file.name]:,} of"
+                f" {METADATA}; copy the folder again, or tokenize the data again"
+            )
+            raise ConfigError(setting, str(path), problem)
+    return tokens
+
+
+def _refuse_unknown_folder(setting: str, path: Path) -> None:
+    if path.with_name(path.name + UNFINISHED_SUFFIX).is_dir() and not path.exists():
+        problem = "is not finished; run the same `distmp data tokenize` again"
+        raise ConfigError(setting, str(path), problem)
+    if path.is_dir():
+        problem = (
+            f"is a folder without {METADATA}; name a file of token ids, or a folder that"
+            " `distmp data tokenize` wrote"
+        )
+        raise ConfigError(setting, str(path), problem)
+
+
+def _compare_settings(config: DataConfig, path: Path, metadata: TokenMetadata) -> None:
+    """Refuse settings that contradict the metadata of the files."""
+    if config.token_dtype not in (None, metadata.dtype):
+        problem = f"{METADATA} of {path} says {metadata.dtype}; remove this setting"
+        raise ConfigError("data.token_dtype", config.token_dtype, problem)
+    if (config.vocabulary_size or metadata.vocabulary_size) < metadata.vocabulary_size:
+        problem = (
+            f"the tokenizer of {path} has {metadata.vocabulary_size:,} ids; set at least that, or"
+            " remove this setting"
+        )
+        raise ConfigError("data.vocabulary_size", config.vocabulary_size, problem)
+
+
+def require_same_tokenizer(path: Path, validation_path: Path) -> None:
+    """Refuse data for validation that another tokenizer made, where both are known.
+
+    Args:
+        path: File or folder of the training data.
+        validation_path: File or folder for validation.
+
+    Raises:
+        ConfigError: If the tokenizers differ.
+    """
+    train = metadata_of(path)
+    validation = metadata_of(validation_path, "data.validation_path")
+    if train is None or validation is None:
+        return
+    if train.tokenizer_sha256 != validation.tokenizer_sha256:
+        problem = (
+            f"was made with the tokenizer {validation.tokenizer!r}, data.path with another one,"
+            f" {train.tokenizer!r}; tokenize both with the same"
+        )
+        raise ConfigError("data.validation_path", str(validation_path), problem)
