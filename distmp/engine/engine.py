@@ -60,6 +60,7 @@ from distmp.parallel.materialize import (
     needs_seed,
     not_a_number,
 )
+from distmp.parallel.matrices import place_matrices
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
 from distmp.parallel.settings import SHARDED_STRATEGIES
@@ -253,12 +254,22 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
+        self._place_matrices()
         # The host steps offloaded parameters, and has to wait for the decision.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
         self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
         self._stepped = SteppedTensors(self.optimizer, parameters)
         self._learning_rates = LearningRates(
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
+        )
+
+    def _place_matrices(self) -> None:
+        place_matrices(
+            self.optimizer,
+            self._strategy,
+            self._names,
+            self.device,
+            quiet=self.world.rank != 0,
         )
 
     @property
@@ -601,6 +612,7 @@ class Engine:
         for group in addition.param_groups:
             self.optimizer.add_param_group(group)
         self.optimizer.state.update(addition.state)
+        self._place_matrices()
         self._stepped.add(parameters)
 
     # After the step

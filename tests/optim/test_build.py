@@ -209,7 +209,7 @@ def test_shapes_keep_the_ratio_of_groups() -> None:
     optimizer = torch.optim.SGD(
         [{"params": [torch.zeros(1)], "lr": rate} for rate in (0.5, 0.05)], lr=1.0
     )
-    for name in ("constant", "linear"):
+    for name in ("constant", "linear", "cosine", "wsd"):
         config = ScheduleConfig(name, warmup_steps=3)
         rates = LearningRates(
             optimizer, schedule_factory(config, STEPS), torch.device("cpu"), on_device=False
