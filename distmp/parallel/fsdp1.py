@@ -190,9 +190,7 @@ class FullySharded1(ShardedStrategy):
         all_sizes = sizes.new_empty(world.world_size * len(sizes))
         all_gather(all_sizes, sizes, self._group).wait()
         ends = all_sizes.view(world.world_size, -1).cumsum(0).T.tolist()
-        return {
-            name: [0, *after] for (name, _), after in zip(self._trainable, ends, strict=True)
-        }
+        return {name: [0, *after] for (name, _), after in zip(self._trainable, ends, strict=True)}
 
     def _watch_collectives(self, world: World, comm_dtype: torch.dtype) -> CollectiveOrder:
         """Sum over ranks in FP32, and compare the order of gathers and reductions."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distmp.errors import ConfigError, listed
 from distmp.optim.muon import Muon
