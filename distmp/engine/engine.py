@@ -264,13 +264,7 @@ class Engine:
         )
 
     def _place_matrices(self) -> None:
-        place_matrices(
-            self.optimizer,
-            self._strategy,
-            self._names,
-            self.device,
-            quiet=self.world.rank != 0,
-        )
+        place_matrices(self.optimizer, self._strategy, self._names, self.device)
 
     @property
     def model(self) -> nn.Module:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distmp.errors import ConfigError, nearest
+from distmp.errors import ConfigError, listed, nearest
 from distmp.optim.owners import Owners, ShardedMatrix
 from distmp.utils.dtensor import is_dtensor
 
@@ -64,7 +64,7 @@ class Muon(torch.optim.Optimizer):
             the last bit of a gradient changes the update by about 1%.
         adamw: Patterns of the names of matrices that AdamW updates; None: `NOT_HIDDEN`.
         adamw_lr: Learning rate of AdamW; None: `lr`.
-        adamw_betas: Coefficients of AdamW's moments.
+        betas: Coefficients of AdamW's moments.
         adamw_eps: Term in the denominator of AdamW's update.
         fused: Whether to unscale and skip on the device.
 
@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: str = "fp32",
         adamw: Sequence[str] | None = None,
         adamw_lr: float | None = None,
-        adamw_betas: Sequence[float] = (0.9, 0.999),
+        betas: Sequence[float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
         fused: bool = True,
     ) -> None:
@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw = torch.optim.AdamW(
             [torch.zeros(1)],
             lr=lr if adamw_lr is None else adamw_lr,
-            betas=(adamw_betas[0], adamw_betas[1]),
+            betas=(betas[0], betas[1]),
             eps=adamw_eps,
             weight_decay=weight_decay,
             fused=fused,
@@ -128,6 +128,19 @@ class Muon(torch.optim.Optimizer):
         return [
             tensor for group in self.param_groups if group["muon"] for tensor in group["params"]
         ]
+
+    def describe(self) -> str:
+        """Return which tensors are updated by which rule."""
+        others = [
+            name
+            for group in self.param_groups
+            if not group["muon"]
+            for name in group["param_names"]
+        ]
+        return (
+            f"Muon updates {len(self.matrices)} matrices; AdamW updates {len(others)} other "
+            f"tensors: {listed(others) if others else 'none'}"
+        )
 
     def shard(
         self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device

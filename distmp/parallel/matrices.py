@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from distmp.errors import ConfigError, listed
+from distmp.errors import ConfigError
 from distmp.optim.muon import Muon
 from distmp.parallel.strategy import Strategy, parameter_name
-
-logger = logging.getLogger("distmp")
 
 
 def place_matrices(
@@ -20,8 +17,6 @@ def place_matrices(
     strategy: Strategy,
     names: Mapping[int, str],
     device: torch.device,
-    *,
-    quiet: bool,
 ) -> None:
     """Tell Muon how its matrices are sharded; other optimizers stay as they are.
 
@@ -30,7 +25,6 @@ def place_matrices(
         strategy: The strategy.
         names: Name of each tensor by its `id`.
         device: The device that this rank computes on.
-        quiet: Do not log, because another rank does.
 
     Raises:
         ConfigError: If Muon has no matrix, or one of an embedding.
@@ -39,8 +33,6 @@ def place_matrices(
         return
     matrices = {id(tensor): names[id(tensor)] for tensor in optimizer.matrices}
     _check_hidden([*matrices.values()], strategy.model)
-    if not quiet:
-        _log(optimizer, names)
     group = strategy.shard_group
     sharded = {key: strategy.sharded_matrix(name) for key, name in matrices.items()}
     found = {key: matrix for key, matrix in sharded.items() if matrix is not None}
@@ -65,14 +57,3 @@ def _check_hidden(names: list[str], model: nn.Module) -> None:
                 f"lacks {name!r}, an embedding, which Muon must not orthogonalize; set it to a "
                 f"list of patterns that match embeddings and heads, such as [{name!r}]",
             )
-
-
-def _log(optimizer: Muon, names: Mapping[int, str]) -> None:
-    updated = {id(tensor) for tensor in optimizer.matrices}
-    others = [name for key, name in names.items() if key not in updated]
-    logger.info(
-        "Muon updates %d matrices; AdamW updates the other %d tensors: %s",
-        len(updated),
-        len(others),
-        listed(others) if others else "none",
-    )

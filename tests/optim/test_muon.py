@@ -86,7 +86,7 @@ def layers() -> nn.ModuleDict:
 
 def test_adamw_updates_everything_but_hidden_matrices() -> None:
     ours, theirs = layers(), layers()
-    config = OptimizerConfig("muon", lr=0.01, weight_decay=0.3, options={"adamw_betas": [0.8, 0.9]})
+    config = OptimizerConfig("muon", lr=0.01, weight_decay=0.3, options={"betas": [0.8, 0.9]})
     optimizer = optimizer_factory(config)(list(ours.named_parameters()))
     (hidden,) = [group for group in optimizer.param_groups if group["muon"]]
     assert hidden["param_names"] == ["up.weight"]
