@@ -34,6 +34,7 @@ from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.outcome import StepNumbers, StepOutcome, advice
+from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step_checks import (
@@ -210,6 +211,8 @@ class Engine:
             )
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
+        if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
+            warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
