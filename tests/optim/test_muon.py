@@ -156,11 +156,12 @@ def test_gradients_are_divided_by_the_scale() -> None:
     optimizer, reference = Muon(scaled, lr=0.02), Muon(plain, lr=torch.tensor(0.02))  # type: ignore[arg-type]
     optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
     optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
-    for step in range(2):
+    for step, scale in enumerate((4.0, 0.5, 64.0)):
+        optimizer.grad_scale.fill_(scale)  # type: ignore[attr-defined]
         set_gradients(scaled, step)
         set_gradients(plain, step)
         for _, tensor in scaled:
-            tensor.grad *= 4  # type: ignore[operator]
+            tensor.grad *= scale  # type: ignore[operator]
         optimizer.step()
         reference.step()
     for (_, one), (_, other) in zip(scaled, plain, strict=True):

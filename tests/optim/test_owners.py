@@ -21,12 +21,15 @@ def test_work_is_assigned_once_and_balanced(costs: list[int], count: int) -> Non
     assert len(owned) == count
     assert sorted(index for indices in owned for index in indices) == list(range(len(costs)))
     loads = [sum(costs[index] for index in indices) for indices in owned]
-    # Graham's bound of this rule: at most 4/3 of the optimum.
-    assert max(loads) <= 4 / 3 * max(sum(costs) / count, max(costs, default=0)) + max(
-        sorted(costs, reverse=True)[count : count + 1], default=0
-    )
+    # No rank could give its cheapest piece to another one.
+    for load, indices in zip(loads, owned, strict=True):
+        assert load - min((costs[index] for index in indices), default=0) <= min(loads)
     if costs and len(costs) <= count:
         assert max(loads) == max(costs)
+
+
+def test_expensive_work_is_assigned_first() -> None:
+    assert assign([1, 1, 1, 1, 1, 1, 6], 2) == [[6], [0, 1, 2, 3, 4, 5]]
 
 
 def _bounds(size: int, count: int, kind: str) -> list[int]:
