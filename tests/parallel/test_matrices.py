@@ -7,11 +7,13 @@ import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from distmp import Engine
 from distmp.checkpoint import store
@@ -21,6 +23,7 @@ from distmp.optim import Muon, owners
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
 from distmp.utils.flat_shard import gathered
 from tests.ranks import ranks, run_ranks
+from tests.recording import HostReads
 
 VOCABULARY, SAMPLES = 17, 64
 # Rows that 2 and 4 ranks do not share equally; 3 rows leave ranks without a shard.
@@ -237,6 +240,31 @@ def test_no_collective_per_matrix_and_nothing_whole_is_kept() -> None:
         if name.endswith("momentum_buffer")
     )
     assert held <= 0.6 * elements
+
+
+@pytest.mark.parametrize("kind", ["ddp", "shard_optimizer", "fsdp"])
+@ranks(2)
+def test_an_update_reads_no_value_on_the_host(kind: str) -> None:
+    engine = Engine(
+        Net(),
+        loss,
+        lambda named: Muon(named, lr=0.02),
+        policy="fp32",
+        schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+        **KINDS[kind],
+    )
+    take_steps(engine, 0, 2)
+    reads = HostReads()
+    step = Muon.step
+
+    def recorded(optimizer: Muon) -> None:
+        with reads:
+            step(optimizer)
+
+    with mock.patch.object(Muon, "step", recorded):
+        take_steps(engine, 2, 2)
+    assert isinstance(engine.optimizer.param_groups[0]["lr"], Tensor)
+    assert reads.found == []
 
 
 @ranks(2)
