@@ -117,6 +117,13 @@ class Muon(torch.optim.Optimizer):
             for group in _groups(params)
             for part in _divided(group, patterns)
         ]
+        self._excluded = [
+            name
+            for group in groups
+            if not group["muon"]
+            for name, tensor in group["params"]
+            if tensor.dim() == 2
+        ]
         self._step_supports_amp_scaling = fused
         self._ns_dtype = NS_DTYPES[ns_dtype]
         self._shards: _Shards | None = None
@@ -131,16 +138,9 @@ class Muon(torch.optim.Optimizer):
 
     def describe(self) -> str:
         """Return which tensors are updated by which rule."""
-        others = [
-            name
-            for group in self.param_groups
-            if not group["muon"]
-            for name in group["param_names"]
-        ]
-        return (
-            f"Muon updates {len(self.matrices)} matrices; AdamW updates {len(others)} other "
-            f"tensors: {listed(others) if others else 'none'}"
-        )
+        others = sum(len(group["params"]) for group in self.param_groups if not group["muon"])
+        excluded = f", with the matrices {listed(self._excluded)}" if self._excluded else ""
+        return f"Muon updates {len(self.matrices)} matrices, AdamW {others} other tensors{excluded}"
 
     def shard(
         self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
