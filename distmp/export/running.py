@@ -27,8 +27,8 @@ def save_weights(
 ) -> None:
     """Write the FP32 weights of an engine as safetensors, file by file; every rank has to call it.
 
-    Rank 0 writes and takes the memory of one file. The folder has the format of `distmp export`; an
-    existing one is replaced.
+    Rank 0 writes and takes the memory of at most one file. The folder has the format of `distmp
+    export`; an existing one is replaced.
 
     Args:
         engine: The engine.
@@ -73,7 +73,11 @@ def trained_weights(engine: Engine) -> dict[str, Tensor]:
     trained = engine.updated_by_optimizer()
     state = {name: tensor for name, tensor in engine.state_dict().items() if name in trained}
     weights = EngineWeights(state, keep=engine.world.rank == 0)
-    return weights.read(weights.specs)
+    return {
+        name: value.clone()  # not the memory that the next step writes to
+        for wanted in weights.specs
+        for name, value in weights.read([wanted]).items()
+    }
 
 
 def _description(model: nn.Module) -> dict[str, Any] | None:

@@ -72,6 +72,8 @@ def test_weights_are_the_fp32_ones(kind: str, tmp_path: Path) -> None:
     assert weights.keys() == (expected.keys() if engine.world.rank == 0 else set())
     assert all(torch.equal(value, expected[name]) for name, value in weights.items())
     assert any(bool((value != value.bfloat16()).any()) for value in expected.values())
+    engine.step([torch.randn(16, 8)])
+    assert all(torch.equal(value, expected[name]) for name, value in weights.items())
     held = engine.module.state_dict()["0.weight"]
     assert held.dtype == (torch.float32 if kind == "fsdp" else torch.bfloat16)
 
