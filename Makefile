@@ -78,6 +78,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.accumulation_passes
 	$(VENV)/bin/python -m benchmarks.accumulation_step
 	$(VENV)/bin/python -m benchmarks.reproducible
+	$(VENV)/bin/python -m benchmarks.muon
 	$(VENV)/bin/python -m benchmarks.precision
 	$(VENV)/bin/python -m benchmarks.peers
 	$(VENV)/bin/python -m benchmarks.explain_memory

@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "precision-training": precision.precision_training,
     "policies": precision.policies,
     "reproducible": runs.reproducible,
+    "muon": runs.muon,
     "explain-memory": runs.explain_memory,
     "growth": runs.growth,
     "exchange": exchange.exchange,

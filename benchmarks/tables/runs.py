@@ -98,3 +98,18 @@ def checkpoint_stall(result: dict[str, Any]) -> str:
         f"per round. {result['ranks']} ranks write a state of {state / 1e6:.0f} MB together. "
         f"{result['machine']['cores']} cores of {machine_line(result)}"
     )
+
+
+def muon(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.muon` and a line on its machine."""
+    rows: list[dict[str, object]] = []
+    for method, by_ranks in result["differences"].items():
+        row: dict[str, object] = {"method": method}
+        for ranks, found in by_ranks.items():
+            row[f"{ranks} ranks"] = f"{found['largest']:.1e} (mean {found['mean']:.1e})"
+        rows.append(row)
+    return (
+        f"{table(rows)}\n\nLargest difference of the first update of a hidden matrix from that on "
+        f"one rank, relative to its norm; a transformer with {result['parameters']:,} parameters "
+        f"in FP32. {machine_line(result)}"
+    )

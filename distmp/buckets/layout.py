@@ -54,6 +54,13 @@ class BucketLayout:
             ranges.append(slice(start, stop))
         return ranges
 
+    def shard_bounds(self, name: str, world_size: int) -> list[int]:
+        """Return where the shards of a flattened parameter begin, and the last one ends."""
+        index = self.names.index(name)
+        offset, size = self.offsets[index], self.parameters[index].numel()
+        starts = (self.shard(rank, world_size).start for rank in range(world_size + 1))
+        return [min(max(start - offset, 0), size) for start in starts]
+
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return a view for each parameter, in its shape and memory format.
 

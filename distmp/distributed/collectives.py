@@ -43,10 +43,22 @@ def all_reduce(full: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
     return _started(dist.all_reduce(full, group=group, async_op=True), full)
 
 
-def all_to_all(received: Tensor, sent: Tensor, group: dist.ProcessGroup | None) -> dist.Work:
-    """Start to send part r of `sent` to rank r, and to receive part r of `received` from it."""
+def all_to_all(
+    received: Tensor,
+    sent: Tensor,
+    group: dist.ProcessGroup | None,
+    received_sizes: list[int] | None = None,
+    sent_sizes: list[int] | None = None,
+) -> dist.Work:
+    """Start to send part r of `sent` to rank r, and to receive part r of `received` from it.
+
+    Parts are equal unless their sizes are given.
+    """
     current_phase.collective = "all_to_all"
-    return _started(dist.all_to_all_single(received, sent, group=group, async_op=True), sent)
+    work = dist.all_to_all_single(
+        received, sent, received_sizes, sent_sizes, group=group, async_op=True
+    )
+    return _started(work, sent)
 
 
 def _started(work: dist.Work | None, tensor: Tensor) -> dist.Work:

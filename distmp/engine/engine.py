@@ -34,6 +34,7 @@ from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.microbatches import MicrobatchStats
 from distmp.engine.outcome import StepNumbers, StepOutcome, advice
+from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
 from distmp.engine.state import EngineState, TensorSpec
 from distmp.engine.step_checks import (
@@ -60,6 +61,7 @@ from distmp.parallel.materialize import (
     needs_seed,
     not_a_number,
 )
+from distmp.parallel.matrices import place_matrices
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
 from distmp.parallel.reproducible import check_power_of_two, make_deterministic
 from distmp.parallel.settings import SHARDED_STRATEGIES
@@ -209,6 +211,8 @@ class Engine:
             )
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
+        if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
+            warn_about_copies(self.module, self.policy)
         self.clock = StepClock(self.device)
         self._buffers = ModuleBuffers(self._strategy.model, self.world.group)
         self._calls = EngineCalls(self.world, self._strategy.model)
@@ -253,6 +257,7 @@ class Engine:
         self._build_optimizer = optimizer
         self.optimizer = self._strategy.build_optimizer(optimizer, parameters)
         self._names = {id(tensor): name for name, tensor in parameters}
+        self._place_matrices()
         # The host steps offloaded parameters, and has to wait for the decision.
         on_host = any(tensor.device.type != self.device.type for _, tensor in parameters)
         self._skips_on_device = prepare_for_device_skip(self.optimizer) and not on_host
@@ -260,6 +265,9 @@ class Engine:
         self._learning_rates = LearningRates(
             self.optimizer, schedule, self.device, on_device=self._skips_on_device
         )
+
+    def _place_matrices(self) -> None:
+        place_matrices(self.optimizer, self._strategy, self._names, self.device)
 
     @property
     def model(self) -> nn.Module:
@@ -601,6 +609,7 @@ class Engine:
         for group in addition.param_groups:
             self.optimizer.add_param_group(group)
         self.optimizer.state.update(addition.state)
+        self._place_matrices()
         self._stepped.add(parameters)
 
     # After the step

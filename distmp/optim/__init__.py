@@ -2,5 +2,6 @@
 
 from distmp.optim.build import NamedParameters, OptimizerFactory, ScheduleFactory
 from distmp.optim.learning_rates import LearningRates
+from distmp.optim.muon import Muon
 
-__all__ = ["LearningRates", "NamedParameters", "OptimizerFactory", "ScheduleFactory"]
+__all__ = ["LearningRates", "Muon", "NamedParameters", "OptimizerFactory", "ScheduleFactory"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -57,6 +58,8 @@ def optimizer_factory(config: OptimizerConfig) -> OptimizerFactory:
         groups = weight_decay_groups(named_parameters, config.weight_decay)
         try:
             optimizer: torch.optim.Optimizer = build(groups, **options)
+        except ConfigError:
+            raise
         except (TypeError, ValueError, RuntimeError) as error:
             raise ConfigError(
                 "optim.options", options, f"refused by {config.name}: {error}"
@@ -164,15 +167,19 @@ def _shape(
     optimizer: torch.optim.Optimizer, config: ScheduleConfig, steps: int
 ) -> lr_scheduler.LRScheduler:
     if config.name == "cosine":
-        # After a warm-up was set up, the current rate is below the peak.
-        group = optimizer.param_groups[0]
-        peak = float(group.get("initial_lr", group["lr"]))
-        return lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=peak * config.final)
+        # Not CosineAnnealingLR: its minimum is the same for groups with different peaks.
+        return lr_scheduler.LambdaLR(optimizer, partial(_cosine, steps, config))
     if config.name == "wsd":
         decay = config.decay_steps if config.decay_steps is not None else max(1, steps // 10)
         return lr_scheduler.LambdaLR(optimizer, partial(_stable_then_decay, steps, decay, config))
     end = config.final if config.name == "linear" else 1.0
     return lr_scheduler.LinearLR(optimizer, start_factor=1.0, end_factor=end, total_iters=steps)
+
+
+def _cosine(steps: int, config: ScheduleConfig, update: int) -> float:
+    """Return the share of the peak at an update, counted after the warm-up."""
+    done = min(1.0, max(0, update) / steps)
+    return config.final + (1.0 - config.final) * (1.0 + math.cos(math.pi * done)) / 2
 
 
 def _stable_then_decay(steps: int, decay: int, config: ScheduleConfig, update: int) -> float:

@@ -39,11 +39,19 @@ def check_kind(
     kind = type(optimizer)
     value = value or kind.__name__
     refuse_kind(kind, setting, value)
-    if kind.__name__ in NOT_ON_DTENSORS and any(
+    sharded = any(
         is_traceable_wrapper_subclass(tensor)
         for group in optimizer.param_groups
         for tensor in group["params"]
-    ):
+    )
+    if sharded and issubclass(kind, torch.optim.Muon):
+        raise ConfigError(
+            setting,
+            value,
+            "computes with sharded parameters (DTensor), and its updates then depend on the number "
+            "of ranks; use distmp.optim.Muon (optim.name = 'muon'), which exchanges full matrices",
+        )
+    if sharded and kind.__name__ in NOT_ON_DTENSORS:
         raise ConfigError(
             setting,
             value,

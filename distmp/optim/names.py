@@ -10,6 +10,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from distmp.errors import ConfigError, nearest
+from distmp.optim.muon import Muon
 from distmp.utils.imports import load_object
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -17,6 +18,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
+    "muon": Muon,
 }
 # Settings of section `optim`; as options of the optimizer they would conflict with those.
 OWN_SETTINGS = ("lr", "weight_decay")

@@ -27,7 +27,8 @@ class OptimizerConfig:
     name: str = field(
         default="adamw", metadata=dangerous("the saved state belongs to another optimizer")
     )
-    """adamw, adam, sgd, adagrad, or an import path 'module:callable'."""
+    """adamw, adam, sgd, adagrad, muon (Muon for hidden matrices, AdamW for all else), or an import
+    path 'module:callable'."""
     lr: float = field(default=3e-3, metadata=consequential("learning rates change from here on"))
     """Peak learning rate."""
     weight_decay: float = field(
@@ -46,7 +47,8 @@ class OptimizerConfig:
             **consequential("the optimizer keeps the state that it built up under other options"),
         },
     )
-    """Further arguments of the optimizer, such as betas or momentum."""
+    """Further arguments of the optimizer, such as betas or momentum; for muon see
+    `distmp.optim.Muon`."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.lr) and self.lr >= 0):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from distmp.errors import ConfigError
 from distmp.optim.build import OptimizerFactory
+from distmp.optim.muon import Muon
 from distmp.optim.stepped import build_on
 
 # Optimizers whose update of an element depends only on the history of that element.
@@ -81,7 +82,7 @@ def build_on_shards(
 def _check_elementwise(
     kind: type[torch.optim.Optimizer], setting: str, value: object, *, quiet: bool
 ) -> None:
-    if issubclass(kind, ELEMENTWISE):
+    if issubclass(kind, (*ELEMENTWISE, Muon)):  # Muon exchanges shards
         return
     name = kind.__name__
     known = any(word in name.lower() for word in NOT_ELEMENTWISE)
@@ -90,7 +91,7 @@ def _check_elementwise(
             setting,
             value,
             f"{name} needs full parameters, but a rank has only a shard of each; use strategy "
-            "ddp without shard_optimizer, or an element-wise optimizer such as AdamW",
+            "ddp without shard_optimizer, or AdamW or distmp.optim.Muon",
         )
     if not quiet:
         logger.warning(

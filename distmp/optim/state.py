@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from distmp.errors import CheckpointError, ConfigError
+from distmp.optim.muon import Muon
 from distmp.utils.flat_shard import FlatShard, global_shape
 
 # The optimizers whose fused kernels DTensor can call (torch 2.13).
-FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW)
+FUSED_WHEN_SHARDED = (torch.optim.Adam, torch.optim.AdamW, Muon)
 # State that torch's optimizers keep as one number per parameter of any shape.
 _COUNTS = ("step", "mu_product", "eta", "mu")
 

@@ -78,6 +78,7 @@ from distmp.distributed.collectives import all_gather
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
+from distmp.optim.owners import ShardedMatrix
 from distmp.parallel import fsdp_internals
 from distmp.parallel.accumulation import AccumulationMemory, choose, least_free_bytes
 from distmp.parallel.blocks import find_blocks
@@ -256,6 +257,17 @@ class FullySharded(ShardedStrategy):
 
     def copy_master_to_model(self) -> None:
         """Nothing to copy: the next forward gathers and casts the shards."""
+
+    def sharded_matrix(self, name: str) -> ShardedMatrix | None:
+        shape = dict(self._trainable)[name].shape
+        ranks = self._shard_group.size()
+        rows = -(-shape[0] // ranks)  # as `torch.chunk` divides them
+        bounds = [min(rank * rows, shape[0]) * shape[1:].numel() for rank in range(ranks + 1)]
+        return ShardedMatrix(shape, bounds)
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return self._shard_group
 
     def units(self) -> list[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.module.named_modules()

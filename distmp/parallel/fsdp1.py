@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
@@ -20,6 +21,7 @@ from distmp.distributed.collectives import all_gather
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import OptimizerFactory
+from distmp.optim.owners import ShardedMatrix
 from distmp.optim.sharded import build_on_shards
 from distmp.parallel import fsdp_internals
 from distmp.parallel.blocks import find_blocks
@@ -95,7 +97,7 @@ class FullySharded1(ShardedStrategy):
         self._root = _wrap(module, policy, kept, world, config, values)
         self.module = self._root
         self._track_parameters(world)
-        self._ranges = self._local_ranges(world)
+        self._bounds = self._shard_bounds(world)
         self._known = KnownParameters(self.module)
         # Whether a forward has begun and its backward has not.
         self._open = False
@@ -159,8 +161,16 @@ class FullySharded1(ShardedStrategy):
             factory, parameters, self._shapes, ("strategy", "fsdp1"), quiet=self._group.rank() > 0
         )
 
+    def sharded_matrix(self, name: str) -> ShardedMatrix | None:
+        return ShardedMatrix(self._shapes[name], self._bounds[name])
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return self._group
+
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        start, size = self._ranges[name]
+        start, stop = self._bounds[name][self._group.rank() :][:2]
+        size = stop - start
         return (
             tensor if tensor.shape != (size,) else FlatShard.of(tensor, self._shapes[name], start)
         )
@@ -173,17 +183,14 @@ class FullySharded1(ShardedStrategy):
             if view.requires_grad and self._used.tracks(self._names[id(parameter)]):
                 view.register_hook(_calling(self._mark_used, parameter))
 
-    def _local_ranges(self, world: World) -> dict[str, tuple[int, int]]:
-        """Return start and number of the elements of each flattened parameter on this rank."""
+    def _shard_bounds(self, world: World) -> dict[str, list[int]]:
+        """Return where the shards of each flattened parameter begin, and the last one ends."""
         sizes = torch.tensor([len(parameter) for _, parameter in self._trainable])
         sizes = sizes.to(world.device)
         all_sizes = sizes.new_empty(world.world_size * len(sizes))
         all_gather(all_sizes, sizes, self._group).wait()
-        starts = all_sizes.view(world.world_size, -1)[: world.rank].sum(0).tolist()
-        return {
-            name: (start, len(parameter))
-            for (name, parameter), start in zip(self._trainable, starts, strict=True)
-        }
+        ends = all_sizes.view(world.world_size, -1).cumsum(0).T.tolist()
+        return {name: [0, *after] for (name, _), after in zip(self._trainable, ends, strict=True)}
 
     def _watch_collectives(self, world: World, comm_dtype: torch.dtype) -> CollectiveOrder:
         """Sum over ranks in FP32, and compare the order of gathers and reductions."""

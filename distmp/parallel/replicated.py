@@ -7,12 +7,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.buckets import FlatParameters, Fp32GradBuckets, PureParameters
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
+from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
@@ -227,6 +229,18 @@ class Replicated(Strategy):
         selected = set(names)
         for part in self._parts:
             part.buckets.unused = selected
+
+    def sharded_matrix(self, name: str) -> ShardedMatrix | None:
+        ranks = self._world.world_size
+        for part in self._parts:
+            for layout in part.buckets.layouts if part.buckets.sharded else ():
+                if name in layout.names:
+                    return ShardedMatrix(self._shapes[name], layout.shard_bounds(name, ranks))
+        return None
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        return self._world.group
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         for part in self._parts:

@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim import OptimizerFactory
+from distmp.optim.owners import ShardedMatrix
 from distmp.optim.stepped import build_on
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.scaling import GradientPart
@@ -121,6 +122,15 @@ class Strategy(ABC):
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         """Return a tensor of a parameter's state for checkpoints, a shard as a `FlatShard`."""
         return tensor
+
+    def sharded_matrix(self, name: str) -> ShardedMatrix | None:
+        """Return how a matrix is divided over `shard_group`; None if every rank steps all of it."""
+        return None
+
+    @property
+    def shard_group(self) -> dist.ProcessGroup | None:
+        """The ranks that share one copy of what the optimizer steps."""
+        return None
 
     def prepare_optimizer_grads(self) -> None:  # noqa: B027 - optional
         """Convert the reduced gradients to the dtype of 16-bit weights."""

@@ -14,6 +14,7 @@ from distmp.distributed.progress import current_phase
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.models.architecture import architecture
+from distmp.optim import Muon
 from distmp.telemetry import Console
 from distmp.training import manifest
 from distmp.training.accelerate_launch import overridden_options
@@ -213,6 +214,8 @@ def _summary(
         f"batch {batch.global_batch_size} = {world.world_size} ranks x "
         f"{components.microbatches} microbatches x {batch.microbatch_size} samples"
     )
+    if isinstance(engine.optimizer, Muon):
+        yield f"optimizer: {engine.optimizer.describe()}"
     yield from overridden_options(os.environ, engine.policy, engine.strategy)
 
 

@@ -78,7 +78,7 @@ def test_fused_is_only_a_default(options: dict[str, Any]) -> None:
     ("config", "message"),
     [
         ({"name": "adamv"}, r"optim\.name = 'adamv': did you mean 'adam"),
-        ({"name": "quux"}, r"choose one of adagrad, adam, adamw, sgd"),
+        ({"name": "quux"}, r"choose one of adagrad, adam, adamw, muon, sgd"),
         ({"options": {"betaz": 1}}, r"optim\.options\.betaz = 1: did you mean 'betas'\?"),
         ({"options": {"lr": 1.0}}, r"optim\.options\.lr = 1\.0: set optim\.lr instead"),
         ({"options": {"weight_decay": 1}}, r"options\.weight_decay = 1: set optim\.weight_decay"),
@@ -209,7 +209,7 @@ def test_shapes_keep_the_ratio_of_groups() -> None:
     optimizer = torch.optim.SGD(
         [{"params": [torch.zeros(1)], "lr": rate} for rate in (0.5, 0.05)], lr=1.0
     )
-    for name in ("constant", "linear"):
+    for name in ("constant", "linear", "cosine", "wsd"):
         config = ScheduleConfig(name, warmup_steps=3)
         rates = LearningRates(
             optimizer, schedule_factory(config, STEPS), torch.device("cpu"), on_device=False

@@ -1,0 +1,381 @@
+"""Muon for hidden matrices and AdamW for all other parameters, in one optimizer.
+
+Muon (https://kellerjordan.github.io/posts/muon/) orthogonalizes the momentum of a matrix. That
+needs the full matrix, so the shards of a matrix are sent to one rank, its owner, and the shards of
+the result are sent back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distmp.errors import ConfigError, listed, nearest
+from distmp.optim.owners import Owners, ShardedMatrix
+from distmp.utils.dtensor import is_dtensor
+
+# Names of embeddings and heads, whose rows are classes and not directions of a hidden space.
+NOT_HIDDEN = (
+    "*embed*",
+    "*wte*",
+    "*wpe*",
+    "*head*",
+    "*classifier*",
+    "*score*",
+    "output.*",
+    "shared.*",
+)
+ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
+    # Keller Jordan; torch's default.
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    # The update has the RMS of AdamW's (https://arxiv.org/abs/2502.16982).
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates hidden matrices with Muon, and embeddings, heads, vectors and the rest with AdamW.
+
+    The update of a matrix is that of `torch.optim.Muon`. It is the same for any number of ranks
+    and any strategy, up to the rounding of `ns_dtype`. Skips and unscales on the device as torch's
+    fused optimizers do.
+
+    Args:
+        params: `[(name, tensor), ...]`, or groups of those. A group may set `muon` to choose the
+            rule for all of its tensors.
+        lr: Learning rate of both rules.
+        weight_decay: Decoupled weight decay of both rules.
+        momentum: Momentum of Muon.
+        nesterov: Whether Muon uses Nesterov momentum.
+        ns_coefficients: Coefficients of the Newton-Schulz polynomial.
+        ns_steps: Number of Newton-Schulz iterations.
+        eps: Lower bound of the norm that a matrix is divided by.
+        adjust_lr_fn: How the learning rate of a matrix depends on its shape: "match_rms_adamw", for
+            which rates of AdamW fit, or "original".
+        ns_dtype: Dtype of the iterations. "fp32": updates agree between numbers of ranks to 1e-5.
+            "bf16", as torch's Muon: faster on GPUs and half the communication, but a difference in
+            the last bit of a gradient changes the update by about 1%.
+        adamw: Patterns of the names of matrices that AdamW updates; None: `NOT_HIDDEN`.
+        adamw_lr: Learning rate of AdamW; None: `lr`.
+        betas: Coefficients of AdamW's moments.
+        adamw_eps: Term in the denominator of AdamW's update.
+        fused: Whether to unscale and skip on the device.
+
+    Raises:
+        ConfigError: If an argument is out of range, or a tensor has no name.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: Sequence[float] = (3.4445, -4.7750, 2.0315),
+        ns_steps: int = 5,
+        eps: float = 1e-7,
+        adjust_lr_fn: str = "match_rms_adamw",
+        ns_dtype: str = "fp32",
+        adamw: Sequence[str] | None = None,
+        adamw_lr: float | None = None,
+        betas: Sequence[float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        fused: bool = True,
+    ) -> None:
+        _check(momentum, ns_coefficients, ns_steps, adjust_lr_fn, ns_dtype, adamw)
+        # Its parameters are replaced in each step.
+        self._adamw = torch.optim.AdamW(
+            [torch.zeros(1)],
+            lr=lr if adamw_lr is None else adamw_lr,
+            betas=(betas[0], betas[1]),
+            eps=adamw_eps,
+            weight_decay=weight_decay,
+            fused=fused,
+        )
+        of_muon = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": tuple(ns_coefficients),
+            "ns_steps": ns_steps,
+            "eps": eps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "fused": fused,
+        }
+        patterns = NOT_HIDDEN if adamw is None else tuple(adamw)
+        groups = [
+            {**(of_muon if part["muon"] else self._adamw.defaults), **part}
+            for group in _groups(params)
+            for part in _divided(group, patterns)
+        ]
+        self._excluded = [
+            name
+            for group in groups
+            if not group["muon"]
+            for name, tensor in group["params"]
+            if tensor.dim() == 2
+        ]
+        self._step_supports_amp_scaling = fused
+        self._ns_dtype = NS_DTYPES[ns_dtype]
+        self._shards: _Shards | None = None
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+
+    @property
+    def matrices(self) -> list[Tensor]:
+        """The tensors that Muon updates."""
+        return [
+            tensor for group in self.param_groups if group["muon"] for tensor in group["params"]
+        ]
+
+    def describe(self) -> str:
+        """Return which tensors are updated by which rule."""
+        others = sum(len(group["params"]) for group in self.param_groups if not group["muon"])
+        excluded = f", with the matrices {listed(self._excluded)}" if self._excluded else ""
+        return f"Muon updates {len(self.matrices)} matrices, AdamW {others} other tensors{excluded}"
+
+    def shard(
+        self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        """Set how matrices are divided over ranks; without this call every rank has all of them.
+
+        Args:
+            matrices: Shape and division of each matrix, by the `id` of its tensor.
+            group: The ranks that share the matrices.
+            device: Device that communicates and computes.
+        """
+        self._shards = _Shards(matrices, group, device)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss again; optional, as in torch.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_muon()
+        self._step_adamw()
+        return loss
+
+    def _step_adamw(self) -> None:
+        self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+        self._adamw.state = self.state
+        for name in ("grad_scale", "found_inf"):
+            if hasattr(self, name):
+                setattr(self._adamw, name, getattr(self, name))
+        self._adamw.step()
+
+    def _step_muon(self) -> None:
+        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        skip = None if found_inf is None else found_inf != 0
+        work = [
+            _Matrix(tensor, group, skip)
+            for group in self.param_groups
+            if group["muon"]
+            for tensor in group["params"]
+            if tensor.grad is not None
+        ]
+        if self._shards is None:
+            for matrix in work:
+                direction = self._direction(matrix).to(self._ns_dtype)
+                matrix.update(matrix.orthogonalized(direction))
+        elif work:
+            self._exchange(work, self._shards)
+
+    def _exchange(self, work: list[_Matrix], shards: _Shards) -> None:
+        def shard(index: int) -> Tensor:
+            return self._direction(work[index]).reshape(-1).to(shards.device, self._ns_dtype)
+
+        owners = shards.owners([id(matrix.tensor) for matrix in work])
+        for index, update in owners.compute(shard, lambda i, full: work[i].orthogonalized(full)):
+            work[index].update(update, shards.matrices[id(work[index].tensor)].shape)
+
+    def _direction(self, matrix: _Matrix) -> Tensor:
+        """Update the momentum of this rank's part of a matrix; return what is orthogonalized."""
+        state = self.state[matrix.tensor]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.tensor, requires_grad=False)
+        assert matrix.tensor.grad is not None
+        gradient = _local(matrix.tensor.grad)
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            gradient = gradient / scale
+        old, momentum = _local(state["momentum_buffer"]), matrix.group["momentum"]
+        new = old.lerp(gradient, 1 - momentum)
+        matrix.store(old, new)
+        return gradient.lerp(new, momentum) if matrix.group["nesterov"] else new
+
+
+class _Matrix(NamedTuple):
+    """A matrix in one step, or this rank's shard of it.
+
+    Attributes:
+        tensor: The tensor that the optimizer updates.
+        group: Its parameter group.
+        skip: Whether the step is skipped, 0-dim bool on the device; None: it is applied.
+    """
+
+    tensor: Tensor
+    group: dict[str, Any]
+    skip: Tensor | None
+
+    def orthogonalized(self, full: Tensor) -> Tensor:
+        """Return the full matrix, orthogonalized with the settings of the group."""
+        group = self.group
+        return orthogonalized(full, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+    def update(self, direction: Tensor, shape: torch.Size | None = None) -> None:
+        """Decay the weights and move them against the direction.
+
+        Args:
+            direction: This rank's elements of the orthogonalized matrix.
+            shape: Shape of the full matrix; None: that of the tensor.
+        """
+        weights, group = _local(self.tensor), self.group
+        ratio = ADJUSTMENTS[group["adjust_lr_fn"]](*(shape or weights.shape))
+        direction = direction.view_as(weights).to(weights)
+        decayed = weights * (1 - group["lr"] * group["weight_decay"])
+        self.store(weights, decayed - direction * (group["lr"] * ratio))
+
+    def store(self, old: Tensor, new: Tensor) -> None:
+        """Write new values over old ones, unless the step is skipped; the host does not wait."""
+        if self.skip is None:
+            old.copy_(new)
+        else:
+            torch.where(self.skip, old, new, out=old)
+
+
+class _Shards:
+    """The matrices of an optimizer whose shards are on several ranks.
+
+    Args:
+        matrices: Shape and division of each matrix, by the `id` of its tensor.
+        group: The ranks that share the matrices.
+        device: Device that communicates and computes.
+    """
+
+    def __init__(
+        self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self.matrices, self.device = matrices, device
+        self._group = group
+        self._owners: tuple[list[int], Owners] | None = None
+
+    def owners(self, ids: list[int]) -> Owners:
+        """Return the owners of the matrices that have a gradient; the same ones on all ranks."""
+        if self._owners is None or self._owners[0] != ids:
+            matrices = [self.matrices[key] for key in ids]
+            costs = [_cost(*matrix.shape) for matrix in matrices]
+            self._owners = ids, Owners(matrices, costs, self._group)
+        return self._owners[1]
+
+
+def orthogonalized(
+    matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float = 1e-7
+) -> Tensor:
+    """Return a matrix with about the same singular vectors and singular values near 1.
+
+    The Newton-Schulz iteration of Muon, as in https://github.com/KellerJordan/Muon and
+    `torch.optim.Muon`, in the dtype of the matrix.
+
+    Args:
+        matrix: Floating point, 2-dim.
+        coefficients: The three coefficients of the polynomial.
+        steps: Number of iterations.
+        eps: Lower bound of the norm that the matrix is divided by.
+    """
+    a, b, c = coefficients
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if tall else matrix
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def is_hidden(name: str, tensor: Tensor, not_hidden: Sequence[str] = NOT_HIDDEN) -> bool:
+    """Return whether Muon updates a tensor: a matrix whose name matches no pattern."""
+    return tensor.dim() == 2 and not any(fnmatchcase(name, pattern) for pattern in not_hidden)
+
+
+def _cost(rows: int, columns: int) -> float:
+    """Return the multiplications of one iteration."""
+    small, large = sorted((rows, columns))
+    return float(small * small * (2 * large + small))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
+    entries = list(params)
+    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
+    for group in groups:
+        for entry in group["params"]:
+            if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
+                raise ConfigError(
+                    "optimizer",
+                    "Muon",
+                    "needs the names of its tensors to tell hidden matrices from embeddings and "
+                    "heads; pass [(name, tensor), ...], such as model.named_parameters()",
+                )
+    return groups
+
+
+def _divided(group: Mapping[str, Any], not_hidden: Sequence[str]) -> list[dict[str, Any]]:
+    """Divide a group into the tensors that Muon updates and the others."""
+    parts: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
+    for name, tensor in group["params"]:
+        hidden = group.get("muon", is_hidden(name, tensor, not_hidden))
+        if hidden and tensor.dim() != 2:
+            raise ConfigError(
+                "optimizer",
+                "Muon",
+                f"orthogonalizes matrices, but {name!r} has the shape {tuple(tensor.shape)}; "
+                "leave it to AdamW (muon=False)",
+            )
+        parts[hidden].append((name, tensor))
+    return [{**group, "params": part, "muon": muon} for muon, part in parts.items() if part]
+
+
+def _check(
+    momentum: float,
+    coefficients: Sequence[float],
+    steps: int,
+    adjust_lr_fn: str,
+    ns_dtype: str,
+    adamw: Sequence[str] | None,
+) -> None:
+    """Refuse values that the optimizer cannot use.
+
+    Raises:
+        ConfigError: Naming the option.
+    """
+    if not 0 <= momentum < 1:
+        raise ConfigError("optim.options.momentum", momentum, "use a number from 0 to below 1")
+    if len(coefficients) != 3:
+        raise ConfigError("optim.options.ns_coefficients", coefficients, "use three numbers")
+    if not 1 <= steps < 100:
+        raise ConfigError("optim.options.ns_steps", steps, "use 1 to 99 iterations")
+    if adjust_lr_fn not in ADJUSTMENTS:
+        raise ConfigError(
+            "optim.options.adjust_lr_fn", adjust_lr_fn, nearest(adjust_lr_fn, ADJUSTMENTS)
+        )
+    if ns_dtype not in NS_DTYPES:
+        raise ConfigError("optim.options.ns_dtype", ns_dtype, nearest(ns_dtype, NS_DTYPES))
+    if isinstance(adamw, str):
+        raise ConfigError("optim.options.adamw", adamw, f"use a list of patterns: [{adamw!r}]")

@@ -1,0 +1,59 @@
+"""Tells Muon how a strategy divides matrices over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from distmp.errors import ConfigError
+from distmp.optim.muon import Muon
+from distmp.parallel.strategy import Strategy, parameter_name
+
+
+def place_matrices(
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    names: Mapping[int, str],
+    device: torch.device,
+) -> None:
+    """Tell Muon how its matrices are sharded; other optimizers stay as they are.
+
+    Args:
+        optimizer: The optimizer, on the tensors of the strategy.
+        strategy: The strategy.
+        names: Name of each tensor by its `id`.
+        device: The device that this rank computes on.
+
+    Raises:
+        ConfigError: If Muon has no matrix, or one of an embedding.
+    """
+    if not isinstance(optimizer, Muon):
+        return
+    matrices = {id(tensor): names[id(tensor)] for tensor in optimizer.matrices}
+    _check_hidden([*matrices.values()], strategy.model)
+    group = strategy.shard_group
+    sharded = {key: strategy.sharded_matrix(name) for key, name in matrices.items()}
+    found = {key: matrix for key, matrix in sharded.items() if matrix is not None}
+    if found and group is not None:
+        optimizer.shard(found, group, device)
+
+
+def _check_hidden(names: list[str], model: nn.Module) -> None:
+    if not names:
+        raise ConfigError(
+            "optim.name",
+            "muon",
+            "finds no hidden matrix among the trained parameters; use adamw, or set "
+            "optim.options.adamw to the patterns of those matrices that AdamW updates",
+        )
+    for prefix, part in model.named_modules():
+        name = parameter_name(f"{prefix}.weight").lstrip(".")
+        if isinstance(part, nn.Embedding) and name in names:
+            raise ConfigError(
+                "optim.options.adamw",
+                None,
+                f"lacks {name!r}, an embedding, which Muon must not orthogonalize; set it to a "
+                f"list of patterns that match embeddings and heads, such as [{name!r}]",
+            )

@@ -1,0 +1,213 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.optim import Muon
+from distmp.optim.build import optimizer_factory
+from distmp.optim.muon import is_hidden, orthogonalized
+from distmp.optim.settings import OptimizerConfig
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+SHAPES = [(24, 40), (40, 24), (16, 16), (1, 9)]
+
+
+def matrices(seed: int = 0) -> list[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (f"layer{index}.weight", torch.randn(shape, generator=generator).requires_grad_())
+        for index, shape in enumerate(SHAPES)
+    ]
+
+
+def set_gradients(named: list[tuple[str, Tensor]], step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for _, tensor in named:
+        tensor.grad = torch.randn(tensor.shape, generator=generator)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+def test_updates_are_those_of_torchs_muon(adjust: str, nesterov: bool) -> None:
+    options: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "adjust_lr_fn": adjust}
+    ours, theirs, exact = matrices(), matrices(), matrices()
+    optimizer = Muon(ours, ns_dtype="bf16", **options)
+    reference = torch.optim.Muon([tensor for _, tensor in theirs], **options)
+    in_fp32 = Muon(exact, **options)
+    starts = [tensor.detach().clone() for _, tensor in ours]
+    for step in range(3):
+        for named in (ours, theirs, exact):
+            set_gradients(named, step)
+        optimizer.step()
+        reference.step()
+        in_fp32.step()
+    for (_, own), (_, other), (_, fp32), start in zip(ours, theirs, exact, starts, strict=True):
+        torch.testing.assert_close(own, other, rtol=0, atol=1e-6)
+        # FP32 iterations differ from torch's by the rounding of bfloat16 only.
+        assert (fp32 - other).norm() < 0.03 * (other - start).norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_iterations_agree_with_float64_and_make_singular_values_near_1(
+    shape: tuple[int, int],
+) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    exact = orthogonalized(matrix, COEFFICIENTS, 5)
+    left, values, right = torch.linalg.svd(matrix, full_matrices=False)
+    scaled = values / values.norm()
+    a, b, c = COEFFICIENTS
+    for _ in range(5):  # the polynomial acts on singular values
+        scaled = a * scaled + b * scaled**3 + c * scaled**5
+    torch.testing.assert_close(exact, left @ scaled.diag() @ right)
+    assert scaled.min() > 0.3
+    assert scaled.max() < 1.3
+    error = (orthogonalized(matrix.float(), COEFFICIENTS, 5) - exact).norm() / exact.norm()
+    assert error < 1e-5
+    assert orthogonalized(torch.zeros(shape), COEFFICIENTS, 5).abs().sum() == 0
+
+
+def layers() -> nn.ModuleDict:
+    torch.manual_seed(5)
+    return nn.ModuleDict(
+        {
+            "embed_tokens": nn.Embedding(11, 8),
+            "up": nn.Linear(8, 12),
+            "conv": nn.Conv1d(3, 2, 2),
+            "norm": nn.LayerNorm(8),
+            "lm_head": nn.Linear(8, 11),
+        }
+    )
+
+
+def test_adamw_updates_everything_but_hidden_matrices() -> None:
+    ours, theirs = layers(), layers()
+    config = OptimizerConfig("muon", lr=0.01, weight_decay=0.3, options={"betas": [0.8, 0.9]})
+    optimizer = optimizer_factory(config)(list(ours.named_parameters()))
+    (hidden,) = [group for group in optimizer.param_groups if group["muon"]]
+    assert hidden["param_names"] == ["up.weight"]
+    assert isinstance(optimizer, Muon)
+    assert optimizer.describe() == (
+        "Muon updates 1 matrices, AdamW 8 other tensors, with the matrices embed_tokens.weight, "
+        "lm_head.weight"
+    )
+    others = [(n, p) for n, p in theirs.named_parameters() if n != "up.weight"]
+    decayed = [(n, p) for n, p in others if p.dim() > 1]
+    plain = [(n, p) for n, p in others if p.dim() <= 1]
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": plain, "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(0.8, 0.9),
+        fused=True,
+    )
+    for step in range(3):
+        for module in (ours, theirs):
+            set_gradients(list(module.named_parameters()), step)
+        optimizer.step()
+        reference.step()
+    for (name, own), (_, other) in zip(
+        ours.named_parameters(), theirs.named_parameters(), strict=True
+    ):
+        assert torch.equal(own, other) is (name != "up.weight"), name
+
+
+def test_rates_decay_and_patterns_are_per_rule() -> None:
+    named = list(layers().named_parameters())
+    optimizer = Muon(named, lr=0.5, weight_decay=0.2, adamw=["*up*"], adamw_lr=0.1)
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert rates == {
+        name: 0.5 if name in ("embed_tokens.weight", "lm_head.weight") else 0.1 for name, _ in named
+    }
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {0.2}
+    explicit = Muon([{"params": named[:1], "muon": True}, {"params": named[1:], "muon": False}])
+    assert [tensor is named[0][1] for tensor in explicit.matrices] == [True]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight", "output.weight"],
+)
+def test_embeddings_and_heads_are_not_hidden(name: str) -> None:
+    assert not is_hidden(name, torch.zeros(2, 2))
+    assert is_hidden("blocks.0.attention.output.dense.weight", torch.zeros(2, 2))
+    assert not is_hidden("blocks.0.experts", torch.zeros(2, 2, 2))
+
+
+def test_a_skipped_step_changes_no_bit() -> None:
+    named = matrices()
+    optimizer = Muon(named, lr=0.02)
+    optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    set_gradients(named, 0)
+    optimizer.step()
+    momentum = [optimizer.state[tensor]["momentum_buffer"] for _, tensor in named]
+    momentum[0][0, 0] = -0.0
+    tensors = [*(tensor for _, tensor in named), *momentum]
+    before = [tensor.detach().clone().view(torch.int32) for tensor in tensors]
+    optimizer.found_inf.fill_(1.0)  # type: ignore[attr-defined]
+    for _, tensor in named:
+        tensor.grad = torch.full_like(tensor, torch.nan)
+    optimizer.step()
+    after = [tensor.detach().view(torch.int32) for tensor in tensors]
+    assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def test_gradients_are_divided_by_the_scale() -> None:
+    scaled, plain = matrices(), matrices()
+    optimizer, reference = Muon(scaled, lr=0.02), Muon(plain, lr=torch.tensor(0.02))  # type: ignore[arg-type]
+    optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    for step, scale in enumerate((4.0, 0.5, 64.0)):
+        optimizer.grad_scale.fill_(scale)  # type: ignore[attr-defined]
+        set_gradients(scaled, step)
+        set_gradients(plain, step)
+        for _, tensor in scaled:
+            tensor.grad *= scale  # type: ignore[operator]
+        optimizer.step()
+        reference.step()
+    for (_, one), (_, other) in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": 1.0}, r"optim\.options\.momentum = 1\.0"),
+        ({"ns_steps": 0}, r"optim\.options\.ns_steps = 0"),
+        ({"ns_coefficients": [1.0]}, r"ns_coefficients = \[1\.0\]: use three numbers"),
+        ({"adjust_lr_fn": "orginal"}, r"adjust_lr_fn = 'orginal': did you mean 'original'"),
+        ({"ns_dtype": "fp16"}, r"ns_dtype = 'fp16'.*"),
+        ({"adamw": "*head*"}, r"optim\.options\.adamw = '\*head\*': use a list of patterns"),
+        ({"adamw_eps": -1.0}, r"optim\.options = .*refused by muon: "),
+    ],
+)
+def test_options_that_cannot_be_used(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        optimizer_factory(OptimizerConfig("muon", options=options))(matrices())
+
+
+def test_tensors_need_names_and_muon_needs_matrices() -> None:
+    with pytest.raises(ConfigError, match="needs the names of its tensors"):
+        Muon([torch.zeros(2, 2)])
+    with pytest.raises(ConfigError, match=r"'bias' has the shape \(3,\)"):
+        Muon([{"params": [("bias", torch.zeros(3))], "muon": True}])
+
+
+def test_a_state_of_torch_returns() -> None:
+    first, second = matrices(), matrices()
+    optimizer, other = Muon(first, lr=0.02), Muon(second, lr=0.02)
+    set_gradients(first, 0)
+    optimizer.step()
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for (_, one), (_, two) in zip(first, second, strict=True):
+        two.data.copy_(one.data)
+    for step in (1, 2):
+        set_gradients(first, step)
+        set_gradients(second, step)
+        optimizer.step()
+        other.step()
+    assert all(torch.equal(one, two) for (_, one), (_, two) in zip(first, second, strict=True))

@@ -1,0 +1,300 @@
+"""Muon under every strategy: the same updates at any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from distmp import Engine
+from distmp.checkpoint import store
+from distmp.distributed import collectives
+from distmp.errors import ConfigError
+from distmp.optim import Muon, owners
+from distmp.parallel.settings import ParallelConfig, ShardingConfig
+from distmp.utils.flat_shard import gathered
+from tests.ranks import ranks, run_ranks
+from tests.recording import HostReads
+
+VOCABULARY, SAMPLES = 17, 64
+# Rows that 2 and 4 ranks do not share equally; 3 rows leave ranks without a shard.
+WIDTHS = (24, 41, 3, 24)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed = nn.Embedding(VOCABULARY, WIDTHS[0])
+        self.layers = nn.ModuleList(
+            nn.Linear(fan_in, fan_out) for fan_in, fan_out in itertools.pairwise(WIDTHS)
+        )
+        self.norm = nn.LayerNorm(WIDTHS[-1])
+        self.head = nn.Linear(WIDTHS[-1], VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.norm(x))
+
+
+def loss(module: nn.Module, batch: Any) -> tuple[Tensor, int]:
+    tokens, targets, factor = batch
+    total = nn.functional.cross_entropy(module(tokens).float(), targets, reduction="sum")
+    return total * factor, len(targets)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "single": {"strategy": "single"},
+    "ddp": {"strategy": "ddp"},
+    "shard_optimizer": {"strategy": "ddp", "shard_optimizer": True},
+    "fsdp": {"strategy": "fsdp"},
+    "hsdp": {
+        "strategy": "hsdp",
+        "parallel": ParallelConfig(sharding=ShardingConfig(shard_size=2)),
+    },
+    "fsdp1": {"strategy": "fsdp1"},
+}
+
+
+def build(kind: str, policy: str = "fp32", **options: Any) -> Engine:
+    return Engine(
+        Net(),
+        loss,
+        lambda named: Muon(named, **{"lr": 0.02, **options}),
+        policy=policy,
+        max_norm=1.0,
+        **KINDS[kind],
+    )
+
+
+def take_steps(engine: Engine, first: int, count: int, factor: float = 1.0) -> list[Any]:
+    """Train on global batches that do not depend on the number of ranks."""
+    rank, size = engine.world.rank, engine.world.world_size
+    outcomes = []
+    for step in range(first, first + count):
+        generator = torch.Generator().manual_seed(step)
+        data = torch.randint(VOCABULARY, (2, SAMPLES), generator=generator)
+        tokens, targets = data[:, rank::size]
+        outcomes.append(engine.step([(tokens, targets, factor)]).numbers)
+    return outcomes
+
+
+def full_state(engine: Engine) -> dict[str, Tensor]:
+    """Return the full weights and momentum."""
+    return {
+        name: gathered(tensor).detach().clone()
+        for name, tensor in engine.state_dict().items()
+        if name.startswith("model/") or name.endswith("momentum_buffer")
+    }
+
+
+def trained(
+    kind: str, policy: str, steps: int, max_norm: float | None = 1.0, ns_dtype: str = "fp32"
+) -> dict[str, Tensor]:
+    engine = build(kind, policy, ns_dtype=ns_dtype)
+    engine.max_norm = max_norm
+    take_steps(engine, 0, steps)
+    return full_state(engine)
+
+
+@functools.cache
+def on_one_rank(policy: str, steps: int) -> dict[str, Tensor]:
+    return run_ranks(trained, 1, "single", policy, steps)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("ddp", 2),
+        ("shard_optimizer", 4),
+        ("fsdp", 1),
+        ("fsdp", 2),
+        ("fsdp", 4),
+        ("hsdp", 4),
+        ("fsdp1", 2),
+    ],
+)
+def test_updates_do_not_depend_on_ranks_and_strategy(kind: str, world_size: int) -> None:
+    expected = on_one_rank("fp32", 1)
+    start = {f"model/{name}": value for name, value in Net().state_dict().items()}
+    results = run_ranks(trained, world_size, kind, "fp32", 1)
+    for name, value in expected.items():
+        moved = (value - start.get(name, torch.zeros(()))).norm()
+        assert all((result[name] - value).norm() <= 1e-5 * moved for result in results), name
+        assert all(torch.equal(results[0][name], result[name]) for result in results), name
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16"])
+def test_owners_compute_the_bits_of_replicas(policy: str) -> None:
+    # Under bf16, iterations and exchanges are in 16 bits, too.
+    expected = run_ranks(trained, 2, "ddp", policy, 1, None, policy)[0]
+    # AdamW's kernel rounds differently at the end of a shard.
+    matrices = [name for name in expected if "layers." in name and "weight" in name]
+    for kind in ("shard_optimizer", "fsdp"):
+        for result in run_ranks(trained, 2, kind, policy, 1, None, policy):
+            for name in matrices:
+                assert result[name].dtype == torch.float32
+                assert torch.equal(result[name], expected[name]), f"{name} under {kind}"
+
+
+@pytest.mark.parametrize("kind", ["ddp", "shard_optimizer", "fsdp"])
+@ranks(2)
+def test_a_skipped_step_changes_nothing_on_any_rank(kind: str) -> None:
+    engine = build(kind)
+    take_steps(engine, 0, 1)
+    before = full_state(engine)
+    bad = float("nan") if dist.get_rank() == 1 else 1.0
+    (numbers,) = take_steps(engine, 1, 1, factor=bad)
+    assert numbers.skipped
+    after = full_state(engine)
+    for name, value in before.items():
+        assert torch.equal(value.view(torch.int32), after[name].view(torch.int32)), name
+    (numbers,) = take_steps(engine, 2, 1)
+    assert not numbers.skipped
+    assert any(not torch.equal(before[name], value) for name, value in full_state(engine).items())
+
+
+def test_reproducible_updates_are_bitwise_equal_at_any_number_of_ranks() -> None:
+    (one,) = run_ranks(_reproducible, 1, 4)
+    for result in run_ranks(_reproducible, 2, 2):
+        assert all(torch.equal(one[name], value) for name, value in result.items())
+
+
+def _reproducible(microbatches: int) -> dict[str, Tensor]:
+    engine = Engine(
+        Net(),
+        loss,
+        lambda named: Muon(named, lr=0.02),
+        policy="fp32",
+        reproducible=True,
+        shard_optimizer=True,
+    )
+    data = torch.randint(VOCABULARY, (3, 4, 2, 8), generator=torch.Generator().manual_seed(0))
+    for batches in data:
+        part = batches[engine.world.rank * microbatches :][:microbatches]
+        engine.step([(tokens, targets, 1.0) for tokens, targets in part])
+    return full_state(engine)
+
+
+def _save(kind: str, path: Path) -> dict[str, Tensor]:
+    engine = build(kind)
+    take_steps(engine, 0, 2)
+    store.save(path, 2, engine.state_dict(), {"step": 2}, keep=1)
+    take_steps(engine, 2, 1)
+    return full_state(engine)
+
+
+def _load(kind: str, path: Path) -> dict[str, Tensor]:
+    engine = build(kind)
+    (folder,) = path.glob("*2*")
+    checkpoint = store.StoredCheckpoint(folder)
+    live = engine.prepare_to_load(checkpoint.tensors)
+    assert any(name.endswith("momentum_buffer") for name in live)
+    checkpoint.load(live)
+    engine.finish_loading(live)
+    take_steps(engine, 2, 1)
+    return full_state(engine)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [(("fsdp", 2), ("shard_optimizer", 3)), (("shard_optimizer", 2), ("fsdp", 3))],
+)
+def test_training_continues_at_another_number_of_ranks(
+    saved: tuple[str, int], loaded: tuple[str, int], tmp_path: Path
+) -> None:
+    expected = run_ranks(_save, saved[1], saved[0], tmp_path)[0]
+    for result in run_ranks(_load, loaded[1], loaded[0], tmp_path):
+        for name, value in expected.items():
+            torch.testing.assert_close(result[name], value, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2)
+def test_no_collective_per_matrix_and_nothing_whole_is_kept() -> None:
+    engine = build("fsdp")
+    calls: list[int] = []
+    exchange: Callable[..., dist.Work] = collectives.all_to_all
+
+    def counted(*arguments: Any) -> dist.Work:
+        calls.append(arguments[0].numel())
+        return exchange(*arguments)
+
+    owners.all_to_all = counted
+    try:
+        take_steps(engine, 0, 2)
+    finally:
+        owners.all_to_all = exchange
+    assert len(calls) == 2 * 2  # to owners and back, in each step
+    elements = sum(out * inside for inside, out in itertools.pairwise(WIDTHS))
+    held = sum(
+        tensor.to_local().numel()  # type: ignore[attr-defined]
+        for name, tensor in engine.state_dict().items()
+        if name.endswith("momentum_buffer")
+    )
+    assert held <= 0.6 * elements
+
+
+@pytest.mark.parametrize("kind", ["ddp", "shard_optimizer", "fsdp"])
+@ranks(2)
+def test_an_update_reads_no_value_on_the_host(kind: str) -> None:
+    engine = Engine(
+        Net(),
+        loss,
+        lambda named: Muon(named, lr=0.02),
+        policy="fp32",
+        schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+        **KINDS[kind],
+    )
+    take_steps(engine, 0, 2)
+    reads = HostReads()
+    step = Muon.step
+
+    def recorded(optimizer: Muon) -> None:
+        with reads:
+            step(optimizer)
+
+    with mock.patch.object(Muon, "step", recorded):
+        take_steps(engine, 2, 2)
+    assert isinstance(engine.optimizer.param_groups[0]["lr"], Tensor)
+    assert reads.found == []
+
+
+@ranks(2)
+def test_unfrozen_matrices_are_sharded_too() -> None:
+    model = Net()
+    model.layers[1].requires_grad_(False)
+    engine = Engine(
+        model, loss, lambda named: Muon(named, lr=0.02), policy="fp32", shard_optimizer=True
+    )
+    take_steps(engine, 0, 1)
+    before = full_state(engine)["model/layers.1.weight"]
+    model.layers[1].requires_grad_(True)
+    take_steps(engine, 1, 1)
+    state = full_state(engine)
+    assert state["optimizer/layers.1.weight/momentum_buffer"].shape == before.shape
+    assert not torch.equal(state["model/layers.1.weight"], before)
+
+
+def test_muon_refuses_embeddings_and_models_without_matrices() -> None:
+    with pytest.raises(ConfigError, match=r"lacks 'embed\.weight', an embedding"):
+        build("single", adamw=["head*"])
+    with pytest.raises(ConfigError, match="finds no hidden matrix"):
+        build("single", adamw=["*"])
+
+
+@ranks(1)
+def test_torchs_muon_is_refused_for_shards() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with pytest.raises(ConfigError, match="updates then depend on the number of ranks"):
+        Engine(model, loss, lambda named: torch.optim.Muon(named), policy="fp32", strategy="fsdp")
