@@ -7,7 +7,8 @@ several tensors of that size. Here they exist for a few tokens at a time.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from distmp.data import IGNORED
+
+Backend = str | Callable[..., Any]
+"""Backend of `torch.compile`: its name, or a function."""
+
+_Compute = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
 # Least number of tokens at a time: with fewer, the matrix products are slower.
 MIN_ROWS = 256
@@ -29,7 +35,17 @@ MIN_ROWS = 256
 # are below the range of FP16.
 
 
-def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+# Note [What is compiled]
+#
+# torch.compile turns all that follows the product of a few tokens (softmax, loss, gradient of the
+# logits) into kernels that read the logits in their own dtype, so that the FP32 logits do not exist
+# in memory. The loop over chunks stays outside: compiled, it would be unrolled, and every number of
+# tokens would be a graph of its own.
+
+
+def linear_cross_entropy(
+    hidden: Tensor, weight: Tensor, targets: Tensor, backend: Backend | None = None
+) -> Tensor:
     """Return the cross entropy of the logits `hidden @ weight.T`, summed over the targets.
 
     The logits have the dtype that `torch.nn.functional.linear` would give them, and the softmax is
@@ -39,6 +55,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
         hidden: [..., dimension], floating-point.
         weight: [vocabulary, dimension].
         targets: int64 [...]; `IGNORED` ones do not count.
+        backend: Backend of `torch.compile` for the computation of each chunk; None: not compiled.
 
     Returns:
         The sum in nats, FP32, 0-dim.
@@ -49,7 +66,12 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     dtype = torch.get_autocast_dtype(kind) if casts else None
     with torch.autocast(kind, enabled=False) if casts else contextlib.nullcontext():
         loss_sum: Tensor = _LinearCrossEntropy.apply(
-            hidden.flatten(0, -2), weight, targets.flatten(), dtype, torch.is_grad_enabled()
+            hidden.flatten(0, -2),
+            weight,
+            targets.flatten(),
+            dtype,
+            torch.is_grad_enabled(),
+            _compute_chunk if backend is None else _compiled_chunk(backend),
         )
     return loss_sum
 
@@ -58,6 +80,7 @@ class LossHead(nn.Linear):
     """The last layer of a language model, which returns the loss while `targets` are set."""
 
     targets: Tensor | None = None
+    loss_backend: Backend | None = None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return logits [..., vocabulary], or the loss sum, FP32, 0-dim.
@@ -67,7 +90,7 @@ class LossHead(nn.Linear):
         """
         if self.targets is None:
             return super().forward(hidden)
-        return linear_cross_entropy(hidden, self.weight, self.targets)
+        return linear_cross_entropy(hidden, self.weight, self.targets, self.loss_backend)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -79,20 +102,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         dtype: torch.dtype | None,
         grad: bool,
+        compute: _Compute,
     ) -> Tensor:
-        ctx.dtype = dtype
+        ctx.dtype, ctx.compute = dtype, compute
         ctx.needed = [grad and needed for needed in ctx.needs_input_grad[:2]]
         recompute = (dtype or hidden.dtype) == torch.float16
         now = any(ctx.needed) and not recompute
         product = _Product(hidden, weight, dtype, ctx.needed if now else [False, False])
+        one = torch.ones((), dtype=torch.float32, device=hidden.device) if now else None
         loss_sum = torch.zeros((), dtype=torch.float32, device=hidden.device)
         for rows in product.chunks():
-            logits, target = product.logits(rows), targets[rows]
-            log_sum, counts = logits.logsumexp(-1), target != IGNORED
-            target = target.clamp(min=0)[:, None]
-            loss_sum += (log_sum - logits.gather(-1, target)[:, 0]).where(counts, 0.0).sum()
-            if now:
-                product.add(rows, _gradient(logits, log_sum, target, counts))
+            loss, gradient = compute(product.part(rows), product.weight, targets[rows], one)
+            loss_sum += loss
+            if gradient is not None:
+                product.add(rows, gradient)
         ctx.gradients = product.gradients if now else None
         if recompute:
             ctx.save_for_backward(hidden, weight, targets)
@@ -102,24 +125,23 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.saved_tensors:
-            return (*_recomputed(ctx, scale), None, None, None)
+            return (*_recomputed(ctx, scale), None, None, None, None)
         if ctx.gradients is None:
             raise RuntimeError("this loss has been differentiated already; compute it again")
         gradients, ctx.gradients = ctx.gradients, None
         for gradient in gradients:
             if gradient is not None:
                 gradient *= scale.to(gradient.dtype)
-        return (*gradients, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def _recomputed(ctx: Any, scale: Tensor) -> list[Tensor | None]:
     hidden, weight, targets = ctx.saved_tensors
     product = _Product(hidden, weight, ctx.dtype, ctx.needed)
     for rows in product.chunks():
-        logits, target = product.logits(rows), targets[rows]
-        factor = (target != IGNORED) * scale
-        target = target.clamp(min=0)[:, None]
-        product.add(rows, _gradient(logits, logits.logsumexp(-1), target, factor))
+        part = product.part(rows)
+        _, gradient = ctx.compute(part, product.weight, targets[rows], scale)
+        product.add(rows, gradient)
     return product.gradients
 
 
@@ -138,7 +160,7 @@ class _Product:
     ) -> None:
         self._hidden, self._weight = hidden, weight
         self._dtype = dtype
-        self._cast = weight.detach().to(dtype or weight.dtype)
+        self.weight = weight.detach().to(dtype or weight.dtype)
         self._of_hidden = torch.empty_like(hidden) if needed[0] else None
         self._of_weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
 
@@ -148,27 +170,27 @@ class _Product:
         for start in range(0, len(self._hidden), rows):
             yield slice(start, start + rows)
 
-    def logits(self, rows: slice) -> Tensor:
-        """Return the product of some rows, in FP32."""
-        return F.linear(self._part(rows), self._cast).float()
+    def part(self, rows: slice) -> Tensor:
+        """Return some rows of `hidden`, in the dtype of the product."""
+        part = self._hidden[rows]
+        return part if self._dtype is None else part.to(self._dtype)
 
-    def add(self, rows: slice, of_logits: Tensor) -> None:
+    def add(self, rows: slice, gradient: Tensor) -> None:
         """Add the gradients of some rows.
 
         Args:
             rows: The rows.
-            of_logits: The gradient of their product, FP32.
+            gradient: The gradient of their product, in the dtype of the product.
         """
-        gradient = of_logits.to(self._cast.dtype)
         if self._of_hidden is not None:
-            self._of_hidden[rows] = gradient @ self._cast
+            self._of_hidden[rows] = gradient @ self.weight
         if self._of_weight is not None and gradient.dtype == torch.float32:
             # torch's FlopCounterMode does not count `addmm_`.
             total = self._of_weight
-            torch.addmm(total, gradient.T, self._part(rows), out=total)
+            torch.addmm(total, gradient.T, self.part(rows), out=total)
         elif self._of_weight is not None:
             # The product of a few rows is rounded to 16 bits, and the sum of products is not.
-            self._of_weight += gradient.T @ self._part(rows)
+            self._of_weight += gradient.T @ self.part(rows)
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -179,20 +201,33 @@ class _Product:
             None if of_weight is None else of_weight.to(self._weight.dtype),
         ]
 
-    def _part(self, rows: slice) -> Tensor:
-        part = self._hidden[rows]
-        return part if self._dtype is None else part.to(self._dtype)
 
-
-def _gradient(logits: Tensor, log_sum: Tensor, targets: Tensor, factor: Tensor) -> Tensor:
-    """Return the gradient of the cross entropy of each row, times `factor`, in place of `logits`.
+def _compute_chunk(
+    hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the loss sum of a few rows, FP32, 0-dim, and the gradient of their logits.
 
     Args:
-        logits: FP32 [rows, vocabulary].
-        log_sum: Logarithms of the sums of exponentials, FP32 [rows].
-        targets: int64 [rows, 1], 0 or more.
-        factor: [rows].
+        hidden: [rows, dimension].
+        weight: [vocabulary, dimension], in the same dtype.
+        targets: int64 [rows].
+        scale: Factor of the gradient, 0-dim; None: without the gradient.
     """
+    product = F.linear(hidden, weight)
+    logits = product.float()
+    log_sum, counts = logits.logsumexp(-1), targets != IGNORED
+    targets = targets.clamp(min=0)[:, None]
+    loss = (log_sum - logits.gather(-1, targets)[:, 0]).where(counts, 0.0).sum()
+    if scale is None:
+        return loss, None
+    # In place: these are the largest tensors.
     gradient = logits.sub_(log_sum[:, None]).exp_()
     gradient.scatter_add_(-1, targets, gradient.new_full(targets.shape, -1.0))
-    return gradient.mul_(factor[:, None])
+    gradient.mul_((counts * scale)[:, None])
+    return loss, gradient.to(product.dtype)
+
+
+@functools.cache
+def _compiled_chunk(backend: Backend) -> _Compute:
+    compiled: _Compute = torch.compile(_compute_chunk, backend=backend)
+    return compiled

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distmp.models.linear_cross_entropy import linear_cross_entropy
+from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
 
 _STD = 0.02
 
@@ -148,6 +148,8 @@ class Projection(nn.Linear):
 class Head(Projection):
     """The output matrix of a model whose embedding is another one."""
 
+    loss_backend: Backend | None = None
+
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits [batch, time, vocabulary], or the loss sum for targets; see `Transformer`.
 
@@ -155,7 +157,7 @@ class Head(Projection):
             x: [batch, time, dimension].
             targets: int64 [batch, time].
         """
-        return project(x, self.weight, targets)
+        return project(x, self.weight, targets, self.loss_backend)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -272,6 +274,8 @@ class Transformer(nn.Module):
     """Decoder-only transformer. Its blocks are in `blocks`."""
 
     takes_targets = True
+    # With a tied head, this computes the loss.
+    loss_backend: Backend | None = None
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -316,16 +320,18 @@ class Transformer(nn.Module):
             x = block(x, cosine, sine)
         x = self.norm(x)
         if self.head is None:
-            return project(x, self.embedding.weight, targets)
+            return project(x, self.embedding.weight, targets, self.loss_backend)
         output: Tensor = self.head(x, targets)
         return output
 
 
-def project(x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
+def project(
+    x: Tensor, weight: Tensor, targets: Tensor | None, backend: Backend | None = None
+) -> Tensor:
     """Return logits, or their cross entropy with targets as a sum."""
     if targets is None:
         return F.linear(x, weight)
-    return linear_cross_entropy(x, weight, targets)
+    return linear_cross_entropy(x, weight, targets, backend)
 
 
 def rotary_tables(

@@ -77,6 +77,10 @@ def prepare_blocks(
         for block in blocks.values():
             if not (recomputes and has_buffers(block)):  # their forward is compiled already
                 block.compile(backend=backend)
+        for part in model.modules():
+            # A model that computes its loss itself, see `distmp.models.linear_cross_entropy`.
+            if hasattr(part, "loss_backend"):
+                part.loss_backend = backend
     elif config.compile == "model":
         if not quiet:
             logger.warning(COMPILED_WHOLE)

@@ -171,6 +171,29 @@ def test_a_copied_head_has_its_own_weight() -> None:
     assert head(hidden).shape == (ROWS, 1000)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_compiled_chunks_have_the_same_numbers(dtype: torch.dtype) -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
+        graphs.append(inputs)
+        return graph.forward
+
+    head = LossHead(24, 1000, bias=False).to(dtype)
+    results = []
+    for head.loss_backend in (None, backend):
+        for rows in (ROWS, ROWS + 1, ROWS + 2):
+            hidden, _, head.targets = case(dtype, rows)
+            head.weight.grad = None
+            (3 * head(hidden)).backward()
+            with torch.no_grad():
+                results.append((head(hidden), hidden.grad, head.weight.grad))
+    for whole, compiled in zip(results[:3], results[3:], strict=True):
+        assert all(map(torch.equal, compiled, whole))
+    # With and without a gradient, the first number of rows and any number: not one for each.
+    assert 2 <= len(graphs) <= 4
+
+
 def peak(compute: str, rows: int, vocabulary: int) -> float:
     """Return by how many MiB forward and backward of a loss increase the memory in use."""
     program = f"""

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -8,6 +10,8 @@ from distmp.data import IGNORED
 from distmp.engine import Engine
 from distmp.models.loss import logits_of, next_token_loss, takes_targets
 from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.parallel import ParallelConfig
+from distmp.parallel.blocks import prepare_blocks
 from tests.ranks import ranks
 from tests.reference import gathered
 
@@ -99,6 +103,29 @@ def test_a_model_that_computes_its_loss_gives_that_of_its_logits(tied: bool) -> 
         assert found is not None
         assert other is not None
         assert torch.allclose(found, other, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_compiled_blocks_compile_the_loss_too(tied: bool) -> None:
+    model, expected = small(tied=tied), small(tied=tied)
+    graphs: list[set[str]] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return graph.forward
+
+    prepare_blocks(model, ParallelConfig(compile="blocks"), backend=backend)  # type: ignore[arg-type]
+    losses = [next_token_loss(part, tokens())[0] for part in (model, expected)]
+    assert torch.equal(*losses)
+    for loss in losses:
+        loss.backward()
+    for found, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert found.grad is not None
+        assert other.grad is not None
+        assert torch.equal(found.grad, other.grad)
+    # The softmax, the loss and the gradient of the logits are one graph, the blocks another one.
+    assert sum({"logsumexp", "scatter_add_"} <= targets for targets in graphs) == 1
+    assert len(graphs) <= 3
 
 
 def plain(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
