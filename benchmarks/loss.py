@@ -4,10 +4,11 @@ Three ways to compute the cross entropy of a linear layer's outputs:
 
 - all logits: `linear`, then `cross_entropy` of the FP32 logits.
 - distmp: `distmp.models.linear_cross_entropy`.
-- torch: `torch.nn.functional.linear_cross_entropy` with its default chunks, where torch has it.
+- torch: `torch.nn.functional.linear_cross_entropy` with its default chunks, where torch has it; on
+  CPUs without the transformer, because it takes 20 times as long.
 
-Memory: the peak of live tensors in forward and backward of the loss, without its inputs, at a
-vocabulary of 131,072. Time: forward and backward of the loss, and of a transformer with it, at
+Memory: the peak of live tensors in forward and backward of the loss, without its inputs and with
+the gradients, at a vocabulary of 131,072. Time: forward and backward of the loss, and of a transformer with it, at
 a vocabulary of 50,257; the ways take turns.
 """
 
@@ -32,7 +33,7 @@ from distmp.models.transformer import Transformer, TransformerConfig
 LARGE_VOCABULARY, VOCABULARY = 131_072, 50_257
 SIZES = {"cpu": "small", "cuda": "large"}
 # Tokens for memory, tokens for time, dimension, layers.
-SHAPES = {"small": (2048, 1024, 384, 6), "large": (16_384, 16_384, 2048, 8)}
+SHAPES = {"small": (4096, 512, 384, 6), "large": (16_384, 16_384, 2048, 8)}
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -60,7 +61,7 @@ if hasattr(F, "linear_cross_entropy"):
 
 
 def main() -> int:
-    options = parser(__doc__, rounds=7)
+    options = parser(__doc__, rounds=5)
     options.add_argument("--size", choices=SHAPES, help="shapes (default: small, on a GPU large)")
     arguments: argparse.Namespace = parse(options, size=SIZES)
     device = arguments.device
@@ -72,6 +73,7 @@ def main() -> int:
         "tokens": {"memory": shape[0], "time": shape[1]},
         "dimension": shape[2],
         "vocabulary": {"memory": LARGE_VOCABULARY, "time": VOCABULARY},
+        "errors": {name: _errors(loss, device) for name, loss in LOSSES.items()},
         "bytes": {name: _peak(loss, shape, device) for name, loss in LOSSES.items()},
         "milliseconds": _times(shape, device, arguments.rounds),
     }
@@ -88,6 +90,24 @@ def _inputs(
     weight = torch.randn(vocabulary, dimension, generator=generator).mul_(0.02).to(device)
     targets = torch.randint(vocabulary, (tokens,), generator=generator).to(device)
     return hidden, weight.requires_grad_(), targets
+
+
+def _errors(loss: Loss, device: torch.device) -> dict[str, float]:
+    """Return the errors of loss and gradients in FP32, relative to those in float64."""
+    inputs = _inputs(512, 128, VOCABULARY, device)
+    wide = [tensor.detach().double().requires_grad_() for tensor in inputs[:2]]
+    exact = F.cross_entropy(F.linear(*wide), inputs[2], reduction="sum")
+    exact.backward()
+    found = loss(*inputs)
+    found.backward()
+    pairs = {"loss": (found, exact)} | {
+        f"gradient of the {name}": (ours.grad, other.grad)
+        for name, ours, other in zip(("input", "weight"), inputs, wide, strict=False)
+    }
+    return {
+        name: float((one.double() - other).norm() / other.norm())  # type: ignore[union-attr,operator]
+        for name, (one, other) in pairs.items()
+    }
 
 
 def _peak(loss: Loss, shape: tuple[int, int, int, int], device: torch.device) -> int:
@@ -127,7 +147,11 @@ def _times(
     clock = elapsed if device.type == "cuda" else _cpu_time
     return {
         f"{what}, {precision}": in_turns(
-            list(LOSSES),
+            [
+                name
+                for name in LOSSES
+                if name != "torch" or device.type == "cuda" or what == "the loss"
+            ],
             rounds,
             lambda name, work=work, dtype=dtype: (
                 1000  # type: ignore[misc]

@@ -7,26 +7,29 @@ from typing import Any
 from benchmarks.report import ratios, table
 from benchmarks.tables.machine import machine_line
 
+ALL = "all logits"
+
 
 def loss(result: dict[str, Any]) -> str:
     """Return the table of `benchmarks.loss` and a line on its machine."""
-    whole = result["bytes"]["all logits"]
+    whole = result["bytes"][ALL]
     rows: list[dict[str, object]] = []
     for name, peak in result["bytes"].items():
         row: dict[str, object] = {
             "loss": name,
-            f"peak memory, vocabulary {result['vocabulary']['memory']:,}": (
-                f"{peak / 2**20:,.0f} MiB ({whole / peak:.1f} times less)"
-                if peak != whole
-                else f"{peak / 2**20:,.0f} MiB"
-            ),
+            "peak memory": f"{peak / 2**20:,.0f} MiB",
+            f"memory / {ALL}": f"{peak / whole:.3f}",
+            "error in FP32": f"{max(result['errors'][name].values()):.0e}",
         }
         for what, taken in result["milliseconds"].items():
-            row[f"time of {what} / with all logits"] = ratios(taken[name], taken["all logits"])
+            row[f"time of {what} / {ALL}"] = (
+                ratios(taken[name], taken[ALL]) if name in taken else ""
+            )
         rows.append(row)
     return (
-        f"{table(rows)}\n\nMemory with {result['tokens']['memory']:,} tokens under bf16 autocast; "
-        f"time with {result['tokens']['time']:,} tokens at a vocabulary of "
-        f"{result['vocabulary']['time']:,}, median (min to max) of the ratios of alternating "
-        f"rounds. Dimension {result['dimension']:,}. {machine_line(result)}"
+        f"{table(rows)}\n\nMemory with {result['tokens']['memory']:,} tokens under bf16 autocast at "
+        f"a vocabulary of {result['vocabulary']['memory']:,}; time with {result['tokens']['time']:,} "
+        f"tokens at a vocabulary of {result['vocabulary']['time']:,}, median (min to max) of the "
+        f"ratios of alternating rounds. Dimension {result['dimension']:,}. The error is the largest "
+        "relative error of loss and gradients against float64. " + machine_line(result)
     )

@@ -25,6 +25,8 @@ _Compute = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tenso
 
 # Least number of tokens at a time: with fewer, the matrix products are slower.
 MIN_ROWS = 256
+# Most token ids whose gradients are computed at a time: the product is a tensor of its own.
+MAX_TOKEN_IDS = 2**15
 
 # Note [Gradients in forward]
 # While the logits of a few tokens exist, the gradients of both factors take two more matrix
@@ -116,6 +118,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             loss_sum += loss
             if gradient is not None:
                 product.add(rows, gradient)
+            del gradient  # before the next logits
         ctx.gradients = product.gradients if now else None
         if recompute:
             ctx.save_for_backward(hidden, weight, targets)
@@ -142,6 +145,7 @@ def _recomputed(ctx: Any, scale: Tensor) -> list[Tensor | None]:
         part = product.part(rows)
         _, gradient = ctx.compute(part, product.weight, targets[rows], scale)
         product.add(rows, gradient)
+        del gradient  # before the next logits
     return product.gradients
 
 
@@ -184,13 +188,18 @@ class _Product:
         """
         if self._of_hidden is not None:
             self._of_hidden[rows] = gradient @ self.weight
-        if self._of_weight is not None and gradient.dtype == torch.float32:
-            # torch's FlopCounterMode does not count `addmm_`.
-            total = self._of_weight
-            torch.addmm(total, gradient.T, self.part(rows), out=total)
-        elif self._of_weight is not None:
-            # The product of a few rows is rounded to 16 bits, and the sum of products is not.
-            self._of_weight += gradient.T @ self.part(rows)
+        if self._of_weight is None:
+            return
+        part = self.part(rows)
+        for of_weight, of_logits in zip(
+            self._of_weight.split(MAX_TOKEN_IDS), gradient.split(MAX_TOKEN_IDS, 1), strict=True
+        ):
+            if of_logits.dtype == torch.float32:
+                # torch's FlopCounterMode does not count `addmm_`.
+                torch.addmm(of_weight, of_logits.T, part, out=of_weight)
+            else:
+                # The product of a few rows is rounded to 16 bits, and the sum of products is not.
+                of_weight += of_logits.T @ part
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -213,8 +222,7 @@ def _compute_chunk(
         targets: int64 [rows].
         scale: Factor of the gradient, 0-dim; None: without the gradient.
     """
-    product = F.linear(hidden, weight)
-    logits = product.float()
+    logits = F.linear(hidden, weight).float()
     log_sum, counts = logits.logsumexp(-1), targets != IGNORED
     targets = targets.clamp(min=0)[:, None]
     loss = (log_sum - logits.gather(-1, targets)[:, 0]).where(counts, 0.0).sum()
@@ -224,7 +232,7 @@ def _compute_chunk(
     gradient = logits.sub_(log_sum[:, None]).exp_()
     gradient.scatter_add_(-1, targets, gradient.new_full(targets.shape, -1.0))
     gradient.mul_((counts * scale)[:, None])
-    return loss, gradient.to(product.dtype)
+    return loss, gradient.to(hidden.dtype)
 
 
 @functools.cache

@@ -7,13 +7,15 @@ finds the blocks of a model.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from distmp.errors import ConfigError, nearest
+from distmp.parallel.saved_operations import operators
 from distmp.utils.annotations import check_types
+from distmp.utils.settings import from_mapping
 
 Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
-ActivationCheckpointing = Literal["none", "blocks"]
+ActivationCheckpointing = Literal["none", "blocks"] | dict[str, Any]
 Compilation = Literal["none", "blocks", "model"]
 
 STRATEGIES = ("auto", "single", "ddp", "fsdp", "hsdp", "fsdp1")
@@ -96,13 +98,64 @@ class ShardingConfig:
 
 
 @dataclass(frozen=True)
+class Recomputation:
+    """Which activations backward recomputes; see `distmp.parallel.recomputation`.
+
+    Raises:
+        ConfigError: If a value cannot be used.
+    """
+
+    every: int = 1
+    """Recompute every n-th block only."""
+
+    save: tuple[str, ...] = ()
+    """Operations inside of these blocks whose results are kept: matmul, attention, or operators of
+    torch, such as aten.mm."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "activation_checkpointing")
+        operators(self.save)
+        if self.every < 1:
+            raise ConfigError("activation_checkpointing.every", self.every, "use 1 or more")
+
+    @classmethod
+    def of(cls, value: ActivationCheckpointing) -> Recomputation | None:
+        """Return what a value of `activation_checkpointing` means; None: nothing is recomputed.
+
+        Raises:
+            ConfigError: If it is not a value of this setting.
+        """
+        if value == "none":
+            return None
+        if isinstance(value, dict) and value:
+            section = {"activation_checkpointing": value}
+            return from_mapping(_Section, section).activation_checkpointing
+        if value != "blocks":
+            problem = nearest(str(value), ("none", "blocks"))
+            raise ConfigError(
+                "activation_checkpointing",
+                value,
+                f"{problem}, or write {{every: 2}} or {{save: [matmul, attention]}}",
+            )
+        return cls()
+
+
+@dataclass(frozen=True)
+class _Section:
+    """Gives messages the name of the setting."""
+
+    activation_checkpointing: Recomputation = field(default_factory=Recomputation)
+
+
+@dataclass(frozen=True)
 class ParallelConfig:
     """How a strategy changes a model, except for precision.
 
     Attributes:
         sharding: Settings of the sharded strategies.
         activation_checkpointing: "blocks" keeps only the inputs of each block for backward and
-            recomputes its activations; parameter names do not change.
+            recomputes its activations; parameter names do not change. The keys of a dictionary are
+            the fields of `Recomputation`.
         compile: "blocks" compiles each block with `torch.compile`, "model" the full model.
         microbatches: Number of microbatches of a step on one rank; None if unknown.
     """
@@ -113,14 +166,18 @@ class ParallelConfig:
     microbatches: int | None = None
 
     def __post_init__(self) -> None:
-        check_types(self)
+        check_types(self, skip={"activation_checkpointing"})
         if self.microbatches is not None and self.microbatches < 1:
             raise ConfigError("microbatches", self.microbatches, "use 1 or more, or None")
-        choices = {"activation_checkpointing": ActivationCheckpointing, "compile": Compilation}
-        for setting, literal in choices.items():
-            value = getattr(self, setting)
-            if value not in get_args(literal):
-                raise ConfigError(setting, value, nearest(str(value), get_args(literal)))
+        if self.compile not in get_args(Compilation):
+            known = nearest(str(self.compile), get_args(Compilation))
+            raise ConfigError("compile", self.compile, known)
+        _ = self.recomputation
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """What `activation_checkpointing` means; None: nothing is recomputed."""
+        return Recomputation.of(self.activation_checkpointing)
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from distmp.errors import ConfigError
+from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.blocks import prepare_blocks
 from distmp.parallel.recomputation import checkpoint_activations
@@ -78,13 +82,15 @@ class Normalised(Model):
         )
 
 
-def ends(model: type[Model], **options: Any) -> list[dict[str, Tensor]]:
+def ends(
+    model: type[Model], recomputed: str | dict[str, Any] = "blocks", **options: Any
+) -> list[dict[str, Tensor]]:
     """Train without or with checkpointing; return the full training state."""
     found = []
     sharding = options.pop("sharding", ShardingConfig())
     compilation = options.pop("compile", "none")
-    for recomputed in ("none", "blocks"):
-        parallel = ParallelConfig(sharding, recomputed, compilation)
+    for setting in ("none", recomputed):
+        parallel = ParallelConfig(sharding, setting, compilation)  # type: ignore[arg-type]
         engine = make_engine(model=model(), parallel=parallel, max_norm=1.0, **options)
         train(engine, 3, SIZES)
         found.append(snapshot(engine))
@@ -113,6 +119,16 @@ def test_recomputation_changes_no_bit_of_weights_and_buffers(policy: str) -> Non
             without, recomputed = ends(model, policy=policy, **options)
             assert_same_bits(recomputed, without)
             assert without["model/blocks.1.norm.num_batches_tracked"] == 6
+
+
+@ranks(2, timeout=300)
+def test_selective_recomputation_changes_no_bit_under_any_strategy() -> None:
+    for options in WAYS:
+        for selection in ({"every": 2}, {"save": ["matmul"]}):
+            without, recomputed = ends(
+                Model, policy="bf16-autocast", recomputed=selection, **options
+            )
+            assert_same_bits(recomputed, without)
 
 
 @ranks(2, timeout=300)
@@ -193,3 +209,78 @@ def test_blocks_without_gradients_are_left_to_run() -> None:
         x = torch.randn(3, INPUTS)
         assert torch.equal(model(x), plain(x))
     assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
+
+
+class Counted(TorchDispatchMode):
+    """Counts operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def transformer() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(TransformerConfig(50, 16, layers=4, dimension=16, heads=2, hidden=32))
+
+
+# The calls of two operators in one forward and backward of four blocks, of which each has four
+# products: one in forward and two in backward. Recomputation stops before the last product of a
+# block, whose result is not needed. The loss has two products of this kind.
+ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
+PLAIN = {"mm": 4 * 4 * 3 + 2, ATTENTION: 4}
+
+
+@pytest.mark.parametrize(
+    ("selection", "again"),
+    [
+        ("none", {}),
+        ("blocks", {"mm": 12, ATTENTION: 4}),
+        ({"every": 2}, {"mm": 6, ATTENTION: 2}),
+        ({"every": 3}, {"mm": 3, ATTENTION: 1}),
+        ({"save": ["matmul"]}, {ATTENTION: 4}),
+        ({"save": ["attention"]}, {"mm": 12}),
+        ({"save": ["matmul", "attention"]}, {}),
+        ({"save": ["aten.mm"], "every": 2}, {ATTENTION: 2}),
+    ],
+)
+def test_only_what_is_selected_is_recomputed(selection: Any, again: dict[str, int]) -> None:
+    tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
+    model, expected = transformer(), transformer()
+    expected(tokens, tokens).backward()
+    prepare_blocks(model, ParallelConfig(activation_checkpointing=selection))
+    with Counted() as counted:
+        model(tokens, tokens).backward()
+    for name, calls in PLAIN.items():
+        assert counted.calls[name] == calls + again.get(name, 0), name
+    for found, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert found.grad is not None
+        assert other.grad is not None
+        assert torch.equal(found.grad, other.grad)
+
+
+def test_selection_in_a_compiled_block() -> None:
+    tokens = torch.randint(50, (2, 16), generator=torch.Generator().manual_seed(0))
+    calls = {}
+    for name, selection in (("all", "blocks"), ("kept", {"save": ["matmul"]})):
+        model = transformer()
+        parallel = ParallelConfig(activation_checkpointing=selection, compile="blocks")  # type: ignore[arg-type]
+        prepare_blocks(model, parallel, backend="aot_eager")
+        with Counted() as counted:
+            model(tokens, tokens).backward()
+        calls[name] = counted.calls
+    assert calls["all"]["mm"] == calls["kept"]["mm"] + 4 * 3
+    assert calls["all"][ATTENTION] == calls["kept"][ATTENTION] == 8
+
+
+def test_what_cannot_be_selected_is_refused() -> None:
+    every = ParallelConfig(activation_checkpointing={"every": 5})
+    with pytest.raises(ConfigError, match="every = 5: recomputes nothing: the model has 4 blocks"):
+        prepare_blocks(transformer(), every)
+    save = ParallelConfig(activation_checkpointing={"save": ["matmul"]}, compile="blocks")
+    with pytest.raises(ConfigError, match="a compiled Block has buffers"):
+        prepare_blocks(Model(), save)

@@ -8,7 +8,7 @@ import io
 import re
 from collections.abc import Iterator, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeVar, get_origin
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 from distmp.errors import ConfigError
 from distmp.utils.annotations import expected, members_of
@@ -142,23 +142,29 @@ def _switch(setting: str, on: bool) -> str:
 def _dictionaries_as_yaml() -> ConstructorRegistry:
     """Return rules by which tyro parses `--x '{a: 1}'` as a dictionary, as in YAML.
 
-    If a setting also accepts text, a value that starts with a brace is a dictionary.
+    If a setting also accepts text or names, a value that starts with a brace is a dictionary.
     """
     from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
 
     def rule(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
-        kinds = [get_origin(member) or member for member in members_of(info.type)]
-        if dict not in kinds or not {*kinds} <= {dict, str}:
+        members = members_of(info.type)
+        kinds = [get_origin(member) or member for member in members]
+        if dict not in kinds or not {*kinds} <= {dict, str, Literal}:
             return None
+        texts = [
+            "TEXT" if kind is str else "|".join(get_args(member))
+            for kind, member in zip(kinds, members, strict=True)
+            if kind is not dict
+        ]
         return PrimitiveConstructorSpec(
             nargs=1,
-            metavar="{NAME: VALUE, ...}" if kinds == [dict] else "TEXT|{NAME: VALUE, ...}",
+            metavar="|".join([*texts, "{NAME: VALUE, ...}"]),
             instance_from_str=lambda words: (
                 words[0]
-                if str in kinds and not words[0].startswith("{")
+                if texts and not words[0].startswith("{")
                 else dictionary_from_line(words[0])
             ),
-            is_instance=lambda value: type(value) in kinds,
+            is_instance=lambda value: isinstance(value, (dict, str) if texts else dict),
             str_from_instance=lambda value: [
                 value if isinstance(value, str) else dictionary_as_line(value)
             ],
