@@ -8,8 +8,8 @@ Three ways to compute the cross entropy of a linear layer's outputs:
   CPUs without the transformer, because it takes 20 times as long.
 
 Memory: the peak of live tensors in forward and backward of the loss, without its inputs and with
-the gradients, at a vocabulary of 131,072. Time: forward and backward of the loss, and of a transformer with it, at
-a vocabulary of 50,257; the ways take turns.
+the gradients, at a vocabulary of 131,072. Time: forward and backward of the loss, and of a
+transformer with it, at a vocabulary of 50,257; the ways take turns.
 """
 
 from __future__ import annotations
@@ -104,10 +104,13 @@ def _errors(loss: Loss, device: torch.device) -> dict[str, float]:
         f"gradient of the {name}": (ours.grad, other.grad)
         for name, ours, other in zip(("input", "weight"), inputs, wide, strict=False)
     }
-    return {
-        name: float((one.double() - other).norm() / other.norm())  # type: ignore[union-attr,operator]
-        for name, (one, other) in pairs.items()
-    }
+    return {name: _error(one, other) for name, (one, other) in pairs.items()}
+
+
+def _error(found: Tensor | None, exact: Tensor | None) -> float:
+    assert found is not None
+    assert exact is not None
+    return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm())
 
 
 def _peak(loss: Loss, shape: tuple[int, int, int, int], device: torch.device) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distmp.data.documents import PackedDocuments
 from distmp.data.open_tokens import open_tokens, require_same_tokenizer
 from distmp.data.settings import DataConfig
 from distmp.data.text import TextFile, TextFolder, list_text_files
@@ -41,9 +42,26 @@ def build_datasets(config: DataConfig) -> Datasets:
         ConfigError: If files are missing, unreadable, empty, of the wrong size or too short for
             one sample, or a user's callable does not return a map-style dataset.
     """
-    if config.is_import_path:
-        return _build_from_callable(config)
-    return _build_tokens(config) if config.source == "tokens" else _build_text(config)
+    build = {"text": _build_text, "tokens": _build_tokens}.get(config.source, _build_from_callable)
+    datasets = build(config)
+    return _packed(config, datasets) if config.document_masking else datasets
+
+
+def _packed(config: DataConfig, datasets: Datasets) -> Datasets:
+    train, validation = datasets.train, datasets.validation
+    end = config.end_of_text
+    if end is None:
+        end = getattr(train, "end_of_text", None)
+    if end is None:
+        raise ConfigError(
+            "data.end_of_text",
+            None,
+            "set it to the token id that ends each document, which data.document_masking needs",
+        )
+    return datasets._replace(
+        train=PackedDocuments(train, end),
+        validation=None if validation is None else PackedDocuments(validation, end),
+    )
 
 
 def is_held_out(name: str, share: float) -> bool:

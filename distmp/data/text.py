@@ -144,6 +144,7 @@ class TextFolder(Dataset[dict[str, Tensor]]):
     """
 
     vocabulary_size = VOCABULARY_SIZE
+    end_of_text = END_OF_FILE
     draws_nothing = True
 
     def __init__(

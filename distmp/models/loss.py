@@ -11,9 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distmp.data import IGNORED
+from distmp.errors import ConfigError
 
 # Most wrappers of a model (DDP, a compiled module, FSDP1), and the model itself.
 _WRAPPERS = 4
+
+NO_POSITIONS = (
+    "{} does not take the positions of tokens in their documents; use distmp's transformer, or "
+    "give your model a keyword `positions` and the attribute takes_positions = True"
+)
 
 
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -27,17 +33,24 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         model: Called with "inputs"; returns logits [batch, time, vocabulary], or an output with an
             attribute `logits`, as models of Hugging Face do. If it takes targets, it returns the
             loss sum in place of logits.
-        batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time].
+        batch: "inputs" int64 [batch, time] and "targets" int64 [batch, time]. "positions" int64
+            [batch, time], if any, go to the model; see `Transformer.forward`.
 
     Returns:
         Loss sum in nats and number of targets, both FP32, 0-dim, on the device of the logits. The
         softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
+
+    Raises:
+        ConfigError: If there are positions, and the model has no attribute `takes_positions`.
     """
     targets = batch["targets"]
+    options = {"positions": batch["positions"]} if "positions" in batch else {}
+    if options and not takes_positions(model):
+        raise ConfigError("batch", [*batch], NO_POSITIONS.format(type(model).__name__))
     if takes_targets(model):
-        loss_sum = logits_of(model(batch["inputs"], targets=targets))
+        loss_sum = logits_of(model(batch["inputs"], targets=targets, **options))
     else:
-        logits = logits_of(model(batch["inputs"]))
+        logits = logits_of(model(batch["inputs"], **options))
         loss_sum = F.cross_entropy(
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
@@ -46,8 +59,17 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
 
 def takes_targets(model: nn.Module) -> bool:
     """Return whether a model, perhaps wrapped, computes its loss itself."""
+    return _has(model, "takes_targets")
+
+
+def takes_positions(model: nn.Module) -> bool:
+    """Return whether a model, perhaps wrapped, takes the positions of tokens in their documents."""
+    return _has(model, "takes_positions")
+
+
+def _has(model: nn.Module, attribute: str) -> bool:
     # A wrapper is first in `modules`, and what it wraps comes next.
-    return any(getattr(part, "takes_targets", False) for part in islice(model.modules(), _WRAPPERS))
+    return any(getattr(part, attribute, False) for part in islice(model.modules(), _WRAPPERS))
 
 
 def logits_of(output: Any) -> Tensor:

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distmp.models.documents import attend, document_mask
 from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
+
+if TYPE_CHECKING:
+    from distmp.models.documents import Mask
 
 _STD = 0.02
 
@@ -209,7 +214,7 @@ class Attention(nn.Module):
         self.key_norm = RMSNorm(width, config.norm_epsilon) if config.qk_norm else None
         self.output = Projection(config.dimension, config.dimension, residual_std)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, mask: Mask | None = None) -> Tensor:
         """Return the attention output, [batch, time, dimension].
 
         Args:
@@ -217,6 +222,7 @@ class Attention(nn.Module):
             cosine: Cosines of the rotary angles, FP32 [time, 1, dimension / heads]; see
                 `rotary_tables`.
             sine: Signed sines of the rotary angles, with the same shape and dtype.
+            mask: Which tokens attend to which, see `document_mask`; None: to all before them.
         """
         batch, time, dimension = x.shape
         parts = self.query_key_value(x).view(batch, time, self.heads + 2 * self.groups, -1)
@@ -226,13 +232,7 @@ class Attention(nn.Module):
             query_key = torch.cat((self.query_norm(query), self.key_norm(key)), dim=2)
         query_key = rotate(query_key, cosine, sine).transpose(1, 2)
         query, key = query_key.split((self.heads, self.groups), dim=1)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=self.groups != self.heads,
-        )
+        mixed = attend(query, key, value.transpose(1, 2), mask)
         output: Tensor = self.output(mixed.transpose(1, 2).reshape(batch, time, dimension))
         return output
 
@@ -264,9 +264,9 @@ class TransformerBlock(nn.Module):
         self.feed_forward_norm = RMSNorm(config.dimension, config.norm_epsilon)
         self.feed_forward = FeedForward(config, residual_std)
 
-    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor, mask: Mask | None = None) -> Tensor:
         """Return the residual stream after this block, [batch, time, dimension]."""
-        x = x + self.attention(self.attention_norm(x), cosine, sine)
+        x = x + self.attention(self.attention_norm(x), cosine, sine, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
@@ -274,6 +274,7 @@ class Transformer(nn.Module):
     """Decoder-only transformer. Its blocks are in `blocks`."""
 
     takes_targets = True
+    takes_positions = True
     # With a tied head, this computes the loss.
     loss_backend: Backend | None = None
 
@@ -286,13 +287,17 @@ class Transformer(nn.Module):
         # A tied head is not a module: `to_empty` would turn a shared parameter into two.
         self.head = None if config.tied_head else Head(config.dimension, config.vocabulary_size)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
         """Predict the token after each position.
 
         Args:
             tokens: Token ids, int64 [batch, time]; time is at most `config.sequence_length`.
             targets: Token ids to predict, int64 [batch, time], for the loss without a tensor of all
                 logits; see `distmp.models.linear_cross_entropy`.
+            positions: Positions of tokens in their documents, int64 [batch, time]. Tokens attend
+                only to their own document; each 0 begins a new one. None: each row is one document.
 
         Returns:
             Logits [batch, time, vocabulary_size]; the parameters or autocast determine the dtype.
@@ -309,15 +314,15 @@ class Transformer(nn.Module):
             )
         config = self.config
         cosine, sine = rotary_tables(
-            time,
+            torch.arange(time, device=tokens.device) if positions is None else positions,
             config.dimension // config.heads,
             config.rotary_base,
-            tokens.device,
             config.rotary_scaling,
         )
+        mask = None if positions is None else document_mask(positions)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, cosine, sine)
+            x = block(x, cosine, sine, mask)
         x = self.norm(x)
         if self.head is None:
             return project(x, self.embedding.weight, targets, self.loss_backend)
@@ -335,10 +340,9 @@ def project(
 
 
 def rotary_tables(
-    time: int,
+    positions: Tensor,
     width: int,
     base: float,
-    device: torch.device,
     scaling: RotaryScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the tables of rotary positions: cosine, and sine with the signs of a rotation.
@@ -347,21 +351,20 @@ def rotary_tables(
     rounded by `model.to(torch.bfloat16)`, so that positions beyond 256 would coincide.
 
     Args:
-        time: Number of positions.
+        positions: Positions of tokens, int64 [..., time].
         width: Width of an attention head.
         base: Approximate ratio of the longest to the shortest wavelength.
-        device: Device of the tables.
         scaling: Stretches long wavelengths.
 
     Returns:
-        Two FP32 tensors [time, 1, width]. Both halves of the last dimension hold the same angles.
+        Two FP32 tensors [..., time, 1, width]. Both halves of the last dimension hold the same
+        angles.
     """
-    pairs = torch.arange(0, width, 2, dtype=torch.float32, device=device)
-    positions = torch.arange(time, dtype=torch.float32, device=device)
+    pairs = torch.arange(0, width, 2, dtype=torch.float32, device=positions.device)
     frequencies = base ** (-pairs / width)
     if scaling is not None:
         frequencies = scaling.scaled(frequencies)
-    angles = positions[:, None, None] * frequencies
+    angles = positions[..., None, None].float() * frequencies
     cosine, sine = angles.cos(), angles.sin()
     return torch.cat((cosine, cosine), dim=-1), torch.cat((-sine, sine), dim=-1)
 
@@ -371,8 +374,8 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
     Args:
         x: Queries or keys, [batch, time, heads, width].
-        cosine: Cosines, FP32 [time, 1, width].
-        sine: Signed sines, FP32 [time, 1, width].
+        cosine: Cosines, FP32 [..., time, 1, width].
+        sine: Signed sines, with the same shape and dtype.
 
     Returns:
         The rotated tensor, with shape and dtype of `x`.

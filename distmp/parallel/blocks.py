@@ -86,7 +86,7 @@ def prepare_blocks(
         for part in model.modules():
             # A model that computes its loss itself, see `distmp.models.linear_cross_entropy`.
             if hasattr(part, "loss_backend"):
-                part.loss_backend = backend
+                part.loss_backend = backend  # type: ignore[assignment]
     elif config.compile == "model":
         if not quiet:
             logger.warning(COMPILED_WHOLE)

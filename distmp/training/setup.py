@@ -26,6 +26,7 @@ from distmp.errors import CheckpointError, ConfigError
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards
 from distmp.models import huggingface
 from distmp.models.build import Loss, build_loss, build_model
+from distmp.models.loss import NO_POSITIONS, takes_positions
 from distmp.models.settings import ModelConfig
 from distmp.parallel.reproducible import check_power_of_two
 from distmp.parallel.settings import SHARDED_STRATEGIES
@@ -100,6 +101,8 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
             )
     if config.model.is_hugging_face and config.model.loss == "next_token":
         huggingface.prepare_loss(model)
+    if config.data.document_masking and not takes_positions(model):
+        raise ConfigError("data.document_masking", True, NO_POSITIONS.format(config.model.name))
     return RunComponents(
         datasets, model, build_loss(config.model), microbatches, weights, BuiltModel.of(model)
     )

@@ -1,0 +1,99 @@
+"""Memory and time of activation checkpointing: `python -m benchmarks.activation_checkpointing`.
+
+Forward and backward of a transformer, with each value of the setting `activation_checkpointing`.
+Memory is the peak of live tensors, without the parameters. On CPUs, time is that of the processor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from benchmarks.device import elapsed, parse, parser
+from benchmarks.memory import LiveStorages
+from benchmarks.report import in_turns, machine, save
+from benchmarks.tables import loss as tables
+from distmp.models.settings import SIZES
+from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.parallel.blocks import prepare_blocks
+from distmp.parallel.settings import ActivationCheckpointing, ParallelConfig
+
+SETTINGS: dict[str, ActivationCheckpointing] = {
+    "none": "none",
+    "{save: [matmul, attention]}": {"save": ["matmul", "attention"]},
+    "{save: [attention]}": {"save": ["attention"]},
+    "{every: 2}": {"every": 2},
+    "{every: 2, save: [attention]}": {"every": 2, "save": ["attention"]},
+    "blocks": "blocks",
+}
+# Size of the model, samples, tokens of a sample.
+SHAPES = {"cpu": ("22m", 2, 512), "cuda": ("350m", 8, 2048)}
+VOCABULARY = 257
+
+
+def main() -> int:
+    arguments: argparse.Namespace = parse(parser(__doc__, rounds=5))
+    device = arguments.device
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    size, samples, length = SHAPES[device.type]
+    config = TransformerConfig(VOCABULARY, length, **SIZES[size]._asdict())
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randint(VOCABULARY, (samples, length), generator=generator).to(device)
+    models = {name: _model(config, setting, device) for name, setting in SETTINGS.items()}
+
+    def step(name: str) -> None:
+        _step(models[name], batch)
+
+    clock: Callable[..., float] = elapsed if device.type == "cuda" else _cpu_time
+    result = {
+        "machine": machine(device),
+        "size": size,
+        "tokens": batch.numel(),
+        "length": length,
+        "bytes": {name: _peak(model, batch) for name, model in models.items()},
+        "seconds": in_turns(
+            list(models), arguments.rounds, lambda name: clock(lambda: step(name), device)
+        ),
+    }
+    print(tables.activation_checkpointing(result))
+    print(f"saved to {save(f'activation-checkpointing-{device.type}', result)}")
+    return 0
+
+
+def _model(
+    config: TransformerConfig, setting: ActivationCheckpointing, device: torch.device
+) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(config).to(device)
+    prepare_blocks(model, ParallelConfig(activation_checkpointing=setting))
+    return model
+
+
+def _step(model: Transformer, batch: Tensor) -> None:
+    model.zero_grad()
+    with torch.autocast(batch.device.type, torch.bfloat16):
+        loss = model(batch, targets=batch)
+    loss.backward()
+
+
+def _peak(model: Transformer, batch: Tensor) -> int:
+    with LiveStorages() as live:
+        _step(model, batch)
+    model.zero_grad()
+    return live.peak
+
+
+def _cpu_time(work: Callable[[], object], _: torch.device) -> float:
+    started = time.process_time()
+    work()
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    sys.exit(main())

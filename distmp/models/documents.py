@@ -1,0 +1,81 @@
+"""Attention of tokens to their own document only, in sequences packed from several documents."""
+
+# Note [Document masks]
+#
+# On a GPU, FlexAttention gets the mask as a function and skips the blocks of the matrix of scores
+# in which no token attends to another. Elsewhere scaled_dot_product_attention gets a boolean
+# matrix, which takes time * time bytes per sequence for all layers together.
+#
+# `distmp explain` runs the matrix on fake tensors, because FlexAttention compiles for a device.
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    Mask = Tensor | BlockMask
+
+
+def document_mask(positions: Tensor) -> Mask:
+    """Return which tokens each token attends to: those before it in its document, and itself.
+
+    Args:
+        positions: Positions of tokens in their documents, int64 [batch, time]. A document begins
+            with 0, and the first one of a row may begin in the middle.
+
+    Returns:
+        On a GPU a BlockMask, elsewhere bool [batch, 1, time, time].
+    """
+    documents = (positions == 0).cumsum(1)
+    if positions.is_cuda and not isinstance(positions, FakeTensor):
+        return block_mask(documents)
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+
+
+def block_mask(documents: Tensor) -> BlockMask:
+    """Return the mask of FlexAttention.
+
+    Args:
+        documents: Numbers of the documents of tokens, int64 [batch, time].
+    """
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def attends(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (documents[batch, query] == documents[batch, key]) & (query >= key)
+
+    rows, time = documents.shape
+    return create_block_mask(attends, rows, None, time, time, device=str(documents.device))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:
+    """Return the result of causal attention, [batch, heads, time, width].
+
+    Args:
+        query: [batch, heads, time, width].
+        key: [batch, groups, time, width]; groups divides heads.
+        value: [batch, groups, time, width].
+        mask: Result of `document_mask`; None: every token attends to all before it.
+    """
+    grouped = key.shape[1] != query.shape[1]
+    if mask is None or isinstance(mask, Tensor):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        )
+    output: Tensor = _flex_attention()(query, key, value, block_mask=mask, enable_gqa=grouped)
+    return output
+
+
+@functools.cache
+def _flex_attention() -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Without compilation, FlexAttention computes the whole matrix of scores.
+    return torch.compile(flex_attention)
