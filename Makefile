@@ -79,6 +79,8 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.accumulation_step
 	$(VENV)/bin/python -m benchmarks.reproducible
 	$(VENV)/bin/python -m benchmarks.muon
+	$(VENV)/bin/python -m benchmarks.loss
+	$(VENV)/bin/python -m benchmarks.activation_checkpointing
 	$(VENV)/bin/python -m benchmarks.precision
 	$(VENV)/bin/python -m benchmarks.peers
 	$(VENV)/bin/python -m benchmarks.explain_memory

@@ -32,7 +32,7 @@ SETTINGS: dict[str, ActivationCheckpointing] = {
     "blocks": "blocks",
 }
 # Size of the model, samples, tokens of a sample.
-SHAPES = {"cpu": ("22m", 2, 512), "cuda": ("350m", 8, 2048)}
+SHAPES = {"cpu": ("22m", 4, 1024), "cuda": ("350m", 8, 2048)}
 VOCABULARY = 257
 
 

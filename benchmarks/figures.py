@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS
-from benchmarks.tables import accumulation, exchange, precision, runs, steps
+from benchmarks.tables import accumulation, exchange, loss, precision, runs, steps
 from benchmarks.tables.summary import summary
 
 ROOT = Path(__file__).parent.parent
@@ -28,6 +28,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "precision-errors": precision.precision_errors,
     "precision-training": precision.precision_training,
     "policies": precision.policies,
+    "loss": loss.loss,
+    "activation-checkpointing": loss.activation_checkpointing,
     "reproducible": runs.reproducible,
     "muon": runs.muon,
     "explain-memory": runs.explain_memory,

@@ -54,6 +54,8 @@ def jobs(size: str, large: str | None) -> list[Job]:
         _benchmark("accumulation_passes", 60, "--size", size),
         _benchmark("accumulation_error", 120),
         _benchmark("precision", 120),
+        _benchmark("loss", 120),
+        _benchmark("activation_checkpointing", 60),
     ]
     if large is not None:
         races = ("--races", "ddp bf16", "fsdp bf16")

@@ -97,5 +97,5 @@ def test_settings_that_cannot_work(tmp_path: Path) -> None:
     text(tmp_path)
     arguments = ["--data.path", str(tmp_path), "--data.sequence-length", "8", "--data.held-out=0"]
     arguments += ["--data.document-masking", "--model.name", "torch.nn:Identity"]
-    with pytest.raises(ConfigError, match="= True: torch.nn:Identity does"):
+    with pytest.raises(ConfigError, match=r"= True: torch\.nn:Identity does"):
         prepare(load(arguments), World(0, 1, torch.device("cpu"), None))
