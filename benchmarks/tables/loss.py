@@ -51,6 +51,6 @@ def activation_checkpointing(result: dict[str, Any]) -> str:
     return (
         f"{table(rows)}\n\nForward and backward of a transformer of size {result['size']} under "
         f"bf16 autocast with {result['tokens']:,} tokens in samples of {result['length']:,}. "
-        "Memory is the peak of live tensors with gradients, without parameters; time is the median (min "
-        f"to max) of the ratios of alternating rounds. {machine_line(result)}"
+        "Memory is the peak of live tensors with gradients, without parameters; time is the median "
+        f"(min to max) of the ratios of alternating rounds. {machine_line(result)}"
     )

@@ -89,7 +89,8 @@ def test_small_gradients_survive_in_fp16() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, MIN_ROWS, MIN_ROWS + 1])
-def test_any_number_of_rows(rows: int) -> None:
+def test_any_number_of_rows_and_token_ids(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("distmp.models.linear_cross_entropy.MAX_TOKEN_IDS", 300)
     hidden, weight, targets = case(rows=rows)
     expected = exact(hidden, weight, targets, 1.0)
     loss = linear_cross_entropy(hidden[None], weight, targets[None])
@@ -97,6 +98,8 @@ def test_any_number_of_rows(rows: int) -> None:
     assert hidden.grad is not None
     assert error(loss.detach(), expected[0]) < 1e-6
     assert torch.allclose(hidden.grad.double(), expected[1], atol=1e-6)
+    assert weight.grad is not None
+    assert torch.allclose(weight.grad.double(), expected[2], atol=1e-5)
 
 
 def test_autocast_rounds_the_factors_and_returns_the_gradient_of_a_master_weight_in_fp32() -> None:
