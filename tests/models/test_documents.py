@@ -82,6 +82,15 @@ def test_packed_documents_have_the_logits_loss_and_gradients_of_single_ones(
         torch.testing.assert_close(found.grad, expected.grad, rtol=1e-4, atol=1e-5)
 
 
+def test_the_rotation_restarts_in_each_document() -> None:
+    """Attention depends on differences of positions only, so its result does not show this."""
+    ours, made = model(), batch()
+    seen: list[Tensor] = []
+    ours.blocks[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[1]))
+    ours(made["inputs"], positions=made["positions"])
+    assert torch.equal((seen[0] == 1).all(-1)[..., 0], made["positions"] == 0)
+
+
 def test_a_token_changes_nothing_in_other_documents() -> None:
     made, changed = batch(), batch()
     changed["inputs"][0, 2] += 1  # in the first document
