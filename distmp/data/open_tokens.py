@@ -35,6 +35,7 @@ def open_tokens(config: DataConfig, path: Path, setting: str) -> TokenFiles:
     files = [folder / name for name in names]
     size = config.vocabulary_size or metadata.vocabulary_size
     tokens = TokenFiles(files, metadata.dtype, size, config.sequence_length, setting)
+    tokens.end_of_text = metadata.end_of_text
     for file, count in zip(files, np.diff(tokens.starts).tolist(), strict=True):
         if count != metadata.files[file.name]:
             problem = (
@@ -62,6 +63,9 @@ def _compare_settings(config: DataConfig, path: Path, metadata: TokenMetadata) -
     if config.token_dtype not in (None, metadata.dtype):
         problem = f"{METADATA} of {path} says {metadata.dtype}; remove this setting"
         raise ConfigError("data.token_dtype", config.token_dtype, problem)
+    if config.end_of_text not in (None, metadata.end_of_text):
+        problem = f"{METADATA} of {path} says {metadata.end_of_text}; remove this setting"
+        raise ConfigError("data.end_of_text", config.end_of_text, problem)
     if (config.vocabulary_size or metadata.vocabulary_size) < metadata.vocabulary_size:
         problem = (
             f"the tokenizer of {path} has {metadata.vocabulary_size:,} ids; set at least that, or"

@@ -66,6 +66,8 @@ class TokenFiles(Dataset[dict[str, Tensor]]):
     """
 
     draws_nothing = True
+    end_of_text: int | None = None
+    """Token id that ends each document; None if it is unknown."""
 
     def __init__(
         self,

@@ -304,3 +304,13 @@ def test_callable_of_the_wrong_kind_is_refused(
     with pytest.raises(ConfigError, match=message) as caught:
         build_datasets(DataConfig(source=f"{HERE}:{source}", options=options))
     assert caught.value.setting == "data.source"
+
+
+def test_a_tokenized_folder_knows_the_end_of_its_documents(tmp_path: Path) -> None:
+    tokenized(tmp_path / "data", {"a.bin": [5, 6, 7, 5, 5, 7, 8, 8, 8]})
+    settings: dict[str, Any] = {"source": "tokens", "path": str(tmp_path / "data")}
+    settings |= {"held_out": 0.0, "sequence_length": 8, "document_masking": True}
+    sample = build_datasets(DataConfig(**settings)).train[0]
+    assert sample["positions"].tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    with pytest.raises(ConfigError, match=r"end_of_text = 8: tokens\.json of .* says 7; remove"):
+        build_datasets(DataConfig(**settings, end_of_text=8))
