@@ -35,9 +35,9 @@ def export(
     max_shard_size: int = MAX_SHARD_SIZE,
     layout: Layout = "own",
 ) -> int:
-    """Write the weights in a checkpoint as safetensors, in one process and file by file.
+    """Write the weights in a checkpoint as safetensors, in one process and tensor by tensor.
 
-    Takes the memory of one file.
+    Takes the memory of one tensor.
 
     Args:
         source: A checkpoint, a run's folder, or a folder of checkpoints, of which the newest

@@ -1,4 +1,4 @@
-"""Writes weights as safetensors, one file at a time."""
+"""Writes weights as a folder of safetensors, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from distmp.errors import CheckpointError
+from distmp.export.safetensors_file import in_file_order, write_file
 from distmp.models import huggingface
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
 
@@ -48,7 +47,7 @@ def write(
 ) -> None:
     """Write a folder of safetensors atomically; an existing one is replaced.
 
-    Takes the memory of one file. Collective over the ranks that read `weights` together.
+    Takes the memory of one tensor. Collective over the ranks that read `weights` together.
 
     Args:
         folder: The folder to write.
@@ -65,23 +64,24 @@ def write(
     from huggingface_hub import split_torch_state_dict_into_shards
 
     plan = split_torch_state_dict_into_shards(dict(weights.specs), max_shard_size=max_shard_size)
-    batches = ((file, weights.read(names)) for file, names in plan.filename_to_tensors.items())
+    files = {
+        file: in_file_order({name: weights.specs[name] for name in names})
+        for file, names in plan.filename_to_tensors.items()
+    }
+    values = (weights.read([name]) for specs in files.values() for name in specs)
     try:
         if writes:
             with _replacing(folder) as temporary:
-                _write_files(temporary, batches, plan)
+                for file, specs in files.items():
+                    write_file(temporary / file, specs, (next(values)[name] for name in specs))
+                _write_index(temporary, plan)
                 _write_architecture(temporary, architecture, dtype)
     finally:
-        for _ in batches:  # the other ranks read them together with this one, also after an error
+        for _ in values:  # the other ranks read them together with this one, also after an error
             pass
 
 
-def _write_files(
-    folder: Path, batches: Iterable[tuple[str, dict[str, Tensor]]], plan: StateDictSplit
-) -> None:
-    for file, tensors in batches:
-        save_file(tensors, folder / file, {"format": "pt"})
-        del tensors  # before the next ones are read
+def _write_index(folder: Path, plan: StateDictSplit) -> None:
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -106,20 +106,9 @@ def _replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         yield temporary
-        _make_readable(temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         raise CheckpointError(f"cannot write {folder}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _make_readable(folder: Path) -> None:
-    """Give files default permissions: safetensors makes them readable only for their owner."""
-    files = list(folder.iterdir())
-    new = folder / "new"
-    new.touch()
-    for file in files:
-        shutil.copymode(new, file)
-    new.unlink()

@@ -103,12 +103,12 @@ class EngineWeights:
         }
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Gather tensors; return copies on the CPU if this rank keeps them, else nothing."""
+        """Gather tensors; return them on the CPU if this rank keeps them, else nothing."""
         tensors = {}
         for name in names:
             full = gathered(self._state[name])
             if self._keep:
-                tensors[name] = full.detach().to("cpu", copy=True)
+                tensors[name] = full.detach().to("cpu")
         return tensors
 
 
@@ -126,6 +126,8 @@ class LlamaWeights:
     def __init__(self, source: CheckpointWeights, config: TransformerConfig) -> None:
         self._source = source
         self._rows = llama.rows_by_name(config)
+        # The tensor of the source that was read last: several names are rows of it.
+        self._read: dict[str, Tensor] = {}
         self.specs = {
             name: source.specs[rows.name][rows.start : rows.stop].clone()
             for name, rows in self._rows.items()
@@ -133,15 +135,13 @@ class LlamaWeights:
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors on the CPU; raises what the source raises."""
-        needed = {name: self._rows[name] for name in names}
-        whole: dict[str, Tensor] = {}
-        result = {}
-        # Sorted, so that one tensor of the source is in memory at a time.
-        for name, rows in sorted(needed.items(), key=lambda item: item[1]):
-            if rows.name not in whole:
-                whole = self._source.read([rows.name])
-            result[name] = whole[rows.name][rows.start : rows.stop].clone()
-        return result
+        return {name: self._rows_of(self._rows[name]) for name in names}
+
+    def _rows_of(self, rows: llama.Rows) -> Tensor:
+        if rows.name not in self._read:
+            self._read.clear()
+            self._read = self._source.read([rows.name])
+        return self._read[rows.name][rows.start : rows.stop]
 
 
 def _is_converted(dtype: torch.dtype) -> bool:

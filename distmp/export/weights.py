@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,11 +64,10 @@ def misfits(model: nn.Module, weights: StoredWeights) -> list[str]:
         ConfigError: If they cannot be read.
     """
     targets = _targets(model.state_dict(keep_vars=True), weights, _dimensions(model))
-    with weights.opened() as stored:
-        return [
-            *_misfits(targets, stored, weights),
-            *_other_dimensions(_dimensions(model), weights.path),
-        ]
+    return [
+        *_misfits(targets, weights),
+        *_other_dimensions(_dimensions(model), weights.path),
+    ]
 
 
 @dataclass(frozen=True)
@@ -84,19 +82,28 @@ class StoredWeights:
     path: Path
     may_have_more: bool = False
 
-    @contextmanager
-    def opened(self) -> Iterator[dict[str, Any]]:
-        """Open the files; return for each tensor by name the file that has it.
+    def shapes(self) -> dict[str, list[int]]:
+        """Return the shape of each tensor by name.
 
         Raises:
-            ConfigError: If a file cannot be read, also inside the context.
+            ConfigError: If a file cannot be read.
         """
-        stored: dict[str, Any] = {}
+        return {
+            name: opened.get_slice(name).get_shape()
+            for opened in self.files()
+            for name in opened.keys()  # noqa: SIM118 - no dictionary
+        }
+
+    def files(self) -> Iterator[Any]:
+        """Open one file after the other; an open file is mapped to memory.
+
+        Raises:
+            ConfigError: If a file cannot be read.
+        """
         try:
             for file in _files(self.path):
-                opened = safe_open(file, framework="pt")
-                stored.update((name, opened) for name in opened.keys())  # noqa: SIM118 - no dictionary
-            yield stored
+                with safe_open(file, framework="pt") as opened:
+                    yield opened
         except (OSError, SafetensorError) as error:
             raise ConfigError(SETTING, str(self.path), f"cannot be read: {error}") from error
 
@@ -147,15 +154,14 @@ def _load(
     state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
 ) -> None:
     targets = _targets(state, weights, config)
-    with weights.opened() as stored:
-        problems = [*_misfits(targets, stored, weights), *_other_dimensions(config, weights.path)]
-        if problems:
-            raise ConfigError(
-                SETTING, str(weights.path), f"does not fit the model: {'; '.join(problems)}"
-            )
-        for name in stored.keys() & targets.keys():
+    problems = [*_misfits(targets, weights), *_other_dimensions(config, weights.path)]
+    if problems:
+        raise ConfigError(
+            SETTING, str(weights.path), f"does not fit the model: {'; '.join(problems)}"
+        )
+    for opened in weights.files():
+        for name in opened.keys() & targets.keys():
             for index, part in targets[name].parts():
-                opened = stored[name]
                 part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
 
 
@@ -217,19 +223,18 @@ def _dimensions(model: nn.Module) -> TransformerConfig | None:
     return model.config if isinstance(model, Transformer) else None
 
 
-def _misfits(
-    targets: Mapping[str, _Target], stored: Mapping[str, Any], weights: StoredWeights
-) -> Iterator[str]:
+def _misfits(targets: Mapping[str, _Target], weights: StoredWeights) -> Iterator[str]:
     """Yield a phrase for each kind of misfit."""
+    stored = weights.shapes()
     # A tied weight has several names and needs one of them.
     filled = {targets[name].key for name in stored if name in targets}
     missing = [name for name, target in targets.items() if target.key not in filled]
     unknown = [name for name in stored if name not in targets and not weights.may_have_more]
-    shapes = []
-    for name in stored.keys() & targets.keys():
-        shape = stored[name].get_slice(name).get_shape()
-        if shape != targets[name].shape:
-            shapes.append(f"{name} {shape} for {targets[name].shape}")
+    shapes = [
+        f"{name} {stored[name]} for {targets[name].shape}"
+        for name in stored.keys() & targets.keys()
+        if stored[name] != targets[name].shape
+    ]
     for problem, names in (("missing", missing), ("unknown", unknown), ("other shape", shapes)):
         if names:
             yield f"{problem}: {listed(sorted(names))}"

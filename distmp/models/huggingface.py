@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from distmp.errors import ConfigError, nearest
 from distmp.models.linear_cross_entropy import LossHead
+from distmp.utils.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("distmp")
 
@@ -284,6 +285,8 @@ def _auto_model() -> Any:
 
 
 def _refused(name: str, error: Exception) -> ConfigError:
+    if is_out_of_memory(error):
+        raise error
     first_line = str(error).strip().partition("\n")[0]
     return ConfigError("model.name", name, f"refused by transformers: {first_line}")
 

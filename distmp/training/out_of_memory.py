@@ -11,18 +11,9 @@ import torch
 from distmp.config import RunConfig
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.utils.cgroups import memory_limit
+from distmp.utils.out_of_memory import is_out_of_memory
 from distmp.utils.units import bytes_text
 
-# Messages of errors that have no specific class: torch's host allocator, cuBLAS, NCCL and the
-# CUDA driver.
-_MESSAGES = (
-    "can't allocate memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDA error: out of memory",
-    "cudaErrorMemoryAllocation",
-    "Cuda failure 'out of memory'",
-    "Cuda failure 2 'out of memory'",
-)
 _REQUESTED = (
     re.compile(r"[Tt]ried to allocate (?P<number>[\d.]+) (?P<unit>[KMGTP]?i?B|bytes)"),
     re.compile(r"Unable to allocate (?P<number>[\d.]+) (?P<unit>[KMGTP]?i?B|bytes)"),  # numpy
@@ -61,13 +52,6 @@ def advice(
         "change"
     )
     return "\n".join(lines)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that GPU or main memory ran out."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(message in str(error) for message in _MESSAGES)
 
 
 def _requested_bytes(message: str) -> float | None:

@@ -228,7 +228,7 @@ def test_what_cannot_be_exported_is_one_message(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_memory_of_an_export_is_that_of_one_file(tmp_path: Path) -> None:
+def test_the_memory_of_an_export_is_that_of_one_tensor(tmp_path: Path) -> None:
     tensors = {f"model/{i}": torch.randn(4, 2**18) for i in range(24)}
     tensors |= {f"optimizer/{i}": tensor for i, tensor in enumerate(tensors.values())}
     path = checkpoint(tmp_path, tensors)
@@ -239,7 +239,7 @@ def test_the_memory_of_an_export_is_that_of_one_file(tmp_path: Path) -> None:
         "status = lambda: open('/proc/self/status').read()\n"
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', status())[1]) / 1024\n"
         "before = peak()\n"
-        "for megabytes in (9, 36, 1000):\n"
+        "for megabytes in (9, 1000):\n"
         "    e.export(sys.argv[1], f'{sys.argv[2]}/{megabytes}', 'fp32', megabytes * 10**6)\n"
         "    print(peak() - before)\n"
     )
@@ -251,11 +251,8 @@ def test_the_memory_of_an_export_is_that_of_one_file(tmp_path: Path) -> None:
         text=True,
         check=True,
     )
-    # Tensors of 4 MiB: two, eight, or all of them in a file.
-    small, medium, whole = map(float, done.stdout.split())
-    assert small < 1.3 * 8 + 4
-    assert 0.8 * 32 < medium < 1.3 * 32 + 4
-    assert 0.8 * 96 < whole < 1.3 * 96
+    # Tensors of 4 MiB: two, or all of them in a file.
+    assert all(4 <= float(peak) < 16 for peak in done.stdout.split()), done.stdout
 
 
 def test_from_python_errors_are_ours(tmp_path: Path) -> None:
