@@ -1,0 +1,202 @@
+"""Measure the start from a sharded folder of weights: `python -m benchmarks.start_up`.
+
+A model of transformers in several bf16 files becomes FP32 shards on four CPU ranks in three ways:
+
+- distmp: as `distmp.train` does with `strategy: fsdp` and `model.name: hf:FOLDER`.
+- FSDP2 by hand: every rank calls `from_pretrained`, then `fully_shard`.
+- accelerate: FSDP2 with `cpu_ram_efficient_loading`; rank 0 loads the model and broadcasts it.
+
+Each way starts new processes in every round. Time and memory begin after imports and rendezvous;
+memory is without pages of files, sampled every 2 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.multiprocessing.spawn import spawn
+
+from benchmarks.large_model import ROOT, anonymous_bytes, write_llama
+from benchmarks.loops import shard
+from benchmarks.report import alternating, machine, save
+from benchmarks.tables import large_model as tables
+
+RANKS = 4
+SHARD_BYTES = 50 * 10**6
+LLAMA = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 64,
+}
+"""202 M parameters."""
+_PACKAGES = ("torch", "transformers", "accelerate")
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
+    arguments = options.parse_args()
+    with tempfile.TemporaryDirectory(prefix="start-up-") as folder:
+        model = Path(folder, "llama")
+        parameters = write_llama(model, LLAMA, SHARD_BYTES)
+        files = len([*model.glob("*.safetensors")])
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
+        for name, _ in alternating([*STARTS], arguments.rounds, warm_up=0):
+            found[name].append(measure(name, model))
+    result = {
+        "machine": machine(),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "parameters": parameters,
+        "files": files,
+        "ranks": RANKS,
+        "loops": {
+            name: {key: [run[key] for run in runs] for key in ("seconds", "first", "others")}
+            for name, runs in found.items()
+        },
+    }
+    print(tables.start_up(result))
+    print(f"saved to {save('start-up-cpu', result)}")
+    return 0
+
+
+def measure(name: str, model: Path) -> dict[str, Any]:
+    """Start a model on new ranks.
+
+    Returns:
+        The longest time of a rank in seconds, and the peak of the memory in bytes: of the first
+        rank, and the highest of the others.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        spawn(_rank, (name, model, folder), nprocs=RANKS)
+        results = [torch.load(Path(folder, str(rank))) for rank in range(RANKS)]
+    seconds, peaks = zip(*results, strict=True)
+    print(name, max(seconds), [peak >> 20 for peak in peaks], flush=True)
+    return {"seconds": max(seconds), "first": peaks[0], "others": max(peaks[1:])}
+
+
+def _rank(rank: int, name: str, model: Path, folder: str) -> None:
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS)
+    )
+    torch.set_num_threads(1)
+    import accelerate  # noqa: F401
+
+    from distmp.training import setup  # noqa: F401
+
+    store = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    dist.barrier()
+    peak = _Peak()
+    started = time.perf_counter()
+    with peak:
+        kept = STARTS[name](model)
+        dist.barrier()
+    seconds = time.perf_counter() - started
+    _check(kept)
+    torch.save((seconds, peak.bytes), Path(folder, str(rank)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _check(model: nn.Module) -> None:
+    shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[operator]
+    assert all(shard.dtype == torch.float32 and bool(shard.isfinite().all()) for shard in shards)
+
+
+class _Peak:
+    """Samples the memory of this process, above that at the start.
+
+    Attributes:
+        bytes: The peak.
+    """
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._before = anonymous_bytes(os.getpid())
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._done.wait(0.002):
+            self.bytes = max(self.bytes, anonymous_bytes(os.getpid()) - self._before)
+
+
+def _distmp(folder: Path) -> nn.Module:
+    from distmp.config import load
+    from distmp.distributed.world import world_of_process
+    from distmp.training.setup import build_engine, prepare, start_from_weights
+
+    config = load(
+        [
+            f"--model.name=hf:{folder}",
+            f"--data.path={ROOT / 'benchmarks'}",
+            *("--data.sequence-length=16", "--batch.microbatch-size=1"),
+            f"--batch.global-batch-size={RANKS}",
+            *("--strategy=fsdp", "--sharding.accumulate=sharded", "--optim.name=sgd"),
+            "--optim.options={momentum: 0.0}",
+        ]
+    )
+    world = world_of_process("cpu")
+    parts = prepare(config, world)
+    engine = build_engine(config, parts, world, policy="fp32", attribution=False)
+    start_from_weights(parts, engine)
+    return engine.model
+
+
+def _by_hand(folder: Path) -> nn.Module:
+    from transformers import LlamaForCausalLM
+
+    model: nn.Module = shard(LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32), None)
+    return model
+
+
+def _accelerate(folder: Path) -> nn.Module:
+    from accelerate import Accelerator
+    from accelerate.utils import FullyShardedDataParallelPlugin
+    from transformers import LlamaForCausalLM
+
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        cpu_ram_efficient_loading=True,
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prepared: nn.Module = accelerator.prepare(model)
+    return prepared
+
+
+STARTS: dict[str, Callable[[Path], nn.Module]] = {
+    "distmp": _distmp,
+    "FSDP2 by hand": _by_hand,
+    "accelerate, `cpu_ram_efficient_loading`": _accelerate,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
