@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import RESULTS
-from benchmarks.tables import accumulation, exchange, loss, precision, runs, steps
+from benchmarks.tables import (
+    accumulation,
+    exchange,
+    large_model,
+    loss,
+    precision,
+    runs,
+    steps,
+)
 from benchmarks.tables.summary import summary
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +44,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "growth": runs.growth,
     "exchange": exchange.exchange,
     "checkpoint-stall": runs.checkpoint_stall,
+    "large-model": large_model.large_model,
+    "start-up": large_model.start_up,
 }
 # Further tables of a result.
 RESULT_OF = {"peers-accelerate": "peers"}

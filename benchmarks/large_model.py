@@ -1,8 +1,8 @@
 """Measure a fine-tuning run on two versions of distmp: `python -m benchmarks.large_model`.
 
 A Llama with random weights of 1 B parameters in many bf16 files trains for two steps on two CPU
-ranks with `strategy: fsdp` and SGD, and is saved as a model of transformers. Memory is that of both
-ranks together, without pages of files, sampled every 50 ms. `--baseline CHECKOUT` names a checkout
+ranks with `strategy: fsdp` and SGD, and is saved as a model of transformers. Memory is without pages
+of files, sampled every 50 ms. `--baseline CHECKOUT` names a checkout
 of another version; it runs after this one. Both together need 15 GiB of free memory, 10 GiB on the
 disk and 15 minutes.
 """
@@ -55,7 +55,7 @@ class RandomWeights:
         specs: Shape and dtype of each tensor, as tensors on the meta device.
     """
 
-    def __init__(self, values: Mapping[str, int], dtype: torch.dtype = torch.bfloat16) -> None:
+    def __init__(self, values: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         self.config = LlamaConfig(**values)
@@ -73,7 +73,7 @@ class RandomWeights:
         return torch.empty_like(spec, device="cpu").normal_(std=0.02)
 
 
-def write_llama(folder: Path, values: Mapping[str, int], shard_bytes: int) -> int:
+def write_llama(folder: Path, values: Mapping[str, Any], shard_bytes: int) -> int:
     """Write a Llama with random weights in bf16; return the number of its parameters."""
     weights = RandomWeights(values)
     described = weights.config.to_dict()
@@ -108,7 +108,8 @@ def fine_tune(model: Path, checkout: Path) -> dict[str, Any]:
     """Fine-tune a model with the distmp of a checkout.
 
     Returns:
-        The peak of the memory of all ranks in bytes, the seconds of the run, and the commit.
+        The peak of the memory in bytes, of the rank that takes most and of all ranks together; the
+        seconds of the run; the commit.
     """
     with tempfile.TemporaryDirectory(prefix="fine-tune-", dir=model.parent) as folder:
         command = [
@@ -128,22 +129,24 @@ def fine_tune(model: Path, checkout: Path) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         started = time.perf_counter()
         with subprocess.Popen(command, cwd=folder, env=environment) as process:
-            peak = _peak_while_running(process)
+            peaks = _peaks_while_running(process)
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}")
         seconds = time.perf_counter() - started
         _check_loads(Path(folder, "run", "model"))
     commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=checkout)
-    return {"bytes": peak, "seconds": seconds, "commit": commit.decode().strip()}
+    return {**peaks, "seconds": seconds, "commit": commit.decode().strip()}
 
 
-def _peak_while_running(process: subprocess.Popen[bytes]) -> int:
-    peak = 0
+def _peaks_while_running(process: subprocess.Popen[bytes]) -> dict[str, int]:
+    peaks = {"largest rank": 0, "all ranks": 0}
     while process.poll() is None:
         ranks = psutil.Process(process.pid).children(recursive=True)
-        peak = max(peak, sum(anonymous_bytes(rank.pid) for rank in ranks))
+        taken = [anonymous_bytes(rank.pid) for rank in ranks]
+        peaks["largest rank"] = max(peaks["largest rank"], *taken, 0)
+        peaks["all ranks"] = max(peaks["all ranks"], sum(taken))
         time.sleep(0.05)
-    return peak
+    return peaks
 
 
 def anonymous_bytes(pid: int) -> int:
@@ -160,9 +163,10 @@ def _check_loads(folder: Path) -> None:
     """Load the written model in transformers."""
     from transformers import LlamaForCausalLM
 
-    model, report = LlamaForCausalLM.from_pretrained(
+    loaded: Any = LlamaForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, output_loading_info=True
     )
+    model, report = loaded
     problems = {key: value for key, value in report.items() if value}
     if problems:
         raise RuntimeError(f"{folder} does not load in transformers: {problems}")

@@ -13,6 +13,7 @@ memory is without pages of files, sampled every 2 ms.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import sys
@@ -95,10 +96,12 @@ def _rank(rank: int, name: str, model: Path, folder: str) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS)
     )
     torch.set_num_threads(1)
-    import accelerate  # noqa: F401
-
-    from distmp.training import setup  # noqa: F401
-
+    for package in (
+        "accelerate",
+        "transformers.models.llama.modeling_llama",
+        "distmp.training.setup",
+    ):
+        importlib.import_module(package)  # not part of the start
     store = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     dist.barrier()
@@ -115,7 +118,8 @@ def _rank(rank: int, name: str, model: Path, folder: str) -> None:
 
 
 def _check(model: nn.Module) -> None:
-    shards = [parameter.to_local() for parameter in model.parameters()]  # type: ignore[operator]
+    parameters: list[Any] = [*model.parameters()]
+    shards = [parameter.to_local() for parameter in parameters]
     assert all(shard.dtype == torch.float32 and bool(shard.isfinite().all()) for shard in shards)
 
 

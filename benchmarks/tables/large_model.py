@@ -13,12 +13,11 @@ def large_model(result: dict[str, Any]) -> str:
     runs = result["runs"]
     rows: list[dict[str, object]] = []
     for name, run in runs.items():
-        row: dict[str, object] = {
-            "version": f"{name} ({run['commit']})",
-            "peak memory of all ranks": f"{run['bytes'] / 2**30:.1f} GiB",
-        }
-        if "baseline" in runs:
-            row["relative to the baseline"] = f"{run['bytes'] / runs['baseline']['bytes']:.2f}"
+        row: dict[str, object] = {"version": f"{name} ({run['commit']})"}
+        for ranks in ("largest rank", "all ranks"):
+            row[f"peak memory, {ranks}"] = f"{run[ranks] / 2**30:.1f} GiB"
+            if "baseline" in runs:
+                row[f"{ranks}, relative"] = f"{run[ranks] / runs['baseline'][ranks]:.2f}"
         rows.append(row)
     return (
         f"{table(rows)}\n\n{result['parameters'] / 1e9:.2f} B parameters, {result['ranks']} ranks, "
