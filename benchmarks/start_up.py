@@ -4,7 +4,8 @@ A model of transformers in several bf16 files becomes FP32 shards on four CPU ra
 
 - distmp: as `distmp.train` does with `strategy: fsdp` and `model.name: hf:FOLDER`.
 - FSDP2 by hand: every rank calls `from_pretrained`, then `fully_shard`.
-- accelerate: FSDP2 with `cpu_ram_efficient_loading`; rank 0 loads the model and broadcasts it.
+- accelerate: FSDP2 with `cpu_ram_efficient_loading`; rank 0 loads the model and broadcasts it
+  (`fsdp2_prepare_model`, because `prepare` uses FSDP2 on accelerators only).
 
 Each way starts new processes in every round. Time and memory begin after imports and rendezvous;
 memory is without pages of files, sampled every 2 ms.
@@ -39,13 +40,13 @@ SHARD_BYTES = 50 * 10**6
 LLAMA = {
     "hidden_size": 1024,
     "intermediate_size": 4096,
-    "num_hidden_layers": 12,
+    "num_hidden_layers": 6,
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
     "vocab_size": 512,
     "max_position_embeddings": 64,
 }
-"""202 M parameters."""
+"""102 M parameters."""
 _PACKAGES = ("torch", "transformers", "accelerate")
 
 
@@ -178,20 +179,24 @@ def _by_hand(folder: Path) -> nn.Module:
 
 
 def _accelerate(folder: Path) -> nn.Module:
-    from accelerate import Accelerator
+    from accelerate import Accelerator, DistributedType
     from accelerate.utils import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
     from transformers import LlamaForCausalLM
 
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    accelerator = Accelerator(cpu=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        cpu_ram_efficient_loading=True,
     )
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    # accelerate itself allows this on accelerators only; its code also runs on CPUs.
+    plugin.cpu_ram_efficient_loading = True
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_CPU_RAM_EFFICIENT_LOADING="true")
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = plugin
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prepared: nn.Module = accelerator.prepare(model)
+    prepared: nn.Module = fsdp2_prepare_model(accelerator, model)
     return prepared
 
 
