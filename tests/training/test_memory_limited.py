@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
-import re
-import resource
 import signal
 import sys
 from pathlib import Path
@@ -21,6 +18,7 @@ from distmp.training.callbacks import Callback
 from distmp.training.train import end_process, main
 from distmp.training.trainer import Trainer
 from tests.elastic import Job, run_jobs
+from tests.memory_limit import limit_memory, reset_peak, status
 from tests.torchrun import corpus
 
 transformers = pytest.importorskip("transformers")
@@ -147,39 +145,16 @@ def assert_little_is_held_at_start(folder: Path, ranks: int) -> None:
 
 def train_within_limit(arguments: list[str]) -> None:
     """Run a rank of the trainer that may allocate `LIMIT` bytes."""
-    _limit_memory(LIMIT)
+    limit_memory(LIMIT)
+    Peaks.before = status("VmRSS")
+    reset_peak()
     end_process(main(arguments))
 
 
 def export_within_limit(arguments: list[str]) -> None:
     """Run `distmp export` in a process that may allocate `LIMIT` bytes."""
-    _limit_memory(LIMIT)
+    limit_memory(LIMIT)
     sys.exit(export.main(arguments))
-
-
-def _limit_memory(more: int) -> None:
-    """Let this process allocate so many more bytes of private memory."""
-    # The stack of a thread counts in full, 8 MiB, and a rank has a dozen threads.
-    attributes = ctypes.create_string_buffer(64)
-    libc = ctypes.CDLL(None)
-    libc.pthread_attr_init(attributes)
-    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(2**19))
-    assert libc.pthread_setattr_default_np(attributes) == 0
-    limit = 1024 * _status("VmData") + more
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    Peaks.before = _status("VmRSS")
-    _reset_peak()
-
-
-def _status(field: str) -> int:
-    """Return a field of /proc/self/status, in KiB."""
-    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1])
-
-
-def _reset_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS, see proc(5)
 
 
 class Peaks(Callback):
@@ -188,11 +163,11 @@ class Peaks(Callback):
     before = 0
 
     def on_train_begin(self, trainer: Trainer) -> None:
-        self.start = _status("VmHWM") - self.before
-        _reset_peak()
+        self.start = status("VmHWM") - self.before
+        reset_peak()
 
     def on_step_end(self, trainer: Trainer, result: object) -> None:
-        peaks = {"start": self.start, "steps": _status("VmHWM") - self.before}
+        peaks = {"start": self.start, "steps": status("VmHWM") - self.before}
         Path(f"peaks-{trainer.world.rank}.json").write_text(json.dumps(peaks))
 
     def on_save(self, trainer: Trainer, step: int, seconds: float) -> None:
