@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -7,6 +10,7 @@ import pytest
 from distmp.distributed import awaited
 from distmp.distributed.awaited import AwaitedRanks
 from distmp.distributed.rank_monitor import RankStatus
+from distmp.utils.processes import processor_seconds
 
 LIMIT = 100.0
 STATUS = RankStatus(line="train.py:3", engine_calls=4, collectives=7, busy_seconds=50.0)
@@ -34,7 +38,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         ({"engine_calls": 5}, True),
         ({"collectives": 8}, True),
         ({"busy_seconds": 60.0}, True),
-        ({"busy_seconds": 51.0}, False),  # it polls something
+        ({"busy_seconds": 50.5}, False),  # it polls something
         ({"waits_in": "barrier", "busy_seconds": 140.0, "line": "train.py:3"}, True),
         ({"ended": "has ended"}, False),
     ],
@@ -72,3 +76,16 @@ def test_ranks_that_never_answer(clock: Clock) -> None:
     assert not ranks.are_stuck({1: None})
     clock.now += 1.1 * LIMIT
     assert ranks.are_stuck({1: None})
+
+
+def test_child_processes_count_as_busy() -> None:
+    loop = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
+    command = [sys.executable, "-c", loop]
+    before = processor_seconds(threading.get_ident())
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        busy = processor_seconds(threading.get_ident()) - before
+        child.communicate("\n")
+    assert busy >= 0.29
