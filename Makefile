@@ -73,6 +73,7 @@ docs: $(DOCS_INSTALLED)
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.quickstart
 	$(VENV)/bin/python -m benchmarks.step_tail
+	$(VENV)/bin/python -m benchmarks.host_cost
 	$(VENV)/bin/python -m benchmarks.accumulation_error
 	$(VENV)/bin/python -m benchmarks.accumulation_microbatches
 	$(VENV)/bin/python -m benchmarks.accumulation_passes

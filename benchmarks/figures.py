@@ -27,6 +27,7 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "quickstart": steps.quickstart,
     "step-tail": steps.step_tail,
+    "host-cost": steps.host_cost,
     "peers": steps.peers,
     "peers-accelerate": steps.relative_to_accelerate,
     "accumulation-error": accumulation.accumulation_error,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,22 @@ class Collectives(TorchDispatchMode):
     def addresses(self, name: str) -> list[int]:
         """Return the addresses of the first tensors of operations called `name`, in order."""
         return [address for found, address in self.found if found == name]
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operations that torch dispatches in the context; most of them launch a kernel.
+
+    Attributes:
+        counts: Number of calls of each operation, by names such as "aten::copy_".
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[f"{func.namespace}::{func.overloadpacket.__name__}"] += 1
+        return func(*args, **(kwargs or {}))
 
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks import races
-from benchmarks.report import Spread, table
+from benchmarks.report import Spread, ratios, table
 from benchmarks.tables.machine import machine_line, threads
 
 
@@ -45,6 +45,37 @@ def step_tail(result: dict[str, Any]) -> str:
         f"alternating rounds, {result['elements'] / 1e6:.1f} M FP32 gradient elements. The lower "
         f"bound, one read at copy bandwidth, is {floor:.3g} ms, the norm alone {norm:.3g} ms. "
         f"{threads(result)}{machine_line(result)}"
+    )
+
+
+def host_cost(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.host_cost` and a line on its machine."""
+    rows: list[dict[str, object]] = [
+        {
+            "ranks": 2,
+            "policy": policy,
+            "ms per microbatch": Spread.of(taken["distmp"]),
+            "relative to": f"DDP, {Spread.of(taken['DDP'])} ms",
+            "ratio": ratios(taken["distmp"], taken["DDP"]),
+        }
+        for policy, taken in result["beside_ddp"].items()
+    ]
+    for policy, taken in result["pretended"].items():
+        fewest = min(taken, key=int)
+        rows += [
+            {
+                "ranks": f"{int(ranks):,}, pretended",
+                "policy": policy,
+                "ms per microbatch": Spread.of(found),
+                "relative to": f"{fewest} ranks",
+                "ratio": ratios(found, taken[fewest]),
+            }
+            for ranks, found in taken.items()
+        ]
+    return (
+        f"{table(rows)}\n\nProcessor time of a rank, median (min to max) of "
+        f"{len(result['beside_ddp']['fp32']['DDP'])} alternating rounds of a step of "
+        f"{result['microbatches']} microbatches; ratios per round. {machine_line(result)}"
     )
 
 

@@ -32,7 +32,7 @@ from distmp.distributed.progress import DECISION, UPDATE, VALIDATION, current_ph
 from distmp.distributed.world import World, world_of_process
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
-from distmp.engine.microbatches import MicrobatchStats
+from distmp.engine.microbatches import MicrobatchStats, moved
 from distmp.engine.outcome import StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
@@ -352,20 +352,22 @@ class Engine:
         strategy.begin_step()
         stats = MicrobatchStats.empty()
         seed = int(torch.randint(2**62, ())) if self.config.reproducible else None
-        for index, batch in enumerate(microbatches):
-            strategy.begin_microbatch(last=index == len(microbatches) - 1)
-            if seed is not None:
-                torch.manual_seed(seed + self.world.rank * len(microbatches) + index)
-            if self.config.attribution:
-                stats.generators.append(generator_states(self.device))
-            current_phase.enter("forward of microbatch", index + 1)
-            loss, weight = self._forward(batch)
-            if index == 0 and self.nominal_weight is None:
-                self.nominal_weight = self._agree_on_nominal_weight(weight, len(microbatches))
-            current_phase.enter("backward of microbatch", index + 1)
-            self._backward(loss, scale)
-            # Copied: the loss of torch's mse_loss keeps the memory of all terms of its sum alive.
-            stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
+        # Once per step: to set and restore the switches takes as long as twenty small kernels.
+        with product_switches(self.policy):
+            for index, batch in enumerate(microbatches):
+                strategy.begin_microbatch(last=index == len(microbatches) - 1)
+                if seed is not None:
+                    torch.manual_seed(seed + self.world.rank * len(microbatches) + index)
+                if self.config.attribution:
+                    stats.generators.append(generator_states(self.device))
+                current_phase.enter("forward of microbatch", index + 1)
+                loss, weight = self._forward(batch)
+                if index == 0:
+                    factor = self._backward_factor(scale, weight, len(microbatches))
+                current_phase.enter("backward of microbatch", index + 1)
+                self._backward(loss, factor)
+                # Copied: torch's mse_loss keeps the memory of all terms of its sum alive.
+                stats.add(loss.detach().clone(), weight, strategy.end_microbatch())
         current_phase.enter("reduction of the gradients")
         strategy.finish_gradients()
         if not self._has_gradients:
@@ -373,11 +375,8 @@ class Engine:
         return stats
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        batch = pytree.tree_map_only(
-            Tensor, lambda tensor: tensor.to(self.device, non_blocking=True), batch
-        )
+        batch = moved(batch, self.device)
         with (
-            product_switches(self.policy),
             autocast_context(self.policy, self.device),
             explain_batch_errors(batch, self.module),
         ):
@@ -386,9 +385,15 @@ class Engine:
             self._first_step_checks.check_loss_and_weight(loss_sum, weight)
         return loss_sum, _scalar(weight, self.device)
 
-    def _backward(self, loss: Tensor, scale: Tensor) -> None:
-        with product_switches(self.policy), explain_backward_errors():
-            (loss.float() * (scale / (self.nominal_weight or 1.0))).backward()
+    def _backward_factor(self, scale: Tensor, weight: Tensor, microbatches: int) -> Tensor:
+        """Return S / n0; the first step determines n0 from the weight of its first microbatch."""
+        if self.nominal_weight is None:
+            self.nominal_weight = self._agree_on_nominal_weight(weight, microbatches)
+        return scale / (self.nominal_weight or 1.0)
+
+    def _backward(self, loss: Tensor, factor: Tensor) -> None:
+        with explain_backward_errors():
+            (loss.float() * factor).backward()
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
         """Return n0; None if the sum of the first weights is not a finite number above 0."""
@@ -561,6 +566,7 @@ class Engine:
         """Run a forward pass that leaves buffers and random generators unchanged."""
         with (
             torch.compiler.set_stance("force_eager"),
+            product_switches(self.policy),
             generators_as(generator_states(self.device)),
             buffers_restored(self.model),
         ):
@@ -680,8 +686,9 @@ class Engine:
         return diagnose(all_evidence, context)
 
     def _replay_microbatch(self, batch: Any, scale: Tensor) -> Tensor:
-        loss, _ = self._forward(batch)
-        self._backward(loss, scale)
+        with product_switches(self.policy):
+            loss, _ = self._forward(batch)
+            self._backward(loss, scale / (self.nominal_weight or 1.0))
         return loss.detach().clone()
 
     @torch.no_grad()
@@ -698,7 +705,7 @@ class Engine:
         with self._calls.call("evaluate"):
             check_evaluated(microbatches)
             total = torch.zeros(2, dtype=torch.float64, device=self.device)
-            with _evaluation_mode(self.module):
+            with _evaluation_mode(self.module), product_switches(self.policy):
                 for batch in current_phase.each(VALIDATION, microbatches):
                     loss_sum, weight = self._forward(batch)
                     total += torch.stack([loss_sum.to(torch.float64), weight.to(torch.float64)])
@@ -810,7 +817,7 @@ def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
     """Return `value` as a 0-dim tensor on `device`; the host does not wait for a copy."""
     if isinstance(value, Tensor):
         return value.detach().to(device, non_blocking=True)
-    return torch.full((), value, dtype=torch.float64, device=device)
+    return torch.scalar_tensor(value, dtype=torch.float64, device=device)
 
 
 def _built(

@@ -1,11 +1,12 @@
-"""Losses, weights and random generator states of the microbatches of a step."""
+"""The microbatches of a step: their tensors, losses, weights and random generator states."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 
 class MicrobatchStats(NamedTuple):
@@ -46,3 +47,21 @@ class MicrobatchStats(NamedTuple):
             self.dropped.append(~kept)
         self.loss_sums.append(loss)
         self.weights.append(weight)
+
+
+def moved(batch: Any, device: torch.device) -> Any:
+    """Return a batch with its tensors on a device; the host does not wait for copies.
+
+    Args:
+        batch: A tensor, or nested containers of tensors and other objects, see torch's pytrees.
+        device: The device.
+    """
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    # Common containers without pytree, which takes 20 microseconds for two tensors.
+    kind = type(batch)
+    if kind in (tuple, list):
+        return kind([moved(item, device) for item in batch])
+    if kind is dict:
+        return {key: moved(item, device) for key, item in batch.items()}
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -11,9 +11,10 @@ device waits.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import time
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,17 +22,22 @@ import torch
 import torch.distributed as dist
 
 from distmp.distributed import rank_monitor
+from distmp.distributed.awaited import AwaitedRanks
 from distmp.distributed.lost_peers import is_lost_connection
+from distmp.distributed.rank_monitor import RankMonitor, RankStatus, describe_ranks
 from distmp.distributed.world import World
 from distmp.errors import TrainingError, rank_names, ranks_by_value
 
 Kind = Literal["gather", "reduce", "end of forward", "end", "microbatches"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
-# Timeout of a comparison between ranks.
+# How long a rank in a comparison waits for ranks that make no progress, see `AwaitedRanks`.
 ANSWER_SECONDS = 120.0
-# How often a rank in a comparison checks whether others wait in a collective.
+# When a rank in a comparison first checks what the others do. The pauses between checks double,
+# because every check asks all ranks.
 PATIENCE_SECONDS = 3.0
+# Timeout of the collective. `AwaitedRanks` ends a comparison much earlier.
+COLLECTIVE_DAYS = 7
 
 
 class Collective(NamedTuple):
@@ -60,7 +66,8 @@ class CollectiveOrder:
     Args:
         world: The ranks to compare, at least two.
         units: Names of the parameter groups, by index.
-        answer_seconds: Timeout of a comparison in seconds.
+        answer_seconds: Time after which a comparison fails, in seconds without progress of any
+            rank that has not reached it.
         advice: What to do if ranks differ, the end of the error message.
     """
 
@@ -81,6 +88,8 @@ class CollectiveOrder:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=answer_seconds))
         self._group = weakref.ref(group)
         self._monitor = rank_monitor.current()
+        if self._monitor is not None:  # only then can it be known whether other ranks are busy
+            dist.distributed_c10d._set_pg_timeout(timedelta(days=COLLECTIVE_DAYS), group)
         self._known: dict[Hashable, list[Collective]] = {}
         self._pass: Hashable = None
         self._expected: list[Collective] = []
@@ -144,34 +153,67 @@ class CollectiveOrder:
         """Compare what ranks are about to do.
 
         Raises:
-            TrainingError: If ranks differ, or if another rank does not answer in time.
+            TrainingError: If ranks differ, or if a rank that is not here makes no progress.
             RuntimeError: If another rank has ended, see `is_lost_connection`.
         """
         numbers = torch.tensor([KINDS.index(local.kind), local.unit, local.elements])
         answers = [torch.empty_like(numbers) for _ in range(self._world_size)]
         work: Any = dist.all_gather(answers, numbers, group=self._group(), async_op=True)
-        begun = time.monotonic()
-        pause = 1e-5
-        seen: dict[int, int] = {}
-        with self._comparing():
-            while self._monitor is not None and not work.is_completed():
-                time.sleep(pause)
-                pause = min(2 * pause, 0.05)
-                if time.monotonic() - begun > PATIENCE_SECONDS:
-                    begun = time.monotonic()
-                    seen = self._check_waiting_ranks(local, seen)
+        try:
+            with self._comparing():
+                self._wait(work, local)
+        except BaseException:
+            _leave_pending(self._group())
+            raise
         try:
             work.wait()
         except RuntimeError as error:
             if is_lost_connection(error):
                 raise
-            raise TrainingError(
-                f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, and "
-                f"another rank did not reach this point within {self._seconds:g} s; {self._advice}"
-            ) from error
+            raise self._no_answer(local, "another rank did not reach this point") from error
         by_rank = [Collective(KINDS[kind], unit, n) for kind, unit, n in map(_numbers, answers)]
         if any(other != by_rank[0] for other in by_rank):
             raise TrainingError(f"{self._describe_all(by_rank)}; {self._advice}")
+
+    def _wait(self, work: Any, local: Collective) -> None:
+        """Wait until all ranks compare, as long as those that do not make progress.
+
+        Raises:
+            TrainingError: If they do not, or if a rank waits in a collective.
+        """
+        if self._monitor is None:
+            return
+        awaited = AwaitedRanks(self._seconds)
+        seen: dict[int, int] = {}
+        pause, check_after = 1e-5, min(PATIENCE_SECONDS, self._seconds / 4)
+        begun = time.monotonic()
+        while not work.is_completed():
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+            if time.monotonic() - begun < check_after:
+                continue
+            statuses = self._absent_ranks(self._monitor)
+            seen = self._check_waiting_ranks(local, statuses, seen)
+            if awaited.are_stuck(statuses) and not work.is_completed():
+                raise self._no_answer(local, describe_ranks(statuses) or "none is missing")
+            check_after = min(2 * check_after, self._seconds / 4)
+            begun = time.monotonic()
+
+    def _absent_ranks(self, monitor: RankMonitor) -> dict[int, RankStatus | None]:
+        """Return the ranks that have not reached the comparison."""
+        statuses = monitor.query(range(self._world_size))
+        return {
+            rank: status
+            for rank, status in statuses.items()
+            if status is None or not status.compares
+        }
+
+    def _no_answer(self, local: Collective, who: str) -> TrainingError:
+        return TrainingError(
+            f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, and "
+            f"waits for ranks that have made no progress for {self._seconds:g} s: {who}; "
+            f"{self._advice}"
+        )
 
     @contextlib.contextmanager
     def _comparing(self) -> Iterator[None]:
@@ -185,11 +227,17 @@ class CollectiveOrder:
         finally:
             self._monitor.compares = False
 
-    def _check_waiting_ranks(self, local: Collective, seen: dict[int, int]) -> dict[int, int]:
+    def _check_waiting_ranks(
+        self,
+        local: Collective,
+        statuses: Mapping[int, RankStatus | None],
+        seen: Mapping[int, int],
+    ) -> dict[int, int]:
         """Raise if a rank waits in the same collective as in the previous check.
 
         Args:
             local: What this rank is about to do.
+            statuses: The status of the ranks that have not reached the comparison.
             seen: Number of started collectives by rank, of the ranks that waited in the previous
                 check.
 
@@ -199,14 +247,12 @@ class CollectiveOrder:
         Raises:
             TrainingError: If such a rank exists: it will not answer.
         """
-        if self._monitor is None:
-            return {}
+        assert self._monitor is not None
         waiting = {
             rank: status
-            for rank, status in self._monitor.query(range(self._world_size)).items()
+            for rank, status in statuses.items()
             if status is not None
             and status.waits_in
-            and not status.compares
             # Not in a collective of the user's code before this call of the engine.
             and status.engine_calls >= self._monitor.engine_calls
         }
@@ -242,6 +288,15 @@ ADVICE = (
     "modules in the same order in each microbatch and evaluation; run all modules and multiply the "
     "outputs that a rank does not need by zero, or use strategy = 'ddp'"
 )
+
+
+def _leave_pending(group: dist.ProcessGroup | None) -> None:
+    """Keep a group until the process has ended, although other code drops it.
+
+    Its destructor would wait for the comparison that is pending, so the process would not end, and
+    its launcher would not end the rank that is awaited.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def _numbers(answer: torch.Tensor) -> tuple[int, int, int]:

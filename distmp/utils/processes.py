@@ -1,8 +1,11 @@
-"""The identity of a process, which a file can name and another process can look up."""
+"""The identity of a process, which another process can look up, and the time that it computes."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,6 +38,22 @@ class ProcessIdentity(NamedTuple):
         False for a process of another machine or container, which cannot be looked up here.
         """
         return self.machine == _machine() and _started(self.pid) != self.started
+
+
+def processor_seconds(thread_id: int) -> float:
+    """Return the processor time of a thread of this process and of all child processes.
+
+    Args:
+        thread_id: `threading.Thread.ident`; a thread that has ended counts as 0.
+    """
+    total = 0.0
+    if thread_id in sys._current_frames():
+        total = time.clock_gettime(time.pthread_getcpuclockid(thread_id))
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            times = child.cpu_times()
+            total += times.user + times.system
+    return total
 
 
 def _machine() -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import figures
-from benchmarks.tables import accumulation, precision
+from benchmarks.tables import accumulation, precision, steps
 
 MACHINE = {
     "cpu": "a CPU",
@@ -114,6 +114,19 @@ def test_microbatches_have_error_time_and_memory_in_one_row() -> None:
     ]
     assert "At 8 / 64 microbatches of 16 samples on each of 1 ranks; 2.50 M parameters" in text
     assert "the reference takes 16 / 128 s" in text
+
+
+def test_host_cost_is_relative_to_ddp_and_to_the_fewest_ranks() -> None:
+    result = {
+        "machine": {**MACHINE, "gpu": None},
+        "microbatches": 32,
+        "beside_ddp": {"fp32": {"DDP": [2.0, 4.0, 3.0], "distmp": [2.2, 4.0, 3.6]}},
+        "pretended": {"fp32": {"64": [2.0, 2.0, 3.0], "8": [2.0, 1.0, 2.0]}},
+    }
+    found = {row[0]: row[3:] for row in rows(steps.host_cost(result))}
+    assert found["2"] == ["DDP, 3 (2 to 4) ms", "1.1 (1 to 1.2)"]
+    assert found["64, pretended"] == ["8 ranks", "1.5 (1 to 2)"]
+    assert found["8, pretended"] == ["8 ranks", "1 (1 to 1)"]
 
 
 def test_policies_have_the_peak_of_their_kind() -> None:

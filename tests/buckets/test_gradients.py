@@ -4,6 +4,7 @@ import copy
 import gc
 import random
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from benchmarks.explain_memory import peak_allocated
 from distmp.buckets import Fp32GradBuckets
 from distmp.errors import TrainingError
 from tests.ranks import ranks, run_ranks
-from tests.recording import Collectives
+from tests.recording import Collectives, Operators
 
 WIDTH = 8
 ONE_EACH = 1  # bytes: one bucket per parameter
@@ -119,6 +120,60 @@ def test_a_step_starts_from_zero_whatever_was_left() -> None:
         spoil()
         found = accumulate(buckets, [lambda: model(batch).sum()])
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_autograd_adds_to_the_bucket_from_the_second_microbatch_on() -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    plain = copy.deepcopy(model)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    batch = torch.randn(5, WIDTH)
+    model(batch).sum().backward()
+    buckets.begin_step()
+    counts = {}
+    for index in range(3):
+        buckets.begin_microbatch(last=index == 2)
+        counts[index] = operators(lambda: model(batch).square().sum().backward())
+        buckets.end_microbatch()
+    for _ in range(2):
+        in_plain_torch = operators(lambda: plain(batch).square().sum().backward())
+    assert counts[1] == in_plain_torch
+    assert counts[0]["aten::copy_"] == len(list(model.parameters()))
+
+
+def test_gradients_are_kept_if_they_are_cleared_between_microbatches() -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    batch = torch.randn(5, WIDTH)
+
+    def clear_and_run() -> Tensor:
+        model.zero_grad()
+        return model(batch).sum()
+
+    expected = accumulate(buckets, [lambda: model(batch).sum()] * 4)
+    found = accumulate(buckets, [clear_and_run] * 4)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_backward_that_builds_a_graph_is_refused(before: int) -> None:
+    model = nn.Linear(WIDTH, WIDTH)
+    buckets = Fp32GradBuckets(model.named_parameters(), None)
+    batch = torch.randn(5, WIDTH)
+    buckets.begin_step()
+    for _ in range(before):
+        buckets.begin_microbatch(last=False)
+        model(batch).sum().backward()
+        buckets.end_microbatch()
+    buckets.begin_microbatch(last=False)
+    with pytest.raises(TrainingError, match=r"create_graph=True.*of 'bias'.*torch.autograd.grad"):
+        model(batch).sum().backward(create_graph=True)
+
+
+def operators(run: Callable[[], None]) -> Counter[str]:
+    with Operators() as found:
+        run()
+    return found.counts
 
 
 class Tied(nn.Module):

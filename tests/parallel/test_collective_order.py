@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distmp.distributed import rank_monitor
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.world import World
 from distmp.errors import LostPeerError, TrainingError
@@ -90,12 +91,35 @@ def test_a_difference_is_raised_on_all_ranks(mine: Any, message: str) -> None:
 def test_a_rank_that_deviates_alone_is_not_left_hanging() -> None:
     order = CollectiveOrder(World.current("cpu"), NAMES, answer_seconds=0.5)
     run_pass(order, [A, B])
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         run_pass(order, [A, B])
-        time.sleep(1)
+        while not store.check(["raised"]):
+            time.sleep(0.1)
     else:
-        with pytest.raises(TrainingError, match=r"rank 1 is about to gather blocks.1 .* did not"):
+        message = (
+            r"rank 1 is about to gather blocks.1 .* no progress for 0.5 s: rank 0 is at .*sleep"
+        )
+        with pytest.raises(TrainingError, match=message):
             run_pass(order, [A, C])
+        dist.destroy_process_group()  # does not wait for the comparison, which is pending
+        store.set("raised", "")
+
+
+def compute(seconds: float) -> None:
+    end = time.thread_time() + seconds
+    while time.thread_time() < end:
+        torch.ones(100).sum()
+
+
+@ranks(2)
+def test_a_comparison_waits_for_a_rank_that_is_busy() -> None:
+    rank_monitor.INTERVAL_SECONDS = 0.1
+    order = CollectiveOrder(World.current("cpu"), NAMES, answer_seconds=4)
+    run_pass(order, [A, B])
+    if dist.get_rank() == 0:
+        compute(5)
+    run_pass(order, [A, C])
 
 
 @ranks(2)

@@ -119,7 +119,7 @@ def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
     mode = FakeRanks()
     group = group or world_size > 1
     if group:
-        _register_backend()
+        register_backend()
         dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
     original = dist.new_group
 
@@ -193,7 +193,8 @@ def _check_torch() -> None:
         )
 
 
-def _register_backend() -> None:
+def register_backend() -> None:
+    """Register `BACKEND`, whose collectives return at once."""
     if hasattr(dist.Backend, BACKEND.upper()):
         return
 

@@ -1,0 +1,184 @@
+"""What a rank does in a steady step does not grow with ranks, nor with parameters."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import distmp
+from distmp.commands.explain import fake_ranks
+from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.engine.engine import Engine
+from tests.parallel.sharding import sharded
+from tests.ranks import ranks
+from tests.recording import Operators
+from tests.reference import TWO_RANKS, make_engine, microbatches
+
+WIDTH = 1024  # a multiple of the numbers of ranks, so that every rank has a shard
+MICROBATCHES = 4
+BUCKETS = 2
+NARROW = "bf16,reduce=bf16"
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "ddp, 16-bit communication": {"strategy": "ddp", "policy": NARROW},
+    "ddp, sharded optimizer": {"strategy": "ddp", "shard_optimizer": True},
+    "reproducible": {"strategy": "ddp", "reproducible": True},
+    "fsdp": sharded("fsdp", accumulate="unsharded"),
+    "fsdp, every microbatch in 16 bits": {
+        **sharded("fsdp", accumulate="sharded"),
+        "policy": NARROW,
+    },
+    "hsdp": sharded("hsdp", shard_size=4, accumulate="hybrid"),
+    "fsdp1": sharded("fsdp1"),
+}
+
+
+def build_model(layers: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers + 1)))
+
+
+def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, float]:
+    return module(batch).float().square().sum(), float(len(batch))
+
+
+def build(layers: int = 2, **options: Any) -> Engine:
+    return Engine(
+        build_model(layers),
+        loss,
+        lambda named: torch.optim.AdamW(named, fused=True),
+        device="cpu",
+        first_step_checks=False,
+        **{"policy": "fp32", **options},
+    )
+
+
+class Calls:
+    """Counts calls of functions of distmp, and operations of stores, in the thread that enters.
+
+    Attributes:
+        counts: Number of calls by file and line of the function; of a store by name.
+    """
+
+    package = os.path.dirname(distmp.__file__) + os.sep
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+    def _record(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        if event == "call":
+            if (
+                code.co_filename.startswith(self.package)
+                and code.co_filename != fake_ranks.__file__
+            ):
+                name = code.co_filename.removeprefix(self.package)
+                self.counts[f"{name}:{code.co_firstlineno} {code.co_name}"] += 1
+            elif "_object" in code.co_name and code.co_filename == dist.distributed_c10d.__file__:
+                self.counts[f"object collective {code.co_name}"] += 1
+        elif event == "c_call" and "_distributed_c10d.Store" in (argument.__doc__ or ""):
+            self.counts[f"store {argument.__name__}"] += 1
+
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        before = sys.getprofile()
+        sys.setprofile(self._record)
+        try:
+            yield
+        finally:
+            sys.setprofile(before)
+
+
+def steady_step(
+    world_size: int, count: int = MICROBATCHES, **options: Any
+) -> tuple[Counter[str], Counter[str]]:
+    """Simulate ranks; return the operators and the calls of distmp of a step of `count` batches."""
+    with simulate_ranks(world_size):
+        engine = build(**options)
+        batches = [torch.ones(2, WIDTH) for _ in range(count)]
+        for _ in range(2):
+            engine.step(batches)
+        calls = Calls()
+        with Operators() as operators, calls.counted():
+            engine.step(batches)
+    # A fake tensor dispatches every access to its device.
+    del operators.counts["prim::device"]
+    return operators.counts, calls.counts
+
+
+@pytest.fixture(autouse=True)
+def restore_algorithms() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_of_512_ranks_is_a_step_of_8_ranks(strategy: str) -> None:
+    few_operators, few_calls = steady_step(8, **STRATEGIES[strategy])
+    many_operators, many_calls = steady_step(512, **STRATEGIES[strategy])
+    growth = many_operators - few_operators
+    if strategy == "reproducible":
+        # The levels of a binary tree, in the sum of each bucket and in the decision.
+        assert growth.total() <= 5 * 6 * (BUCKETS + 1)
+    else:
+        assert growth == Counter()
+        assert many_calls - few_calls == Counter()
+    assert few_operators["aten::mm"] + few_operators["aten::addmm"] == 8 * MICROBATCHES
+
+
+def of_a_microbatch(layers: int) -> tuple[Counter[str], Counter[str]]:
+    """Return the operators and the calls of distmp that a further microbatch of a step causes."""
+    (few, few_calls), (many, many_calls) = (
+        steady_step(8, count, layers=layers, strategy="ddp") for count in (4, 5)
+    )
+    return many - few, many_calls - few_calls
+
+
+def test_a_parameter_costs_one_call_in_a_microbatch() -> None:
+    few_operators, few_calls = of_a_microbatch(layers=2)
+    many_operators, many_calls = of_a_microbatch(layers=10)
+    growth = many_calls - few_calls
+    assert [name.partition(" ")[2] for name in growth] == ["take_gradient"]
+    assert growth.total() == 2 * 8  # weight and bias
+    assert few_calls.total() <= 50
+    for found, layers in ((few_operators, 2), (many_operators, 10)):
+        # Scale and copy the loss; a tensor of the weight.
+        assert (found - in_plain_torch(layers)).total() <= 8
+
+
+def in_plain_torch(layers: int) -> Counter[str]:
+    """Return the operators of a microbatch that adds to the gradients of an earlier one."""
+    model, batch = build_model(layers), torch.ones(2, WIDTH)
+    loss(model, batch)[0].backward()
+    with Operators() as operators:
+        loss(model, batch)[0].backward()
+    return operators.counts
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_a_steady_step_exchanges_no_object(strategy: str) -> None:
+    engine = make_engine(strategy=strategy)
+    batches = microbatches(0, TWO_RANKS[0], dist.get_rank())
+    first, steady = Calls(), Calls()
+    with first.counted():
+        engine.evaluate(batches)
+    for _ in range(2):
+        engine.step(batches)
+    with steady.counted():
+        engine.step(batches)
+    assert exchanged(first)  # ranks compare which method they call
+    assert exchanged(steady) == []
+
+
+def exchanged(calls: Calls) -> list[str]:
+    return [name for name in calls.counts if name.startswith(("object", "store"))]
