@@ -38,17 +38,21 @@ class Prediction(NamedTuple):
     Attributes:
         strategy: The resolved strategy.
         strategy_reason: What the strategy selected and why; empty if nothing was left to select.
+        ranks_per_machine: Number of ranks on each machine.
         microbatches: Number of microbatches per step on each rank.
         groups: The dtypes that the policy specifies for each group of modules.
         memory: Memory of a rank at the peak of a step, in bytes by part.
+        start_memory_bytes: Peak memory of a rank while the engine is built, in bytes.
         communication: What a rank sends in a step.
     """
 
     strategy: str
     strategy_reason: str
+    ranks_per_machine: int
     microbatches: int
     groups: list[ModuleGroup]
     memory: dict[str, int]
+    start_memory_bytes: int
     communication: list[CommVolume]
 
     @property
@@ -65,6 +69,11 @@ class Prediction(NamedTuple):
     def communication_bytes(self) -> int:
         """Number of bytes that a rank sends in a step."""
         return sum(entry.nbytes for entry in self.communication)
+
+    @property
+    def between_machines_bytes(self) -> int:
+        """Number of bytes that a rank sends to other machines in a step."""
+        return sum(entry.between_machines for entry in self.communication)
 
 
 class Explanation(NamedTuple):
@@ -105,11 +114,18 @@ class Explanation(NamedTuple):
             "groups": [self._group_as_json(group) for group in predicted.groups],
             "memory": predicted.memory,
             "memory_bytes": predicted.memory_bytes,
+            "start_memory_bytes": predicted.start_memory_bytes,
+            "ranks_per_machine": predicted.ranks_per_machine,
             "wire": [
-                {**entry._asdict(), "dtype": dtype_name(entry.dtype)}
+                {
+                    **entry._asdict(),
+                    "dtype": dtype_name(entry.dtype),
+                    "inside_machine": entry.inside_machine,
+                }
                 for entry in predicted.communication
             ],
             "wire_bytes": predicted.communication_bytes,
+            "wire_bytes_between_machines": predicted.between_machines_bytes,
             "observed": None if self.observed is None else _observed_as_json(self.observed),
             "differences": self.differences,
             "warnings": self.warnings,
@@ -145,12 +161,15 @@ def _observed_as_json(observed: ObservedDtypes) -> dict[str, Any]:
     }
 
 
-def explain(config: RunConfig, world_size: int) -> Explanation:
+def explain(
+    config: RunConfig, world_size: int, ranks_per_machine: int | None = None
+) -> Explanation:
     """Explain a run without its ranks, memory and time.
 
     Args:
         config: The configuration of the run.
         world_size: Number of ranks, which this machine need not have.
+        ranks_per_machine: Number of ranks on each machine; None: all of them.
 
     Raises:
         ConfigError: If the run itself would raise it.
@@ -160,7 +179,7 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
     )
     device = local_device(0)
     policy, policy_reason = resolve(config.precision.policy, device)
-    predicted = predict(config, policy, world_size, device)
+    predicted = predict(config, policy, world_size, device, ranks_per_machine)
     small = smaller(config, predicted.parameters)
     with _restored_settings():
         observed = None if small is None else observe(small, policy, predicted.strategy)
@@ -178,7 +197,11 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
 
 
 def predict(
-    config: RunConfig, policy: PrecisionPolicy, world_size: int, device: torch.device
+    config: RunConfig,
+    policy: PrecisionPolicy,
+    world_size: int,
+    device: torch.device,
+    ranks_per_machine: int | None = None,
 ) -> Prediction:
     """Predict memory and communication of a rank with steps on fake tensors and fake ranks.
 
@@ -187,14 +210,14 @@ def predict(
         policy: The resolved policy.
         world_size: Number of ranks.
         device: Device of a rank.
+        ranks_per_machine: Number of ranks on each machine; None: all of them.
 
     Raises:
         ConfigError: If the run itself would raise it.
     """
-    with (
-        _restored_settings(),
-        simulate_ranks(world_size, group=config.strategy in SHARDED_STRATEGIES),
-    ):
+    local = ranks_per_machine or world_size
+    group = config.strategy in SHARDED_STRATEGIES
+    with _restored_settings(), simulate_ranks(world_size, local, group=group):
         world = World.current(device)
         strategy = resolve_strategy(config.strategy, world)
         parts = prepare(config, world)
@@ -204,10 +227,14 @@ def predict(
     return Prediction(
         strategy,
         trace.strategy_reason,
+        local,
         parts.microbatches,
         groups,
         _add_partial_sums(trace.peak, parts.microbatches, reproducible=config.reproducible),
-        comm_volumes(trace.collectives, parts.microbatches, shards=strategy in SHARDED_STRATEGIES),
+        trace.start_peak,
+        comm_volumes(
+            trace.collectives, parts.microbatches, local, shards=strategy in SHARDED_STRATEGIES
+        ),
     )
 
 

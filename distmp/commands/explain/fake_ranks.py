@@ -8,6 +8,7 @@ them. This is the only file of `distmp.commands.explain` that uses private parts
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,7 @@ from distmp.distributed import rank_monitor
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_internals
+from distmp.parallel.collective_order import CollectiveOrder
 
 BACKEND = "fake_ranks"
 # Integer tensors up to this size (counts, token ids of a batch, bucket orders) are real, because
@@ -103,11 +105,14 @@ def _without_masks(indices: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
+def simulate_ranks(
+    world_size: int, ranks_per_machine: int | None = None, *, group: bool = True
+) -> Iterator[None]:
     """Simulate rank 0 of `world_size` ranks inside the context.
 
     Args:
         world_size: Number of ranks.
+        ranks_per_machine: Number of ranks on each machine; None: all of them.
         group: Whether to create a process group for a single rank; several ranks always have one.
     """
     _check_torch()
@@ -118,6 +123,7 @@ def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
         )
     mode = FakeRanks()
     group = group or world_size > 1
+    machine = {"LOCAL_WORLD_SIZE": str(ranks_per_machine or world_size)} if group else {}
     if group:
         _register_backend()
         dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
@@ -129,12 +135,15 @@ def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
     try:
         with (
             _missing_values_refused(),
+            mock.patch.dict(os.environ, machine),
             mock.patch.object(dist, "new_group", new_group),
             # Values are not real, and ranks cannot differ.
             mock.patch.object(StepOutcome, "ranks_differ", False),
             mock.patch.object(rank_monitor, "current", return_value=None),
             mock.patch.object(nn.Module, "_apply", _apply),
+            mock.patch.object(CollectiveOrder, "_compare"),
             mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
+            mock.patch(fsdp_internals.CHUNKS, _first_chunk),
             warnings.catch_warnings(),
             mode,
         ):
@@ -165,6 +174,12 @@ def _missing_values_refused() -> Iterator[None]:
 def _same_storage(one: Tensor, other: Tensor) -> bool:
     """Replace FSDP1's comparison of data pointers, which fake tensors do not have."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _first_chunk(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """Return the part of rank 0, and it again in place of all others, which would take minutes."""
+    rows = -(-tensor.size(dim) // ranks)
+    return ranks * [tensor.narrow(dim, 0, rows)]
 
 
 def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:

@@ -92,8 +92,8 @@ def test_memory_of_one_rank(name: str) -> None:
     assert found.communication == []
 
 
-def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
-    """Return by name the peak memory, and the bytes that a rank really sends in a step."""
+def measured_on_two_ranks() -> dict[str, tuple[int, int, float]]:
+    """Return by name the peak memory of a step and of the start, and the bytes that are sent."""
     found = {}
     for name, config in TWO_RANKS.items():
         step = stepper(config)
@@ -104,8 +104,8 @@ def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
         # threads free.
         world = World.current(CPU)
         chosen = resolve(config.precision.policy, CPU)[0]
-        trace = trace_steps(config, prepare(config, world), world, chosen, steps=3)
-        found[name] = sum(trace.peak.values()), sent
+        trace = trace_steps(config, prepare(config, world), world, chosen, steps=3, initialize=True)
+        found[name] = sum(trace.peak.values()), trace.start_peak, sent
     return found
 
 
@@ -113,9 +113,49 @@ def test_memory_and_traffic_of_two_ranks() -> None:
     measured = run_ranks(measured_on_two_ranks, 2, timeout=110.0)[0]
     for name, config in TWO_RANKS.items():
         found = predicted(config, 2)
-        peak, sent = measured[name]
+        peak, start, sent = measured[name]
         assert found.memory_bytes == pytest.approx(peak, rel=LIMIT), name
+        assert found.start_memory_bytes == pytest.approx(start, rel=LIMIT), name
         assert found.communication_bytes == pytest.approx(sent, rel=LIMIT), name
+
+
+def between(config: RunConfig) -> dict[str, tuple[int, int]]:
+    """Return bytes inside a machine and between machines, for 4 machines of 4 ranks."""
+    found = predict(config, resolve(config.precision.policy, CPU)[0], 16, CPU, 4)
+    return {
+        f"{entry.purpose}: {entry.kind}": (entry.inside_machine, entry.between_machines)
+        for entry in found.communication
+    }
+
+
+def test_hsdp_gathers_inside_a_machine_and_reduces_between_machines() -> None:
+    settings: dict[str, Any] = {
+        "precision": policy("bf16"),
+        "batch": {"global_batch_size": 16, "microbatch_size": 1},
+    }
+    hybrid = between(run(strategy="hsdp", **settings))
+    assert hybrid["parameters: all-gather"][1] == 0 < hybrid["parameters: all-gather"][0]
+    assert hybrid["gradients: all-to-all"][1] == 0 < hybrid["gradients: all-to-all"][0]
+    assert hybrid["gradients: all-reduce"][0] == 0 < hybrid["gradients: all-reduce"][1]
+    flat = between(run(strategy="fsdp", **settings))
+    inside, outside = flat["gradients: all-to-all"]
+    assert outside == pytest.approx(inside * 12 / 3, rel=1e-6)
+    inside, outside = flat["parameters: all-gather"]
+    assert outside == pytest.approx(inside / 3, rel=1e-6)
+
+
+def test_the_start_never_holds_the_model() -> None:
+    """The largest weight and its random values are an eighth of this model."""
+    config = run(
+        strategy="fsdp",
+        precision=policy("bf16"),
+        model={"layers": 16},
+        batch={"global_batch_size": 64, "microbatch_size": 1},
+    )
+    found = predicted(config, 64)
+    assert found.start_memory_bytes < 4 * found.parameters / 3
+    whole = predicted(replace(config, model=replace(config.model, deferred=False)), 64)
+    assert whole.start_memory_bytes > 4 * found.parameters
 
 
 def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
@@ -202,6 +242,8 @@ def test_json_has_the_numbers_of_the_tables(
     [
         (["--world-size", "0"], "world_size = 0: use 1 or more ranks"),
         (["--world-size", "3"], "must be a multiple of"),
+        (["--world-size", "4", "--ranks-per-machine", "3"], "does not divide the 4 ranks"),
+        (["--ranks-per-machine", "0"], "ranks_per_machine = 0: use 1 or more ranks"),
         (["--world-size", "2", "--strategy", "single"], "is for one rank"),
         (["--data.path", "/nowhere"], "data.path"),
         (["--precision.policy", "bf61"], "did you mean"),
