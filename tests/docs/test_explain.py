@@ -13,8 +13,8 @@ from benchmarks.figures import ROOT, with_figures
 from benchmarks.report import RESULTS
 from distmp.commands.explain import command
 from distmp.commands.explain.explanation import MICROBATCHES_RUN, REPRODUCIBLE_RUN
-from distmp.commands.explain.memory import BATCHES, BUFFERS, OPTIMIZER, PARTS, REST
 from distmp.commands.explain.observe import MAX_PARAMETERS
+from distmp.utils.live_bytes import BATCHES, BUFFERS, OPTIMIZER, PARTS, REST
 
 PAGE = (ROOT / "docs" / "explain.md").read_text()
 

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distmp.commands.explain import memory as memory_parts
 from distmp.commands.explain.comm_volume import CommVolume, comm_volumes
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.commands.explain.observe import ObservedDtypes, differences, observe, smaller, types_of
@@ -19,11 +18,14 @@ from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
 from distmp.distributed.world import World, local_device
 from distmp.parallel import resolve_strategy
+from distmp.parallel.accumulation import least_free_bytes
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, as_mapping, resolve
 from distmp.precision.costs import costs
 from distmp.precision.policy import dtype_word
-from distmp.training.setup import prepare
+from distmp.training.setup import RunComponents, prepare
+from distmp.training.strategy_choice import choose
+from distmp.utils import live_bytes as memory_parts
 from distmp.utils.dtypes import dtype_name
 
 # The first microbatch of a step, one in between, and the last.
@@ -219,14 +221,15 @@ def predict(
     group = config.strategy in SHARDED_STRATEGIES
     with _restored_settings(), simulate_ranks(world_size, local, group=group):
         world = World.current(device)
-        strategy = resolve_strategy(config.strategy, world)
         parts = prepare(config, world)
+        config, auto_reason = _resolve_auto(config, parts, policy, world)
+        strategy = resolve_strategy(config.strategy, world)
         groups = expected_groups(parts.model, policy, strategy)
         run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
         trace = trace_steps(config, parts, world, policy, microbatches=min(run, parts.microbatches))
     return Prediction(
         strategy,
-        trace.strategy_reason,
+        "; ".join(filter(None, (auto_reason, trace.strategy_reason))),
         local,
         parts.microbatches,
         groups,
@@ -236,6 +239,16 @@ def predict(
             trace.collectives, parts.microbatches, local, shards=strategy in SHARDED_STRATEGIES
         ),
     )
+
+
+def _resolve_auto(
+    config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
+) -> tuple[RunConfig, str]:
+    """Return the configuration with the strategy that a run would choose here, and the reason."""
+    if config.strategy != "auto" or world.world_size == 1:
+        return config, ""
+    choice = choose(config, parts, policy, world, least_free_bytes(world))
+    return choice.applied_to(config), f"auto: {choice.reason}"
 
 
 def _add_partial_sums(

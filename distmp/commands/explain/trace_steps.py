@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.commands.explain import memory as memory_parts
 from distmp.commands.explain.comm_volume import Collective, CollectiveRecorder
-from distmp.commands.explain.memory import LiveBytes
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.precision import PrecisionPolicy
 from distmp.training.setup import Progress, RunComponents, build_engine, training_batches
+from distmp.utils import live_bytes as memory_parts
+from distmp.utils.live_bytes import LiveBytes
 
 # Number of steps for which an engine keeps microbatches for attribution.
 STEPS_KEPT = 2
@@ -26,7 +26,7 @@ class StepTrace(NamedTuple):
 
     Attributes:
         strategy_reason: What the strategy selected and why.
-        peak: Memory at the peak, in bytes by part, see `distmp.commands.explain.memory`.
+        peak: Memory at the peak, in bytes by part, see `distmp.utils.live_bytes`.
         start_peak: Memory at the peak while the engine was built, in bytes.
         collectives: The collectives of the step, in order.
     """

@@ -16,13 +16,13 @@ from benchmarks.growth import sent_bytes
 from distmp import cli
 from distmp.commands.explain.explanation import explain, predict
 from distmp.commands.explain.fake_ranks import simulate_ranks
-from distmp.commands.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
 from distmp.commands.explain.trace_steps import trace_steps
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
 from distmp.precision import resolve
 from distmp.training.setup import prepare
+from distmp.utils.live_bytes import GRADIENTS, MASTERS, PARTIAL_SUMS
 from tests.commands.explain.runs import CPU, SMALL, policy, run
 from tests.ranks import run_ranks
 
