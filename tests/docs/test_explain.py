@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "explain.md").read_text()
 def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     commands = re.findall(r"^\.venv/bin/distmp explain (.*)$", PAGE, flags=re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for line in commands:
         assert command.load(shlex.split(line)).world_size
 
@@ -37,6 +37,8 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN, MAX_PARAMETERS) == (3, 4, 8_000_000)
     assert "runs three of them (four with `reproducible`)" in " ".join(PAGE.split())
     assert "8 M parameters" in PAGE
+    assert command.USUAL_RANKS == 8
+    assert "by default 8 or the next smaller divisor" in PAGE
 
 
 def test_predictions_are_within_a_tenth_of_measurements() -> None:

@@ -76,7 +76,7 @@ def simulate_ranks(
         )
     mode = FakeRanks()
     group = group or world_size > 1
-    machine = {"LOCAL_WORLD_SIZE": str(ranks_per_machine or world_size)} if group else {}
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks_per_machine or world_size)}
     if group:
         _register_backend()
         dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
@@ -88,7 +88,7 @@ def simulate_ranks(
     try:
         with (
             _missing_values_refused(),
-            mock.patch.dict(os.environ, machine),
+            mock.patch.dict(os.environ, local if group else {}),
             mock.patch.object(dist, "new_group", new_group),
             # Values are not real, and ranks cannot differ.
             mock.patch.object(StepOutcome, "ranks_differ", False),

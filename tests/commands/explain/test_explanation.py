@@ -22,7 +22,7 @@ from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
 from distmp.precision import resolve
 from distmp.training.setup import prepare
-from distmp.utils.live_bytes import GRADIENTS, MASTERS, PARTIAL_SUMS
+from distmp.utils.live_bytes import GRADIENTS, MASTERS, PARAMETERS, PARTIAL_SUMS
 from tests.commands.explain.runs import CPU, SMALL, policy, run
 from tests.ranks import run_ranks
 
@@ -156,6 +156,29 @@ def test_the_start_never_holds_the_model() -> None:
     assert found.start_memory_bytes < 4 * found.parameters / 3
     whole = predicted(replace(config, model=replace(config.model, deferred=False)), 64)
     assert whole.start_memory_bytes > 4 * found.parameters
+
+
+def test_70b_on_4096_ranks() -> None:
+    """With the width of 70 B parameters, whose 80 equal blocks would only take more time."""
+    sizes = {"size": "70b", "dimension": None, "heads": None, "hidden": None, "layers": 2}
+    config = run(
+        strategy="fsdp",
+        precision=policy("bf16"),
+        model=sizes,
+        batch={"global_batch_size": 4096, "microbatch_size": 1},
+    )
+    found = predict(config, resolve("bf16", CPU)[0], 4096, CPU, 8)
+    block = [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672), (8192, 1), (8192, 1)]
+    shapes = [*block, *block, (257, 8192), (257, 8192), (8192, 1)]
+    assert found.parameters == sum(rows * columns for rows, columns in shapes)
+    # FSDP pads each parameter to the same number of rows on every rank.
+    shard = sum(-(-rows // 4096) * columns for rows, columns in shapes)
+    assert found.memory[PARAMETERS] == 4 * shard
+    (gradients,) = (entry for entry in found.communication if entry.purpose == "gradients")
+    assert gradients.between_machines == 4 * shard * 4088
+    assert gradients.inside_machine == 4 * shard * 7
+    largest = 57344 * 8192
+    assert found.start_memory_bytes < 4 * (largest + sum(rows * columns for rows, columns in block))
 
 
 def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
