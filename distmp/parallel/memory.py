@@ -74,9 +74,9 @@ class ModelMemory(NamedTuple):
         stepped, exchanged = self.masters + self.optimizer_state, 0
         if accumulation.shard_optimizer:
             stepped //= ranks
-            # A bucket of gradients that this rank receives; it has at least one parameter.
+            # A bucket of gradients, of at least one parameter, as it is sent and received.
             bucket = max(DEFAULT_BUCKET_BYTES, 4 * self.largest_parameter)
-            exchanged = min(bucket, self.gradients)
+            exchanged = 2 * min(bucket, self.gradients)
         # Activations are freed while buckets are exchanged.
         temporary = max(self.activations, exchanged)
         return self.parameters + stepped + sets * self.gradients + temporary

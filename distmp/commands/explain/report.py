@@ -130,10 +130,10 @@ def _communication(explanation: Explanation) -> Iterator[str]:
     yield from _table([row if several else row[: -len(LINKS)] for row in rows], right=(3, 4, 5, 6))
     if several:
         machines = _count(explanation.world_size // local, "machine")
-        yield (
-            f"{machines} of {_count(local, 'rank')}; a machine with one network card for each rank "
-            "sends "
-            f"{bytes_text(predicted.between_machines_bytes)} through each of them"
+        sent = bytes_text(predicted.between_machines_bytes)
+        yield from _wrapped(
+            f"{machines} of {_count(local, 'rank')}; with one network card for each rank, "
+            f"each card sends {sent}"
         )
 
 

@@ -23,6 +23,7 @@ from distmp.errors import ConfigError, SetupError
 from distmp.precision import resolve
 from distmp.training.setup import prepare
 from distmp.utils.live_bytes import GRADIENTS, MASTERS, PARAMETERS, PARTIAL_SUMS
+from distmp.utils.units import bytes_text
 from tests.commands.explain.runs import CPU, SMALL, policy, run
 from tests.ranks import run_ranks
 
@@ -259,6 +260,33 @@ def test_json_has_the_numbers_of_the_tables(
         )
     (warning,) = found["warnings"]
     assert warning in " ".join(text.split())
+
+
+def test_the_table_has_the_bytes_of_a_network_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--world-size", "4", "--ranks-per-machine", "2", "--strategy", "ddp"]
+    arguments = [
+        "explain",
+        "--config",
+        small_file(tmp_path),
+        "--batch.microbatch-size",
+        "4",
+        *sizes,
+    ]
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert found["ranks_per_machine"] == 2
+    sent = found["wire_bytes_between_machines"]
+    assert sent == sum(entry["between_machines"] for entry in found["wire"]) > 0
+    assert any(line.endswith(f"each card sends {bytes_text(sent)}") for line in lines)
+    assert any(
+        line.startswith("at the start") and bytes_text(found["start_memory_bytes"]) in line
+        for line in lines
+    )
 
 
 @pytest.mark.parametrize(
