@@ -13,9 +13,9 @@ from distmp.parallel.settings import AccumulationSettings, ShardingConfig
 from distmp.precision.keep import modules_in_fp32, storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 
-# Temporary memory of FSDP for each parameter of a unit: its FP32 gradient before and
-# after the ranks exchange it (8), and the gathered 16-bit parameters of this unit and the next (4).
-UNIT_BYTES = 12
+# Temporary memory of FSDP for each parameter of a unit: its FP32 gradient as FSDP has it, as it is
+# sent and as it is received (12), and the gathered 16-bit parameters of this unit and the next (4).
+UNIT_BYTES = 16
 
 
 class Option(NamedTuple):
