@@ -182,7 +182,8 @@ class RunConfig:
     """Seed of the initial weights, the order of the data, and dropout."""
 
     strategy: str = field(default="auto", metadata=HARMLESS)
-    """single, ddp, fsdp, hsdp, fsdp1, or auto: ddp with several ranks, else single."""
+    """single, ddp, fsdp, hsdp, fsdp1, or auto: the first of ddp, ddp with shard_optimizer, hsdp and
+    fsdp that fits in memory, and single on one rank; the run prints the reason."""
 
     activation_checkpointing: ActivationCheckpointing = field(default="none", metadata=HARMLESS)
     """`blocks`: store only the inputs of each block for backward, and recompute the rest.
@@ -290,7 +291,8 @@ class RunConfig:
     def _check_strategy(self) -> None:
         if self.strategy not in (*STRATEGIES, *FORMER_STRATEGIES):
             raise ConfigError("strategy", self.strategy, nearest(self.strategy, STRATEGIES))
-        self.sharding.check(self.strategy)
+        if self.strategy != "auto":  # which chooses a strategy that supports the settings
+            self.sharding.check(self.strategy)
         self.parallel(microbatches=None)
         if self.rank_consistency.every and self.strategy == "fsdp1":
             raise ConfigError(

@@ -127,10 +127,17 @@ def bytes_per_step(place: str, memory: AccumulationMemory) -> int:
 def least_free_bytes(world: World) -> int:
     """Return the smallest free memory of any rank, in bytes; every rank has to call it."""
     if world.device.type == "cuda":
-        free = torch.cuda.mem_get_info(world.device)[0]
+        free = _free_cuda_bytes(world.device)
     else:
         free = free_host_bytes() // local_world_size(world.world_size)
+    if world.group is None:
+        return free
     least = torch.tensor(free, device=world.device)
-    if world.group is not None:
-        dist.all_reduce(least, dist.ReduceOp.MIN, world.group)
+    dist.all_reduce(least, dist.ReduceOp.MIN, world.group)
     return int(least)
+
+
+def _free_cuda_bytes(device: torch.device) -> int:
+    """Return the free memory of a GPU, with what torch's allocator holds but does not use."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + cached

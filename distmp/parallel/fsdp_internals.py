@@ -26,6 +26,8 @@ PARAMETER_ATTRIBUTES = ("_unsharded_param", "unsharded_accumulated_grad", "shard
 _SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
 # Function by which FSDP1 compares the memory of tensors.
 SAME_STORAGE = "torch.distributed.fsdp._flat_param._same_storage"
+# Function by which FSDP2 divides a parameter into one part for each rank.
+CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
 
 
 def check(model: nn.Module) -> None:

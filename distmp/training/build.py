@@ -15,6 +15,7 @@ from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.models.architecture import architecture
 from distmp.optim import Muon
+from distmp.parallel.memory import Option
 from distmp.telemetry import Console
 from distmp.training import manifest
 from distmp.training.accelerate_launch import overridden_options
@@ -36,6 +37,7 @@ from distmp.training.setup import (
     start_from_weights,
     stored_progress,
 )
+from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import settings
 
 
@@ -103,8 +105,9 @@ def _build_run(
         stored_progress(checkpoint)  # the same on all ranks
     # Counted before a sharded strategy leaves only a part of each parameter on this rank.
     parameters = sum(parameter.numel() for parameter in components.model.parameters())
+    chosen, strategy_reason = choose_strategy(config, components, world)
     engine = world.ranks.all_or_none(
-        lambda: _engine(config, components, world, load=checkpoint is not None)
+        lambda: _engine(chosen, components, world, load=checkpoint is not None)
     )
     if checkpoint is None:
         start_from_weights(components, engine)
@@ -112,7 +115,7 @@ def _build_run(
     fingerprint["model"] = architecture(components.model, config.model)
     changes = world.ranks.all_or_none(lambda: _compare(config, fingerprint, checkpoint))
     directory = _choose_directory(config, world, restarts, checkpoint, choice)
-    for line in _summary(config, world, components, engine, parameters):
+    for line in _summary(chosen, world, components, engine, parameters, strategy_reason):
         console.message(line)
     _record_start(config, world, console, directory, checkpoint)
     progress = Progress()
@@ -199,7 +202,12 @@ def _choose_directory(
 
 
 def _summary(
-    config: RunConfig, world: World, components: RunComponents, engine: Engine, parameters: int
+    config: RunConfig,
+    world: World,
+    components: RunComponents,
+    engine: Engine,
+    parameters: int,
+    strategy_reason: str,
 ) -> Iterator[str]:
     """Yield lines about the run, with the reason for every automatic choice."""
     batch = config.batch
@@ -216,6 +224,9 @@ def _summary(
     )
     if isinstance(engine.optimizer, Muon):
         yield f"optimizer: {engine.optimizer.describe()}"
+    if strategy_reason:
+        option = Option(config.strategy, config.shard_optimizer)
+        yield f"strategy: {option} ({strategy_reason})"
     yield from overridden_options(os.environ, engine.policy, engine.strategy)
 
 

@@ -13,8 +13,8 @@ from benchmarks.figures import ROOT, with_figures
 from benchmarks.report import RESULTS
 from distmp.commands.explain import command
 from distmp.commands.explain.explanation import MICROBATCHES_RUN, REPRODUCIBLE_RUN
-from distmp.commands.explain.memory import BATCHES, BUFFERS, OPTIMIZER, PARTS, REST
 from distmp.commands.explain.observe import MAX_PARAMETERS
+from distmp.utils.live_bytes import BATCHES, BUFFERS, OPTIMIZER, PARTS, REST
 
 PAGE = (ROOT / "docs" / "explain.md").read_text()
 
@@ -22,7 +22,7 @@ PAGE = (ROOT / "docs" / "explain.md").read_text()
 def test_the_commands_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     commands = re.findall(r"^\.venv/bin/distmp explain (.*)$", PAGE, flags=re.MULTILINE)
-    assert len(commands) == 2
+    assert len(commands) == 3
     for line in commands:
         assert command.load(shlex.split(line)).world_size
 
@@ -37,6 +37,8 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert (MICROBATCHES_RUN, REPRODUCIBLE_RUN, MAX_PARAMETERS) == (3, 4, 8_000_000)
     assert "runs three of them (four with `reproducible`)" in " ".join(PAGE.split())
     assert "8 M parameters" in PAGE
+    assert command.USUAL_RANKS == 8
+    assert "by default 8 or the next smaller divisor" in PAGE
 
 
 def test_predictions_are_within_a_tenth_of_measurements() -> None:

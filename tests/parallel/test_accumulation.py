@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
@@ -88,3 +89,12 @@ def test_free_memory_respects_the_limit_of_the_control_group(
     monkeypatch.setattr(cgroups, "_memory_groups", lambda root: iter([(16_000, 0)]))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert least_free_bytes(World.current("cpu")) == 4_000
+
+
+def test_what_the_cuda_allocator_holds_but_does_not_use_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1_000, 80_000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 50_000)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 20_000)
+    assert least_free_bytes(World(0, 1, torch.device("cuda", 0), None)) == 1_000 + 30_000

@@ -29,7 +29,7 @@ def world(size: int) -> World:
             "applies only to hsdp, but",
         ),
         (
-            "--sharding.accumulate sharded",
+            "--sharding.accumulate sharded --strategy ddp",
             "applies only to fsdp, hsdp and fsdp1, but",
         ),
         (

@@ -1,8 +1,14 @@
-"""Communication volume of one step, counted from the collectives that the engine starts."""
+"""Communication volume of one step, counted from the collectives that the engine starts.
+
+Bytes are those of ring algorithms; an all-to-all sends each peer its part. Rank r is on machine
+r // ranks_per_machine. A ring passes through all ranks of a machine before it leaves it, so one of
+these ranks sends to another machine. Libraries use one ring per network card, so each rank of the
+machine has the same share of that traffic.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +36,7 @@ class Collective(NamedTuple):
         kind: Name of the collective, such as "all-reduce".
         dtype: Communication dtype.
         elements: Number of elements of the full tensor.
-        ranks: Number of ranks in the group.
+        ranks: The ranks of the group, with rank 0, whose bytes are counted.
         microbatch: Microbatch of the step in which it was started, from 0.
         updated: Whether it was started after the optimizer's step.
     """
@@ -38,7 +44,7 @@ class Collective(NamedTuple):
     kind: str
     dtype: torch.dtype
     elements: int
-    ranks: int
+    ranks: Sequence[int]
     microbatch: int
     updated: bool
 
@@ -46,7 +52,18 @@ class Collective(NamedTuple):
     def nbytes(self) -> float:
         """Number of bytes that a rank sends."""
         factor = next(factor for kind, factor in KINDS.values() if kind == self.kind)
-        return factor * (self.ranks - 1) / self.ranks * self.elements * self.dtype.itemsize
+        ranks = len(self.ranks)
+        return factor * (ranks - 1) / ranks * self.elements * self.dtype.itemsize
+
+    def bytes_between_machines(self, ranks_per_machine: int) -> float:
+        """Return how many of `nbytes` leave the machine, averaged over its ranks in the group."""
+        here = sum(rank < ranks_per_machine for rank in self.ranks)
+        elsewhere = len(self.ranks) - here
+        if elsewhere == 0:
+            return 0.0
+        if self.kind == "all-to-all":
+            return self.nbytes * elsewhere / (len(self.ranks) - 1)
+        return self.nbytes / here
 
 
 class CollectiveRecorder(TorchDispatchMode):
@@ -68,7 +85,7 @@ class CollectiveRecorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "c10d" and name in KINDS:
             tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-            ranks = _group_size(args)
+            ranks = _group_ranks(args)
             # Base operations take (output, input), list operations (outputs, inputs): the larger
             # side is the full tensor.
             if name == "allgather_":
@@ -103,6 +120,8 @@ class CommVolume(NamedTuple):
         dtype: Communication dtype.
         calls: Number of calls in a step.
         nbytes: Number of bytes that a rank sends in a step.
+        between_machines: How many of them leave the machine: the bytes that each network card sends
+            if a machine has one for each rank.
     """
 
     purpose: str
@@ -110,10 +129,16 @@ class CommVolume(NamedTuple):
     dtype: torch.dtype
     calls: int
     nbytes: int
+    between_machines: int
+
+    @property
+    def inside_machine(self) -> int:
+        """Number of bytes that a rank sends to ranks of its machine in a step."""
+        return self.nbytes - self.between_machines
 
 
 def comm_volumes(
-    collectives: Iterable[Collective], microbatches: int, *, shards: bool
+    collectives: Iterable[Collective], microbatches: int, ranks_per_machine: int, *, shards: bool
 ) -> list[CommVolume]:
     """Extrapolate the volume of a step with `microbatches` from a step with at most three.
 
@@ -121,17 +146,25 @@ def comm_volumes(
         collectives: The collectives of a step with `min(microbatches, 3)` microbatches; the second
             of three represents all microbatches between the first and the last.
         microbatches: Number of microbatches per step.
+        ranks_per_machine: Number of ranks on each machine.
         shards: Whether the strategy shards parameters, and therefore gathers them.
     """
-    totals: dict[tuple[str, str, torch.dtype], tuple[int, float]] = {}
+    totals: dict[tuple[str, str, torch.dtype], tuple[int, float, float]] = {}
     for collective in collectives:
-        if collective.ranks == 1:
+        if len(collective.ranks) == 1:
             continue
         times = microbatches - 2 if microbatches > 3 and collective.microbatch == 1 else 1
         key = (_purpose(collective, shards=shards), collective.kind, collective.dtype)
-        calls, nbytes = totals.get(key, (0, 0.0))
-        totals[key] = calls + times, nbytes + times * collective.nbytes
-    return [CommVolume(*key, calls, round(nbytes)) for key, (calls, nbytes) in totals.items()]
+        calls, sent, left = totals.get(key, (0, 0.0, 0.0))
+        totals[key] = (
+            calls + times,
+            sent + times * collective.nbytes,
+            left + times * collective.bytes_between_machines(ranks_per_machine),
+        )
+    return [
+        CommVolume(*key, calls, round(sent), round(left))
+        for key, (calls, sent, left) in totals.items()
+    ]
 
 
 def _purpose(collective: Collective, *, shards: bool) -> str:
@@ -144,8 +177,8 @@ def _purpose(collective: Collective, *, shards: bool) -> str:
     return "gradients"
 
 
-def _group_size(args: Any) -> int:
+def _group_ranks(args: Any) -> Sequence[int]:
     for leaf in pytree.tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            return dist.ProcessGroup.unbox(leaf).size()
-    return dist.get_world_size()
+            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf))
+    return range(dist.get_world_size())

@@ -13,6 +13,9 @@ from distmp.errors import ConfigError
 from distmp.launcher.local import default_ranks
 from distmp.utils.settings import command_line
 
+# Most machines for training have 8 GPUs.
+USUAL_RANKS = 8
+
 
 @dataclass(frozen=True)
 class ExplainConfig(RunConfig):
@@ -22,6 +25,10 @@ class ExplainConfig(RunConfig):
     """Number of ranks of the run; this machine may have fewer devices. null uses the number that
     `distmp launch` would start."""
 
+    ranks_per_machine: int | None = None
+    """Number of ranks on each machine of the run; it divides `world_size`. null uses 8, or the next
+    smaller divisor."""
+
     json: bool = False
     """Print JSON instead of tables."""
 
@@ -29,6 +36,8 @@ class ExplainConfig(RunConfig):
         super().__post_init__()
         if self.world_size is not None and self.world_size < 1:
             raise ConfigError("world_size", self.world_size, "use 1 or more ranks")
+        if self.ranks_per_machine is not None and self.ranks_per_machine < 1:
+            raise ConfigError("ranks_per_machine", self.ranks_per_machine, "use 1 or more ranks")
 
 
 load = functools.partial(
@@ -53,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ranks = config.world_size
     if ranks is None:
         ranks = 1 if config.strategy == "single" else default_ranks()[0]
-    explanation = explain(config, ranks)
+    explanation = explain(config, ranks, _ranks_per_machine(ranks, config.ranks_per_machine))
     text = (
         json.dumps(explanation.as_json(), indent=2)
         if config.json
@@ -61,3 +70,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     sys.stdout.write(text + "\n")
     return 0
+
+
+def _ranks_per_machine(world_size: int, requested: int | None) -> int:
+    if requested is None:
+        return max(number for number in range(1, USUAL_RANKS + 1) if world_size % number == 0)
+    if world_size % requested:
+        raise ConfigError(
+            "ranks_per_machine",
+            requested,
+            f"does not divide the {world_size} ranks; all machines have the same number",
+        )
+    return requested

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distmp.commands.explain import memory as memory_parts
 from distmp.commands.explain.comm_volume import CommVolume, comm_volumes
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.commands.explain.observe import ObservedDtypes, differences, observe, smaller, types_of
@@ -19,11 +18,14 @@ from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
 from distmp.distributed.world import World, local_device
 from distmp.parallel import resolve_strategy
+from distmp.parallel.accumulation import least_free_bytes
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, as_mapping, resolve
 from distmp.precision.costs import costs
 from distmp.precision.policy import dtype_word
-from distmp.training.setup import prepare
+from distmp.training.setup import RunComponents, prepare
+from distmp.training.strategy_choice import choose
+from distmp.utils import live_bytes as memory_parts
 from distmp.utils.dtypes import dtype_name
 
 # The first microbatch of a step, one in between, and the last.
@@ -38,17 +40,21 @@ class Prediction(NamedTuple):
     Attributes:
         strategy: The resolved strategy.
         strategy_reason: What the strategy selected and why; empty if nothing was left to select.
+        ranks_per_machine: Number of ranks on each machine.
         microbatches: Number of microbatches per step on each rank.
         groups: The dtypes that the policy specifies for each group of modules.
         memory: Memory of a rank at the peak of a step, in bytes by part.
+        start_memory_bytes: Peak memory of a rank while the engine is built, in bytes.
         communication: What a rank sends in a step.
     """
 
     strategy: str
     strategy_reason: str
+    ranks_per_machine: int
     microbatches: int
     groups: list[ModuleGroup]
     memory: dict[str, int]
+    start_memory_bytes: int
     communication: list[CommVolume]
 
     @property
@@ -65,6 +71,11 @@ class Prediction(NamedTuple):
     def communication_bytes(self) -> int:
         """Number of bytes that a rank sends in a step."""
         return sum(entry.nbytes for entry in self.communication)
+
+    @property
+    def between_machines_bytes(self) -> int:
+        """Number of bytes that a rank sends to other machines in a step."""
+        return sum(entry.between_machines for entry in self.communication)
 
 
 class Explanation(NamedTuple):
@@ -105,11 +116,18 @@ class Explanation(NamedTuple):
             "groups": [self._group_as_json(group) for group in predicted.groups],
             "memory": predicted.memory,
             "memory_bytes": predicted.memory_bytes,
+            "start_memory_bytes": predicted.start_memory_bytes,
+            "ranks_per_machine": predicted.ranks_per_machine,
             "wire": [
-                {**entry._asdict(), "dtype": dtype_name(entry.dtype)}
+                {
+                    **entry._asdict(),
+                    "dtype": dtype_name(entry.dtype),
+                    "inside_machine": entry.inside_machine,
+                }
                 for entry in predicted.communication
             ],
             "wire_bytes": predicted.communication_bytes,
+            "wire_bytes_between_machines": predicted.between_machines_bytes,
             "observed": None if self.observed is None else _observed_as_json(self.observed),
             "differences": self.differences,
             "warnings": self.warnings,
@@ -145,12 +163,15 @@ def _observed_as_json(observed: ObservedDtypes) -> dict[str, Any]:
     }
 
 
-def explain(config: RunConfig, world_size: int) -> Explanation:
+def explain(
+    config: RunConfig, world_size: int, ranks_per_machine: int | None = None
+) -> Explanation:
     """Explain a run without its ranks, memory and time.
 
     Args:
         config: The configuration of the run.
         world_size: Number of ranks, which this machine need not have.
+        ranks_per_machine: Number of ranks on each machine; None: all of them.
 
     Raises:
         ConfigError: If the run itself would raise it.
@@ -160,7 +181,7 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
     )
     device = local_device(0)
     policy, policy_reason = resolve(config.precision.policy, device)
-    predicted = predict(config, policy, world_size, device)
+    predicted = predict(config, policy, world_size, device, ranks_per_machine)
     small = smaller(config, predicted.parameters)
     with _restored_settings():
         observed = None if small is None else observe(small, policy, predicted.strategy)
@@ -178,7 +199,11 @@ def explain(config: RunConfig, world_size: int) -> Explanation:
 
 
 def predict(
-    config: RunConfig, policy: PrecisionPolicy, world_size: int, device: torch.device
+    config: RunConfig,
+    policy: PrecisionPolicy,
+    world_size: int,
+    device: torch.device,
+    ranks_per_machine: int | None = None,
 ) -> Prediction:
     """Predict memory and communication of a rank with steps on fake tensors and fake ranks.
 
@@ -187,28 +212,43 @@ def predict(
         policy: The resolved policy.
         world_size: Number of ranks.
         device: Device of a rank.
+        ranks_per_machine: Number of ranks on each machine; None: all of them.
 
     Raises:
         ConfigError: If the run itself would raise it.
     """
-    with (
-        _restored_settings(),
-        simulate_ranks(world_size, group=config.strategy in SHARDED_STRATEGIES),
-    ):
+    local = ranks_per_machine or world_size
+    group = config.strategy in SHARDED_STRATEGIES
+    with _restored_settings(), simulate_ranks(world_size, local, group=group):
         world = World.current(device)
-        strategy = resolve_strategy(config.strategy, world)
         parts = prepare(config, world)
+        config, auto_reason = _resolve_auto(config, parts, policy, world)
+        strategy = resolve_strategy(config.strategy, world)
         groups = expected_groups(parts.model, policy, strategy)
         run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
         trace = trace_steps(config, parts, world, policy, microbatches=min(run, parts.microbatches))
     return Prediction(
         strategy,
-        trace.strategy_reason,
+        "; ".join(filter(None, (auto_reason, trace.strategy_reason))),
+        local,
         parts.microbatches,
         groups,
         _add_partial_sums(trace.peak, parts.microbatches, reproducible=config.reproducible),
-        comm_volumes(trace.collectives, parts.microbatches, shards=strategy in SHARDED_STRATEGIES),
+        trace.start_peak,
+        comm_volumes(
+            trace.collectives, parts.microbatches, local, shards=strategy in SHARDED_STRATEGIES
+        ),
     )
+
+
+def _resolve_auto(
+    config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
+) -> tuple[RunConfig, str]:
+    """Return the configuration with the strategy that a run would choose here, and the reason."""
+    if config.strategy != "auto" or world.world_size == 1:
+        return config, ""
+    choice = choose(config, parts, policy, world, least_free_bytes(world))
+    return choice.applied_to(config), f"auto: {choice.reason}"
 
 
 def _add_partial_sums(

@@ -2,12 +2,13 @@
 
 Tensors of the model are torch's fake tensors: they have shapes, dtypes and a device, but no values.
 Collectives return immediately, as if every other rank had the same data. The real engine runs on
-them. This is the only file of `distmp.commands.explain` that uses private parts of torch.
+them. Of `distmp.commands.explain`, only this file uses private parts of torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -20,60 +21,26 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.distributed import rank_monitor
 from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_internals
+from distmp.parallel.collective_order import CollectiveOrder
+from distmp.utils.fake_tensors import FakeTensors
 
 BACKEND = "fake_ranks"
-# Integer tensors up to this size (counts, token ids of a batch, bucket orders) are real, because
-# the host may read them.
-MAX_REAL_ELEMENTS = 2**20
-
-aten = torch.ops.aten
 
 
-class FakeRanks(TorchDispatchMode):
-    """Replaces values, memory and other ranks by fake tensors and fake collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._fake = FakeTensorMode(allow_non_fake_inputs=True)
+class FakeRanks(FakeTensors):
+    """Replaces other ranks by fake collectives, too."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
         if func.namespace == "c10d":
             return self._communicate(func, args)
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return torch.ones((), dtype=args[0].dtype).item()
-        if func is aten._pin_memory.default and isinstance(args[0], FakeTensor):
-            return args[0]
-        if not tensors and self._is_large(func, args, kwargs):
-            with self._fake:
-                return func(*args, **kwargs)
-        if func is aten.index.Tensor:
-            args = (args[0], _without_masks(args[1]))
-        if not func._schema.returns and any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            return None  # a fused optimizer, which writes in place
-        return func(*args, **kwargs)
-
-    def _is_large(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a factory creates a tensor of the model, and not a small one for the host."""
-        with self._fake:
-            result = func(*args, **kwargs)
-        if not isinstance(result, Tensor):
-            return False
-        return (result.is_floating_point() and result.dim() > 0) or (
-            result.numel() > MAX_REAL_ELEMENTS
-        )
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _communicate(self, func: Any, args: Any) -> Any:
         if func is torch.ops.c10d.allgather_.default:
@@ -90,24 +57,15 @@ class FakeRanks(TorchDispatchMode):
         return tuple(results) if len(results) > 1 else results[0]
 
 
-def _without_masks(indices: Any) -> list[Any]:
-    """Replace real masks by indices, because fake tensors cannot be indexed with a mask."""
-    result: list[Any] = []
-    for index in indices:
-        is_mask = isinstance(index, Tensor) and index.dtype == torch.bool
-        if is_mask and not isinstance(index, FakeTensor):
-            result.extend(index.nonzero().unbind(1))
-        else:
-            result.append(index)
-    return result
-
-
 @contextlib.contextmanager
-def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
+def simulate_ranks(
+    world_size: int, ranks_per_machine: int | None = None, *, group: bool = True
+) -> Iterator[None]:
     """Simulate rank 0 of `world_size` ranks inside the context.
 
     Args:
         world_size: Number of ranks.
+        ranks_per_machine: Number of ranks on each machine; None: all of them.
         group: Whether to create a process group for a single rank; several ranks always have one.
     """
     _check_torch()
@@ -118,6 +76,7 @@ def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
         )
     mode = FakeRanks()
     group = group or world_size > 1
+    local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks_per_machine or world_size)}
     if group:
         register_backend()
         dist.init_process_group(BACKEND, rank=0, world_size=world_size, store=c10d.HashStore())
@@ -129,12 +88,15 @@ def simulate_ranks(world_size: int, *, group: bool = True) -> Iterator[None]:
     try:
         with (
             _missing_values_refused(),
+            mock.patch.dict(os.environ, local if group else {}),
             mock.patch.object(dist, "new_group", new_group),
             # Values are not real, and ranks cannot differ.
             mock.patch.object(StepOutcome, "ranks_differ", False),
             mock.patch.object(rank_monitor, "current", return_value=None),
             mock.patch.object(nn.Module, "_apply", _apply),
+            mock.patch.object(CollectiveOrder, "_compare"),
             mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
+            mock.patch(fsdp_internals.CHUNKS, _first_chunk),
             warnings.catch_warnings(),
             mode,
         ):
@@ -165,6 +127,12 @@ def _missing_values_refused() -> Iterator[None]:
 def _same_storage(one: Tensor, other: Tensor) -> bool:
     """Replace FSDP1's comparison of data pointers, which fake tensors do not have."""
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _first_chunk(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
+    """Return the part of rank 0, and it again in place of all others, which would take minutes."""
+    rows = -(-tensor.size(dim) // ranks)
+    return ranks * [tensor.narrow(dim, 0, rows)]
 
 
 def _apply(module: nn.Module, convert: Any, recurse: bool = True) -> nn.Module:

@@ -14,7 +14,6 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.commands.explain.memory import GRADIENTS
 from distmp.commands.explain.types import NO_MODULE, ModuleGroup, group_name
 from distmp.config import RunConfig
 from distmp.distributed.world import World
@@ -28,6 +27,7 @@ from distmp.training.setup import (
     training_batches,
 )
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.live_bytes import GRADIENTS
 
 # Operations whose inputs show in which dtype a module computes, by kind.
 OPERATIONS = {

@@ -16,6 +16,7 @@ from distmp.utils.units import bytes_text, quantity
 
 WIDTH = 100
 LONGEST_NAME = 32
+LINKS = ("inside a machine", "between machines")
 COLUMNS = ("stored", "stepped", "computed", "observed", "reduced", "summed", "kept")
 
 
@@ -28,7 +29,7 @@ def report(explanation: Explanation) -> Iterator[str]:
     yield ""
     yield from _memory(predicted)
     yield ""
-    yield from _communication(predicted)
+    yield from _communication(explanation)
     for warning in explanation.warnings:
         yield from ("", *_wrapped(f"warning: {warning}"))
     for difference in explanation.differences:
@@ -97,28 +98,47 @@ def _words(dtypes: Iterable[torch.dtype]) -> str:
 
 def _memory(predicted: Prediction) -> Iterator[str]:
     rows = [("peak memory of a rank", "", "bytes per parameter")]
-    parts = [*predicted.memory.items(), ("total", predicted.memory_bytes)]
+    parts = [
+        *predicted.memory.items(),
+        ("total", predicted.memory_bytes),
+        ("at the start, before the first step", predicted.start_memory_bytes),
+    ]
     rows += [(part, bytes_text(size), f"{size / predicted.parameters:.2f}") for part, size in parts]
     yield from _table(rows, right=(1, 2))
 
 
-def _communication(predicted: Prediction) -> Iterator[str]:
+def _communication(explanation: Explanation) -> Iterator[str]:
+    predicted = explanation.predicted
     if not predicted.communication:
         yield "no communication with one rank"
         return
-    rows = [("sent by a rank in a step", "collective", "type", "calls", "")]
+    local = predicted.ranks_per_machine
+    several = explanation.world_size > local
+    rows = [("sent by a rank in a step", "collective", "type", "calls", "total", *LINKS)]
     rows += [
         (
             entry.purpose,
             entry.kind,
             dtype_name(entry.dtype),
             str(entry.calls),
-            bytes_text(entry.nbytes),
+            *_links(entry.nbytes, entry.between_machines),
         )
         for entry in predicted.communication
     ]
-    rows.append(("total", "", "", "", bytes_text(predicted.communication_bytes)))
-    yield from _table(rows, right=(3, 4))
+    total = _links(predicted.communication_bytes, predicted.between_machines_bytes)
+    rows.append(("total", "", "", "", *total))
+    yield from _table([row if several else row[: -len(LINKS)] for row in rows], right=(3, 4, 5, 6))
+    if several:
+        machines = _count(explanation.world_size // local, "machine")
+        sent = bytes_text(predicted.between_machines_bytes)
+        yield from _wrapped(
+            f"{machines} of {_count(local, 'rank')}; with one network card for each rank, "
+            f"each card sends {sent}"
+        )
+
+
+def _links(total: int, between: int) -> tuple[str, str, str]:
+    return bytes_text(total), bytes_text(total - between), bytes_text(between)
 
 
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> Iterator[str]:

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from distmp.commands.explain import memory as memory_parts
 from distmp.commands.explain.comm_volume import Collective, CollectiveRecorder
-from distmp.commands.explain.memory import LiveBytes
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.precision import PrecisionPolicy
 from distmp.training.setup import Progress, RunComponents, build_engine, training_batches
+from distmp.utils import live_bytes as memory_parts
+from distmp.utils.live_bytes import LiveBytes
 
 # Number of steps for which an engine keeps microbatches for attribution.
 STEPS_KEPT = 2
@@ -26,12 +26,14 @@ class StepTrace(NamedTuple):
 
     Attributes:
         strategy_reason: What the strategy selected and why.
-        peak: Memory at the peak, in bytes by part, see `distmp.commands.explain.memory`.
+        peak: Memory at the peak, in bytes by part, see `distmp.utils.live_bytes`.
+        start_peak: Memory at the peak while the engine was built, in bytes.
         collectives: The collectives of the step, in order.
     """
 
     strategy_reason: str
     peak: dict[str, int]
+    start_peak: int
     collectives: list[Collective]
 
 
@@ -43,6 +45,7 @@ def trace_steps(
     *,
     steps: int = 2,
     microbatches: int | None = None,
+    initialize: bool = False,
 ) -> StepTrace:
     """Build the engine of a configuration as a run does, and trace its steps.
 
@@ -53,6 +56,8 @@ def trace_steps(
         policy: The resolved policy.
         steps: Number of steps; optimizer state exists from the second step on.
         microbatches: Number of microbatches to run per step; None runs all.
+        initialize: Whether to compute the initial values of a deferred model, which takes no more
+            memory than to fill it with NaN.
 
     Raises:
         ConfigError: If the run itself would raise it.
@@ -66,8 +71,9 @@ def trace_steps(
             policy=policy,
             attribution=config.precision.attribution,
             first_step_checks=False,
-            load=True,
+            load=not initialize,
         )
+        start_peak = sum(memory.peak.values())
         tracker.engine = engine
         engine.optimizer.register_step_pre_hook(tracker.before_update)
         engine.optimizer.register_step_post_hook(tracker.after_update)
@@ -87,7 +93,7 @@ def trace_steps(
         kept_steps = 1 + (STEPS_KEPT if config.precision.attribution else 0)
         microbatch_bytes = _size(batch) / len(batch)
         peak[memory_parts.BATCHES] = round(microbatch_bytes * kept_steps * parts.microbatches)
-    return StepTrace(engine.strategy_reason, peak, recorder.collectives)
+    return StepTrace(engine.strategy_reason, peak, start_peak, recorder.collectives)
 
 
 class _PhaseTracker:

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 import torch
 
 from distmp.commands.explain.comm_volume import Collective, comm_volumes
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
+TWO = range(2)
 
 
 @pytest.mark.parametrize(
@@ -18,15 +21,17 @@ FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
     ],
 )
 def test_bytes_of_ring_algorithms(kind: str, nbytes: float) -> None:
-    assert Collective(kind, FP32, 100, 4, microbatch=0, updated=False).nbytes == nbytes
+    assert Collective(kind, FP32, 100, range(4), microbatch=0, updated=False).nbytes == nbytes
 
 
 def test_microbatches_that_were_not_run_count_like_the_second() -> None:
     def gather(microbatch: int) -> Collective:
-        return Collective("all-gather", BF16, 10 * (microbatch + 1), 2, microbatch, updated=False)
+        return Collective("all-gather", BF16, 10 * (microbatch + 1), TWO, microbatch, updated=False)
 
-    decision = Collective("all-reduce", FP64, 6, 2, microbatch=2, updated=False)
-    (gathered, agreed) = comm_volumes([gather(0), gather(1), gather(2), decision], 7, shards=True)
+    decision = Collective("all-reduce", FP64, 6, TWO, microbatch=2, updated=False)
+    (gathered, agreed) = comm_volumes(
+        [gather(0), gather(1), gather(2), decision], 7, 2, shards=True
+    )
     assert (gathered.purpose, gathered.calls, gathered.nbytes) == (
         "parameters",
         7,
@@ -37,10 +42,63 @@ def test_microbatches_that_were_not_run_count_like_the_second() -> None:
 
 def test_gathered_gradients_and_parameters_are_distinguished() -> None:
     before, after = (
-        Collective("all-gather", BF16, 8, 2, microbatch=0, updated=updated)
+        Collective("all-gather", BF16, 8, TWO, microbatch=0, updated=updated)
         for updated in (False, True)
     )
-    assert [entry.purpose for entry in comm_volumes([before, after], 1, shards=False)] == [
+    assert [entry.purpose for entry in comm_volumes([before, after], 1, 2, shards=False)] == [
         "gradients",
         "parameters",
     ]
+
+
+def messages(kind: str, ranks: Sequence[int], nbytes: float) -> Iterator[tuple[int, int, float]]:
+    """Yield sender, receiver and bytes of each message of a collective, one by one."""
+    if kind == "all-to-all":
+        for sender in ranks:
+            for receiver in ranks:
+                if sender != receiver:
+                    yield sender, receiver, nbytes / len(ranks)
+        return
+    # In a ring, every rank passes every part but one on to the next rank, twice to all-reduce.
+    passes = 2 if kind == "all-reduce" else 1
+    for sender, receiver in zip(ranks, [*ranks[1:], ranks[0]], strict=True):
+        for _ in range(passes * (len(ranks) - 1)):
+            yield sender, receiver, nbytes / len(ranks)
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "reduce-scatter", "all-gather", "all-to-all"])
+@pytest.mark.parametrize(
+    ("groups", "local"),
+    [
+        ([range(8)], 8),  # one machine
+        ([range(32)], 8),
+        ([range(12)], 3),
+        ([range(start, start + 8) for start in range(0, 32, 8)], 8),  # inside machines
+        ([range(rail, 32, 8) for rail in range(8)], 8),  # one rank of each machine
+        ([range(start, start + 16) for start in range(0, 32, 16)], 8),
+        ([range(first, 32, 4) for first in range(4)], 8),
+    ],
+)
+def test_bytes_by_link_are_those_of_the_single_messages(
+    kind: str, groups: list[range], local: int
+) -> None:
+    """On the first machine, if all groups run the collective: per rank, and per network card."""
+    sent = between = 0.0
+    for group in groups:
+        for sender, receiver, nbytes in messages(kind, group, 400):
+            if sender < local:
+                sent += nbytes
+                between += nbytes if receiver >= local else 0.0
+    collective = Collective(kind, FP32, 100, groups[0], microbatch=0, updated=False)
+    assert collective.nbytes == pytest.approx(sent / local)
+    assert collective.bytes_between_machines(local) == pytest.approx(between / local)
+
+
+def test_bytes_between_8_machines_of_8_gpus() -> None:
+    """A flat all-to-all in 16 bits sends more through each network card than a ring in FP32."""
+    exchange, ring = (
+        Collective(kind, dtype, 1_000_000, range(64), microbatch=0, updated=False)
+        for kind, dtype in (("all-to-all", BF16), ("reduce-scatter", FP32))
+    )
+    assert exchange.bytes_between_machines(8) / 1_000_000 == 1.75
+    assert ring.bytes_between_machines(8) / 1_000_000 == pytest.approx(0.5, rel=0.02)

@@ -16,13 +16,14 @@ from benchmarks.growth import sent_bytes
 from distmp import cli
 from distmp.commands.explain.explanation import explain, predict
 from distmp.commands.explain.fake_ranks import simulate_ranks
-from distmp.commands.explain.memory import GRADIENTS, MASTERS, PARTIAL_SUMS
 from distmp.commands.explain.trace_steps import trace_steps
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
 from distmp.precision import resolve
 from distmp.training.setup import prepare
+from distmp.utils.live_bytes import GRADIENTS, MASTERS, PARAMETERS, PARTIAL_SUMS
+from distmp.utils.units import bytes_text
 from tests.commands.explain.runs import CPU, SMALL, policy, run
 from tests.ranks import run_ranks
 
@@ -92,8 +93,8 @@ def test_memory_of_one_rank(name: str) -> None:
     assert found.communication == []
 
 
-def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
-    """Return by name the peak memory, and the bytes that a rank really sends in a step."""
+def measured_on_two_ranks() -> dict[str, tuple[int, int, float]]:
+    """Return by name the peak memory of a step and of the start, and the bytes that are sent."""
     found = {}
     for name, config in TWO_RANKS.items():
         step = stepper(config)
@@ -104,8 +105,8 @@ def measured_on_two_ranks() -> dict[str, tuple[int, float]]:
         # threads free.
         world = World.current(CPU)
         chosen = resolve(config.precision.policy, CPU)[0]
-        trace = trace_steps(config, prepare(config, world), world, chosen, steps=3)
-        found[name] = sum(trace.peak.values()), sent
+        trace = trace_steps(config, prepare(config, world), world, chosen, steps=3, initialize=True)
+        found[name] = sum(trace.peak.values()), trace.start_peak, sent
     return found
 
 
@@ -113,9 +114,73 @@ def test_memory_and_traffic_of_two_ranks() -> None:
     measured = run_ranks(measured_on_two_ranks, 2, timeout=110.0)[0]
     for name, config in TWO_RANKS.items():
         found = predicted(config, 2)
-        peak, sent = measured[name]
+        peak, start, sent = measured[name]
         assert found.memory_bytes == pytest.approx(peak, rel=LIMIT), name
+        assert found.start_memory_bytes == pytest.approx(start, rel=LIMIT), name
         assert found.communication_bytes == pytest.approx(sent, rel=LIMIT), name
+
+
+def between(config: RunConfig) -> dict[str, tuple[int, int]]:
+    """Return bytes inside a machine and between machines, for 4 machines of 4 ranks."""
+    found = predict(config, resolve(config.precision.policy, CPU)[0], 16, CPU, 4)
+    return {
+        f"{entry.purpose}: {entry.kind}": (entry.inside_machine, entry.between_machines)
+        for entry in found.communication
+    }
+
+
+def test_hsdp_gathers_inside_a_machine_and_reduces_between_machines() -> None:
+    settings: dict[str, Any] = {
+        "precision": policy("bf16"),
+        "batch": {"global_batch_size": 16, "microbatch_size": 1},
+    }
+    hybrid = between(run(strategy="hsdp", **settings))
+    assert hybrid["parameters: all-gather"][1] == 0 < hybrid["parameters: all-gather"][0]
+    assert hybrid["gradients: all-to-all"][1] == 0 < hybrid["gradients: all-to-all"][0]
+    assert hybrid["gradients: all-reduce"][0] == 0 < hybrid["gradients: all-reduce"][1]
+    flat = between(run(strategy="fsdp", **settings))
+    # First inside of each machine, then a quarter of it with the other machines.
+    inside, outside = flat["gradients: all-to-all"]
+    assert outside == pytest.approx(inside / 4, rel=1e-6)
+    inside, outside = flat["parameters: all-gather"]
+    assert outside == pytest.approx(inside / 3, rel=1e-6)
+
+
+def test_the_start_never_holds_the_model() -> None:
+    """The largest weight and its random values are an eighth of this model."""
+    config = run(
+        strategy="fsdp",
+        precision=policy("bf16"),
+        model={"layers": 16},
+        batch={"global_batch_size": 64, "microbatch_size": 1},
+    )
+    found = predicted(config, 64)
+    assert found.start_memory_bytes < 4 * found.parameters / 3
+    whole = predicted(replace(config, model=replace(config.model, deferred=False)), 64)
+    assert whole.start_memory_bytes > 4 * found.parameters
+
+
+def test_70b_on_4096_ranks() -> None:
+    """With the width of 70 B parameters, whose 80 equal blocks would only take more time."""
+    sizes = {"size": "70b", "dimension": None, "heads": None, "hidden": None, "layers": 2}
+    config = run(
+        strategy="fsdp",
+        precision=policy("bf16"),
+        model=sizes,
+        batch={"global_batch_size": 4096, "microbatch_size": 1},
+    )
+    found = predict(config, resolve("bf16", CPU)[0], 4096, CPU, 8)
+    block = [(10240, 8192), (8192, 8192), (57344, 8192), (8192, 28672), (8192, 1), (8192, 1)]
+    shapes = [*block, *block, (257, 8192), (257, 8192), (8192, 1)]
+    assert found.parameters == sum(rows * columns for rows, columns in shapes)
+    # FSDP pads each parameter to the same number of rows on every rank.
+    shard = sum(-(-rows // 4096) * columns for rows, columns in shapes)
+    assert found.memory[PARAMETERS] == 4 * shard
+    (gradients,) = (entry for entry in found.communication if entry.purpose == "gradients")
+    assert gradients.inside_machine == 4 * shard * 512 * 7
+    assert gradients.between_machines == 4 * shard * 511
+    largest = 57344 * 8192
+    assert found.start_memory_bytes < 4 * (largest + sum(rows * columns for rows, columns in block))
 
 
 def test_the_masters_and_sums_of_any_number_of_ranks() -> None:
@@ -197,11 +262,40 @@ def test_json_has_the_numbers_of_the_tables(
     assert warning in " ".join(text.split())
 
 
+def test_the_table_has_the_bytes_of_a_network_card(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--world-size", "4", "--ranks-per-machine", "2", "--strategy", "ddp"]
+    arguments = [
+        "explain",
+        "--config",
+        small_file(tmp_path),
+        "--batch.microbatch-size",
+        "4",
+        *sizes,
+    ]
+    assert cli.main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    assert found["ranks_per_machine"] == 2
+    sent = found["wire_bytes_between_machines"]
+    assert sent == sum(entry["between_machines"] for entry in found["wire"]) > 0
+    assert any(line.endswith(f"each card sends {bytes_text(sent)}") for line in lines)
+    assert any(
+        line.startswith("at the start") and bytes_text(found["start_memory_bytes"]) in line
+        for line in lines
+    )
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--world-size", "0"], "world_size = 0: use 1 or more ranks"),
         (["--world-size", "3"], "must be a multiple of"),
+        (["--world-size", "4", "--ranks-per-machine", "3"], "does not divide the 4 ranks"),
+        (["--ranks-per-machine", "0"], "ranks_per_machine = 0: use 1 or more ranks"),
         (["--world-size", "2", "--strategy", "single"], "is for one rank"),
         (["--data.path", "/nowhere"], "data.path"),
         (["--precision.policy", "bf61"], "did you mean"),

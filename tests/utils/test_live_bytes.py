@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from distmp.commands.explain.memory import (
+from distmp.utils.live_bytes import (
     ACTIVATIONS,
     BACKWARD,
     GATHERED,

@@ -134,7 +134,7 @@ class LiveBytes(TorchDispatchMode):
 
 def _storages(leaves: Iterable[Any]) -> Iterable[Any]:
     for leaf in leaves:
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Tensor) and not leaf.is_meta:
             if is_traceable_wrapper_subclass(leaf):
                 names, _ = leaf.__tensor_flatten__()
                 yield from _storages(getattr(leaf, name) for name in names)

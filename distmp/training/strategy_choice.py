@@ -1,0 +1,227 @@
+"""Chooses the strategy of a run with `strategy: auto` from the memory that it needs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from distmp.config import RunConfig
+from distmp.distributed.rank_environment import local_world_size
+from distmp.distributed.world import World
+from distmp.errors import ConfigError, DistmpError
+from distmp.optim.sharded import ELEMENTWISE
+from distmp.parallel.accumulation import least_free_bytes
+from distmp.parallel.memory import ModelMemory, Option, model_memory
+from distmp.parallel.settings import Accumulation, AccumulationSettings
+from distmp.precision import PrecisionPolicy, resolve
+from distmp.training.setup import RunComponents
+from distmp.training.step_memory import activation_bytes, build_fake_optimizer, state_bytes
+from distmp.utils.fake_tensors import FakeTensors
+from distmp.utils.units import bytes_text
+
+logger = logging.getLogger("distmp")
+
+T = TypeVar("T")
+
+# The places of gradients that need the least memory.
+ACCUMULATE: dict[str, Accumulation] = {"fsdp": "sharded", "hsdp": "hybrid"}
+
+# From the fastest to the one that needs the least memory.
+OPTIONS = (Option("ddp"), Option("ddp", shard_optimizer=True), Option("hsdp"), Option("fsdp"))
+# Share of the free memory that stays free, for what is not predicted: workspaces of kernels and
+# communication, fragments of the allocator.
+MARGIN = 0.1
+# A model whose FP32 parameters take a smaller share of the memory is not traced.
+SMALL_SHARE = 0.01
+
+
+class Choice(NamedTuple):
+    """What `strategy: auto` has chosen.
+
+    Attributes:
+        option: The strategy.
+        reason: Why, with the predicted memory, as text.
+        fits: Whether it is predicted to fit in memory.
+        accumulate: Where gradients have to be accumulated to fit; None: as configured.
+    """
+
+    option: Option
+    reason: str
+    fits: bool = True
+    accumulate: Accumulation | None = None
+
+    def applied_to(self, config: RunConfig) -> RunConfig:
+        """Return a configuration with this strategy in place of `auto`."""
+        if self.accumulate is not None:
+            sharding = replace(config.sharding, accumulate=self.accumulate)
+            config = replace(with_option(config, self.option), sharding=sharding)
+        return with_option(config, self.option)
+
+
+def choose_strategy(config: RunConfig, parts: RunComponents, world: World) -> tuple[RunConfig, str]:
+    """Resolve `strategy: auto` for several ranks. Collective over all ranks.
+
+    Returns:
+        The configuration with a strategy, and why it was chosen; empty if it was configured.
+
+    Raises:
+        ConfigError: If no strategy supports all settings.
+    """
+    if config.strategy != "auto" or world.world_size == 1:
+        return config, ""
+    free = least_free_bytes(world)
+    policy, _ = resolve(config.precision.policy, world.device)
+
+    def choose_on_rank_0() -> Choice:
+        with FakeTensors(), torch.random.fork_rng(devices=[]):
+            return choose(config, parts, policy, world, free)
+
+    choice = world.ranks.from_rank_0(choose_on_rank_0)
+    if not choice.fits and world.rank == 0:
+        logger.warning("strategy = 'auto': no strategy fits: %s", choice.reason)
+    return choice.applied_to(config), f"auto: {choice.reason}"
+
+
+def choose(
+    config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World, free: int
+) -> Choice:
+    """Return the fastest strategy that fits. Call it inside of `FakeTensors`.
+
+    Args:
+        config: The configuration, with several ranks.
+        parts: Data, model and loss.
+        policy: The resolved policy.
+        world: The ranks.
+        free: Free memory of a rank, in bytes.
+
+    Raises:
+        ConfigError: If no strategy supports all settings.
+    """
+    options = _supported(config, parts, policy, world)
+    parameters = 4 * sum(parameter.numel() for parameter in parts.model.parameters())
+    available = f"{bytes_text(free)} free memory of a rank"
+    if len(options) == 1:
+        return Choice(options[0], f"{options[0]} is the only strategy that supports the settings")
+    if parameters < SMALL_SHARE * free:
+        share = f"the FP32 parameters take {bytes_text(parameters)} of {available}"
+        return Choice(options[0], f"{options[0]} is the fastest, and {share}")
+    memory, options, unknown = _measure(config, parts, policy, world.device, options)
+    needs = {option: _of_rank(memory, option, config, policy, parts, world) for option in options}
+    usable = (1 - MARGIN) * free
+    fitting = [option for option in options if needs[option] <= usable]
+    chosen = fitting[0] if fitting else min(needs, key=lambda option: needs[option])
+    tried = [option for option in options[: options.index(chosen)] if option not in fitting]
+    numbers = ", ".join(f"{option} {bytes_text(needs[option])}" for option in (*tried, chosen))
+    reason = f"a rank needs: {numbers}; {1 - MARGIN:.0%} of {available} may be used{unknown}"
+    # The choice of `accumulate` does not know what else needs memory.
+    full = needs[chosen] + memory.gradients > usable and policy.param_dtype == torch.float32
+    free_to_choose = config.sharding.accumulate == "auto"
+    accumulate = ACCUMULATE.get(chosen.strategy) if full and free_to_choose else None
+    return Choice(chosen, reason, bool(fitting), accumulate)
+
+
+def with_option(config: RunConfig, option: Option) -> RunConfig:
+    """Return a configuration with a strategy in place of `auto`.
+
+    Raises:
+        ConfigError: If another setting excludes it.
+    """
+    return replace(config, strategy=option.strategy, shard_optimizer=option.shard_optimizer)
+
+
+def _supported(
+    config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
+) -> list[Option]:
+    """Return the strategies that support the settings, the fastest first."""
+    options, refusals = [], []
+    for option in OPTIONS:
+        try:
+            _check(option, config, parts, policy, world)
+            options.append(option)
+        except ConfigError as error:
+            refusals.append(error)
+    if not options:
+        raise refusals[0]
+    return options
+
+
+def _check(
+    option: Option, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
+) -> None:
+    """Refuse a strategy that the settings, the model or the machines exclude."""
+    if config.shard_optimizer and not option.shard_optimizer:
+        raise ConfigError("shard_optimizer", True, f"excludes {option}")
+    with_option(config, option)
+    if option.shard_optimizer and policy.param_dtype != torch.float32:
+        raise ConfigError("precision.policy.param", policy.param_dtype, f"excludes {option}")
+    if option.strategy == "ddp":
+        return
+    if option.strategy == "hsdp" and config.sharding.shard_size is None:
+        local = local_world_size(world.world_size)
+        if local == 1 or world.world_size == local or world.world_size % local:
+            raise ConfigError("strategy", "hsdp", "needs several machines of several ranks each")
+    if any(value.dim() == 0 or value.numel() == 0 for value in parts.model.parameters()):
+        raise ConfigError("strategy", option.strategy, "cannot shard parameters without rows")
+
+
+def _measure(
+    config: RunConfig,
+    parts: RunComponents,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    options: list[Option],
+) -> tuple[ModelMemory, list[Option], str]:
+    """Return the memory of the model, the strategies for its optimizer, and what is unknown."""
+    optimizer, problem = _traced(lambda: build_fake_optimizer(config, parts.model))
+    activations, other = _traced(lambda: activation_bytes(config, parts, policy, device))
+    if optimizer is not None and not isinstance(optimizer, ELEMENTWISE):
+        options = [option for option in options if not option.shard_optimizer] or options
+    memory = model_memory(
+        parts.model,
+        policy,
+        config.sharding,
+        optimizer_state=0 if optimizer is None else state_bytes(optimizer),
+        activations=activations or 0,
+    )
+    unknown = [
+        f"; without {what}, unknown because of {error}"
+        for what, error in (("the optimizer state", problem), ("activations", other))
+        if error
+    ]
+    return memory, options, "".join(unknown)
+
+
+def _traced(work: Callable[[], T]) -> tuple[T | None, str]:
+    """Return the result of work on tensors without values, or None and why it failed."""
+    try:
+        return work(), ""
+    except DistmpError:
+        raise
+    except Exception as error:  # noqa: BLE001 - code of users may need values, in any way
+        return None, f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _of_rank(
+    memory: ModelMemory,
+    option: Option,
+    config: RunConfig,
+    policy: PrecisionPolicy,
+    parts: RunComponents,
+    world: World,
+) -> int:
+    """Return the predicted memory of a rank, in bytes."""
+    if option.strategy == "ddp":
+        accumulation = AccumulationSettings(
+            option.shard_optimizer, config.reproducible, config.precision.on_nonfinite
+        )
+        return memory.replicated(accumulation, world.world_size, parts.microbatches)
+    shards, sharding = world.world_size, config.sharding
+    if option.strategy == "hsdp":
+        shards = sharding.shard_size or local_world_size(world.world_size)
+    elif sharding.accumulate == "auto" and policy.param_dtype != torch.float32:
+        sharding = replace(sharding, accumulate="unsharded")  # FP32 sums for 16-bit weights
+    return memory.sharded(sharding, shards, parts.microbatches)
