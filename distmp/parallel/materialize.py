@@ -69,8 +69,10 @@ def not_a_number(module: nn.Module) -> InitialValues:
     views = {name: tensor for _, _, name, tensor in _on_meta(module)}
 
     def compute(name: str, device: torch.device) -> Tensor:
-        value = torch.empty_like(views[name], device=device)
-        return value.fill_(math.nan) if value.is_floating_point() else value.zero_()
+        view = views[name]
+        value = math.nan if view.is_floating_point() else 0
+        # One value in memory: a shard does not need the full tensor.
+        return torch.full((), value, dtype=view.dtype, device=device).expand(view.shape)
 
     return compute
 
@@ -86,7 +88,7 @@ def materialize_buffers(module: nn.Module, values: InitialValues, device: torch.
     """Replace the buffers of a module that are on the meta device by their initial values."""
     for part, key, name, buffer in _on_meta(module):
         if not isinstance(buffer, nn.Parameter):
-            setattr(part, key, values(name, device))
+            setattr(part, key, _like(buffer, values(name, device)))
 
 
 def materialize_own(
@@ -169,6 +171,8 @@ def _replace(module: nn.Module, replacement: Callable[[str, Tensor], Tensor]) ->
 def _like(meta: Tensor, value: Tensor) -> Tensor:
     """Return a value in the dtype of a tensor, and as a parameter if that is one."""
     value = value.to(meta.dtype)
+    if value.stride() != meta.stride():  # expanded: its elements share memory
+        value = torch.empty_like(meta, device=value.device).copy_(value)
     return nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value
 
 
