@@ -4,8 +4,8 @@ Two comparisons, in processor time of a rank, with a model whose microbatch take
 
 - Beside torch's DDP (`no_sync` in all microbatches but the last, fused AdamW), on two ranks that
   communicate with gloo.
-- With pretended process groups, whose collectives return at once. The work of the other ranks is
-  left out, so only what this rank does itself can grow with the number of ranks. The pretended
+- With simulated process groups, whose collectives return at once. The work of the other ranks is
+  left out, so only the work of this rank can grow with the number of ranks. The simulated
   all-gather copies a piece for each rank, which a real one does not do on the host.
 
 The processes of all methods run at the same time and take turns.

@@ -1,8 +1,8 @@
 """Measure a fine-tuning run on two versions of distmp: `python -m benchmarks.large_model`.
 
 A Llama with random weights of 1 B parameters in many bf16 files trains for two steps on two CPU
-ranks with `strategy: fsdp` and SGD, and is saved as a model of transformers. Memory is without
-pages of files, sampled every 50 ms. `--baseline CHECKOUT` names a checkout of another version,
+ranks with `strategy: fsdp` and SGD, and is saved as a model of transformers. Memory excludes pages
+of files and is sampled every 50 ms. `--baseline CHECKOUT` names a checkout of another version,
 which runs after this one. Both need 15 GiB of free memory, 10 GiB on the disk and 15 minutes.
 """
 

@@ -2,13 +2,14 @@
 
 A model of transformers in several bf16 files becomes FP32 shards on four CPU ranks in three ways:
 
-- distmp: as `distmp.train` does with `strategy: fsdp` and `model.name: hf:FOLDER`.
+- distmp: as `distmp.train` does with `strategy: fsdp` and `model.name: hf:FOLDER`. This includes
+  reading the training data and building the engine with its optimizer.
 - FSDP2 by hand: every rank calls `from_pretrained`, then `fully_shard`.
 - accelerate: FSDP2 with `cpu_ram_efficient_loading`; rank 0 loads the model and broadcasts it
   (`fsdp2_prepare_model`, because `prepare` uses FSDP2 on accelerators only).
 
-Each way starts new processes in every round. Time and memory begin after imports and rendezvous;
-memory is without pages of files, sampled every 2 ms.
+Each way starts new processes in every round. Time and memory count from the end of imports and
+rendezvous; memory excludes pages of files and is sampled every 2 ms.
 """
 
 from __future__ import annotations

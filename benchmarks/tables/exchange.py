@@ -33,11 +33,12 @@ def exchange(result: dict[str, Any]) -> str:
                 }
             )
     return (
-        f"{table(rows)}\n\nBefore and now, in a step with one microbatch; 22 M parameters, "
-        f"{per_machine} ranks on every machine, each with a network card. Bytes per gradient "
-        "element: read and written by sums on each rank, and sent to other machines by each rank "
-        "to reduce gradients; an FP32 ring would send the bytes of the last but one column. Time "
-        f"of the sum of a bucket: median (min to max) of alternating rounds. {machine_line(result)}"
+        f"{table(rows)}\n\nFormer exchange -> this exchange, in a step with one microbatch; 22 M "
+        f"parameters, {per_machine} ranks on every machine, each with a network card. Bytes are "
+        "those of a rank per gradient element: `bytes of memory` that sums read and write, `bytes "
+        "between machines` that the reduction of gradients sends, and `FP32 ring` that a "
+        "reduce-scatter along an FP32 ring sends. Time of the sum of a bucket: median (min to max) "
+        f"of the ratios of alternating rounds. {machine_line(result)}"
     )
 
 

@@ -64,7 +64,7 @@ def host_cost(result: dict[str, Any]) -> str:
         fewest = min(taken, key=int)
         rows += [
             {
-                "ranks": f"{int(ranks):,}, pretended",
+                "ranks": f"{int(ranks):,}, simulated",
                 "policy": policy,
                 "ms per microbatch": Spread.of(found),
                 "relative to": f"{fewest} ranks",

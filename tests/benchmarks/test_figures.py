@@ -125,8 +125,8 @@ def test_host_cost_is_relative_to_ddp_and_to_the_fewest_ranks() -> None:
     }
     found = {row[0]: row[3:] for row in rows(steps.host_cost(result))}
     assert found["2"] == ["DDP, 3 (2 to 4) ms", "1.1 (1 to 1.2)"]
-    assert found["64, pretended"] == ["8 ranks", "1.5 (1 to 2)"]
-    assert found["8, pretended"] == ["8 ranks", "1 (1 to 1)"]
+    assert found["64, simulated"] == ["8 ranks", "1.5 (1 to 2)"]
+    assert found["8, simulated"] == ["8 ranks", "1 (1 to 1)"]
 
 
 def test_policies_have_the_peak_of_their_kind() -> None:

@@ -38,7 +38,7 @@ def test_the_numbers_are_those_of_the_code() -> None:
     assert "runs three of them (four with `reproducible`)" in " ".join(PAGE.split())
     assert "8 M parameters" in PAGE
     assert command.USUAL_RANKS == 8
-    assert "by default 8 or the next smaller divisor" in PAGE
+    assert "by default 8, or the largest smaller divisor" in " ".join(PAGE.split())
 
 
 def test_predictions_are_within_a_tenth_of_measurements() -> None:

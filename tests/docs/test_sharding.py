@@ -53,4 +53,4 @@ def test_the_automatic_strategy_is_that_of_the_code() -> None:
     ordered = re.findall(r"^\d\. (.*?)(?:, if .*)?$", section, flags=re.MULTILINE)
     assert [entry.replace("`", "") for entry in ordered] == [str(option) for option in OPTIONS]
     assert f"{1 - MARGIN:.0%} of the free memory" in " ".join(section.split())
-    assert f"less than {SMALL_SHARE:.0%} of the memory" in section
+    assert f"less than {SMALL_SHARE:.0%} of the free memory" in " ".join(section.split())
