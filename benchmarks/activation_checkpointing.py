@@ -1,7 +1,7 @@
 """Memory and time of activation checkpointing: `python -m benchmarks.activation_checkpointing`.
 
 Forward and backward of a transformer, with each value of the setting `activation_checkpointing`.
-Memory is the peak of live tensors, without the parameters. On CPUs, time is that of the processor.
+Memory is the peak of live tensors, without the parameters. On CPUs, time is processor time.
 """
 
 from __future__ import annotations

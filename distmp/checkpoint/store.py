@@ -60,8 +60,8 @@ def save(
     same step is replaced. Later ones, from before the run went back, are set aside; see `storage`.
 
     An unhealthy state is written, too, for examination, and marked in `state.json`. It never
-    displaces a healthy one, and `recovery` skips it. Nor does one that was saved after a skipped
-    step displace another: if the following steps are skipped, too, its weights are unhealthy.
+    displaces a healthy one, and `recovery` skips it. A state that was saved after a skipped step
+    displaces no other one, either: if the next steps are also skipped, its weights are unhealthy.
 
     May run in another thread, if nothing else uses `group` meanwhile.
 

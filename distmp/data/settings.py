@@ -69,7 +69,7 @@ class DataConfig:
         default=False, metadata=consequential("tokens attend to other documents, or no longer do")
     )
     """Tokens attend only to their own document, positions restart in each one, and no token is
-    predicted from another document. A file of text is a document; `end_of_text` ends other ones."""
+    predicted from another document. Each text file is a document; `end_of_text` ends other ones."""
 
     end_of_text: int | None = field(
         default=None, metadata=consequential("documents begin at other tokens")
@@ -166,7 +166,9 @@ class DataConfig:
             )
         if end is not None and not 0 <= end < (self.vocabulary_size or 2**32):
             raise ConfigError(
-                "data.end_of_text", end, "must be a token id from 0 to below data.vocabulary_size"
+                "data.end_of_text",
+                end,
+                "must be a token id: at least 0 and less than data.vocabulary_size",
             )
 
     def _check_options(self) -> None:

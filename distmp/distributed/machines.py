@@ -44,7 +44,7 @@ def exchange_groups(
 
 
 def _ranks_per_machine(device: torch.device) -> int:
-    """Return the number of ranks on every machine, or 1 if they are not regular."""
+    """Return the number of ranks on every machine, or 1 if machines or numberings differ."""
     own = local_world_size(dist.get_world_size())
     in_order = int(os.environ.get("LOCAL_RANK", -1)) == dist.get_rank() % own
     # Compare ranks even if this one knows a single machine only: another one may not.

@@ -107,9 +107,9 @@ class Engine:
     regardless of how samples or tokens are distributed over microbatches and ranks.
 
     Args:
-        model: Trained in place; or a function that returns it, which is called so that sharded
-            strategies never hold the whole model. Parameters on the meta device are computed where
-            they are needed. All others start from rank 0's values.
+        model: A module, which is trained in place, or a function that returns it. With a function,
+            a rank of a sharded strategy computes one parameter at a time and keeps its shard. The
+            same holds for parameters on the meta device. All others get the values of rank 0.
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
             its weight (the number of summed tokens or samples), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.

@@ -1,4 +1,4 @@
-"""Warns if a model's 16-bit copies of its weights are read in place of the weights."""
+"""Warns if `state_dict` returns 16-bit copies of the weights instead of the FP32 weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes or gathers the weights of a running engine; no rank holds the full model."""
+"""Writes the weights of a running engine tensor by tensor, or gathers trained ones on rank 0."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def save_weights(
     state: Mapping[str, Tensor] | None = None,
     max_shard_size: int = MAX_SHARD_SIZE,
 ) -> None:
-    """Write the FP32 weights of an engine as safetensors, file by file; every rank has to call it.
+    """Write the FP32 weights of an engine as safetensors; every rank has to call it.
 
-    Rank 0 writes and takes the memory of at most one file. The folder has the format of `distmp
-    export`; an existing one is replaced.
+    All ranks gather one tensor at a time, and rank 0 writes it. The folder has the format of
+    `distmp export`; an existing one is replaced.
 
     Args:
         engine: The engine.

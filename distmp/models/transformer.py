@@ -27,14 +27,14 @@ _STD = 0.02
 
 @dataclass(frozen=True)
 class RotaryScaling:
-    """How Llama 3.1 stretches the wavelengths of rotary positions.
+    """Scaling of the wavelengths of rotary positions, as in Llama 3.1.
 
     Wavelengths shorter than `length / high_frequency` tokens stay as they are, those longer than
     `length / low_frequency` are multiplied by `factor`, and those between are interpolated.
     """
 
     factor: float = 8.0
-    """Stretches the longest wavelengths; from 1."""
+    """Factor of the longest wavelengths; 1 or more."""
 
     low_frequency: float = 1.0
     """Number of waves in `length` tokens up to which a wavelength is stretched fully."""
@@ -44,7 +44,7 @@ class RotaryScaling:
     `low_frequency`."""
 
     length: int = 8192
-    """Longest sequence of the first training, in tokens."""
+    """Longest sequence of the original training, in tokens."""
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -102,13 +102,13 @@ class TransformerConfig:
 
     key_value_heads: int | None = None
     """Number of heads of keys and values; each serves a group of heads. It divides `heads`. None:
-    as many as heads."""
+    as many as `heads`."""
 
     qk_norm: bool = False
     """Whether queries and keys have an RMSNorm, over the width of a head, before their rotation."""
 
     rotary_scaling: RotaryScaling | None = None
-    """Stretches long wavelengths, for longer sequences than those of the first training."""
+    """Stretches long wavelengths, for sequences longer than those of the original training."""
 
     norm_epsilon: float = 1e-5
     """Added to the mean square in each norm."""
@@ -117,7 +117,7 @@ class TransformerConfig:
         """Check the dimensions, and read `rotary_scaling` if it is a mapping (from a file)."""
         if self.dimension % (2 * self.heads):
             raise ValueError(
-                f"dimension = {self.dimension} is no multiple of twice heads = {self.heads}"
+                f"dimension = {self.dimension} is not a multiple of twice heads = {self.heads}"
             )
         if self.heads % self.groups:
             raise ValueError(

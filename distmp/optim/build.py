@@ -104,7 +104,8 @@ def schedule_factory(config: ScheduleConfig, steps: int) -> ScheduleFactory:
             raise ConfigError(
                 "schedule.decay_steps",
                 config.decay_steps,
-                f"is more than the run has after its warm-up ({steps} - {config.warmup_steps})",
+                f"is more than the run has after its warm-up; use at most "
+                f"{max(0, steps - config.warmup_steps)}",
             )
         return lambda optimizer: _with_warmup(optimizer, config, steps, _shape)
     if config.name in NOT_BY_NAME:

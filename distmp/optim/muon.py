@@ -44,14 +44,14 @@ class Muon(torch.optim.Optimizer):
     """Updates hidden matrices with Muon, and embeddings, heads, vectors and the rest with AdamW.
 
     The update of a matrix is that of `torch.optim.Muon`. It is the same for any number of ranks
-    and any strategy, up to the rounding of `ns_dtype`. Skips and unscales on the device as torch's
-    fused optimizers do.
+    and any strategy, up to the rounding of `ns_dtype`. It unscales gradients and skips steps on the
+    device, as torch's fused optimizers do.
 
     Args:
-        params: `[(name, tensor), ...]`, or groups of those. A group may set `muon` to choose the
-            rule for all of its tensors.
-        lr: Learning rate of both rules.
-        weight_decay: Decoupled weight decay of both rules.
+        params: `[(name, tensor), ...]`, or groups of those. A group may set `muon`: True for
+            Muon, False for AdamW for all of its tensors.
+        lr: Learning rate of Muon and AdamW.
+        weight_decay: Decoupled weight decay of Muon and AdamW.
         momentum: Momentum of Muon.
         nesterov: Whether Muon uses Nesterov momentum.
         ns_coefficients: Coefficients of the Newton-Schulz polynomial.
@@ -137,9 +137,9 @@ class Muon(torch.optim.Optimizer):
         ]
 
     def describe(self) -> str:
-        """Return which tensors are updated by which rule."""
+        """Return which tensors Muon and AdamW update."""
         others = sum(len(group["params"]) for group in self.param_groups if not group["muon"])
-        excluded = f", with the matrices {listed(self._excluded)}" if self._excluded else ""
+        excluded = f", including the matrices {listed(self._excluded)}" if self._excluded else ""
         return f"Muon updates {len(self.matrices)} matrices, AdamW {others} other tensors{excluded}"
 
     def shard(
@@ -366,7 +366,9 @@ def _check(
         ConfigError: Naming the option.
     """
     if not 0 <= momentum < 1:
-        raise ConfigError("optim.options.momentum", momentum, "use a number from 0 to below 1")
+        raise ConfigError(
+            "optim.options.momentum", momentum, "use a number of at least 0 and less than 1"
+        )
     if len(coefficients) != 3:
         raise ConfigError("optim.options.ns_coefficients", coefficients, "use three numbers")
     if not 1 <= steps < 100:

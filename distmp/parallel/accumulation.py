@@ -138,6 +138,6 @@ def least_free_bytes(world: World) -> int:
 
 
 def _free_cuda_bytes(device: torch.device) -> int:
-    """Return the free memory of a GPU, with what torch's allocator holds but does not use."""
+    """Return the free memory of a GPU, including what torch's allocator holds but does not use."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + cached

@@ -108,7 +108,7 @@ def _every(count: int, blocks: dict[str, nn.Module]) -> list[nn.Module]:
         raise ConfigError(
             "activation_checkpointing.every",
             count,
-            f"recomputes nothing: the model has {len(blocks)} blocks",
+            f"recomputes nothing: the model has {len(blocks)} blocks; use a smaller number",
         )
     return list(blocks.values())[count - 1 :: count]
 

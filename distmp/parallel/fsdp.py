@@ -123,7 +123,7 @@ class FullySharded(ShardedStrategy):
 
     Args:
         module: The model; it gets the values of rank 0 and is sharded in place, one group per
-            block. Parameters on the meta device are never whole.
+            block. Parameters on the meta device are computed one at a time.
         policy: The precision policy; gathered parameters have its compute dtype.
         world: The ranks to shard over.
         config: Settings of sharding.

@@ -94,7 +94,7 @@ def materialize_buffers(module: nn.Module, values: InitialValues, device: torch.
 def materialize_own(
     module: nn.Module, values: InitialValues, device: torch.device
 ) -> Callable[[nn.Module], None]:
-    """Return a function that does it for the tensors that one submodule holds itself.
+    """Return a function that materializes the tensors that one submodule holds itself.
 
     Args:
         module: The module whose names `values` uses, before it is wrapped.

@@ -13,8 +13,8 @@ from distmp.parallel.settings import AccumulationSettings, ShardingConfig
 from distmp.precision.keep import modules_in_fp32, storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 
-# Temporary memory of FSDP for each parameter of a unit: its FP32 gradient as FSDP has it, as it is
-# sent and as it is received (12), and the gathered 16-bit parameters of this unit and the next (4).
+# Temporary bytes of FSDP for each parameter of a unit: three copies of its FP32 gradient (in FSDP,
+# sent, received: 12), and the gathered 16-bit parameters of this unit and the next one (4).
 UNIT_BYTES = 16
 
 
@@ -94,8 +94,9 @@ class ModelMemory(NamedTuple):
         gradients = 0 if sharding.offload else self.gradients // shards
         if sharding.accumulate == "unsharded":
             gradients += self.gradients
-        # At the start of backward all activations exist, but gradients only of an earlier
-        # microbatch, and of the head, which is outside of the blocks. At the end it is opposite.
+        # At the start of backward all activations exist, and only the gradients of earlier
+        # microbatches and of the head, which is outside of the blocks. At the end it is the
+        # opposite.
         start = self.activations + 4 * self.root_elements + UNIT_BYTES * self.block_elements
         if microbatches > 1:
             start += gradients

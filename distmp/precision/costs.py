@@ -36,8 +36,8 @@ def costs(policy: PrecisionPolicy) -> list[str]:
         lines.append(
             f"reduce={dtype_name(policy.reduce_dtype)}: the gradient of 64 ranks has a relative "
             f"error of {figures['reduce once']} (on 8 machines {figures['reduce machines']}) where "
-            f"distmp sums it in FP32, of {figures['reduce ring']} where the backend sums it in 16 "
-            "bits"
+            f"distmp sums it in FP32, and of {figures['reduce ring']} where the backend sums it in "
+            "16 bits"
         )
     if policy.buffer_dtype in SIXTEEN_BIT:
         lines.append(

@@ -82,7 +82,11 @@ def choose_strategy(config: RunConfig, parts: RunComponents, world: World) -> tu
 
     choice = world.ranks.from_rank_0(choose_on_rank_0)
     if not choice.fits and world.rank == 0:
-        logger.warning("strategy = 'auto': no strategy fits: %s", choice.reason)
+        logger.warning(
+            "strategy = 'auto': no strategy is predicted to fit in memory (%s); use more ranks, or "
+            "lower batch.microbatch_size",
+            choice.reason,
+        )
     return choice.applied_to(config), f"auto: {choice.reason}"
 
 
@@ -103,7 +107,7 @@ def choose(
     """
     options = _supported(config, parts, policy, world)
     parameters = 4 * sum(parameter.numel() for parameter in parts.model.parameters())
-    available = f"{bytes_text(free)} free memory of a rank"
+    available = f"the {bytes_text(free)} that are free for a rank"
     if len(options) == 1:
         return Choice(options[0], f"{options[0]} is the only strategy that supports the settings")
     if parameters < SMALL_SHARE * free:
@@ -116,7 +120,7 @@ def choose(
     chosen = fitting[0] if fitting else min(needs, key=lambda option: needs[option])
     tried = [option for option in options[: options.index(chosen)] if option not in fitting]
     numbers = ", ".join(f"{option} {bytes_text(needs[option])}" for option in (*tried, chosen))
-    reason = f"a rank needs: {numbers}; {1 - MARGIN:.0%} of {available} may be used{unknown}"
+    reason = f"a rank needs: {numbers}; limit: {1 - MARGIN:.0%} of {available}{unknown}"
     # The choice of `accumulate` does not know what else needs memory.
     full = needs[chosen] + memory.gradients > usable and policy.param_dtype == torch.float32
     free_to_choose = config.sharding.accumulate == "auto"
@@ -154,18 +158,22 @@ def _check(
 ) -> None:
     """Refuse a strategy that the settings, the model or the machines exclude."""
     if config.shard_optimizer and not option.shard_optimizer:
-        raise ConfigError("shard_optimizer", True, f"excludes {option}")
+        raise ConfigError("shard_optimizer", True, f"is not possible with {option}; remove it")
     with_option(config, option)
     if option.shard_optimizer and policy.param_dtype != torch.float32:
-        raise ConfigError("precision.policy.param", policy.param_dtype, f"excludes {option}")
+        problem = f"is not possible with {option}; use a policy with FP32 weights"
+        raise ConfigError("precision.policy.param", policy.param_dtype, problem)
     if option.strategy == "ddp":
         return
     if option.strategy == "hsdp" and config.sharding.shard_size is None:
         local = local_world_size(world.world_size)
         if local == 1 or world.world_size == local or world.world_size % local:
-            raise ConfigError("strategy", "hsdp", "needs several machines of several ranks each")
+            raise ConfigError(
+                "strategy", "hsdp", "needs several machines with several ranks each; use fsdp"
+            )
     if any(value.dim() == 0 or value.numel() == 0 for value in parts.model.parameters()):
-        raise ConfigError("strategy", option.strategy, "cannot shard parameters without rows")
+        problem = "cannot shard scalar or empty parameters; use ddp"
+        raise ConfigError("strategy", option.strategy, problem)
 
 
 def _measure(
@@ -188,7 +196,7 @@ def _measure(
         activations=activations or 0,
     )
     unknown = [
-        f"; without {what}, unknown because of {error}"
+        f"; without {what}, which cannot be predicted: {error}"
         for what, error in (("the optimizer state", problem), ("activations", other))
         if error
     ]

@@ -1,4 +1,4 @@
-"""The identity of a process, which another process can look up, and the time that it computes."""
+"""The identity of a process, which another process can look up, and its processor time."""
 
 from __future__ import annotations
 

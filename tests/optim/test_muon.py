@@ -92,8 +92,8 @@ def test_adamw_updates_everything_but_hidden_matrices() -> None:
     assert hidden["param_names"] == ["up.weight"]
     assert isinstance(optimizer, Muon)
     assert optimizer.describe() == (
-        "Muon updates 1 matrices, AdamW 8 other tensors, with the matrices embed_tokens.weight, "
-        "lm_head.weight"
+        "Muon updates 1 matrices, AdamW 8 other tensors, including the matrices "
+        "embed_tokens.weight, lm_head.weight"
     )
     others = [(n, p) for n, p in theirs.named_parameters() if n != "up.weight"]
     decayed = [(n, p) for n, p in others if p.dim() > 1]

@@ -104,7 +104,7 @@ def test_the_fastest_that_fits_is_chosen_and_the_reason_has_the_numbers() -> Non
         names.append(str(choice.option))
         assert choice.fits
         assert choice.option == option, choice.reason
-        assert f"90% of {bytes_text(free)} free memory of a rank may be used" in choice.reason
+        assert f"limit: 90% of the {bytes_text(free)} that are free for a rank" in choice.reason
         assert all(f"{name} " in choice.reason for name in names)
         free = int(0.99 * memory_in(choice) / (1 - MARGIN))
     last = chosen(config, free)
@@ -165,7 +165,7 @@ def test_a_small_model_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_needs_values_is_chosen_for_without_activations() -> None:
     name = "tests.commands.explain.runs:Indecisive"
     choice = chosen(replace(config_of(), model=ModelConfig(name)), 10**7)
-    assert "without activations, unknown because of Dynamic" in choice.reason
+    assert "without activations, which cannot be predicted: Dynamic" in choice.reason
 
 
 class Quiet:

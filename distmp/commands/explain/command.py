@@ -79,6 +79,7 @@ def _ranks_per_machine(world_size: int, requested: int | None) -> int:
         raise ConfigError(
             "ranks_per_machine",
             requested,
-            f"does not divide the {world_size} ranks; all machines have the same number",
+            f"does not divide the {world_size} ranks; use a divisor, because all machines have the "
+            "same number of ranks",
         )
     return requested

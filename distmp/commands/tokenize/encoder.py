@@ -91,7 +91,8 @@ def load_encoder(tokenizer: str, end_of_text: str | None) -> Encoder:
         raise ConfigError("--end-of-text", None, problem)
     vocabulary = loaded.get_vocab()
     if name not in vocabulary:
-        raise ConfigError("--end-of-text", name, f"is not a token of {folder}; name one of its own")
+        problem = f"is not a token of {folder}; name a token of this tokenizer"
+        raise ConfigError("--end-of-text", name, problem)
     size = max(vocabulary.values()) + 1
     definition = loaded.backend_tokenizer.to_str()
     return Encoder(folder.resolve().name, definition, size, vocabulary[name])
@@ -101,7 +102,7 @@ def _byte_encoder(end_of_text: str | None) -> Encoder:
     from distmp.data.text import END_OF_FILE, VOCABULARY_SIZE
 
     if end_of_text is not None:
-        problem = f"with --tokenizer {BYTES} a document ends with {END_OF_FILE}; leave it out"
+        problem = f"with --tokenizer {BYTES} a document ends with {END_OF_FILE}; remove this option"
         raise ConfigError("--end-of-text", end_of_text, problem)
     return Encoder(BYTES, None, VOCABULARY_SIZE, END_OF_FILE)
 

@@ -1,4 +1,4 @@
-"""Runs tasks in processes that end with this one, however it ends."""
+"""Runs tasks in worker processes, which also end if this process is killed."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _receive(connection: Connection, process: BaseProcess) -> Any:
 
 def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     """Run the tasks that arrive, until the other end is closed."""
-    # Ctrl-C reaches all processes; the first one decides.
+    # Ctrl-C reaches all processes; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -110,5 +110,5 @@ def _outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> tuple[
         return True, function(*arguments)
     except DataError as error:
         return False, error
-    except Exception:  # noqa: BLE001  (it is raised by the first process)
+    except Exception:  # noqa: BLE001  (the parent raises it)
         return False, traceback.format_exc()

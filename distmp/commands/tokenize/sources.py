@@ -212,7 +212,7 @@ def _text_of(line: bytes, key: str, place: str) -> str:
     try:
         value = json.loads(line)
     except ValueError as error:
-        raise InputError(f"{place} is not JSON: {error}") from error
+        raise InputError(f"{place} is not JSON: {error}; fix or remove this line") from error
     if not isinstance(value, dict):
         raise InputError(f"{place} is not an object with a key {key!r}")
     return _checked(value.get(key), key, sorted(value), place)
@@ -248,13 +248,15 @@ def _require_column(key: str, columns: Sequence[str], path: str) -> None:
 def _checked(value: object, key: str, keys: Sequence[str], place: str) -> str:
     if not isinstance(value, str):
         problem = (
-            f"has a {type(value).__name__}, not text, as {key!r}"
+            f"has a value of type {type(value).__name__} for {key!r}; use a string"
             if key in keys
             else (f"has no key {key!r}; set --key to one of {', '.join(keys)}")
         )
         raise InputError(f"{place} {problem}")
     if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise InputError(f"{place} has half of a surrogate pair, which UTF-8 cannot represent")
+        raise InputError(
+            f"{place} has half of a surrogate pair, which UTF-8 cannot represent; fix its text"
+        )
     return value
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from distmp.commands.tokenize.encoder import Encoder
 from distmp.commands.tokenize.parts import PartCounts, PartWriter
 from distmp.commands.tokenize.processes import run_tasks
-from distmp.commands.tokenize.sources import Piece
+from distmp.commands.tokenize.sources import InputError, Piece
 from distmp.data.token_metadata import NAME, UNFINISHED_SUFFIX, TokenMetadata
 from distmp.errors import ConfigError
 from distmp.utils.files import replacing
@@ -37,10 +37,10 @@ def tokenize(
 
     Args:
         parts: The documents of each token file.
-        folder: A new folder, or that of an equal command.
+        folder: A new folder, or one that the same command has begun or finished.
         encoder: The tokenizer.
         key: Key or column of the text.
-        settings: What the output depends on. A folder that was begun with others is refused.
+        settings: Values that the output depends on. A folder with other values is refused.
         workers: Number of processes.
         on_part: Called with the number of a part when it is finished.
 
@@ -48,8 +48,8 @@ def tokenize(
         The metadata of the folder.
 
     Raises:
-        ConfigError: If the folder exists or was begun with other settings, or there is no document.
-        InputError: If a document cannot be read.
+        ConfigError: If the folder exists or was begun with other settings.
+        InputError: If a document cannot be read, or no document has a token.
     """
     if folder.exists():
         return _existing(folder, settings)
@@ -69,7 +69,7 @@ def tokenize(
 
 
 def _existing(folder: Path, settings: Mapping[str, str]) -> TokenMetadata:
-    """Return the metadata of a folder that an equal command has finished."""
+    """Return the metadata of a folder that the same command has finished."""
     if (folder / NAME).is_file():
         metadata = TokenMetadata.read(folder, "--to")
         if metadata.settings == settings:
@@ -106,7 +106,7 @@ def _begin(folder: Path, settings: Mapping[str, str]) -> None:
                 f"was begun with other values of {', '.join(different)}; remove it to begin again"
             )
             raise ConfigError("--to", str(folder), problem)
-    # Of a command that was killed.
+    # Left by a command that was killed.
     for temporary in folder.glob(".*.tmp"):
         temporary.unlink()
     with replacing(file) as stream:
@@ -119,7 +119,7 @@ def _metadata(
     encoder = writer.encoder
     files = {writer.path(i).name: part.tokens for i, part in enumerate(counts) if part.tokens}
     if not files:
-        raise ConfigError("INPUT", settings["input"], "there is no document that has a token")
+        raise InputError("INPUT: there is no document that has a token; name files with text")
     for index, part in enumerate(counts):
         if not part.tokens:
             writer.path(index).unlink()

@@ -75,7 +75,11 @@ def test_the_digest_notices_a_changed_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": 5}\n', "line at byte 14 has a int, not text, as 'te"),
+        (
+            "a.jsonl",
+            b'{"text": "x"}\n{"text": 5}\n',
+            "at byte 14 has a value of type int for 'text'",
+        ),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "line at byte 14 has no key 'text'; set --ke"),
         ("a.jsonl", b'{"text": "x"}\n{"te', "the line at byte 14 is not JSON"),
         ("a.jsonl", b'["x"]', "the line at byte 0 is not an object with a key 'text'"),
