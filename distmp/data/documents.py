@@ -1,4 +1,4 @@
-"""Samples that hold several documents, whose tokens attend only to their own one."""
+"""Samples with several documents; tokens attend only to their own document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distmp.data import IGNORED
 
 
 def document_positions(ends: Tensor) -> Tensor:
-    """Return the position of each token in its document, or since the first token if later.
+    """Return the position of each token in its document, or in the sample if it begins earlier.
 
     Args:
         ends: Whether a token is the last one of its document, bool [time].

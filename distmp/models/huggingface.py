@@ -84,7 +84,7 @@ def weights_folder(name: str) -> Path | None:
 
 
 def load(name: str, options: Mapping[str, Any]) -> nn.Module:
-    """Build a model whole, and load the weights in its folder, as transformers does.
+    """Build the whole model, and load the weights in its folder with transformers.
 
     Raises:
         ConfigError: If transformers cannot do it, or weights are missing.

@@ -89,8 +89,9 @@ class ModelConfig:
     `distmp export`; null: random weights. A resumed run loads its checkpoint instead."""
 
     deferred: bool = field(default=True, metadata=HARMLESS)
-    """Build the model without memory for its parameters and compute them where they are needed, so
-    that sharded strategies never hold it whole; false builds it on the host of every rank first."""
+    """Build the model without memory for its parameters, and compute them one at a time, so that a
+    rank of a sharded strategy keeps only its shards; false builds the whole model on every host
+    first, once for each rank."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path; for a Hugging Face model, values that

@@ -1,4 +1,4 @@
-"""Tells Muon how a strategy divides matrices over ranks."""
+"""Passes the division of matrices over ranks from a strategy to Muon."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def place_matrices(
     names: Mapping[int, str],
     device: torch.device,
 ) -> None:
-    """Tell Muon how its matrices are sharded; other optimizers stay as they are.
+    """Set how the matrices of Muon are sharded; other optimizers do not change.
 
     Args:
         optimizer: The optimizer, on the tensors of the strategy.

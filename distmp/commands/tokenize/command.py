@@ -66,7 +66,7 @@ def _parse(argv: list[str]) -> Namespace:
         help="text files (one document each), JSONL or parquet files (one per line or row), "
         "folders of them, or a folder that `datasets` saved with save_to_disk",
     )
-    command.add_argument("--to", metavar="FOLDER", required=True, help="a new folder")
+    command.add_argument("--to", metavar="FOLDER", required=True, help="new folder for the files")
     command.add_argument(
         "--tokenizer",
         metavar="FOLDER",
@@ -91,8 +91,7 @@ def _parse(argv: list[str]) -> Namespace:
         type=int,
         default=granted_cores(),
         metavar="N",
-        help="number of processes (default: the cores of this machine); the output does not depend "
-        "on it",
+        help="number of processes (default: the available cores); the output does not depend on it",
     )
     command.add_argument(
         "--part-size",
