@@ -15,7 +15,6 @@ Time: the sum of one bucket of 6 MiB on this CPU, both ways in turns. It takes t
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 import warnings
@@ -94,11 +93,9 @@ def count(
         known_machine: Number of ranks of a machine that distmp is told; with all ranks it exchanges
             over all of them at once.
     """
-    variables = {"LOCAL_WORLD_SIZE": str(known_machine), "LOCAL_RANK": "0"}
     with (
-        mock.patch.dict(os.environ, variables),
         mock.patch.object(exchange, "BLOCK", sys.maxsize),
-        simulate_ranks(ranks),
+        simulate_ranks(ranks, known_machine),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("ignore", "all .* ranks were given the same first microbatch")

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 from distmp.errors import ConfigError, nearest
 from distmp.parallel.saved_operations import operators
 from distmp.utils.annotations import check_types
-from distmp.utils.settings import from_mapping
 
 Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
 ActivationCheckpointing = Literal["none", "blocks"] | dict[str, Any]
@@ -128,6 +127,9 @@ class Recomputation:
         if value == "none":
             return None
         if isinstance(value, dict) and value:
+            # Import lazily: YAML and the command line are not needed in own loops.
+            from distmp.utils.settings import from_mapping
+
             section = {"activation_checkpointing": value}
             return from_mapping(_Section, section).activation_checkpointing
         if value != "blocks":

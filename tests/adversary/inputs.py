@@ -16,6 +16,7 @@ import functools
 import hashlib
 import importlib
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -415,6 +416,8 @@ def _run_limited(work: Callable[[], int], folder: Path, outputs: Sequence[Path])
     code = 70
     try:
         os.setpgid(0, 0)
+        # A rank of a test is a daemon, which may not start the workers of a DataLoader.
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
         for number, file in enumerate(outputs, 1):
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

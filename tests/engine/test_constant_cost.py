@@ -19,6 +19,7 @@ import distmp
 from distmp.commands.explain import fake_ranks
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.engine.engine import Engine
+from distmp.utils import fake_tensors
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
 from tests.recording import Operators
@@ -70,20 +71,19 @@ class Calls:
     """
 
     package = os.path.dirname(distmp.__file__) + os.sep
+    simulation = (fake_ranks.__file__, fake_tensors.__file__)
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
     def _record(self, frame: FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
+        file = code.co_filename
         if event == "call":
-            if (
-                code.co_filename.startswith(self.package)
-                and code.co_filename != fake_ranks.__file__
-            ):
-                name = code.co_filename.removeprefix(self.package)
+            if file.startswith(self.package) and file not in self.simulation:
+                name = file.removeprefix(self.package)
                 self.counts[f"{name}:{code.co_firstlineno} {code.co_name}"] += 1
-            elif "_object" in code.co_name and code.co_filename == dist.distributed_c10d.__file__:
+            elif "_object" in code.co_name and file == dist.distributed_c10d.__file__:
                 self.counts[f"object collective {code.co_name}"] += 1
         elif event == "c_call" and "_distributed_c10d.Store" in (argument.__doc__ or ""):
             self.counts[f"store {argument.__name__}"] += 1
