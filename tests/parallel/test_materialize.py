@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import resource
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +11,7 @@ from torch import Tensor, nn
 from distmp.engine import Engine
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
-from distmp.parallel import ParallelConfig
-from distmp.parallel.settings import ShardingConfig
 from distmp.utils.deferred import build_whole
-from tests.memory_limit import limit_memory
 from tests.ranks import ranks, run_ranks
 from tests.reference import gathered
 
@@ -137,62 +132,3 @@ def test_a_module_without_values_is_refused() -> None:
     message = r"nothing sets the initial values of gain; pass the constructor"
     with pytest.raises(ConfigError, match=message):
         Engine(model, next_token, sgd, policy="fp32")
-
-
-# Under a limit of memory
-
-LARGE = TransformerConfig(
-    vocabulary_size=2048, sequence_length=8, layers=20, dimension=384, heads=4, hidden=1152
-)
-LARGE_BYTES = 4 * 39_000_000
-RANKS = 4
-
-
-def large() -> nn.Module:
-    return Transformer(LARGE)
-
-
-def large_on_cpu() -> nn.Module:
-    """Build the model whole, as one does without deferral."""
-    return large()
-
-
-def start_within(build: Callable[[], nn.Module], limit: int, deferred: bool) -> tuple[int, int]:
-    """Build an engine and take steps with a limit of additional memory.
-
-    Returns:
-        The number of parameters, and the peak of the resident memory until the first step relative
-        to that of later steps, in thousandths.
-    """
-    torch.set_num_threads(1)
-    limit_memory(limit)
-    parallel = ParallelConfig(sharding=ShardingConfig(accumulate="sharded"))
-    engine = Engine(
-        build if deferred else build(),
-        next_token,
-        sgd,
-        policy="fp32",
-        strategy="fsdp",
-        parallel=parallel,
-    )
-    batch = torch.arange(8).view(1, 8)
-    started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for _ in range(2):
-        assert not engine.step([batch]).numbers.skipped
-    steady = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    elements = sum(parameter.numel() for parameter in engine.module.parameters())
-    return elements, 1000 * started // steady
-
-
-def test_a_model_starts_in_less_memory_than_it_has_whole() -> None:
-    results = run_ranks(start_within, RANKS, large, LARGE_BYTES * 92 // 100, True)
-    for elements, started in results:
-        assert 4 * elements >= LARGE_BYTES
-        assert started <= 1100
-
-
-def test_the_limit_is_one_for_the_whole_model() -> None:
-    with pytest.raises(
-        pytest.fail.Exception, match=r"[Cc]an't allocate memory|MemoryError|not enough"
-    ):
-        run_ranks(start_within, RANKS, large, LARGE_BYTES * 92 // 100, False)
