@@ -60,7 +60,7 @@ def masked(value: Any, name: str = "") -> Any:
         return {key: masked(item, _inner(name, str(key))) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         before = ["", *value]
-        items = [masked(item, _inner(name, _lone(before[i]))) for i, item in enumerate(value)]
+        items = [masked(item, _inner(name, _lone(before[i], item))) for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if value is None or isinstance(value, bool):
         return value
@@ -127,6 +127,10 @@ def _inner(outer: str, name: str) -> str:
     return outer if is_secret(outer) else name
 
 
-def _lone(before: Any) -> str:
+def _lone(before: Any, item: Any) -> str:
     """Return the name that an item of a list gives to the next one; "" if it is no name."""
-    return before if isinstance(before, str) and _LONE_NAME.fullmatch(before) else ""
+    if not isinstance(before, str) or not _LONE_NAME.fullmatch(before):
+        return ""
+    # In `--data.source tokens --steps 6`, `tokens` is a value, because an option follows.
+    follows = not before.startswith("-") and isinstance(item, str) and item.startswith("--")
+    return "" if follows else before

@@ -72,6 +72,8 @@ def test_numbers_are_hidden_where_they_can_only_be_secrets() -> None:
 def test_the_word_after_the_name_of_a_secret() -> None:
     words = ["python", "--api-key", SECRET, "--seed", "1"]
     assert masked(words) == ["python", "--api-key", HIDDEN, "--seed", "1"]
+    words = ["--data.source", "tokens", "--seed", "1"]
+    assert masked(words) == words
     assert masked(("Authorization", SECRET)) == ("Authorization", HIDDEN)
 
 
