@@ -88,7 +88,7 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     store.check_reachable(config.checkpoint.path, config.resume)
     datasets = build_datasets(config.data)
     torch.manual_seed(config.seed)
-    model = _build(config, datasets.vocabulary_size)
+    model = _build(config, datasets.vocabulary_size, world)
     weights = _weights(config.model)
     if weights is not None and weights.may_have_more and (problems := misfits(model, weights)):
         model, weights = huggingface.load(config.model.name, config.model.options), None
@@ -108,7 +108,7 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
     )
 
 
-def _build(config: RunConfig, vocabulary_size: int | None) -> nn.Module:
+def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.Module:
     """Build the model, if possible without memory for its parameters."""
 
     def build() -> nn.Module:
@@ -119,13 +119,20 @@ def _build(config: RunConfig, vocabulary_size: int | None) -> nn.Module:
     try:
         return build_deferred(build, config.seed)
     except NotDeferrableError as error:
+        reason = f"the constructor of {config.model.name} needs the values of its parameters"
         if config.strategy in SHARDED_STRATEGIES:
             raise ConfigError(
                 "model.deferred",
                 True,
-                f"the constructor of {config.model.name} needs the values of its parameters "
-                f"({error}); use false to build the whole model on every rank first",
+                f"{reason} ({error}); use false to build the whole model on every rank first",
             ) from error
+        if config.strategy == "auto" and world.rank == 0 < world.world_size - 1:
+            logger.warning(
+                "model.deferred = True: %s (%s), so every rank builds the whole model first; use "
+                "false if that is intended",
+                reason,
+                error,
+            )
         return build_whole(build, config.seed)
 
 
