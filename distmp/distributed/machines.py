@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distmp.distributed.rank_environment import local_world_size
 
+# Empty for a group that is not divided: a value that refers to its key would keep it alive.
 _created: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ...]] = WeakKeyDictionary()
 
 
@@ -24,7 +25,7 @@ def exchange_groups(
     `group` alone, for example if machines have different numbers of ranks, or if a launcher does
     not number the ranks machine by machine.
 
-    Every rank of the default group has to call it. The groups are created once.
+    Every rank of the default group has to call it. The answer is found once for each group.
 
     Args:
         group: The group of this rank.
@@ -37,10 +38,9 @@ def exchange_groups(
     if group not in _created:
         local = _ranks_per_machine(device)
         machines, remainder = divmod(group.size(), local)
-        if remainder or machines < 2 or local < 2:
-            return (group,)
-        _created[group] = _create(device, (copies, machines, local))
-    return _created[group]
+        divided = not remainder and machines > 1 and local > 1
+        _created[group] = _create(device, (copies, machines, local)) if divided else ()
+    return _created[group] or (group,)
 
 
 def _ranks_per_machine(device: torch.device) -> int:

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from distmp.commands.explain.fake_ranks import simulate_ranks
+from distmp.distributed import machines
 from distmp.distributed.machines import exchange_groups
 from tests.machines import pretend
 from tests.ranks import ranks
@@ -53,19 +57,47 @@ def test_machines_of_other_sizes() -> None:
 
 @ranks(4)
 def test_every_rank_decides_the_same() -> None:
-    assert dist.group.WORLD is not None
     pretend(2, local_rank=dist.get_rank() // 2)  # numbered machine by machine in turn
-    assert exchange_groups(dist.group.WORLD, CPU) == (dist.group.WORLD,)
+    assert_undivided()
     pretend(1 if dist.get_rank() == 3 else 3)
-    assert exchange_groups(dist.group.WORLD, CPU) == (dist.group.WORLD,)
+    assert_undivided()
     pretend(4 if dist.get_rank() == 3 else 2)  # as if a variable was not set on one machine
-    assert exchange_groups(dist.group.WORLD, CPU) == (dist.group.WORLD,)
+    assert_undivided()
     pair = dist.new_group([0, 1])
     if dist.get_rank() < 2:
         assert exchange_groups(pair, CPU) == (pair,)  # a group that others do not know of
     pretend(2)
+    assert dist.group.WORLD is not None
     groups = exchange_groups(dist.group.WORLD, CPU)
     assert exchange_groups(dist.group.WORLD, CPU) == groups
     own = dist.get_rank()
     found = [dist.get_process_group_ranks(group) for group in groups]
     assert found == [[own // 2 * 2, own // 2 * 2 + 1], [own % 2, own % 2 + 2]]
+
+
+def assert_undivided() -> None:
+    group = dist.new_group(range(4))  # the answer for a group is found once
+    assert exchange_groups(group, CPU) == (group,)
+
+
+def test_ranks_are_compared_once_for_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+    original = machines._ranks_per_machine
+
+    def counted(device: torch.device) -> int:
+        compared.append(original(device))
+        return compared[-1]
+
+    monkeypatch.setattr(machines, "_ranks_per_machine", counted)
+    for local in (4, 2):
+        with simulate_ranks(4):
+            pretend(local)
+            group = dist.new_group(range(4))
+            for _ in range(3):
+                exchange_groups(group, CPU)
+            reference = weakref.ref(group)
+            dist.destroy_process_group(group)
+            del group
+        gc.collect()
+        assert local == 2 or reference() is None, "an undivided group is not kept alive"
+    assert compared == [4, 2]
