@@ -129,6 +129,16 @@ class Muon(torch.optim.Optimizer):
         self._shards: _Shards | None = None
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch keeps groups and state only. A copy has other tensors, so nobody has set their
+        # shards.
+        kept = ("_adamw", "_excluded", "_ns_dtype", "_step_supports_amp_scaling")
+        return {
+            **super().__getstate__(),
+            **{name: getattr(self, name) for name in kept},
+            "_shards": None,
+        }
+
     @property
     def matrices(self) -> list[Tensor]:
         """The tensors that Muon updates."""
@@ -172,9 +182,8 @@ class Muon(torch.optim.Optimizer):
     def _step_adamw(self) -> None:
         self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
         self._adamw.state = self.state
-        for name in ("grad_scale", "found_inf"):
-            if hasattr(self, name):
-                setattr(self._adamw, name, getattr(self, name))
+        for name in ("grad_scale", "found_inf"):  # GradScaler removes them after each step
+            setattr(self._adamw, name, getattr(self, name, None))
         self._adamw.step()
 
     def _step_muon(self) -> None:

@@ -173,6 +173,39 @@ def test_gradients_are_divided_by_the_scale() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+def test_steps_after_an_overflow_need_no_scaler() -> None:
+    module = layers()
+    optimizer = Muon(module.named_parameters(), lr=0.02)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for value in (torch.inf, 1.0):
+        before = [tensor.detach().clone() for tensor in module.parameters()]
+        scaler.scale(torch.ones(()))  # creates the scale
+        for tensor in module.parameters():
+            tensor.grad = torch.full_like(tensor, value)
+        if value == torch.inf:
+            scaler.step(optimizer)
+        else:
+            optimizer.step()
+        moved = [
+            not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True)
+        ]
+        assert moved == [value == 1.0] * len(moved)
+
+
+def test_a_copy_continues_as_the_original_does() -> None:
+    module = layers()
+    optimizer = Muon(module.named_parameters(), lr=0.02)
+    set_gradients(list(module.named_parameters()), 0)
+    optimizer.step()
+    copied, other = copy.deepcopy((module, optimizer))
+    assert other.describe() == optimizer.describe()
+    for each, step in ((module, optimizer), (copied, other)):
+        set_gradients(list(each.named_parameters()), 1)
+        step.step()
+    pairs = zip(module.parameters(), copied.parameters(), strict=True)
+    assert all(torch.equal(one, two) for one, two in pairs)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
