@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torch import Tensor
 from distmp.errors import ConfigError, listed, nearest
 from distmp.optim.owners import Owners, ShardedMatrix
 from distmp.utils.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Names of embeddings and heads, whose rows are classes and not directions of a hidden space.
 NOT_HIDDEN = (
@@ -43,9 +46,10 @@ NS_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Muon(torch.optim.Optimizer):
     """Updates hidden matrices with Muon, and embeddings, heads, vectors and the rest with AdamW.
 
-    The update of a matrix is that of `torch.optim.Muon`. It is the same for any number of ranks
-    and any strategy, up to the rounding of `ns_dtype`. It unscales gradients and skips steps on the
-    device, as torch's fused optimizers do.
+    The update of a matrix is that of `torch.optim.Muon`. In the engine it is the same for any
+    number of ranks and any strategy, up to the rounding of `ns_dtype`. Without the engine, call
+    `shard` for sharded matrices; a step refuses shards whose division is not set. It unscales
+    gradients and skips steps on the device, as torch's fused optimizers do.
 
     Args:
         params: `[(name, tensor), ...]`, or groups of those. A group may set `muon`: True for
@@ -155,10 +159,10 @@ class Muon(torch.optim.Optimizer):
     def shard(
         self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Set how matrices are divided over ranks; without this call every rank has all of them.
+        """Set how matrices are divided over ranks; of all others, every rank has all elements.
 
         Args:
-            matrices: Shape and division of each matrix, by the `id` of its tensor.
+            matrices: Shape and division of each sharded matrix, by the `id` of its tensor.
             group: The ranks that share the matrices.
             device: Device that communicates and computes.
         """
@@ -170,6 +174,9 @@ class Muon(torch.optim.Optimizer):
 
         Args:
             closure: Computes the loss again; optional, as in torch.
+
+        Raises:
+            ConfigError: If a matrix is a shard, and `shard` has not set how it is divided.
         """
         loss = None
         if closure is not None:
@@ -196,12 +203,16 @@ class Muon(torch.optim.Optimizer):
             for tensor in group["params"]
             if tensor.grad is not None
         ]
-        if self._shards is None:
-            for matrix in work:
-                direction = self._direction(matrix).to(self._ns_dtype)
-                matrix.update(matrix.orthogonalized(direction))
-        elif work:
-            self._exchange(work, self._shards)
+        shards = self._shards
+        divided = shards.matrices if shards is not None else {}
+        exchanged = [matrix for matrix in work if id(matrix.tensor) in divided]
+        own = [matrix for matrix in work if id(matrix.tensor) not in divided]
+        _check_whole(matrix.tensor for matrix in own)
+        for matrix in own:
+            direction = self._direction(matrix).to(self._ns_dtype)
+            matrix.update(matrix.orthogonalized(direction))
+        if exchanged and shards is not None:
+            self._exchange(exchanged, shards)
 
     def _exchange(self, work: list[_Matrix], shards: _Shards) -> None:
         def shard(index: int) -> Tensor:
@@ -328,6 +339,28 @@ def _cost(rows: int, columns: int) -> float:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def _check_whole(tensors: Iterable[Tensor]) -> None:
+    """Refuse shards of matrices, the same on all ranks: each would orthogonalize its own.
+
+    Raises:
+        ConfigError: If a tensor is a flat shard or a sharded DTensor.
+    """
+    for tensor in tensors:
+        if tensor.dim() != 2 or (is_dtensor(tensor) and _is_divided(tensor)):
+            raise ConfigError(
+                "optimizer",
+                "Muon",
+                f"has a shard of a matrix, {tuple(tensor.shape)}, and does not know how it is "
+                "divided; train with distmp.Engine, which sets it, or call Muon.shard",
+            )
+
+
+def _is_divided(tensor: DTensor) -> bool:
+    # Not by the size of the shard: all ranks have to agree, and one may have all rows.
+    places = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return any(size > 1 and not placement.is_replicate() for placement, size in places)
 
 
 def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:

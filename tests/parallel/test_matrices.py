@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim import lr_scheduler
 
 from distmp import Engine
@@ -298,3 +300,35 @@ def test_torchs_muon_is_refused_for_shards() -> None:
     model = nn.Linear(4, 4, bias=False)
     with pytest.raises(ConfigError, match="updates then depend on the number of ranks"):
         Engine(model, loss, lambda named: torch.optim.Muon(named), policy="fp32", strategy="fsdp")
+
+
+@ranks(2)
+def test_shards_that_muon_does_not_know_are_refused_on_all_ranks() -> None:
+    whole = nn.Linear(1, 1, bias=False)  # rank 0 has all rows
+    model = fully_shard(nn.Sequential(whole))
+    optimizer = Muon(model.named_parameters(), lr=0.02)
+    model(torch.ones(1, 1)).sum().backward()
+    with pytest.raises(ConfigError, match=r"a shard of a matrix, \(1, 1\), .* Muon\.shard"):
+        optimizer.step()
+    engine = build("shard_optimizer")
+    take_steps(engine, 0, 1)
+    with pytest.raises(ConfigError, match="a shard of a matrix"):
+        copy.deepcopy(engine.optimizer).step()
+
+
+@ranks(2)
+def test_matrices_that_are_not_sharded_are_computed_on_every_rank() -> None:
+    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
+    gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
+    local = slice(12 * dist.get_rank(), 12 * dist.get_rank() + 12)
+    whole, flat = start.clone(), start.clone()
+    optimizer = Muon([("whole", whole), ("flat", flat)], lr=0.02)
+    (group,) = optimizer.param_groups
+    group["params"][1] = shard = start.flatten()[local].clone()
+    whole.grad, shard.grad = gradient, gradient.flatten()[local]
+    assert dist.group.WORLD is not None
+    division = owners.ShardedMatrix(start.shape, [0, 12, 24])
+    optimizer.shard({id(shard): division}, dist.group.WORLD, torch.device("cpu"))
+    optimizer.step()
+    assert not torch.equal(whole, start)
+    assert torch.equal(shard, whole.flatten()[local])
