@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
+
+from distmp.utils.generators import generators_kept
 
 
 class SeededSamples:
@@ -36,7 +37,7 @@ class SeededSamples:
             places: (position, index) of each sample.
         """
         get_items = getattr(self.dataset, "__getitems__", None)
-        with _restored_generators():
+        with generators_kept():
             if get_items is not None:
                 _seed_generators(self.seed, places[0][0])
                 return get_items([index for _, index in places])
@@ -45,18 +46,6 @@ class SeededSamples:
     def _sample(self, position: int, index: int) -> Any:
         _seed_generators(self.seed, position)
         return self.dataset[index]
-
-
-@contextmanager
-def _restored_generators() -> Iterator[None]:
-    """Restore torch's CPU generator, numpy's and Python's on exit."""
-    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before[0])
-        np.random.set_state(before[1])
-        random.setstate(before[2])
 
 
 def _seed_generators(seed: int, position: int) -> None:

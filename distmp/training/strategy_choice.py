@@ -21,6 +21,7 @@ from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.setup import RunComponents
 from distmp.training.step_memory import activation_bytes, build_fake_optimizer, state_bytes
 from distmp.utils.fake_tensors import FakeTensors
+from distmp.utils.generators import generators_kept
 from distmp.utils.units import bytes_text
 
 logger = logging.getLogger("distmp")
@@ -77,7 +78,8 @@ def choose_strategy(config: RunConfig, parts: RunComponents, world: World) -> tu
     policy, _ = resolve(config.precision.policy, world.device)
 
     def choose_on_rank_0() -> Choice:
-        with FakeTensors(), torch.random.fork_rng(devices=[]):
+        # The other ranks do not trace: rank 0 must not draw other numbers afterwards than they do.
+        with generators_kept(world.device), FakeTensors():
             return choose(config, parts, policy, world, free)
 
     choice = world.ranks.from_rank_0(choose_on_rank_0)

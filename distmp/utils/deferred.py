@@ -11,7 +11,6 @@ parameters are computed nor on the ranks that compute them.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import warnings
 import weakref
@@ -27,6 +26,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import DistmpError, listed
+from distmp.utils.generators import generators_kept
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -141,7 +141,7 @@ class Recording:
 
     def _replayed(self, view: _View, device: torch.device) -> Tensor:
         replay = _Replay(device)
-        with _generators_kept(device):
+        with generators_kept(device):
             for index in self._needed(view.storage):
                 replay.run(self._operations[index])
         return replay.tensor(view)
@@ -292,7 +292,7 @@ def build_deferred(build: Callable[[], Module], seed: int) -> Module:
     """
     recording = Recording()
     try:
-        with _generators_kept(), _Recorder(recording, seed), warnings.catch_warnings():
+        with generators_kept(), _Recorder(recording, seed), warnings.catch_warnings():
             # torch does so to copy a tensor (`copy.deepcopy`).
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             module = build()
@@ -307,7 +307,7 @@ def build_deferred(build: Callable[[], Module], seed: int) -> Module:
 
 def build_whole(build: Callable[[], Module], seed: int) -> Module:
     """Build a module with the initial values that `build_deferred` computes on the CPU."""
-    with _generators_kept(), _Seeded(seed):
+    with generators_kept(), _Seeded(seed):
         return build()
 
 
@@ -329,7 +329,7 @@ def recording_of(module: nn.Module, seed: int) -> Recording:
     """
     if module not in _recordings:
         recording = Recording()
-        with _generators_kept(), _Recorder(recording, seed):
+        with generators_kept(), _Recorder(recording, seed):
             for name, part in module.named_modules():
                 _record_reset(name, part, recording)
         _recordings[module] = recording
@@ -381,17 +381,6 @@ def _is_deferred(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if torch.Tag.nondeterministic_seeded in function.tags:
         return True
     return bool(function(*args, **{**kwargs, "device": _META}).numel() > SMALL_ELEMENTS)
-
-
-@contextlib.contextmanager
-def _generators_kept(device: torch.device | None = None) -> Iterator[None]:
-    """Restore the default generators of the CPU and of a device at the end."""
-    if device is None or device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            yield
-    else:
-        with torch.random.fork_rng(devices=[device], device_type=device.type):
-            yield
 
 
 def _writes_to_real(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:

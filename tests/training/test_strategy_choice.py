@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from torch import Tensor, nn
 
 from distmp.commands.explain.explanation import predict
 from distmp.commands.explain.fake_ranks import simulate_ranks
@@ -201,6 +206,40 @@ def test_ranks_agree_although_their_free_memory_differs() -> None:
     batches = training_batches(resolved, parts, real, Progress())
     assert not engine.step(next(batches)).numbers.skipped
     batches.close()
+
+
+class Drawing(nn.Module):
+    """Draws random numbers in each forward."""
+
+    drawn = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, 257)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        Drawing.drawn += 1
+        scale = 1 + random.random() + np.random.rand() + torch.rand(()).item()
+        return self.embedding(tokens) * scale
+
+
+@ranks(2)
+def test_the_trace_leaves_all_random_generators_as_they_are() -> None:
+    real = World.current("cpu")
+    batch = {"global_batch_size": 8, "microbatch_size": 2}
+    name = "tests.training.test_strategy_choice:Drawing"
+    config = replace(config_of(batch=batch), model=ModelConfig(name))
+    parts = prepare(config, real)
+    free_bytes(70_000, real)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)  # type: ignore[operator]
+    expected = random.random(), np.random.rand(), torch.rand(()).item()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)  # type: ignore[operator]
+    choose_strategy(config, parts, real)
+    traced: Any = sys.modules[name.partition(":")[0]]
+    assert traced.Drawing.drawn == (real.rank == 0)
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 
 
 @ranks(2)

@@ -1,0 +1,30 @@
+"""Keeps default random generators as they are while other code draws from them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+
+@contextmanager
+def generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """Restore the default generators of torch, numpy and Python at the end.
+
+    Args:
+        device: Restores torch's generator of this device too, besides that of the CPU.
+    """
+    before = np.random.get_state(), random.getstate()
+    on_cpu = device is None or device.type == "cpu"
+    try:
+        with torch.random.fork_rng(
+            devices=[] if on_cpu else [device],
+            device_type="cuda" if device is None or on_cpu else device.type,
+        ):
+            yield
+    finally:
+        np.random.set_state(before[0])
+        random.setstate(before[1])
