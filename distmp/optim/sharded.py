@@ -79,10 +79,15 @@ def build_on_shards(
     return optimizer
 
 
+def works_on_shards(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer is known to give the same updates on shards of parameters."""
+    return issubclass(kind, (*ELEMENTWISE, Muon))  # Muon exchanges shards
+
+
 def _check_elementwise(
     kind: type[torch.optim.Optimizer], setting: str, value: object, *, quiet: bool
 ) -> None:
-    if issubclass(kind, (*ELEMENTWISE, Muon)):  # Muon exchanges shards
+    if works_on_shards(kind):
         return
     name = kind.__name__
     known = any(word in name.lower() for word in NOT_ELEMENTWISE)

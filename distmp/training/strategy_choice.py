@@ -13,7 +13,7 @@ from distmp.config import RunConfig
 from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, DistmpError
-from distmp.optim.sharded import ELEMENTWISE
+from distmp.optim.sharded import works_on_shards
 from distmp.parallel.accumulation import least_free_bytes
 from distmp.parallel.memory import ModelMemory, Option, model_memory
 from distmp.parallel.settings import Accumulation, AccumulationSettings
@@ -188,7 +188,7 @@ def _measure(
     """Return the memory of the model, the strategies for its optimizer, and what is unknown."""
     optimizer, problem = _traced(lambda: build_fake_optimizer(config, parts.model))
     activations, other = _traced(lambda: activation_bytes(config, parts, policy, device))
-    if optimizer is not None and not isinstance(optimizer, ELEMENTWISE):
+    if optimizer is not None and not works_on_shards(type(optimizer)):
         options = [option for option in options if not option.shard_optimizer] or options
     memory = model_memory(
         parts.model,

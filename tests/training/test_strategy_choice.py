@@ -146,6 +146,7 @@ def test_gradients_stay_in_shards_where_the_whole_would_not_fit() -> None:
         ({"sharding": {"reshard_after_forward": False}}, [HSDP, FSDP]),
         ({"precision": policy("bf16-pure")}, [DDP, HSDP, FSDP]),
         ({"optim": {"name": "torch.optim:Adafactor"}}, [DDP, HSDP, FSDP]),
+        ({"optim": {"name": "muon"}}, list(OPTIONS)),
         ({}, list(OPTIONS)),
     ],
 )
