@@ -8,6 +8,7 @@ the result are sent back.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,16 +24,14 @@ from distmp.utils.dtensor import is_dtensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-# Names of embeddings and heads, whose rows are classes and not directions of a hidden space.
+# Embeddings and heads, whose rows are classes and not directions of a hidden space, by components
+# of their names. Hidden matrices in numbered blocks have some of these names: `h.0.mlp.fc_out`.
+_OUTSIDE_OF_BLOCKS = r"([^.\d][^.]*\.)*"
 NOT_HIDDEN = (
-    "*embed*",
-    "*wte*",
-    "*wpe*",
-    "*head*",
-    "*classifier*",
-    "*score*",
-    "output.*",
-    "shared.*",
+    r"(.*\.)?([^.]*embed[^.]*|wte|wpe|[^.]*classifier[^.]*|score)(\..*)?",
+    r"(.*\.)?([^.]*_)?(emb|head|logits)(\..*)?",
+    _OUTSIDE_OF_BLOCKS + r"(([^.]*_)?heads|shared)\..*",
+    _OUTSIDE_OF_BLOCKS + r"(output|decoder|fc_out)\.weight",
 )
 ADJUSTMENTS: dict[str, Callable[[int, int], float]] = {
     # Keller Jordan; torch's default.
@@ -66,7 +65,8 @@ class Muon(torch.optim.Optimizer):
         ns_dtype: Dtype of the iterations. "fp32": updates agree between numbers of ranks to 1e-5.
             "bf16", as torch's Muon: faster on GPUs and half the communication, but a difference in
             the last bit of a gradient changes the update by about 1%.
-        adamw: Patterns of the names of matrices that AdamW updates; None: `NOT_HIDDEN`.
+        adamw: Patterns of the names of matrices that AdamW updates; None: the usual names of
+            embeddings and heads. `describe` returns which matrices these are.
         adamw_lr: Learning rate of AdamW; None: `lr`.
         betas: Coefficients of AdamW's moments.
         adamw_eps: Term in the denominator of AdamW's update.
@@ -115,11 +115,10 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "fused": fused,
         }
-        patterns = NOT_HIDDEN if adamw is None else tuple(adamw)
         groups = [
             {**(of_muon if part["muon"] else self._adamw.defaults), **part}
             for group in _groups(params)
-            for part in _divided(group, patterns)
+            for part in _divided(group, adamw)
         ]
         self._excluded = [
             name
@@ -326,9 +325,19 @@ def orthogonalized(
     return x.T if tall else x
 
 
-def is_hidden(name: str, tensor: Tensor, not_hidden: Sequence[str] = NOT_HIDDEN) -> bool:
-    """Return whether Muon updates a tensor: a matrix whose name matches no pattern."""
-    return tensor.dim() == 2 and not any(fnmatchcase(name, pattern) for pattern in not_hidden)
+def is_hidden(name: str, tensor: Tensor, adamw: Sequence[str] | None = None) -> bool:
+    """Return whether Muon updates a tensor: a matrix that is neither an embedding nor a head.
+
+    Args:
+        name: Name of the tensor.
+        tensor: The tensor.
+        adamw: Patterns of the names of embeddings and heads; None: their usual names.
+    """
+    if adamw is None:
+        excluded = any(re.fullmatch(pattern, name) for pattern in NOT_HIDDEN)
+    else:
+        excluded = any(fnmatchcase(name, pattern) for pattern in adamw)
+    return tensor.dim() == 2 and not excluded
 
 
 def _cost(rows: int, columns: int) -> float:
@@ -378,11 +387,11 @@ def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
     return groups
 
 
-def _divided(group: Mapping[str, Any], not_hidden: Sequence[str]) -> list[dict[str, Any]]:
+def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict[str, Any]]:
     """Divide a group into the tensors that Muon updates and the others."""
     parts: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
     for name, tensor in group["params"]:
-        hidden = group.get("muon", is_hidden(name, tensor, not_hidden))
+        hidden = group.get("muon", is_hidden(name, tensor, adamw))
         if hidden and tensor.dim() != 2:
             raise ConfigError(
                 "optimizer",

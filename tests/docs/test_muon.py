@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+import torch
 import yaml
 
 from benchmarks.figures import ROOT
 from distmp.config import RunConfig
-from distmp.optim.muon import NOT_HIDDEN
+from distmp.optim.muon import is_hidden
 from distmp.optim.owners import ROUND_ELEMENTS
 from distmp.utils.settings import from_mapping
 
@@ -23,9 +24,17 @@ def test_the_settings_load_with_their_defaults() -> None:
 
 
 def test_names_and_sizes_are_those_of_the_code() -> None:
-    sentence = PAGE.partition("Without `adamw`")[2].partition("count as embeddings")[0]
-    assert set(re.findall(r"`([a-z.]+)`", sentence)) == {
-        pattern.strip("*") for pattern in NOT_HIDDEN
-    }
+    names = PAGE.partition("Without `adamw`")[2].partition("do too")[0]
+    anywhere, outside = map(_in_backticks, names.split("Outside of numbered blocks"))
+    matrix = torch.zeros(2, 2)
+    assert len(anywhere) == 11
+    assert len(outside) == 5
+    for name in (*anywhere, *outside):
+        assert not is_hidden(f"model.{name}.weight", matrix), name
+        assert is_hidden(f"model.layers.0.{name}.weight", matrix) == (name in outside), name
     assert ROUND_ELEMENTS == 2**24
     assert "2^24 elements (64 MiB in FP32)" in " ".join(PAGE.split())
+
+
+def _in_backticks(text: str) -> list[str]:
+    return re.findall(r"`([a-z_]+)`", text)

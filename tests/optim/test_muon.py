@@ -129,12 +129,46 @@ def test_rates_decay_and_patterns_are_per_rule() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["model.embed_tokens.weight", "transformer.wte.weight", "lm_head.weight", "output.weight"],
+    [
+        "model.embed_tokens.weight",
+        "transformer.wte.weight",
+        "tok_emb.weight",
+        "lm_head.weight",
+        "heads.head.weight",
+        "heads.0.weight",
+        "head.2.weight",
+        "mtp.layers.0.shared_head.head.weight",
+        "classifier.6.weight",
+        "shared.weight",
+        "output.weight",
+        "lm.output.weight",
+        "to_logits.weight",
+        "fc_out.weight",
+        "cls.predictions.decoder.weight",
+    ],
 )
 def test_embeddings_and_heads_are_not_hidden(name: str) -> None:
     assert not is_hidden(name, torch.zeros(2, 2))
-    assert is_hidden("blocks.0.attention.output.dense.weight", torch.zeros(2, 2))
-    assert not is_hidden("blocks.0.experts", torch.zeros(2, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "multihead_attn.in_proj_weight",
+        "blocks.0.multi_head_attention.q.weight",
+        "blocks.0.sa.heads.3.key.weight",
+        "blocks.0.attention.output.dense.weight",
+        "layers.0.attention.output.weight",
+        "transformer.h.0.mlp.fc_out.weight",
+        "decoder.layers.0.self_attn.q_proj.weight",
+        "decoder.0.weight",
+        "layers.0.ahead.weight",
+        "attention.score_proj.weight",
+    ],
+)
+def test_matrices_whose_names_only_resemble_heads_are_hidden(name: str) -> None:
+    assert is_hidden(name, torch.zeros(2, 2))
+    assert not is_hidden(name, torch.zeros(2, 2, 2))
 
 
 def test_a_skipped_step_changes_no_bit() -> None:
