@@ -77,20 +77,26 @@ def _existing(folder: Path, settings: Mapping[str, str]) -> TokenMetadata:
 @contextlib.contextmanager
 def _owned(folder: Path) -> Iterator[None]:
     """Create a folder, and lock it against a second command."""
-    descriptor = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ConfigError("--to", str(folder), "another command is writing to it") from error
+        with _locked(folder):
+            yield
     except OSError as error:
         problem = f"cannot write {error.filename or folder}: {error.strerror}"
         raise ConfigError("--to", str(folder), problem) from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError("--to", str(folder), "another command is writing to it") from error
+        yield
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def _begin(folder: Path, settings: Mapping[str, str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import pytest
 
 from distmp import cli
 from distmp.commands.tokenize.encoder import Encoder, load_encoder
+from distmp.commands.tokenize.tokenize import _owned
 from distmp.data.build import build_datasets
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
@@ -259,6 +262,29 @@ def test_a_worker_that_is_killed_is_one_message(
     assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 1
     error = capsys.readouterr().err
     assert "a worker ended with exit code -9; run the same command again" in error
+
+
+def test_a_worker_that_cannot_be_started_is_one_message(
+    jsonl: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(process: SpawnProcess) -> None:
+        # As `fork` does where the user has too many processes.
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 1
+    error = capsys.readouterr().err
+    assert "cannot start a worker: Resource temporarily unavailable; use fewer --workers" in error
+    assert "another command" not in error
+
+
+def test_only_the_lock_means_another_command(tmp_path: Path) -> None:
+    busy = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    with (
+        pytest.raises(ConfigError, match=r"cannot write .*: Resource temporarily unavailable"),
+        _owned(tmp_path / "out"),
+    ):
+        raise busy
 
 
 class KilledWriter:
