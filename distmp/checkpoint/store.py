@@ -61,7 +61,8 @@ def save(
 
     An unhealthy state is written, too, for examination, and marked in `state.json`. It never
     displaces a healthy one, and `recovery` skips it. A state that was saved after a skipped step
-    displaces no other one, either: if the next steps are also skipped, its weights are unhealthy.
+    displaces no other one, either, until an update follows: if the next steps are also skipped,
+    its weights are unhealthy.
 
     May run in another thread, if nothing else uses `group` meanwhile.
 
