@@ -97,8 +97,8 @@ def _possibly_unhealthy(by_step: Mapping[int, Location]) -> set[int]:
             state = manifest.read(by_step[step])
         except CheckpointError:  # damaged: it is found before the checkpoint is loaded
             continue
-        unproven = state.skipped_in_a_row > 0 and updated_at <= step
-        if state.unhealthy is not None or unproven:
+        unproven = state.health.skipped_in_a_row > 0 and updated_at <= step
+        if state.health.problem is not None or unproven:
             unhealthy.add(step)
         updated_at = max(updated_at, state.updated_at)
     return unhealthy

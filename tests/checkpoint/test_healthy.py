@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from distmp.checkpoint import layout, manifest, store
 from distmp.checkpoint.finite import is_finite
 from distmp.checkpoint.location import Location
-from distmp.checkpoint.manifest import STATE_FILE
+from distmp.checkpoint.manifest import STATE_FILE, Health
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.storage import INDEX_FILE, storage
@@ -77,7 +77,8 @@ def left(directory: Path) -> list[int]:
 
 def marks(directory: Path) -> dict[int, str | None]:
     return {
-        step: manifest.read(directory / f"step-{step:06d}").unhealthy for step in left(directory)
+        step: manifest.read(directory / f"step-{step:06d}").health.problem
+        for step in left(directory)
     }
 
 
@@ -142,7 +143,7 @@ def test_the_writer_checks_what_the_optimizer_updates(tmp_path: Path, asynchrono
         for step, (weight, buffer, known) in enumerate(
             [(1.0, math.inf, None), (math.nan, 1.0, None), (1.0, 1.0, "10 steps were skipped")], 1
         ):
-            writer.save(step, state(weight, buffer), {"step": step}, {"weight"}, known)
+            writer.save(step, state(weight, buffer), {"step": step}, {"weight"}, Health(known))
             writer.finish()
             assert marks(tmp_path)[step] == [None, MARK, "10 steps were skipped"][step - 1]
 
@@ -211,7 +212,7 @@ def manifest_only(directory: Path, step: int, skipped: int, retention: Retention
     """Save a checkpoint whose only file is `state.json`, and apply the retention rules."""
     writing = storage(directory).prepare(step)
     mark = f"the last {skipped} steps were all skipped" if skipped >= 10 else None
-    (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, mark, skipped))
+    (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, Health(mark, skipped)))
     (writing / INDEX_FILE).touch()
     storage(directory).publish(writing)
     layout.tidy(directory, step, retention)
@@ -274,11 +275,9 @@ def test_what_remains_after_streaks_of_skipped_steps(
 def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def save_after(step: int, skipped: int, unhealthy: str | None = None) -> None:
+    def save_after(step: int, skipped: int, problem: str | None = None) -> None:
         numbers = {"step": step}
-        store.save(
-            tmp_path, step, state(), numbers, 9, unhealthy=unhealthy, skipped_in_a_row=skipped
-        )
+        store.save(tmp_path, step, state(), numbers, 9, health=Health(problem, skipped))
 
     for step, skipped in [(1, 0), (2, 1), (3, 0), (8, 5)]:
         save_after(step, skipped)
@@ -302,9 +301,9 @@ def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
 
 
 def test_the_number_of_skipped_steps_is_covered_by_the_checksum(tmp_path: Path) -> None:
-    store.save(tmp_path, 4, state(), {}, 2, skipped_in_a_row=3)
+    store.save(tmp_path, 4, state(), {}, 2, health=Health(skipped_in_a_row=3))
     read = manifest.read(tmp_path / "step-000004")
-    assert (read.skipped_in_a_row, read.updated_at) == (3, 1)
+    assert (read.health.skipped_in_a_row, read.updated_at) == (3, 1)
     file = tmp_path / "step-000004" / STATE_FILE
     file.write_text(file.read_text().replace('"skipped_in_a_row": 3', '"skipped_in_a_row": 0'))
     with pytest.raises(CheckpointError, match="does not match its checksum"):
