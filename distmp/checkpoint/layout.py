@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from distmp.checkpoint import manifest
@@ -56,8 +57,7 @@ def tidy(directory: Location, step: int, retention: Retention) -> None:
                 aside,
             )
         sizes = {s: _size(path) if retention.max_bytes else 0 for s, path in by_step.items()}
-        unhealthy = {s for s, path in by_step.items() if _may_be_unhealthy(path)}
-        surplus = retention.surplus(sizes, unhealthy)
+        surplus = retention.surplus(sizes, _possibly_unhealthy(by_step))
         for old in surplus:
             place.remove(by_step[old])
         kept = sum(size for s, size in sizes.items() if s not in surplus)
@@ -84,13 +84,24 @@ def _tidy_abandoned(place: Storage[Any], retention: Retention, kept_bytes: int) 
             place.remove(entry.path)
 
 
-def _may_be_unhealthy(path: Location) -> bool:
-    """Whether a checkpoint is unhealthy, or was saved after a skipped step."""
-    try:
-        state = manifest.read(path)
-    except CheckpointError:  # damaged: it is found before the checkpoint is loaded
-        return False
-    return state.unhealthy is not None or state.skipped_in_a_row > 0
+def _possibly_unhealthy(by_step: Mapping[int, Location]) -> set[int]:
+    """Return the steps of the unhealthy checkpoints and of those that may turn out to be.
+
+    The latter were saved after a skipped step, and no later one shows an update of their weights:
+    if the following steps are skipped, too, their weights are unhealthy.
+    """
+    unhealthy = set()
+    updated_at = 0
+    for step in sorted(by_step, reverse=True):
+        try:
+            state = manifest.read(by_step[step])
+        except CheckpointError:  # damaged: it is found before the checkpoint is loaded
+            continue
+        unproven = state.health.skipped_in_a_row > 0 and updated_at <= step
+        if state.health.problem is not None or unproven:
+            unhealthy.add(step)
+        updated_at = max(updated_at, state.updated_at)
+    return unhealthy
 
 
 def _size(path: Location) -> int:

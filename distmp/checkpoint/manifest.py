@@ -53,6 +53,21 @@ class FileSum(NamedTuple):
         return FileSum(self.size + memoryview(data).nbytes, zlib.crc32(data, self.crc32))
 
 
+class Health(NamedTuple):
+    """Whether a run should continue from a state.
+
+    Attributes:
+        problem: Why it should not; None for a healthy state.
+        skipped_in_a_row: Number of steps that were skipped since the last applied update.
+    """
+
+    problem: str | None = None
+    skipped_in_a_row: int = 0
+
+
+HEALTHY = Health()
+
+
 @dataclass(frozen=True)
 class State:
     """The content of `state.json`.
@@ -63,29 +78,23 @@ class State:
         files: Size and checksum of the other files, by name; None in a checkpoint without
             checksums.
         crc32: CRC-32 of the content; 0 in a checkpoint without checksums.
-        unhealthy: Why a run should not continue from this state; None for a healthy one.
-        skipped_in_a_row: Number of steps that were skipped since the last applied update.
+        health: Whether a run should continue from this state.
     """
 
     step: int
     numbers: dict[str, Any]
     files: dict[str, FileSum] | None
     crc32: int
-    unhealthy: str | None = None
-    skipped_in_a_row: int = 0
+    health: Health = HEALTHY
 
     @property
     def updated_at(self) -> int:
         """Step of the last applied update: the weights are those of this step."""
-        return self.step - self.skipped_in_a_row
+        return self.step - self.health.skipped_in_a_row
 
 
 def encode(
-    step: int,
-    numbers: dict[str, Any],
-    files: dict[str, FileSum],
-    unhealthy: str | None = None,
-    skipped_in_a_row: int = 0,
+    step: int, numbers: dict[str, Any], files: dict[str, FileSum], health: Health = HEALTHY
 ) -> bytes:
     """Return the bytes of `state.json`.
 
@@ -93,8 +102,7 @@ def encode(
         step: Number of steps done.
         numbers: Values that JSON can represent.
         files: Size and checksum of the other files, by name.
-        unhealthy: Why a run should not continue from this state; None for a healthy one.
-        skipped_in_a_row: Number of steps that were skipped since the last applied update.
+        health: Whether a run should continue from this state.
 
     Raises:
         TypeError: If `numbers` holds a value that JSON cannot represent.
@@ -103,10 +111,10 @@ def encode(
         name: {"bytes": file.size, "crc32": f"{file.crc32:08x}"} for name, file in files.items()
     }
     state: dict[str, Any] = {"format": FORMAT, "step": step, "numbers": numbers, "files": listed}
-    if unhealthy is not None:
-        state["unhealthy"] = unhealthy
-    if skipped_in_a_row:
-        state["skipped_in_a_row"] = skipped_in_a_row
+    if health.problem is not None:
+        state["unhealthy"] = health.problem
+    if health.skipped_in_a_row:
+        state["skipped_in_a_row"] = health.skipped_in_a_row
     # The sum covers what will be read: JSON converts other keys to strings.
     state["crc32"] = f"{_content_sum(json.loads(json.dumps(state))):08x}"
     return json.dumps(state, indent=2).encode() + b"\n"
@@ -219,7 +227,8 @@ def _decode(state: dict[str, Any]) -> State:
         for name, file in state["files"].items()
     }
     skipped = check_number("its skipped steps", state.get("skipped_in_a_row", 0))
-    return State(state["step"], state["numbers"], files, written, state.get("unhealthy"), skipped)
+    health = Health(state.get("unhealthy"), skipped)
+    return State(state["step"], state["numbers"], files, written, health)
 
 
 def check_name(name: str) -> str:

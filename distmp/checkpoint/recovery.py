@@ -121,11 +121,10 @@ def resolve(
     )
     if is_checkpoint:
         checkpoint = _verify_named(directory)
-        if checkpoint.state.unhealthy is not None and ranks.rank == 0:
+        mark = checkpoint.state.health.problem
+        if mark is not None and ranks.rank == 0:
             logger.warning(
-                "%s is marked as unhealthy: %s; it is used because it was named",
-                checkpoint,
-                checkpoint.state.unhealthy,
+                "%s is marked as unhealthy: %s; it is used because it was named", checkpoint, mark
             )
         return checkpoint
     result = usable(directory)
@@ -181,8 +180,8 @@ def _find_mark(checkpoint: StoredCheckpoint, newer: _Mark | None) -> tuple[_Mark
     if not _is_readable(checkpoint):
         return None
     state = checkpoint.state
-    if state.unhealthy is not None:
-        mark = _Mark(str(checkpoint), state.unhealthy, state.updated_at)
+    if state.health.problem is not None:
+        mark = _Mark(str(checkpoint), state.health.problem, state.updated_at)
         return mark, f"is marked as unhealthy: {mark.reason}"
     if newer is not None and state.step >= newer.updated_at:
         return newer, (

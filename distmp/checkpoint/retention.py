@@ -11,7 +11,8 @@ class Retention:
     """Rules that select the checkpoints to remove after each save.
 
     The rules keep healthy checkpoints. Of the unhealthy ones only the latest is kept, until a
-    healthy one follows. One that was saved after a skipped step counts as unhealthy here.
+    healthy one follows. One that was saved after a skipped step counts as unhealthy here, until a
+    later one shows that its weights were updated.
 
     Attributes:
         last: Number of latest checkpoints to keep, 1 or more.

@@ -14,7 +14,7 @@ from torch import Tensor
 from distmp.checkpoint import dcp, manifest
 from distmp.checkpoint.layout import final_path, tidy
 from distmp.checkpoint.location import Location, RemotePath, check_reachable
-from distmp.checkpoint.manifest import STATE_FILE, FileSum
+from distmp.checkpoint.manifest import HEALTHY, STATE_FILE, FileSum, Health
 from distmp.checkpoint.rank_failures import rank_0_or_checkpoint_error
 from distmp.checkpoint.recovery import Usable, newest_healthy, resolve, usable
 from distmp.checkpoint.retention import Retention
@@ -51,8 +51,7 @@ def save(
     group: dist.ProcessGroup | None = None,
     permit: Callable[[], None] = lambda: None,
     finite: Collection[str] = (),
-    unhealthy: str | None = None,
-    skipped_in_a_row: int = 0,
+    health: Health = HEALTHY,
 ) -> Location:
     """Write the checkpoint of `step` and make it the latest. Collective over all ranks.
 
@@ -61,7 +60,8 @@ def save(
 
     An unhealthy state is written, too, for examination, and marked in `state.json`. It never
     displaces a healthy one, and `recovery` skips it. A state that was saved after a skipped step
-    displaces no other one, either: if the next steps are also skipped, its weights are unhealthy.
+    displaces no other one, either, until an update follows: if the next steps are also skipped,
+    its weights are unhealthy.
 
     May run in another thread, if nothing else uses `group` meanwhile.
 
@@ -77,8 +77,7 @@ def save(
         permit: Raises if this job must not write any more. Called on rank 0, before anything is
             written and before the checkpoint appears.
         finite: Names of tensors that hold only finite values in a healthy state.
-        unhealthy: Why the state is unhealthy, if that is known. The value of rank 0 counts.
-        skipped_in_a_row: Number of steps that were skipped since the last applied update.
+        health: What is known about the health of the state. The value of rank 0 counts.
 
     Returns:
         Path of the checkpoint.
@@ -103,20 +102,14 @@ def save(
 
     non_finite = sorted({name for rank in written for name in rank.non_finite})
     if non_finite:
-        unhealthy = f"NaN or infinite values in {listed(non_finite)}"
+        health = health._replace(problem=f"NaN or infinite values in {listed(non_finite)}")
 
     def finish() -> str:
         permit()
-        state = manifest.encode(step, numbers, files, unhealthy, skipped_in_a_row)
+        state = manifest.encode(step, numbers, files, health)
         final = _finish(directory, writing, state, files)
         tidy(directory, step, retention)
-        if unhealthy is not None:
-            logger.warning(
-                "%s is marked as unhealthy: %s; it does not count for checkpoint.keep, and "
-                "--resume auto and rollbacks skip it",
-                final,
-                unhealthy,
-            )
+        _report_mark(final, health.problem)
         return final.name
 
     return directory / rank_0_or_checkpoint_error(ranks, goal, finish)
@@ -125,6 +118,16 @@ def save(
 def load(path: Location, tensors: dict[str, Tensor]) -> list[str]:
     """Verify the checkpoint at `path` and load it; see `StoredCheckpoint.load`. Collective."""
     return StoredCheckpoint(path).load(tensors)
+
+
+def _report_mark(path: Location, problem: str | None) -> None:
+    if problem is not None:
+        logger.warning(
+            "%s is marked as unhealthy: %s; it does not count for checkpoint.keep, and --resume "
+            "auto and rollbacks skip it",
+            path,
+            problem,
+        )
 
 
 def _begin(directory: Location, step: int, numbers: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.checkpoint.clock import SaveClock
 from distmp.checkpoint.layout import discard, final_path
+from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.rank_failures import all_or_checkpoint_error
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
@@ -139,8 +140,7 @@ class CheckpointWriter:
         tensors: dict[str, Tensor],
         numbers: dict[str, Any],
         held: Collection[str] = (),
-        unhealthy: str | None = None,
-        skipped_in_a_row: int = 0,
+        health: Health = HEALTHY,
         *,
         wait: bool = False,
     ) -> None:
@@ -155,8 +155,7 @@ class CheckpointWriter:
             held: Names of the tensors that only a guarded optimizer changes: parameters and their
                 optimizer state. In a healthy state they are finite. A buffer may hold an infinite
                 value on purpose, such as a mask.
-            unhealthy: Why the state is unhealthy, if that is known; see `store.save`.
-            skipped_in_a_row: Number of steps that were skipped since the last applied update.
+            health: What is known about the health of the state; see `store.save`.
             wait: Return when the state is written, and do nothing if `step` is saved already.
 
         Raises:
@@ -170,8 +169,7 @@ class CheckpointWriter:
             keep=self._settings.retention,
             permit=self._permit,
             finite=held,
-            unhealthy=unhealthy,
-            skipped_in_a_row=skipped_in_a_row,
+            health=health,
         )
         if wait or not self._settings.asynchronous:
             self._save_now(step, tensors, write)

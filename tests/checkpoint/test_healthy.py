@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import tempfile
@@ -19,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from distmp.checkpoint import layout, manifest, store
 from distmp.checkpoint.finite import is_finite
 from distmp.checkpoint.location import Location
-from distmp.checkpoint.manifest import STATE_FILE
+from distmp.checkpoint.manifest import STATE_FILE, Health
 from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.storage import INDEX_FILE, storage
@@ -76,7 +77,8 @@ def left(directory: Path) -> list[int]:
 
 def marks(directory: Path) -> dict[int, str | None]:
     return {
-        step: manifest.read(directory / f"step-{step:06d}").unhealthy for step in left(directory)
+        step: manifest.read(directory / f"step-{step:06d}").health.problem
+        for step in left(directory)
     }
 
 
@@ -141,7 +143,7 @@ def test_the_writer_checks_what_the_optimizer_updates(tmp_path: Path, asynchrono
         for step, (weight, buffer, known) in enumerate(
             [(1.0, math.inf, None), (math.nan, 1.0, None), (1.0, 1.0, "10 steps were skipped")], 1
         ):
-            writer.save(step, state(weight, buffer), {"step": step}, {"weight"}, known)
+            writer.save(step, state(weight, buffer), {"step": step}, {"weight"}, Health(known))
             writer.finish()
             assert marks(tmp_path)[step] == [None, MARK, "10 steps were skipped"][step - 1]
 
@@ -206,14 +208,31 @@ def test_a_rollback_passes_over_unhealthy_ones(tmp_path: Path) -> None:
         checkpoint_before(tmp_path, 1)
 
 
-def manifest_only(directory: Path, step: int, skipped: int, marked: bool, keep: int) -> None:
+def manifest_only(directory: Path, step: int, skipped: int, retention: Retention) -> None:
     """Save a checkpoint whose only file is `state.json`, and apply the retention rules."""
     writing = storage(directory).prepare(step)
-    mark = f"the last {skipped} steps were all skipped" if marked else None
-    (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, mark, skipped))
+    mark = f"the last {skipped} steps were all skipped" if skipped >= 10 else None
+    (writing / STATE_FILE).write_bytes(manifest.encode(step, {}, {}, Health(mark, skipped)))
     (writing / INDEX_FILE).touch()
     storage(directory).publish(writing)
-    layout.tidy(directory, step, Retention(keep))
+    layout.tidy(directory, step, retention)
+
+
+def test_a_skipped_step_before_a_save_counts_until_the_next_update(tmp_path: Path) -> None:
+    retention = Retention(last=1, every=100)
+    for step, skipped in [(100, 0), (200, 1), (205, 6)]:
+        manifest_only(tmp_path, step, skipped, retention)
+    assert left(tmp_path) == [100, 205], "200 has the weights of 205, which are not proven good"
+    for step, skipped in [(250, 2), (300, 0), (350, 0)]:
+        manifest_only(tmp_path, step, skipped, retention)
+    assert left(tmp_path) == [100, 205, 300, 350], "205 is the first checkpoint of its interval"
+
+
+def test_checkpoints_that_were_all_saved_after_a_skipped_step(tmp_path: Path) -> None:
+    for step, skipped in [(100, 1), (200, 1), (300, 1), (310, 11), (320, 21)]:
+        manifest_only(tmp_path, step, skipped, Retention(last=2))
+    assert left(tmp_path) == [100, 200, 320]
+    assert store.newest_healthy(tmp_path) == tmp_path / "step-000200"
 
 
 @settings(max_examples=60)
@@ -221,43 +240,44 @@ def manifest_only(directory: Path, step: int, skipped: int, marked: bool, keep: 
     st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), min_size=1, max_size=4),
     st.integers(1, 5),
     st.integers(1, 3),
+    st.sampled_from([0, 7, 20]),
 )
 def test_what_remains_after_streaks_of_skipped_steps(
-    streaks: list[tuple[int, int]], every: int, keep: int
+    streaks: list[tuple[int, int]], every: int, keep: int, keep_every: int
 ) -> None:
     """Each streak is a number of applied updates, then one of skipped steps."""
     with tempfile.TemporaryDirectory() as folder:
         directory, step, skipped = Path(folder), 0, 0
         saved: dict[int, int] = {}
-        latest_mark: tuple[int, int] | None = None
         for is_skipped in [s for a, b in streaks for s in [False] * a + [True] * b]:
             step, skipped = step + 1, skipped + 1 if is_skipped else 0
             if step % every:
                 continue
-            manifest_only(directory, step, skipped, skipped >= 10, keep)
+            manifest_only(directory, step, skipped, Retention(keep, keep_every))
             saved[step] = skipped
-            if skipped >= 10:
-                latest_mark = (step - skipped, step)
             remaining = left(directory)
-            clean = [s for s in saved if saved[s] == 0]
-            assert remaining == sorted({*clean[-keep:], step}), "only clean ones count"
+            # An update follows: their weights can no longer turn out to be unhealthy.
+            proven = {s for s, t in itertools.pairwise(saved) if saved[s] < 10 and t - saved[t] > s}
+            counted = sorted(proven | {s for s in saved if saved[s] == 0})
+            windows = {s // keep_every: s for s in reversed(counted)} if keep_every else {}
+            permanent = {s for window, s in windows.items() if window > 0}
+            assert remaining == sorted({*counted[-keep:], *permanent, step})
             found = store.newest_healthy(directory)
             if skipped < 10:
                 assert found == directory / f"step-{step:06d}", "it may turn out to be healthy"
                 continue
-            assert latest_mark is not None
-            healthy = [s for s in remaining if not latest_mark[0] <= s <= latest_mark[1]]
+            healthy = [s for s in remaining if s < step - skipped]
             assert found == (directory / f"step-{healthy[-1]:06d}" if healthy else None)
+            if keep > 1 and proven:
+                assert found == directory / f"step-{max(proven):06d}", "it must not be lost"
 
 
 def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def save_after(step: int, skipped: int, unhealthy: str | None = None) -> None:
+    def save_after(step: int, skipped: int, problem: str | None = None) -> None:
         numbers = {"step": step}
-        store.save(
-            tmp_path, step, state(), numbers, 9, unhealthy=unhealthy, skipped_in_a_row=skipped
-        )
+        store.save(tmp_path, step, state(), numbers, 9, health=Health(problem, skipped))
 
     for step, skipped in [(1, 0), (2, 1), (3, 0), (8, 5)]:
         save_after(step, skipped)
@@ -268,7 +288,7 @@ def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
     caplog.clear()
     found = store.resolve("auto", tmp_path)
     assert found is not None
-    assert found.path == tmp_path / "step-000001"
+    assert found.path == tmp_path / "step-000002"
     marked = tmp_path / "step-000013"
     assert messages_in(caplog) == [
         f"{marked} is marked as unhealthy: the last 10 steps were all skipped; continuing from "
@@ -276,14 +296,14 @@ def test_checkpoints_with_the_weights_of_a_marked_one_are_passed_over(
         f"{tmp_path / 'step-000003'} holds the same weights as {marked}, which is marked as "
         f"unhealthy: the last 10 steps were all skipped; continuing from {found}",
     ]
-    assert left(tmp_path) == [1, 3, 13], "those saved after a skipped step have displaced no other"
+    assert left(tmp_path) == [1, 2, 3, 13], "8 has displaced no other; after 2 came an update"
     assert store.newest_healthy(tmp_path) == found.path
 
 
 def test_the_number_of_skipped_steps_is_covered_by_the_checksum(tmp_path: Path) -> None:
-    store.save(tmp_path, 4, state(), {}, 2, skipped_in_a_row=3)
+    store.save(tmp_path, 4, state(), {}, 2, health=Health(skipped_in_a_row=3))
     read = manifest.read(tmp_path / "step-000004")
-    assert (read.skipped_in_a_row, read.updated_at) == (3, 1)
+    assert (read.health.skipped_in_a_row, read.updated_at) == (3, 1)
     file = tmp_path / "step-000004" / STATE_FILE
     file.write_text(file.read_text().replace('"skipped_in_a_row": 3', '"skipped_in_a_row": 0'))
     with pytest.raises(CheckpointError, match="does not match its checksum"):

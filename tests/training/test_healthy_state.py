@@ -64,7 +64,7 @@ def train(*arguments: str) -> int:
 
 def marks() -> dict[int, str | None]:
     return {
-        int(path.name.removeprefix("step-")): manifest.read(path).unhealthy
+        int(path.name.removeprefix("step-")): manifest.read(path).health.problem
         for path in sorted(Path("run/checkpoints").glob("step-??????"))
     }
 
@@ -116,7 +116,7 @@ def test_weights_that_one_step_ruined_displace_no_others(
     # It ends as if killed, before a checkpoint is marked.
     assert train(*ruined, "--steps=19") == 0
     assert marks() == {5: None, 10: None, 19: None}
-    assert manifest.read(Path("run/checkpoints/step-000019")).skipped_in_a_row == 8
+    assert manifest.read(Path("run/checkpoints/step-000019")).health.skipped_in_a_row == 8
     warning = caplog.records[-1].getMessage()
     assert (
         "the last 8 steps were all skipped, so the weights after step 19 are those of step 11"

@@ -35,7 +35,8 @@ def run_tasks(
         Number of a task and its result, as they end.
 
     Raises:
-        DistmpError: If a process ended unexpectedly, or a call raised a `DataError`.
+        DistmpError: If a process cannot be started or ended unexpectedly, or a call raised a
+            `DataError`.
         RuntimeError: If a call raised another error; with its traceback.
     """
     remaining = list(enumerate(tasks))[::-1]
@@ -63,9 +64,13 @@ def run_tasks(
 def _process(function: Callable[..., Any]) -> Iterator[tuple[Connection, BaseProcess]]:
     # Not forked: libraries of this process may have threads.
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, function), daemon=True)
-    process.start()
+    try:
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, function), daemon=True)
+        process.start()
+    except OSError as error:  # a limit of processes, of open files or of memory
+        problem = f"cannot start a worker: {error.strerror}; use fewer --workers"
+        raise DistmpError(problem) from error
     theirs.close()
     try:
         yield ours, process

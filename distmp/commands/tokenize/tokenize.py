@@ -21,8 +21,6 @@ from distmp.data.token_metadata import NAME, UNFINISHED_SUFFIX, TokenMetadata
 from distmp.errors import ConfigError
 from distmp.utils.files import replacing
 
-_SETTINGS = "settings.json"
-
 
 def tokenize(
     parts: Sequence[Sequence[Piece]],
@@ -63,7 +61,6 @@ def tokenize(
             on_part(index, part)
         metadata = _metadata(writer, [counts[index] for index in range(len(parts))], settings)
         metadata.write(unfinished)
-        (unfinished / _SETTINGS).unlink()
         unfinished.rename(folder)
     return metadata
 
@@ -80,37 +77,50 @@ def _existing(folder: Path, settings: Mapping[str, str]) -> TokenMetadata:
 @contextlib.contextmanager
 def _owned(folder: Path) -> Iterator[None]:
     """Create a folder, and lock it against a second command."""
-    descriptor = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder, os.O_RDONLY)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    except BlockingIOError as error:
-        raise ConfigError("--to", str(folder), "another command is writing to it") from error
+        with _locked(folder):
+            yield
     except OSError as error:
         problem = f"cannot write {error.filename or folder}: {error.strerror}"
         raise ConfigError("--to", str(folder), problem) from error
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError("--to", str(folder), "another command is writing to it") from error
+        yield
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        os.close(descriptor)
 
 
 def _begin(folder: Path, settings: Mapping[str, str]) -> None:
-    """Record the settings, or compare them with those of an earlier command."""
-    file = folder / _SETTINGS
+    """Record the settings, or compare them with those of an earlier command.
+
+    They are in the file that becomes the metadata. So there is no moment at which the folder has
+    parts without the settings that they were made with.
+    """
+    # Left by a command that was killed.
+    for temporary in folder.glob(".*.tmp"):
+        temporary.unlink()
+    file = folder / NAME
     if file.exists():
-        before: dict[str, str] = json.loads(file.read_bytes())
+        before: dict[str, str] = json.loads(file.read_bytes())["settings"]
         if different := [name for name in settings if before.get(name) != settings[name]]:
             problem = (
                 f"was begun with other values of {', '.join(different)}; remove it to begin again"
             )
             raise ConfigError("--to", str(folder), problem)
-    # Left by a command that was killed.
-    for temporary in folder.glob(".*.tmp"):
-        temporary.unlink()
+    elif any(folder.iterdir()):
+        problem = f"has files, but no {NAME} with their settings; remove it to begin again"
+        raise ConfigError("--to", str(folder), problem)
     with replacing(file) as stream:
-        stream.write(json.dumps(settings, indent=2).encode() + b"\n")
+        stream.write(json.dumps({"settings": settings}, indent=2).encode() + b"\n")
 
 
 def _metadata(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from distmp.checkpoint import store
+from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.progress import SAVING, current_phase
 from distmp.distributed.ranks import describe
@@ -106,18 +107,16 @@ class Checkpointing(Callback):
             self._trainer.report_save(self.writer.saved_step, seconds)
 
 
-def _state(
-    trainer: Trainer,
-) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], str | None, int]:
+def _state(trainer: Trainer) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], Health]:
     """Return the arguments of `CheckpointWriter.save`."""
     tensors = trainer.engine.state_dict()
     numbers = {**dataclasses.asdict(trainer.progress), **trainer.fingerprint}
     updated = trainer.engine.updated_by_optimizer()
     skipped = _skipped_in_a_row(tensors["engine/counts"])
-    unhealthy = None
+    problem = None
     if skipped >= WARN_AFTER_SKIPS:
-        unhealthy = f"the last {skipped} steps were all skipped"
-    return trainer.progress.step, tensors, numbers, updated, unhealthy, skipped
+        problem = f"the last {skipped} steps were all skipped"
+    return trainer.progress.step, tensors, numbers, updated, Health(problem, skipped)
 
 
 def _last_healthy(directory: store.Location) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import json
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,7 @@ import pytest
 
 from distmp import cli
 from distmp.commands.tokenize.encoder import Encoder, load_encoder
+from distmp.commands.tokenize.tokenize import _owned
 from distmp.data.build import build_datasets
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
@@ -186,6 +192,69 @@ def test_a_killed_command_continues_with_the_same_result(
     assert content("out") == before
 
 
+class Killed(BaseException):
+    """Ends a command as a kill does: nothing handles it."""
+
+
+def without_processes(writer: Any, tasks: list[Any], workers: int) -> Iterator[Any]:
+    yield from ((index, writer(*task)) for index, task in enumerate(tasks))
+
+
+@contextlib.contextmanager
+def killed_before(change: int) -> Iterator[None]:
+    """Raise `Killed` in place of a rename or removal of a file, and of all that follow."""
+    numbers = itertools.count()
+
+    def unless_killed(function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            if next(numbers) >= change:
+                raise Killed
+            return function(*arguments, **keywords)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("rename", "replace", "unlink"):
+            patch.setattr(os, name, unless_killed(getattr(os, name)))
+        yield
+
+
+def test_parts_of_other_settings_are_never_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("distmp.commands.tokenize.tokenize.run_tasks", without_processes)
+    lines = [json.dumps({"text": f"text {i}", "body": f"body {i}"}) + "\n" for i in range(9)]
+    Path("in.jsonl").write_text("".join(lines))
+    arguments = ["in.jsonl", "--tokenizer=bytes", "--part-size=0.15KB", "--workers=1"]
+    expected = {}
+    for key in ("text", "body"):
+        assert tokenize(*arguments, f"--to={key}", f"--key={key}") == 0
+        expected[key] = content(key)
+    assert len(expected["text"]) > 2
+    for change in itertools.count():
+        to = f"--to={change}"
+        with contextlib.suppress(Killed), killed_before(change):
+            assert tokenize(*arguments, to, "--key=text") == 0
+            break
+        if tokenize(*arguments, to, "--key=body") == 0:
+            assert content(str(change)) == expected["body"]
+        else:
+            assert tokenize(*arguments, to, "--key=text") == 0
+            assert content(str(change)) == expected["text"]
+    assert change > 6, "renames and removals of two parts, of the metadata and of the folder"
+
+
+def test_parts_of_unknown_settings_are_refused(
+    jsonl: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("out.partial").mkdir()
+    Path("out.partial/part-00000.bin").write_bytes(b"12")
+    assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 2
+    error = capsys.readouterr().err
+    assert "has files, but no tokens.json with their settings; remove it to begin again" in error
+
+
 def test_a_worker_that_is_killed_is_one_message(
     jsonl: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -193,6 +262,29 @@ def test_a_worker_that_is_killed_is_one_message(
     assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 1
     error = capsys.readouterr().err
     assert "a worker ended with exit code -9; run the same command again" in error
+
+
+def test_a_worker_that_cannot_be_started_is_one_message(
+    jsonl: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(process: SpawnProcess) -> None:
+        # As `fork` does where the user has too many processes.
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(SpawnProcess, "start", start)
+    assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1") == 1
+    error = capsys.readouterr().err
+    assert "cannot start a worker: Resource temporarily unavailable; use fewer --workers" in error
+    assert "another command" not in error
+
+
+def test_only_the_lock_means_another_command(tmp_path: Path) -> None:
+    busy = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    with (
+        pytest.raises(ConfigError, match=r"cannot write .*: Resource temporarily unavailable"),
+        _owned(tmp_path / "out"),
+    ):
+        raise busy
 
 
 class KilledWriter:
