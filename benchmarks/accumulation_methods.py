@@ -230,7 +230,9 @@ class Buckets(ByHand):
         self._buckets.begin_step()
         for index, batch in enumerate(self.task.microbatches(count)):
             self._buckets.begin_microbatch(last=index == count - 1)
-            self.task.mean_loss(self.model, batch, count).backward()
+            loss = self.task.mean_loss(self.model, batch, count)
+            with self._buckets.backward_context():
+                loss.backward()
             self._buckets.end_microbatch()
         self._buckets.finish()
 

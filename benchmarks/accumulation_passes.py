@@ -92,7 +92,8 @@ class Buckets(AccumulationMethod):
         self._buckets.begin_step()
         for index in range(MICROBATCHES):
             self._buckets.begin_microbatch(last=index == MICROBATCHES - 1)
-            self.backward()
+            with self._buckets.backward_context():
+                self.backward()
             self._buckets.end_microbatch()
         self._buckets.finish()
 

@@ -6,21 +6,24 @@
 # parameter in a backward and written the sum to `.grad`. `grad_dtype` is FP32, so this sum is FP32
 # too:
 #
-# - `begin_step` clears `.grad`, which is a view of the bucket after a step.
+# - `.grad` is None except in a backward. So user code that runs between backwards, such as a
+#   `zero_grad(set_to_none=False)` of the loss function, cannot change the sums in the buckets, and
+#   an optimizer that steps before `finish` does not see gradients that are not reduced.
+#   `begin_step` clears `.grad`, which is a view of the bucket after a step.
 # - Our hook copies the first gradient of a step into the bucket, so that no pass over memory is
-#   needed to zero a bucket, except for parameters without a gradient (`_zero_missing`). Then it
-#   sets `.grad` to the view of the bucket.
-# - Autograd adds the gradients of the following microbatches to this view, in place. The hook finds
-#   the view in `.grad` and returns: it costs less than a microsecond for each parameter.
-# - If something else is in `.grad`, because the loss function has called `zero_grad`, it is the
-#   gradient of one microbatch, and the hook adds it to the bucket.
-# - In the last microbatch the hook sets `.grad` to None: an optimizer that steps before `finish`
-#   must not see gradients that are not reduced. The same holds in each microbatch if microbatches
-#   are summed separately, because the next one is written to other buffers.
+#   needed to zero a bucket, except for parameters without a gradient (`_zero_missing`). It adds
+#   later ones, and sets `.grad` to None.
+# - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
+#   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns:
+#   it costs less than a microsecond for each parameter. If microbatches are summed separately,
+#   there is no sum to add to.
+# - A parameter with other post-accumulate hooks does not get the view, because they may scale or
+#   replace `.grad`: they would do so to the sum instead of the gradient of one microbatch.
 # - Outside of the buckets, the FP32 gradients of all parameters never exist at the same time.
 #
-# Other post-accumulate hooks see the gradient of one microbatch, or the sum so far, as in plain
-# torch. No hook sees reduced gradients: they are in `.grad` from `finish` to the next `begin_step`.
+# Hooks of a parameter run in order of registration. A post-accumulate hook that was registered
+# before ours sees the gradient of one microbatch, one that was registered after ours sees None. No
+# hook sees reduced gradients: they are in `.grad` from `finish` to the next `begin_step`.
 #
 # A backward with `create_graph=True` does not add in place, and the buckets hold no graph. The hook
 # refuses it. In every other backward gradients are disabled, so the hook may write to buckets.
@@ -34,6 +37,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -82,8 +86,8 @@ class Fp32GradBuckets:
 
     The module needs no wrapper. A hook on each parameter takes its gradient as soon as backward has
     computed it: the first microbatch of a step copies it into the bucket, later ones add to it, and
-    it is freed at once. Several uses of one weight in a backward are summed in FP32 too, even if
-    the parameter has 16 bits (`Tensor.grad_dtype`).
+    it is freed at once. Between backwards `.grad` is None. Several uses of one weight in a backward
+    are summed in FP32 too, even if the parameter has 16 bits (`Tensor.grad_dtype`).
 
     During the last backward a bucket is reduced (SUM) as soon as it has the gradients of all its
     parameters, while backward continues. Every rank starts the reductions in the same order,
@@ -93,9 +97,10 @@ class Fp32GradBuckets:
     is None, as in plain torch. As long as there is such a parameter, every step exchanges a flag
     for it and the host waits for the result (`UsedParameters`).
 
-    A step is `begin_step`; for each microbatch `begin_microbatch`, forward, one backward and
-    `end_microbatch`; then `finish`. Afterwards the `.grad` of every parameter (or of the tensor
-    that `attach` assigned) is a view of a bucket. If the optimizer skips the step, call `end_step`.
+    A step is `begin_step`; for each microbatch `begin_microbatch`, forward, one backward in
+    `backward_context`, and `end_microbatch`; then `finish`. Afterwards the `.grad` of every
+    parameter (or of the tensor that `attach` assigned) is a view of a bucket. If the optimizer
+    skips the step, call `end_step`.
 
     Args:
         named_parameters: Trainable parameters with their names, in order of registration, the same
@@ -130,7 +135,8 @@ class Fp32GradBuckets:
         >>> buckets.begin_step()
         >>> for microbatch in range(300):
         ...     buckets.begin_microbatch(last=microbatch == 299)
-        ...     weight.sum().backward()
+        ...     with buckets.backward_context():
+        ...         weight.sum().backward()
         ...     buckets.end_microbatch()
         >>> buckets.finish()
         >>> weight.grad  # a sum in bfloat16 would have stopped at 256
@@ -287,6 +293,22 @@ class Fp32GradBuckets:
                 for slots in self._by_bucket
             ]
 
+    @contextlib.contextmanager
+    def backward_context(self) -> Iterator[None]:
+        """Let autograd add gradients to the buckets in place; enter it just before backward.
+
+        A backward outside of the context computes the same. It takes longer, because the hooks of
+        the parameters add the gradients.
+        """
+        added = list(self._added_in_place())
+        for slot in added:
+            slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
+        try:
+            yield
+        finally:
+            for slot in added:
+                slot.parameter.grad = None
+
     @torch.no_grad()
     def microbatch_is_finite(self) -> Tensor | None:
         """Return whether all gradients of the last backward are finite.
@@ -385,9 +407,6 @@ class Fp32GradBuckets:
             for bucket in self._order[self._launched :]:
                 self._reduction.launch(self._leaf.buffers[bucket])
             self._reduction.finish()
-        if self._accumulating:
-            for slot in self._slots:
-                slot.parameter.grad = None
         self._last_microbatch = self._accumulating = False
         self._stage = ""
         if self._sums is not None:
@@ -404,6 +423,16 @@ class Fp32GradBuckets:
                 hook = _hook(weakref.ref(self), bucket, index)
                 parameter.register_post_accumulate_grad_hook(hook)
                 yield _Slot(name, parameter, bucket, index, target=parameter)
+
+    def _added_in_place(self) -> Iterator[_Slot]:
+        """Yield the parameters whose next gradient autograd can add to the bucket."""
+        if self._sums is not None or not self._accumulating:
+            return
+        for slot in self._slots:
+            parameter = slot.parameter
+            only_hook = len(parameter._post_accumulate_grad_hooks) == 1
+            if slot.has_gradient and only_hook and parameter.grad is None:
+                yield slot
 
     def _take_gradient(self, slot: _Slot) -> None:
         """Add the gradient of a parameter to its bucket, unless autograd has done so."""
@@ -431,8 +460,7 @@ class Fp32GradBuckets:
                 view.copy_(gradient)
             slot.has_gradient = True
         self._used.mark_used(slot)
-        stays = self._sums is None and not self._last_microbatch
-        slot.parameter.grad = view if stays else None
+        slot.parameter.grad = None
         if self._last_microbatch and self._reduction is not None:
             self._mark_ready(slot)
 
@@ -495,7 +523,8 @@ class Fp32GradBuckets:
         """Set `.grad` of a parameter and of its target to views of the reduced bucket."""
         steps = slot.parameter.requires_grad and not self._used.is_unused(slot)
         view = self._total.views[slot.bucket][slot.index]
-        slot.parameter.grad = view if steps and not self.sharded else None
+        if not self.sharded:
+            slot.parameter.grad = view if steps else None
         if slot.target is not slot.parameter:
             gradient = self._shard_view(slot) if self.sharded else view
             slot.target.grad = gradient if steps else None

@@ -33,7 +33,7 @@ from distmp.distributed import rendezvous_store
 from distmp.distributed.limits import REJOIN_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.utils.frames import collective, user_line, user_line_of_error
-from distmp.utils.processes import processor_seconds
+from distmp.utils.processes import child_seconds, thread_seconds
 
 # How long a decision may take before a warning names the missing ranks.
 PATIENCE_SECONDS = 60.0
@@ -68,8 +68,8 @@ class RankStatus:
         waits_in: Name of the collective that the rank waits in, or "".
         collectives: Number of collectives of a sharded model that the rank has begun.
         compares: Whether the rank is comparing its next collective with the other ranks.
-        busy_seconds: Processor time of the thread that calls the scaler or the engine, and of the
-            child processes, which may compile.
+        busy_seconds: Processor time of the thread that calls the scaler or the engine.
+        child_seconds: Processor time of the child processes, which may compile.
     """
 
     decisions: dict[str, int] = field(default_factory=dict)
@@ -82,6 +82,7 @@ class RankStatus:
     collectives: int = 0
     compares: bool = False
     busy_seconds: float = 0.0
+    child_seconds: float = 0.0
 
     def __str__(self) -> str:
         last = f"; the last call of its scaler was {self.last_call}" if self.last_call else ""
@@ -305,7 +306,8 @@ class RankMonitor:
             waits_in=collective(sys._current_frames().get(self._caller)),
             collectives=self.collectives,
             compares=self.compares,
-            busy_seconds=processor_seconds(self._caller),
+            busy_seconds=thread_seconds(self._caller),
+            child_seconds=child_seconds(),
         )
 
     def _warn(self) -> None:

@@ -392,7 +392,7 @@ class Engine:
         return scale / (self.nominal_weight or 1.0)
 
     def _backward(self, loss: Tensor, factor: Tensor) -> None:
-        with explain_backward_errors():
+        with explain_backward_errors(), self._strategy.backward_context():
             (loss.float() * factor).backward()
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:

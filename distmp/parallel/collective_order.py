@@ -170,7 +170,8 @@ class CollectiveOrder:
         except RuntimeError as error:
             if is_lost_connection(error):
                 raise
-            raise self._no_answer(local, "another rank did not reach this point") from error
+            why = f"made no progress for {self._seconds:g} s"
+            raise self._no_answer(local, why, "another rank did not reach this point") from error
         by_rank = [Collective(KINDS[kind], unit, n) for kind, unit, n in map(_numbers, answers)]
         if any(other != by_rank[0] for other in by_rank):
             raise TrainingError(f"{self._describe_all(by_rank)}; {self._advice}")
@@ -194,8 +195,9 @@ class CollectiveOrder:
                 continue
             statuses = self._absent_ranks(self._monitor)
             seen = self._check_waiting_ranks(local, statuses, seen)
-            if awaited.are_stuck(statuses) and not work.is_completed():
-                raise self._no_answer(local, describe_ranks(statuses) or "none is missing")
+            why = awaited.why_stuck(statuses)
+            if why and not work.is_completed():
+                raise self._no_answer(local, why, describe_ranks(statuses) or "none is missing")
             check_after = min(2 * check_after, self._seconds / 4)
             begun = time.monotonic()
 
@@ -208,11 +210,10 @@ class CollectiveOrder:
             if status is None or not status.compares
         }
 
-    def _no_answer(self, local: Collective, who: str) -> TrainingError:
+    def _no_answer(self, local: Collective, why: str, who: str) -> TrainingError:
         return TrainingError(
             f"rank {self._rank} is about to {self._describe(local)}, unlike the last time, and "
-            f"waits for ranks that have made no progress for {self._seconds:g} s: {who}; "
-            f"{self._advice}"
+            f"waits for ranks that have {why}: {who}; {self._advice}"
         )
 
     @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -176,6 +177,13 @@ class Replicated(Strategy):
             self._buffers = buffer_values(self.model)
         for part in self._parts:
             part.buckets.begin_microbatch(last=last)
+
+    @contextlib.contextmanager
+    def backward_context(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for part in self._parts:
+                stack.enter_context(part.buckets.backward_context())
+            yield
 
     def end_microbatch(self) -> Tensor | None:
         finite = [part.buckets.microbatch_is_finite() for part in self._parts]

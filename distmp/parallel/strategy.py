@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ class Strategy(ABC):
     """Prepares a module for distributed training and processes its gradients in each step.
 
     A step calls, in this order: `compare_microbatches`; `begin_step`; for every microbatch
-    `begin_microbatch`, forward, backward and `end_microbatch`; `finish_gradients`;
-    `prepare_optimizer_grads`; the optimizer; `copy_master_to_model`; `end_step`.
+    `begin_microbatch`, forward, backward in `backward_context`, and `end_microbatch`;
+    `finish_gradients`; `prepare_optimizer_grads`; the optimizer; `copy_master_to_model`;
+    `end_step`.
 
     Attributes:
         module: The prepared module; call it for forward.
@@ -90,6 +92,10 @@ class Strategy(ABC):
     @abstractmethod
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
+
+    def backward_context(self) -> AbstractContextManager[None]:
+        """Return the context of the backward of a microbatch."""
+        return nullcontext()
 
     def end_microbatch(self) -> Tensor | None:
         """End a microbatch after its backward; return whether it counts.

@@ -40,19 +40,25 @@ class ProcessIdentity(NamedTuple):
         return self.machine == _machine() and _started(self.pid) != self.started
 
 
-def processor_seconds(thread_id: int) -> float:
-    """Return the processor time of a thread of this process and of all child processes.
+def thread_seconds(thread_id: int) -> float:
+    """Return the processor time of a thread of this process.
 
     Args:
         thread_id: `threading.Thread.ident`; a thread that has ended counts as 0.
     """
-    total = 0.0
-    if thread_id in sys._current_frames():
-        total = time.clock_gettime(time.pthread_getcpuclockid(thread_id))
+    if thread_id not in sys._current_frames():
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread_id))
+
+
+def child_seconds() -> float:
+    """Return the processor time of all child processes, with those that have ended."""
+    ended = os.times()
+    total = ended.children_user + ended.children_system
     for child in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):
             times = child.cpu_times()
-            total += times.user + times.system
+            total += times.user + times.system + times.children_user + times.children_system
     return total
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import random
@@ -36,7 +37,9 @@ def accumulate(
     buckets.begin_step()
     for index, forward in enumerate(backwards):
         buckets.begin_microbatch(last=index == len(backwards) - 1)
-        forward().backward()
+        loss = forward()
+        with buckets.backward_context():
+            loss.backward()
         buckets.end_microbatch()
     buckets.finish()
     return {name: gradient.clone() for name, gradient in buckets.gradients().items()}
@@ -132,7 +135,8 @@ def test_autograd_adds_to_the_bucket_from_the_second_microbatch_on() -> None:
     counts = {}
     for index in range(3):
         buckets.begin_microbatch(last=index == 2)
-        counts[index] = operators(lambda: model(batch).square().sum().backward())
+        with buckets.backward_context():
+            counts[index] = operators(lambda: model(batch).square().sum().backward())
         buckets.end_microbatch()
     for _ in range(2):
         in_plain_torch = operators(lambda: plain(batch).square().sum().backward())
@@ -140,18 +144,96 @@ def test_autograd_adds_to_the_bucket_from_the_second_microbatch_on() -> None:
     assert counts[0]["aten::copy_"] == len(list(model.parameters()))
 
 
-def test_gradients_are_kept_if_they_are_cleared_between_microbatches() -> None:
-    model = nn.Linear(WIDTH, WIDTH)
-    buckets = Fp32GradBuckets(model.named_parameters(), None)
-    batch = torch.randn(5, WIDTH)
+def halve(weight: Tensor) -> None:
+    if weight.grad is not None:
+        weight.grad.mul_(0.5)
 
-    def clear_and_run() -> Tensor:
-        model.zero_grad()
-        return model(batch).sum()
 
-    expected = accumulate(buckets, [lambda: model(batch).sum()] * 4)
-    found = accumulate(buckets, [clear_and_run] * 4)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+def replace_by_half(weight: Tensor) -> None:
+    if weight.grad is not None:
+        weight.grad = weight.grad * 0.5
+
+
+@pytest.mark.parametrize(("registered", "expected"), [("before", 0.5), ("after", 1.0)])
+@pytest.mark.parametrize("change", [halve, replace_by_half])
+def test_another_hook_changes_the_gradient_of_each_microbatch_once(
+    change: Callable[[Tensor], None], registered: str, expected: float
+) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    if registered == "before":
+        weight.register_post_accumulate_grad_hook(change)
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+    if registered == "after":
+        weight.register_post_accumulate_grad_hook(change)
+    for _ in range(2):
+        found = accumulate(buckets, [weight.sum] * 4)["weight"]
+        assert torch.equal(found, torch.full((3,), 4 * expected))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda weight: torch.optim.SGD([weight]).zero_grad(set_to_none=True),
+        lambda weight: torch.optim.SGD([weight]).zero_grad(set_to_none=False),
+        lambda weight: nn.utils.clip_grad_norm_([weight], 0.1),
+        halve,
+        replace_by_half,
+    ],
+)
+def test_a_forward_cannot_change_the_sum_of_earlier_microbatches(
+    change: Callable[[Tensor], object],
+) -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+
+    def change_and_run() -> Tensor:
+        change(weight)
+        return weight.sum()
+
+    found = accumulate(buckets, [change_and_run] * 4)["weight"]
+    assert torch.equal(found, torch.full((3,), 4.0))
+
+
+def test_gradients_that_are_not_reduced_do_not_stay_after_a_backward() -> None:
+    weights = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    buckets = Fp32GradBuckets([(str(i), weight) for i, weight in enumerate(weights)], None)
+    buckets.begin_step()
+    for last in (False, False, True):
+        buckets.begin_microbatch(last=last)
+        with buckets.backward_context():
+            (weights[0] if last else sum(weights)).sum().backward()  # type: ignore[union-attr]
+        assert [weight.grad for weight in weights] == [None, None]
+        buckets.end_microbatch()
+    buckets.finish()
+    assert [weight.grad[0] for weight in weights if weight.grad is not None] == [3.0, 2.0]
+
+
+def test_gradients_that_are_not_reduced_do_not_stay_after_an_error() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+    buckets.begin_step()
+    buckets.begin_microbatch(last=False)
+    with buckets.backward_context():
+        weight.sum().backward()
+    buckets.end_microbatch()
+    buckets.begin_microbatch(last=False)
+    with pytest.raises(ValueError, match="out of memory"), buckets.backward_context():
+        raise ValueError("out of memory")
+    assert weight.grad is None
+
+
+def test_a_backward_outside_of_the_context_computes_the_same() -> None:
+    weight = nn.Parameter(torch.zeros(3))
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+    buckets.begin_step()
+    for index in range(4):
+        buckets.begin_microbatch(last=index == 3)
+        with buckets.backward_context() if index % 2 else contextlib.nullcontext():
+            weight.sum().backward()
+        buckets.end_microbatch()
+    buckets.finish()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.full((3,), 4.0))
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
@@ -166,7 +248,8 @@ def test_a_backward_that_builds_a_graph_is_refused(before: int) -> None:
         model(batch).sum().backward()
         buckets.end_microbatch()
     buckets.begin_microbatch(last=False)
-    with pytest.raises(TrainingError, match=r"create_graph=True.*of 'bias'.*torch.autograd.grad"):
+    refused = pytest.raises(TrainingError, match=r"create_graph=True.*of 'bias'.*torch.autograd")
+    with refused, buckets.backward_context():
         model(batch).sum().backward(create_graph=True)
 
 
