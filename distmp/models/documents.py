@@ -6,7 +6,8 @@
 # in which no token attends to another. Elsewhere scaled_dot_product_attention gets a boolean
 # matrix, which takes time * time bytes per sequence for all layers together.
 #
-# `distmp explain` runs the matrix on fake tensors, because FlexAttention compiles for a device.
+# `distmp explain` and `strategy: auto` run on fake tensors, where FlexAttention cannot run. On a
+# fake GPU they run causal attention without a mask, which keeps the same tensors for backward.
 
 from __future__ import annotations
 
@@ -24,18 +25,22 @@ if TYPE_CHECKING:
     Mask = Tensor | BlockMask
 
 
-def document_mask(positions: Tensor) -> Mask:
+def document_mask(positions: Tensor, x: Tensor) -> Mask | None:
     """Return which tokens each token attends to: those before it in its document, and itself.
 
     Args:
         positions: Positions of tokens in their documents, int64 [batch, time]. A document begins
             with 0, and the first one of a row may begin in the middle.
+        x: Activations, [batch, time, dimension]. They tell whether this only measures memory:
+            `FakeTensors` leaves small integers, such as positions, real.
 
     Returns:
-        On a GPU a BlockMask, elsewhere bool [batch, 1, time, time].
+        On a GPU a BlockMask, or None for fake activations; elsewhere bool [batch, 1, time, time].
     """
+    if x.is_cuda and isinstance(x, FakeTensor):
+        return None
     documents = (positions == 0).cumsum(1)
-    if positions.is_cuda and not isinstance(positions, FakeTensor):
+    if x.is_cuda:
         return block_mask(documents)
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 

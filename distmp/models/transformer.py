@@ -319,8 +319,8 @@ class Transformer(nn.Module):
             config.rotary_base,
             config.rotary_scaling,
         )
-        mask = None if positions is None else document_mask(positions)
         x = self.embedding(tokens)
+        mask = None if positions is None else document_mask(positions, x)
         for block in self.blocks:
             x = block(x, cosine, sine, mask)
         x = self.norm(x)

@@ -13,6 +13,8 @@ from distmp.errors import ConfigError
 from distmp.models.documents import attend, block_mask, document_mask
 from distmp.models.loss import next_token_loss
 from distmp.models.transformer import RotaryScaling, Transformer, TransformerConfig
+from distmp.utils.fake_tensors import FakeTensors
+from distmp.utils.live_bytes import LiveBytes
 from tests.ranks import ranks
 from tests.reference import gathered
 
@@ -119,11 +121,25 @@ def test_flex_attention_has_the_same_mask() -> None:
 
     positions = batch()["positions"]
     query, key = (torch.randn(2, heads, 23, 16) for heads in (4, 2))
-    expected = attend(query, key, key, document_mask(positions))
+    expected = attend(query, key, key, document_mask(positions, query))
     with torch.no_grad():
         mask = block_mask((positions == 0).cumsum(1))
         found = flex_attention(query, key, key, block_mask=mask, enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_activations_on_a_fake_gpu_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`FakeTensors` keeps positions real, and FlexAttention cannot run on fake tensors."""
+    made = batch()
+    with FakeTensors(), LiveBytes() as live:
+        ours = model()
+        live.start()
+        with monkeypatch.context() as patch:
+            patch.setattr(Tensor, "is_cuda", True)
+            logits = ours(made["inputs"], positions=made["positions"])
+        logits.sum().backward()
+    assert logits.shape == (2, 23, 31)
+    assert sum(live.peak.values()) > logits.nbytes
 
 
 @pytest.mark.gpu
