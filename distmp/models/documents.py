@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
     Mask = Tensor | BlockMask
 
+# Tokens per block of a BlockMask, FlexAttention's default.
+BLOCK = 128
+
 
 def document_mask(positions: Tensor, x: Tensor) -> Mask | None:
     """Return which tokens each token attends to: those before it in its document, and itself.
@@ -48,16 +51,46 @@ def document_mask(positions: Tensor, x: Tensor) -> Mask | None:
 def block_mask(documents: Tensor) -> BlockMask:
     """Return the mask of FlexAttention.
 
+    The numbers of documents do not decrease, so the first and the last one of a block tell with
+    which blocks it shares a document. `create_block_mask` would allocate several [batch, time,
+    time] matrices.
+
     Args:
-        documents: Numbers of the documents of tokens, int64 [batch, time].
+        documents: Numbers of the documents of tokens, int64 [batch, time], not decreasing.
     """
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask
 
     def attends(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (documents[batch, query] == documents[batch, key]) & (query >= key)
 
-    rows, time = documents.shape
-    return create_block_mask(attends, rows, None, time, time, device=str(documents.device))
+    time = documents.shape[1]
+    # The end of the last block belongs to no document.
+    padded = F.pad(documents, (0, -time % BLOCK), value=time + 1)
+    first, last = padded[:, None, ::BLOCK], padded[:, None, BLOCK - 1 :: BLOCK]
+    diagonal = torch.eye(first.shape[-1], dtype=torch.bool, device=documents.device)
+    shared = (first[..., :, None] == last[..., None, :]).tril(-1)
+    # Every token attends to every token: both blocks lie in one document.
+    full = (last[..., :, None] == first[..., None, :]).tril(-1)
+    return BlockMask.from_kv_blocks(
+        *_ordered(shared & ~full | diagonal),
+        *_ordered(full),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=attends,
+        seq_lengths=(time, time),
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of selected key blocks of each query block, and their indices first.
+
+    Args:
+        blocks: Selected blocks, bool [batch, 1, query blocks, key blocks].
+
+    Returns:
+        Both int32: [batch, 1, query blocks], and [batch, 1, query blocks, key blocks].
+    """
+    indices = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1).int(), indices.int()
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tensor:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.data import IGNORED
 from distmp.data.documents import PackedDocuments
@@ -126,6 +130,41 @@ def test_flex_attention_has_the_same_mask() -> None:
         mask = block_mask((positions == 0).cumsum(1))
         found = flex_attention(query, key, key, block_mask=mask, enable_gqa=True)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of elements of a result."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.elements = max(self.elements, *(leaf.numel() for leaf in leaves), 0)
+        return result
+
+
+@pytest.mark.parametrize("time", [23, 128, 300, 1024])
+@pytest.mark.parametrize("frequency", [0.0, 0.003, 0.01, 0.1, 1.0])
+def test_blocks_are_those_of_the_whole_matrix(time: int, frequency: float) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    begins = torch.rand(3, time, generator=torch.Generator().manual_seed(time)) < frequency
+    begins[1, ::128] = True  # documents that end with their block
+    begins[2, :1] = True
+    numbers = begins.cumsum(1)
+
+    def attends(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (numbers[batch, query] == numbers[batch, key]) & (query >= key)
+
+    expected = create_block_mask(attends, 3, None, time, time, device="cpu")
+    with LargestTensor() as largest:
+        found = block_mask(numbers)
+    assert torch.equal(found.to_dense(), expected.to_dense())
+    assert found.shape == expected.shape
+    for name in ("kv_num_blocks", "full_kv_num_blocks", "kv_indices", "full_kv_indices"):
+        assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    assert largest.elements < max(time * time, 6 * time)  # at 23 tokens, one block of 128
 
 
 def test_activations_on_a_fake_gpu_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
