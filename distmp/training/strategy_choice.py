@@ -48,12 +48,14 @@ class Choice(NamedTuple):
         reason: Why, with the predicted memory, as text.
         fits: Whether it is predicted to fit in memory.
         accumulate: Where gradients have to be accumulated to fit; None: as configured.
+        unknown: What the prediction lacks, and why, as text; empty if it is complete.
     """
 
     option: Option
     reason: str
     fits: bool = True
     accumulate: Accumulation | None = None
+    unknown: str = ""
 
     def applied_to(self, config: RunConfig) -> RunConfig:
         """Return a configuration with this strategy in place of `auto`."""
@@ -89,6 +91,13 @@ def choose_strategy(config: RunConfig, parts: RunComponents, world: World) -> tu
             "lower batch.microbatch_size",
             choice.reason,
         )
+    if choice.unknown and world.rank == 0:
+        logger.warning(
+            "strategy = 'auto': takes %s, which needs the least memory, because the prediction is "
+            "%s; set `strategy` if a faster one fits",
+            choice.option,
+            choice.unknown,
+        )
     return choice.applied_to(config), f"auto: {choice.reason}"
 
 
@@ -119,15 +128,19 @@ def choose(
     needs = {option: _of_rank(memory, option, config, policy, parts, world) for option in options}
     usable = (1 - MARGIN) * free
     fitting = [option for option in options if needs[option] <= usable]
-    chosen = fitting[0] if fitting else min(needs, key=lambda option: needs[option])
+    # What is unknown may fill the memory, so nothing is known to fit.
+    known_to_fit = fitting and not unknown
+    chosen = fitting[0] if known_to_fit else min(needs, key=lambda option: needs[option])
     tried = [option for option in options[: options.index(chosen)] if option not in fitting]
     numbers = ", ".join(f"{option} {bytes_text(needs[option])}" for option in (*tried, chosen))
-    reason = f"a rank needs: {numbers}; limit: {1 - MARGIN:.0%} of {available}{unknown}"
+    reason = f"a rank needs: {numbers}; limit: {1 - MARGIN:.0%} of {available}"
+    if unknown:
+        reason += f"; {unknown}, so the strategy that needs the least memory is taken"
     # The choice of `accumulate` does not know what else needs memory.
     full = needs[chosen] + memory.gradients > usable and policy.param_dtype == torch.float32
     free_to_choose = config.sharding.accumulate == "auto"
     accumulate = ACCUMULATE.get(chosen.strategy) if full and free_to_choose else None
-    return Choice(chosen, reason, bool(fitting), accumulate)
+    return Choice(chosen, reason, bool(fitting), accumulate, unknown)
 
 
 def with_option(config: RunConfig, option: Option) -> RunConfig:
@@ -198,11 +211,11 @@ def _measure(
         activations=activations or 0,
     )
     unknown = [
-        f"; without {what}, which cannot be predicted: {error}"
+        f"without {what}, which cannot be predicted: {error}"
         for what, error in (("the optimizer state", problem), ("activations", other))
         if error
     ]
-    return memory, options, "".join(unknown)
+    return memory, options, "; ".join(unknown)
 
 
 def _traced(work: Callable[[], T]) -> tuple[T | None, str]:

@@ -168,10 +168,21 @@ def test_a_small_model_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "ddp is the fastest, and the FP32 parameters take" in chosen(config_of(), 10**12).reason
 
 
-def test_a_model_that_needs_values_is_chosen_for_without_activations() -> None:
+def test_unknown_activations_choose_the_strategy_that_needs_the_least_memory(
+    needs: dict[Option, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     name = "tests.commands.explain.runs:Indecisive"
-    choice = chosen(replace(config_of(), model=ModelConfig(name)), 10**7)
+    config = replace(config_of(), model=ModelConfig(name))
+    choice = chosen(config, 10**7)  # more than `ddp` is known to need
+    assert choice.fits
+    assert choice.option == min(needs, key=lambda option: needs[option]) != DDP
     assert "without activations, which cannot be predicted: Dynamic" in choice.reason
+    monkeypatch.setattr(strategy_choice, "choose", lambda *_: choice)
+    with world() as simulated:
+        resolved, _ = choose_strategy(config, prepare(config, simulated), simulated)
+    assert resolved.strategy == choice.option.strategy
+    assert f"takes {choice.option}, which needs the least memory" in caplog.text
+    assert "without activations, which cannot be predicted: Dynamic" in caplog.text
 
 
 class Quiet:
