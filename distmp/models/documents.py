@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from distmp.errors import ConfigError
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -107,13 +109,32 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: Mask | None) -> Tens
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
         )
-    output: Tensor = _flex_attention()(query, key, value, block_mask=mask, enable_gqa=grouped)
+    output: Tensor = _flex_attention()(query, key, value, mask, grouped)
     return output
 
 
 @functools.cache
 def _flex_attention() -> Any:
+    return torch.compile(_compiled_attention)
+
+
+def _compiled_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, grouped: bool
+) -> Tensor:
+    """Run FlexAttention, unless torch.compile is disabled: it would hold the matrix of scores.
+
+    Raises:
+        ConfigError: If this is not compiled, as in the synthetic batches of the first step, which
+            then leave out the check that they are for.
+    """
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Without compilation, FlexAttention computes the whole matrix of scores.
-    return torch.compile(flex_attention)
+    if not torch.compiler.is_compiling():
+        raise ConfigError(
+            "positions",
+            "of documents",
+            "FlexAttention, which masks documents on a GPU, needs torch.compile, which is disabled "
+            "here; enable it (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE, set_stance)",
+        )
+    result: Tensor = flex_attention(query, key, value, block_mask=mask, enable_gqa=grouped)
+    return result

@@ -14,6 +14,8 @@ from distmp.data import IGNORED
 from distmp.data.documents import PackedDocuments
 from distmp.engine import Engine
 from distmp.errors import ConfigError
+from distmp.models import documents as documents_module
+from distmp.models import transformer
 from distmp.models.documents import attend, block_mask, document_mask
 from distmp.models.loss import next_token_loss
 from distmp.models.transformer import RotaryScaling, Transformer, TransformerConfig
@@ -179,6 +181,21 @@ def test_activations_on_a_fake_gpu_are_measured(monkeypatch: pytest.MonkeyPatch)
         logits.sum().backward()
     assert logits.shape == (2, 23, 31)
     assert sum(live.peak.values()) > logits.nbytes
+
+
+def test_flex_attention_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step runs synthetic batches without compilation, which would hold all scores."""
+    monkeypatch.setattr(transformer, "document_mask", lambda p, _: block_mask((p == 0).cumsum(1)))
+    engine = Engine(model(), next_token_loss, torch.optim.SGD, strategy="single")
+    with LargestTensor() as largest, pytest.raises(ConfigError, match=r"needs torch\.compile"):
+        engine._try_forward(batch())
+    assert 0 < largest.elements <= 2 * 128 * 23  # no scores, which are [2, 4, 128, 128]
+    compiled = torch.compile(documents_module._compiled_attention, backend="eager")
+    monkeypatch.setattr(documents_module, "_flex_attention", lambda: compiled)
+    with torch.no_grad():
+        loss, _ = next_token_loss(model(), batch())
+    monkeypatch.undo()
+    torch.testing.assert_close(loss, next_token_loss(model(), batch())[0])
 
 
 @pytest.mark.gpu
