@@ -29,7 +29,7 @@ from distmp.models.build import Loss, build_loss, build_model
 from distmp.models.loss import NO_POSITIONS, takes_positions
 from distmp.models.settings import ModelConfig
 from distmp.parallel.reproducible import check_power_of_two
-from distmp.parallel.settings import SHARDED_STRATEGIES
+from distmp.parallel.settings import SHARDED_STRATEGIES, Recomputation
 from distmp.precision import PolicyLike
 from distmp.training.run_directory import RunDirectory, latest_run
 from distmp.utils.deferred import NotDeferrableError, build_deferred, build_whole
@@ -103,9 +103,27 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
         huggingface.prepare_loss(model)
     if config.data.document_masking and not takes_positions(model):
         raise ConfigError("data.document_masking", True, NO_POSITIONS.format(config.model.name))
+    if world.rank == 0:
+        _warn_about_recomputed_attention(config, world.device)
     return RunComponents(
         datasets, model, build_loss(config.model), microbatches, weights, BuiltModel.of(model)
     )
+
+
+def _warn_about_recomputed_attention(config: RunConfig, device: torch.device) -> None:
+    """Warn if `save` contains attention, and FlexAttention computes it.
+
+    It runs as one compiled function, whose operators selective checkpointing does not see.
+    """
+    recomputation = Recomputation.of(config.activation_checkpointing)
+    saved = () if recomputation is None else recomputation.save
+    if "attention" in saved and config.data.document_masking and device.type == "cuda":
+        logger.warning(
+            "activation_checkpointing.save = %r: with data.document_masking on a GPU, distmp's "
+            "transformer runs FlexAttention, which backward recomputes; 'attention' has no effect "
+            "on it",
+            list(saved),
+        )
 
 
 def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.Module:

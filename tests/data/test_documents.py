@@ -99,3 +99,21 @@ def test_settings_that_cannot_work(tmp_path: Path) -> None:
     arguments += ["--data.document-masking", "--model.name", "torch.nn:Identity"]
     with pytest.raises(ConfigError, match=r"= True: torch\.nn:Identity does"):
         prepare(load(arguments), World(0, 1, torch.device("cpu"), None))
+
+
+def test_attention_that_save_cannot_keep_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    text(tmp_path)
+    arguments = ["--data.path", str(tmp_path), "--data.sequence-length", "8", "--data.held-out=0"]
+    arguments += ["--data.document-masking", "--activation-checkpointing"]
+    for device, save, warns in (
+        ("cpu", "[matmul, attention]", False),
+        ("cuda", "[matmul]", False),
+        ("cuda", "[matmul, attention]", True),
+    ):
+        caplog.clear()
+        config = load([*arguments, f"{{save: {save}}}"])
+        prepare(config, World(0, 1, torch.device(device), None))
+        warning = "save = ['matmul', 'attention']: with data.document_masking on a GPU"
+        assert (warning in caplog.text) == warns, (device, save)
