@@ -85,12 +85,12 @@ class Normalised(Model):
 def ends(
     model: type[Model], recomputed: str | dict[str, Any] = "blocks", **options: Any
 ) -> list[dict[str, Tensor]]:
-    """Train without or with checkpointing; return the full training state."""
+    """Train without checkpointing and compilation, or with both; return the training states."""
     found = []
     sharding = options.pop("sharding", ShardingConfig())
     compilation = options.pop("compile", "none")
-    for setting in ("none", recomputed):
-        parallel = ParallelConfig(sharding, setting, compilation)  # type: ignore[arg-type]
+    for setting, compiled in (("none", "none"), (recomputed, compilation)):
+        parallel = ParallelConfig(sharding, setting, compiled)  # type: ignore[arg-type]
         engine = make_engine(model=model(), parallel=parallel, max_norm=1.0, **options)
         train(engine, 3, SIZES)
         found.append(snapshot(engine))
@@ -134,13 +134,16 @@ def test_compiled_blocks_write_their_buffers_once() -> None:
     compile_module, compile_function = nn.Module.compile, torch.compile
     nn.Module.compile = lambda self, **_: compile_module(self, backend="aot_eager")
     torch.compile = lambda function, **_: compile_function(function, backend="aot_eager")
-    for options in (WAYS[0], WAYS[4], WAYS[6]):
-        for model in (Normalised, Model):
-            for compilation in ("blocks", "model"):
-                without, recomputed = ends(model, compile=compilation, policy="fp32", **options)
-                assert recomputed.keys() == without.keys()
-                for name, value in without.items():
-                    torch.testing.assert_close(recomputed[name], value, rtol=1e-4, atol=1e-5)
+    for options, model, compilation in (
+        (WAYS[0], Normalised, "blocks"),
+        (WAYS[0], Model, "model"),
+        (WAYS[4], Model, "blocks"),
+        (WAYS[6], Normalised, "model"),
+    ):
+        without, recomputed = ends(model, compile=compilation, policy="fp32", **options)
+        assert recomputed.keys() == without.keys()
+        for name, value in without.items():
+            torch.testing.assert_close(recomputed[name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_a_graph_that_is_kept_can_be_recomputed_twice() -> None:
