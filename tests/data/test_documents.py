@@ -89,7 +89,7 @@ def test_settings_that_cannot_work(tmp_path: Path) -> None:
         (["--data.end-of-text", "3"], "end_of_text = 3: files of text have a fixed one"),
         (
             ["--data.source", "tokens", "--data.path", "x", "--data.end-of-text", "-1"],
-            "data.end_of_text = -1: must be a token id from 0",
+            "data.end_of_text = -1: must be a token id: at least 0",
         ),
     ):
         with pytest.raises(ConfigError, match=message):
