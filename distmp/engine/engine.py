@@ -54,7 +54,7 @@ from distmp.errors import ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
 from distmp.optim.state import check_state, prepare_for_device_skip
 from distmp.optim.stepped import SteppedTensors
-from distmp.parallel import ParallelConfig, build_strategy, resolve_strategy
+from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
 from distmp.parallel.materialize import (
     InitialValues,
     initial_values,
@@ -197,18 +197,7 @@ class Engine:
         self._loss = loss
         if config.reproducible:
             make_deterministic(self.device)
-        with explain_lost_peers(self.world.group):
-            described = config.describe() | describe_model(model)
-            check_same(self.world.group, self.device, described)
-            self._strategy = build_strategy(
-                self.strategy,
-                model,
-                self.policy,
-                self.world,
-                config.accumulation,
-                config.parallel,
-                values,
-            )
+        self._strategy = self._build_strategy(model, values)
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
         if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
@@ -242,6 +231,21 @@ class Engine:
         self._is_checked = False
         self._previous: StepOutcome | None = None
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
+
+    def _build_strategy(self, model: nn.Module, values: InitialValues) -> Strategy:
+        """Check that all ranks have the same set-up, and distribute the model."""
+        with explain_lost_peers(self.world.group):
+            described = self.config.describe() | describe_model(model)
+            check_same(self.world.group, self.device, described)
+            return build_strategy(
+                self.strategy,
+                model,
+                self.policy,
+                self.world,
+                self.config.accumulation,
+                self.config.parallel,
+                values,
+            )
 
     def _warn_about_policy(self) -> None:
         if self.world.rank == 0:
