@@ -300,7 +300,7 @@ class Fp32GradBuckets:
         A backward outside of the context computes the same. It takes longer, because the hooks of
         the parameters add the gradients.
         """
-        added = list(self._added_in_place())
+        added = self._added_in_place()
         for slot in added:
             slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
         try:
@@ -424,15 +424,17 @@ class Fp32GradBuckets:
                 parameter.register_post_accumulate_grad_hook(hook)
                 yield _Slot(name, parameter, bucket, index, target=parameter)
 
-    def _added_in_place(self) -> Iterator[_Slot]:
-        """Yield the parameters whose next gradient autograd can add to the bucket."""
+    def _added_in_place(self) -> list[_Slot]:
+        """Return the parameters whose next gradient autograd can add to the bucket."""
         if self._sums is not None or not self._accumulating:
-            return
-        for slot in self._slots:
-            parameter = slot.parameter
-            only_hook = len(parameter._post_accumulate_grad_hooks) == 1
-            if slot.has_gradient and only_hook and parameter.grad is None:
-                yield slot
+            return []
+        return [
+            slot
+            for slot in self._slots
+            if slot.has_gradient
+            and slot.parameter.grad is None
+            and len(slot.parameter._post_accumulate_grad_hooks) == 1  # no hook of the user
+        ]
 
     def _take_gradient(self, slot: _Slot) -> None:
         """Add the gradient of a parameter to its bucket, unless autograd has done so."""

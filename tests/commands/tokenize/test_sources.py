@@ -130,7 +130,7 @@ def test_parquet_files_are_read_by_row_group(tmp_path: Path) -> None:
     assert read(pieces[1:2]) == TEXTS[15:30]
     with pytest.raises(InputError, match="no column 'body'; set --key to one of id, text"):
         read(pieces, "body")
-    with pytest.raises(InputError, match="a row of group 0 has a int, not text"):
+    with pytest.raises(InputError, match="group 0 has a value of type int for 'id'; use a string"):
         read(pieces, "id")
     (tmp_path / "b.parquet").write_text("no parquet")
     with pytest.raises(ConfigError, match="is not a parquet file"):
