@@ -61,8 +61,16 @@ def _no_leaks() -> Iterator[None]:
         *_changed_flags(flags),
         *_left_process_group(),
     ]
+    _forget_compiled()
     if leaks:
         pytest.fail("the test leaks: " + "; ".join(leaks), pytrace=False)
+
+
+def _forget_compiled() -> None:
+    """Drop compiled code: after eight versions of a function, torch runs it uncompiled."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.reset()
 
 
 def _moved(directory: Path) -> Iterator[str]:

@@ -102,6 +102,7 @@ def test_calls_of_the_engine_extend_the_long_limit(clock: Clock) -> None:
 
 
 def test_child_processes_count_as_busy_when_they_have_ended_too() -> None:
+    # Times of children are counted in ticks of 10 ms.
     loop = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
     command = [sys.executable, "-c", loop]
     before = child_seconds()
@@ -111,5 +112,5 @@ def test_child_processes_count_as_busy_when_they_have_ended_too() -> None:
         child.stdout.readline()
         running = child_seconds() - before
         child.communicate("\n")
-    assert running >= 0.29
-    assert child_seconds() - before >= 0.29
+    assert running >= 0.25
+    assert child_seconds() - before >= 0.25
