@@ -12,7 +12,7 @@ from distmp.data.documents import PackedDocuments
 from distmp.data.open_tokens import open_tokens, require_same_tokenizer
 from distmp.data.settings import DataConfig
 from distmp.data.text import TextFile, TextFolder, list_text_files
-from distmp.data.tokens import TokenFiles
+from distmp.data.windows import W, Windows
 from distmp.errors import ConfigError
 from distmp.utils.imports import load_object
 
@@ -126,8 +126,7 @@ def _split_text(
     if len(train) and len(validation):
         return train, validation
     # With few files the hash may leave one side empty; then the tokens are split.
-    split = _split_position(config, str(folder), everything.last)
-    return TextFolder(folder, files, length, last=split), TextFolder(folder, files, length, split)
+    return _split(config, str(folder), everything)
 
 
 def _extent(dataset: TextFolder) -> str:
@@ -155,9 +154,7 @@ def _build_tokens(config: DataConfig) -> Datasets:
         require_same_tokenizer(path, other)
         _require_window("data.validation_path", str(other), validation)
     elif config.held_out > 0.0:
-        split = _split_position(config, str(path), everything.last)
-        train = everything.part(0, split)
-        validation = everything.part(split, everything.last)
+        train, validation = _split(config, str(path), everything)
     _require_window("data.path", str(path), train)
     held_out = validation.last - validation.first if validation else 0
     description = (
@@ -170,13 +167,13 @@ def _build_tokens(config: DataConfig) -> Datasets:
 # --- both ---
 
 
-def _split_position(config: DataConfig, path: str, tokens: int) -> int:
-    """Return the first held-out token; all after it are held out, too.
+def _split(config: DataConfig, path: str, everything: W) -> tuple[W, W]:
+    """Return the tokens for training, and the last ones, which are held out.
 
     Raises:
         ConfigError: If either side has less than one sample.
     """
-    window = config.sequence_length + 1
+    tokens, window = everything.last, config.sequence_length + 1
     split = tokens - round(tokens * config.held_out)
     if tokens < 2 * window:
         _refuse_short("data.path", path, tokens, window)
@@ -187,10 +184,10 @@ def _split_position(config: DataConfig, path: str, tokens: int) -> int:
             f"of {tokens:,} tokens this leaves {split:,} for training and {tokens - split:,} held"
             f" out, and one sample needs {window:,}; hold out another share, or 0",
         )
-    return split
+    return everything.part(0, split), everything.part(split, tokens)
 
 
-def _require_window(setting: str, path: str, dataset: TextFolder | TokenFiles) -> None:
+def _require_window(setting: str, path: str, dataset: Windows) -> None:
     if not len(dataset):
         tokens = dataset.last - dataset.first
         _refuse_short(setting, path, tokens, dataset.sequence_length + 1)

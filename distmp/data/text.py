@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
 from distmp.data.errors import DataError
+from distmp.data.windows import Windows
 from distmp.errors import ConfigError
 
 END_OF_FILE = 256
@@ -127,58 +127,24 @@ def _regular_expression(pattern: str) -> str:
     return re.sub(r"\*\*/|\*\*|\[!?[^]/]+\]|.", translate, pattern, flags=re.DOTALL)
 
 
-class TextFolder(Dataset[dict[str, Tensor]]):
-    """Map-style dataset of windows over the bytes of many files.
+class TextFolder(Windows):
+    """Windows over the bytes of many files, with END_OF_FILE after each.
 
-    The files are concatenated, with END_OF_FILE after each. Sample i is the window of
-    `sequence_length + 1` tokens that starts at token `i * sequence_length`; a last partial window
-    is dropped. Only names and sizes are kept in memory. A sample is read from its files on access,
-    and no file stays open, so copies in worker processes are safe and cheap.
+    Only names and sizes are kept in memory.
 
     Args:
         folder: Folder of the files.
         files: Its files, in the order of concatenation.
         sequence_length: Tokens in a sample, T.
-        first: First token of the part to use.
-        last: Token after the part to use; None for the end.
     """
 
     vocabulary_size = VOCABULARY_SIZE
     end_of_text = END_OF_FILE
-    draws_nothing = True
 
-    def __init__(
-        self,
-        folder: Path,
-        files: Sequence[TextFile],
-        sequence_length: int,
-        first: int = 0,
-        last: int | None = None,
-    ) -> None:
+    def __init__(self, folder: Path, files: Sequence[TextFile], sequence_length: int) -> None:
+        super().__init__((file.size + 1 for file in files), sequence_length)
         self.folder = folder
         self.files = list(files)
-        self.sequence_length = sequence_length
-        # File f holds the tokens starts[f] to starts[f + 1] - 1, the last one END_OF_FILE.
-        self.starts = np.cumsum([0, *(file.size + 1 for file in self.files)], dtype=np.int64)
-        self.first = first
-        self.last = int(self.starts[-1]) if last is None else last
-
-    def __len__(self) -> int:
-        """Return the number of complete windows."""
-        return max(0, (self.last - self.first - 1) // self.sequence_length)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return {"inputs": int64 [T], "targets": int64 [T]}; targets are shifted by one token.
-
-        Raises:
-            DataError: If a file cannot be read, or its size has changed since it was indexed.
-            IndexError: If there is no such sample.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        first = self.first + index * self.sequence_length
-        window = torch.from_numpy(self._read(first, first + self.sequence_length + 1))
-        return {"inputs": window[:-1], "targets": window[1:]}
 
     def digest(self) -> str:
         """Return a hash of the names and sizes of the files, and of the range that is used."""
@@ -187,30 +153,29 @@ class TextFolder(Dataset[dict[str, Tensor]]):
             digest.update(f"\n{file.size} {file.name}".encode(errors="surrogateescape"))
         return digest.hexdigest()[:16]
 
-    def _read(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the tokens `first` to `last - 1`."""
+    def _read_file(self, file: int, first: int, last: int) -> NDArray[np.int64]:
         tokens = np.full(last - first, END_OF_FILE, dtype=np.int64)
-        number = int(np.searchsorted(self.starts, first, side="right")) - 1
-        while number < len(self.files) and self.starts[number] < last:
-            start = int(self.starts[number])
-            begin = max(first, start)
-            end = min(last, start + self.files[number].size)
-            if begin < end:
-                content = self._read_file(self.files[number], begin - start, end - start)
-                tokens[begin - first : end - first] = np.frombuffer(content, dtype=np.uint8)
-            number += 1
+        end = min(last, self.files[file].size)
+        if first < end:
+            content = self._read_bytes(self.files[file], first, end)
+            tokens[: end - first] = np.frombuffer(content, dtype=np.uint8)
         return tokens
 
-    def _read_file(self, file: TextFile, begin: int, end: int) -> bytes:
+    def _read_bytes(self, file: TextFile, first: int, last: int) -> bytes:
+        """Return bytes of a file.
+
+        Raises:
+            DataError: If it cannot be read, or its size has changed since it was indexed.
+        """
         path = self.folder / file.name
         try:
             with open(path, "rb", buffering=0) as stream:
                 size = os.fstat(stream.fileno()).st_size
-                stream.seek(begin)
-                content = stream.read(end - begin)
+                stream.seek(first)
+                content = stream.read(last - first)
         except OSError as error:
             raise DataError(f"cannot read {path} any more: {error.strerror}") from error
-        if size != file.size or len(content) != end - begin:
+        if size != file.size or len(content) != last - first:
             raise DataError(
                 f"{path} had {file.size:,} bytes when the run started and has {size:,} now;"
                 " training data must not change during a run"

@@ -44,7 +44,7 @@ def test_samples_are_windows_of_the_joined_bytes(
         tokens = joined(contents)
         last = max(skip, len(tokens) - cut)
         files = list_text_files(folder, "*.txt")
-        data = TextFolder(folder, files, length, skip, last)
+        data = TextFolder(folder, files, length).part(skip, last)
         windows = [tokens[i : i + length + 1] for i in range(skip, last - length, length)]
         assert len(data) == len(windows)
         for i, window in enumerate(windows):
