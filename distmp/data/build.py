@@ -146,12 +146,12 @@ def _held_out(validation: TextFolder | None) -> str:
 
 def _build_tokens(config: DataConfig) -> Datasets:
     path = Path(config.path or "").expanduser()
-    everything = open_tokens(config, path, "data.path")
+    everything, metadata = open_tokens(config, path, "data.path")
     train, validation = everything, None
     if config.validation_path is not None:
         other = Path(config.validation_path).expanduser()
-        validation = open_tokens(config, other, "data.validation_path")
-        require_same_tokenizer(path, other)
+        validation, of_validation = open_tokens(config, other, "data.validation_path")
+        require_same_tokenizer(metadata, of_validation, other)
         _require_window("data.validation_path", str(other), validation)
     elif config.held_out > 0.0:
         train, validation = _split(config, str(path), everything)

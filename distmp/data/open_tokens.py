@@ -13,7 +13,9 @@ from distmp.data.tokens import TokenFiles
 from distmp.errors import ConfigError
 
 
-def open_tokens(config: DataConfig, path: Path, setting: str) -> TokenFiles:
+def open_tokens(
+    config: DataConfig, path: Path, setting: str
+) -> tuple[TokenFiles, TokenMetadata | None]:
     """Open a file of token ids, or a folder that `distmp data tokenize` wrote.
 
     Args:
@@ -21,20 +23,22 @@ def open_tokens(config: DataConfig, path: Path, setting: str) -> TokenFiles:
         path: The file or folder.
         setting: Name of the setting that holds the path, for error messages.
 
+    Returns:
+        The data set, and its metadata; None without any.
+
     Raises:
         ConfigError: If the files cannot be read, or contradict their metadata or the settings.
     """
     metadata = metadata_of(path, setting)
+    length = config.sequence_length
     if metadata is None:
         _refuse_unknown_folder(setting, path)
         size = config.token_vocabulary_size
-        return TokenFiles([path], config.known_token_dtype, size, config.sequence_length, setting)
+        return TokenFiles([path], config.known_token_dtype, size, length, setting), None
     _compare_settings(config, path, metadata)
-    names = list(metadata.files) if path.is_dir() else [path.name]
-    folder = path if path.is_dir() else path.parent
-    files = [folder / name for name in names]
+    files = [path / name for name in metadata.files] if path.is_dir() else [path]
     size = config.vocabulary_size or metadata.vocabulary_size
-    tokens = TokenFiles(files, metadata.dtype, size, config.sequence_length, setting)
+    tokens = TokenFiles(files, metadata.dtype, size, length, setting)
     tokens.end_of_text = metadata.end_of_text
     for file, count in zip(files, np.diff(tokens.starts).tolist(), strict=True):
         if count != metadata.files[file.name]:
@@ -43,7 +47,7 @@ def open_tokens(config: DataConfig, path: Path, setting: str) -> TokenFiles:
                 f" {METADATA}; copy the folder again, or tokenize the data again"
             )
             raise ConfigError(setting, str(path), problem)
-    return tokens
+    return tokens, metadata
 
 
 def _refuse_unknown_folder(setting: str, path: Path) -> None:
@@ -74,18 +78,19 @@ def _compare_settings(config: DataConfig, path: Path, metadata: TokenMetadata) -
         raise ConfigError("data.vocabulary_size", config.vocabulary_size, problem)
 
 
-def require_same_tokenizer(path: Path, validation_path: Path) -> None:
+def require_same_tokenizer(
+    train: TokenMetadata | None, validation: TokenMetadata | None, validation_path: Path
+) -> None:
     """Refuse data for validation that another tokenizer made, where both are known.
 
     Args:
-        path: File or folder of the training data.
-        validation_path: File or folder for validation.
+        train: Metadata of the training data.
+        validation: Metadata of the data for validation.
+        validation_path: Its file or folder.
 
     Raises:
         ConfigError: If the tokenizers differ.
     """
-    train = metadata_of(path)
-    validation = metadata_of(validation_path, "data.validation_path")
     if train is None or validation is None:
         return
     if train.tokenizer_sha256 != validation.tokenizer_sha256:
