@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distmp.data.documents import PackedDocuments
-from distmp.data.open_tokens import open_tokens, require_same_tokenizer
+from distmp.data.open_tokens import check_validation, open_tokens
 from distmp.data.settings import DataConfig
 from distmp.data.text import TextFile, TextFolder, list_text_files
 from distmp.data.windows import W, Windows
@@ -151,7 +151,7 @@ def _build_tokens(config: DataConfig) -> Datasets:
     if config.validation_path is not None:
         other = Path(config.validation_path).expanduser()
         validation, of_validation = open_tokens(config, other, "data.validation_path")
-        require_same_tokenizer(metadata, of_validation, other)
+        check_validation(config, metadata, of_validation, other)
         _require_window("data.validation_path", str(other), validation)
     elif config.held_out > 0.0:
         train, validation = _split(config, str(path), everything)

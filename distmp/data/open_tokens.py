@@ -78,24 +78,43 @@ def _compare_settings(config: DataConfig, path: Path, metadata: TokenMetadata) -
         raise ConfigError("data.vocabulary_size", config.vocabulary_size, problem)
 
 
-def require_same_tokenizer(
-    train: TokenMetadata | None, validation: TokenMetadata | None, validation_path: Path
+def check_validation(
+    config: DataConfig,
+    train: TokenMetadata | None,
+    validation: TokenMetadata | None,
+    validation_path: Path,
 ) -> None:
-    """Refuse data for validation that another tokenizer made, where both are known.
+    """Refuse data for validation that was tokenized in another way, as far as it is known.
 
     Args:
+        config: The settings of the data.
         train: Metadata of the training data.
         validation: Metadata of the data for validation.
         validation_path: Its file or folder.
 
     Raises:
-        ConfigError: If the tokenizers differ.
+        ConfigError: If types of ids, tokenizers or ends of documents differ.
     """
-    if train is None or validation is None:
+    if train is None:
         return
-    if train.tokenizer_sha256 != validation.tokenizer_sha256:
+    if validation is None:
+        if config.token_dtype is not None or train.dtype == config.known_token_dtype:
+            return
+        problem = (
+            f"has no {METADATA}, so it would be read as {config.known_token_dtype}, and data.path"
+            f" has {train.dtype}; tokenize both with the same tokenizer, or set data.token_dtype"
+            f" and data.vocabulary_size if its ids are {train.dtype}"
+        )
+    elif train.tokenizer_sha256 != validation.tokenizer_sha256:
         problem = (
             f"was made with the tokenizer {validation.tokenizer!r}, data.path with another one,"
             f" {train.tokenizer!r}; tokenize both with the same"
         )
-        raise ConfigError("data.validation_path", str(validation_path), problem)
+    elif train.end_of_text != validation.end_of_text:
+        problem = (
+            f"has documents that end with token {validation.end_of_text}, and those of data.path"
+            f" end with {train.end_of_text}; tokenize both with the same --end-of-text"
+        )
+    else:
+        return
+    raise ConfigError("data.validation_path", str(validation_path), problem)

@@ -214,6 +214,8 @@ def test_a_tokenized_folder_needs_no_other_setting(tmp_path: Path) -> None:
         ({"token_dtype": "uint16"}, "data.token_dtype", "says uint32; remove this setting"),
         ({"vocabulary_size": 99_999}, "data.vocabulary_size", "has 100,000 ids; set at least that"),
         ({"validation_path": "other"}, "data.validation_path", "with the tokenizer 'theirs'"),
+        ({"validation_path": "ends"}, "data.validation_path", "end with token 8, and .* with 7"),
+        ({"validation_path": "raw"}, "data.validation_path", "be read as uint16, and .* uint32"),
         ({"path": "damaged"}, "data.path", r"a\.bin has 3 tokens, not the 60 of tokens\.json"),
         ({"path": "nothing"}, "data.path", r"is a folder without tokens\.json"),
         ({"path": "begun"}, "data.path", "is not finished; run the same `distmp data tokenize`"),
@@ -232,6 +234,8 @@ def test_settings_that_contradict_the_metadata_are_refused(
     for name in ("data", "damaged", "later"):
         tokenized(Path(name), PARTS)
     tokenized(Path("other"), PARTS, tokenizer="theirs", tokenizer_sha256="b2")
+    tokenized(Path("ends"), PARTS, end_of_text=8)
+    np.arange(60, dtype=np.uint32).tofile("raw")
     np.arange(3, dtype=np.uint32).tofile("damaged/a.bin")
     for name in ("nothing", "begun.partial", "odd"):
         Path(name).mkdir()
