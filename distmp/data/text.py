@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from distmp.data.errors import DataError
 from distmp.data.windows import Windows
 from distmp.errors import ConfigError
+from distmp.utils.visible_files import visible_files
 
 END_OF_FILE = 256
 """Token after each file."""
@@ -74,7 +75,9 @@ def list_text_files(
         problem = "is not a folder" if folder.exists() else "there is no such folder"
         raise ConfigError(setting, str(folder), f"{problem}; name a folder of text files")
     matches = re.compile(_regular_expression(pattern)).fullmatch
-    names = sorted(name for name in _walk(folder, skipped_folders, setting) if matches(name))
+    names = sorted(
+        name for name in visible_files(folder, setting, skipped_folders) if matches(name)
+    )
     if not names:
         raise ConfigError(
             setting, str(folder), f"no file below it matches data.pattern = {pattern!r}"
@@ -85,23 +88,6 @@ def list_text_files(
             setting, str(folder), f"all {len(files)} files that match {pattern!r} are empty"
         )
     return [file for file in files if file.size]
-
-
-def _walk(folder: Path, skipped_folders: Collection[str], setting: str) -> Iterator[str]:
-    """Yield the relative paths of all regular files that are not hidden."""
-
-    def unreadable(error: OSError) -> None:
-        raise ConfigError(
-            setting, str(folder), f"cannot list {error.filename}: {error.strerror}"
-        ) from error
-
-    for parent, folders, names in os.walk(folder, onerror=unreadable):
-        folders[:] = [f for f in folders if f not in skipped_folders and not f.startswith(".")]
-        for name in names:
-            path = os.path.join(parent, name)
-            # Broken links and sockets are skipped, and are not the user's mistake.
-            if not name.startswith(".") and os.path.isfile(path):
-                yield os.path.relpath(path, folder).replace(os.sep, "/")
 
 
 def _readable_size(folder: Path, name: str, setting: str) -> int:

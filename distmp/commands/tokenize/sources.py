@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from distmp.data.errors import DataError
 from distmp.errors import ConfigError
+from distmp.utils.visible_files import visible_files
 
 FORMATS = ("auto", "text", "jsonl", "parquet")
 
@@ -117,11 +118,10 @@ def _files(name: str, path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError("INPUT", name, "there is no such file or folder")
-    names = (file.relative_to(path) for file in path.rglob("*") if file.is_file())
-    visible = [name for name in names if not any(part.startswith(".") for part in name.parts)]
-    if not visible:
+    files = [path / relative for relative in sorted(visible_files(path, "INPUT"))]
+    if not files:
         raise ConfigError("INPUT", name, "there is no file in this folder")
-    return [path / relative for relative in sorted(visible, key=Path.as_posix)]
+    return files
 
 
 def _format_of(file: Path, format_: str) -> str:

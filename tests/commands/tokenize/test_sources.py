@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -104,6 +107,24 @@ def test_inputs_that_do_not_exist_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="set --format to text or jsonl"):
         find_pieces([str(tmp_path)], "auto", 10)
     assert read(find_pieces([str(tmp_path)], "jsonl", 10)) == ["x"]
+
+
+def test_a_folder_that_cannot_be_listed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "closed").mkdir()
+    for name in ("a.txt", "closed/b.txt"):
+        (tmp_path / name).write_text(name)
+    scandir = os.scandir
+
+    def listed(path: Any) -> Any:
+        if Path(path).name == "closed":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", listed)
+    with pytest.raises(ConfigError, match=r"INPUT = .*cannot list .*closed: Permission denied"):
+        find_pieces([str(tmp_path)], "auto", 10)
 
 
 @pytest.mark.parametrize(
