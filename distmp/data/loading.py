@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import signal
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -17,11 +16,9 @@ from distmp.data.order import MicrobatchSampler, microbatches_per_rank
 from distmp.data.seeded import SeededSamples
 from distmp.distributed.stopping import STOP_SIGNALS
 from distmp.errors import ConfigError
+from distmp.utils.parent_process import signal_when_parent_ends
 
 Batch = dict[str, Tensor]
-
-# Linux: the signal that a process gets when its parent dies.
-_PR_SET_PDEATHSIG = 1
 
 
 def step_batches(
@@ -115,7 +112,7 @@ def _ignore_stop_signals(worker: int) -> None:
     """
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_when_parent_ends()
 
 
 def evaluation_batches(

@@ -14,6 +14,7 @@ import psutil
 
 from distmp.distributed.rank_environment import is_under_torchrun
 from distmp.errors import LOST_PEER_EXIT_CODE
+from distmp.utils.parent_process import signal_when_parent_ends
 
 # Time for the current step and a last checkpoint.
 END_SECONDS = 10.0
@@ -21,7 +22,6 @@ END_SECONDS = 10.0
 LAUNCHER_VARIABLE = "DISTMP_LAUNCHER_PID"
 
 _POLL_SECONDS = 1.0
-_PR_SET_PDEATHSIG = 1
 # SIGSTKFLT, which Linux does not use. Its number also is a time in seconds, see `_kill_later`.
 _LAUNCHER_ENDED = 16
 
@@ -82,11 +82,11 @@ def _kill_later() -> Iterator[None]:
     libc = ctypes.CDLL(None)
     libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
     libc.signal(_LAUNCHER_ENDED, ctypes.cast(libc.alarm, ctypes.c_void_p))
-    libc.prctl(_PR_SET_PDEATHSIG, _LAUNCHER_ENDED)
+    signal_when_parent_ends(_LAUNCHER_ENDED)
     try:
         yield
     finally:
-        libc.prctl(_PR_SET_PDEATHSIG, 0)
+        signal_when_parent_ends(0)
         if is_orphan():
             signal.alarm(0)
 

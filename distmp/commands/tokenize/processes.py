@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
@@ -15,10 +13,9 @@ from typing import Any, TypeVar
 
 from distmp.data.errors import DataError
 from distmp.errors import DistmpError
+from distmp.utils.parent_process import signal_when_parent_ends
 
 Result = TypeVar("Result")
-
-_PR_SET_PDEATHSIG = 1
 
 
 def run_tasks(
@@ -100,8 +97,7 @@ def _serve(connection: Connection, function: Callable[..., Any]) -> None:
     """Run the tasks that arrive, until the other end is closed."""
     # Ctrl-C reaches all processes; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_when_parent_ends()
     while True:
         try:
             arguments = connection.recv()

@@ -1,0 +1,19 @@
+"""Lets the kernel signal a process whose parent has ended, even while native code holds the GIL."""
+
+from __future__ import annotations
+
+import ctypes
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def signal_when_parent_ends(number: int = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when its parent ends. Does nothing off Linux.
+
+    Args:
+        number: The signal; 0: none.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
