@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks.device import elapsed, parse, parser
+from benchmarks.device import busy_time, parse, parser
 from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import accumulation
 from distmp import Fp32GradBuckets
@@ -183,11 +182,10 @@ def main() -> int:
     device = arguments.device
     gradients = _gradients(arguments.size, device)
     methods = {name: method(gradients) for name, method in METHODS.items()}
-    clock = elapsed if device.type == "cuda" else _cpu_time
     milliseconds = in_turns(
         list(methods),
         arguments.rounds,
-        lambda name: 1000 * clock(methods[name].accumulate, device),
+        lambda name: 1000 * busy_time(methods[name].accumulate, device),
         warm_up=2,
     )
     _check(methods)
@@ -236,12 +234,6 @@ def _adder(view: Tensor) -> Any:
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
-
-
-def _cpu_time(work: Callable[[], object], _: torch.device) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started
 
 
 def _check(methods: dict[str, AccumulationMethod]) -> None:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from benchmarks.device import elapsed, parse, parser
+from benchmarks.device import busy_time, parse, parser
 from benchmarks.memory import LiveStorages
 from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import loss as tables
@@ -46,11 +44,6 @@ def main() -> int:
     generator = torch.Generator().manual_seed(0)
     batch = torch.randint(VOCABULARY, (samples, length), generator=generator).to(device)
     models = {name: _model(config, setting, device) for name, setting in SETTINGS.items()}
-
-    def step(name: str) -> None:
-        _step(models[name], batch)
-
-    clock: Callable[..., float] = elapsed if device.type == "cuda" else _cpu_time
     result = {
         "machine": machine(device),
         "size": size,
@@ -58,7 +51,9 @@ def main() -> int:
         "length": length,
         "bytes": {name: _peak(model, batch) for name, model in models.items()},
         "seconds": in_turns(
-            list(models), arguments.rounds, lambda name: clock(lambda: step(name), device)
+            list(models),
+            arguments.rounds,
+            lambda name: busy_time(lambda: _step(models[name], batch), device),
         ),
     }
     print(tables.activation_checkpointing(result))
@@ -87,12 +82,6 @@ def _peak(model: Transformer, batch: Tensor) -> int:
         _step(model, batch)
     model.zero_grad()
     return live.peak
-
-
-def _cpu_time(work: Callable[[], object], _: torch.device) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started
 
 
 if __name__ == "__main__":

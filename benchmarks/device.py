@@ -78,3 +78,15 @@ def elapsed(work: Callable[[], object], device: torch.device) -> float:
     end.record()
     torch.cuda.synchronize(device)
     return begin.elapsed_time(end) / 1000
+
+
+def busy_time(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that `work` takes on a GPU, or the processor time on a CPU.
+
+    Processor time does not count other processes of the machine.
+    """
+    if device.type == "cuda":
+        return elapsed(work, device)
+    started = time.process_time()
+    work()
+    return time.process_time() - started

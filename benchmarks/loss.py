@@ -16,14 +16,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.device import elapsed, parse, parser
+from benchmarks.device import busy_time, parse, parser
 from benchmarks.memory import LiveStorages
 from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import loss as tables
@@ -147,7 +146,6 @@ def _times(
         "the loss": lambda loss: loss(*inputs).backward(),
         "a transformer with the loss": step,
     }
-    clock = elapsed if device.type == "cuda" else _cpu_time
     return {
         f"{what}, {precision}": in_turns(
             [
@@ -158,7 +156,7 @@ def _times(
             rounds,
             lambda name, work=work, dtype=dtype: (
                 1000  # type: ignore[misc]
-                * clock(lambda: _under(dtype, device, lambda: work(LOSSES[name])), device)
+                * busy_time(lambda: _under(dtype, device, lambda: work(LOSSES[name])), device)
             ),
         )
         for what, work in works.items()
@@ -187,12 +185,6 @@ def _skip_head(model: Transformer, batch: Tensor) -> None:
 def _under(dtype: torch.dtype, device: torch.device, work: Callable[[], object]) -> None:
     with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         work()
-
-
-def _cpu_time(work: Callable[[], object], _: torch.device) -> float:
-    started = time.process_time()
-    work()
-    return time.process_time() - started
 
 
 if __name__ == "__main__":
