@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import islice
 from typing import Any
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from distmp.data import IGNORED
 from distmp.errors import ConfigError
 
-# Most wrappers of a model (DDP, a compiled module, FSDP1), and the model itself.
-_WRAPPERS = 4
+# Most wrappers of a model: DDP, a compiled module, FSDP1.
+_WRAPPERS = 3
 
 NO_POSITIONS = (
     "{} does not take the positions of tokens in their documents; use distmp's transformer, or "
@@ -68,8 +67,13 @@ def takes_positions(model: nn.Module) -> bool:
 
 
 def _has(model: nn.Module, attribute: str) -> bool:
-    # A wrapper is first in `modules`, and what it wraps comes next.
-    return any(getattr(part, attribute, False) for part in islice(model.modules(), _WRAPPERS))
+    """Return the attribute of a model, or of the model in its wrappers, whose only child it is."""
+    for _ in range(_WRAPPERS):
+        children = [*model.children()]
+        if hasattr(model, attribute) or len(children) != 1:
+            break
+        model = children[0]
+    return bool(getattr(model, attribute, False))
 
 
 def logits_of(output: Any) -> Tensor:

@@ -177,3 +177,23 @@ def test_a_policy_that_rounds_outputs_leaves_the_loss_outside() -> None:
 def test_wrappers_do_not_hide_that_a_model_computes_its_loss() -> None:
     assert takes_targets(nn.Sequential(nn.Sequential(small())))
     assert not takes_targets(nn.Sequential(nn.Linear(2, 2)))
+
+
+class Composed(nn.Module):
+    """A model whose first part could compute a loss, and whose forward returns logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.scale = small(), nn.Linear(50, 50)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.scale(self.backbone(tokens))  # type: ignore[no-any-return]
+
+
+def test_a_part_of_a_model_does_not_take_its_targets() -> None:
+    model = Composed()
+    assert not takes_targets(model)
+    assert torch.equal(next_token_loss(model, tokens())[0], plain(model, tokens())[0])
+    outside = Outside(small())
+    outside.takes_targets = False  # type: ignore[assignment]
+    assert torch.equal(next_token_loss(outside, tokens())[0], plain(outside, tokens())[0])
