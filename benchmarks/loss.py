@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +27,7 @@ from benchmarks.device import busy_time, parse, parser
 from benchmarks.memory import LiveStorages
 from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import loss as tables
+from distmp.models import transformer
 from distmp.models.linear_cross_entropy import linear_cross_entropy
 from distmp.models.transformer import Transformer, TransformerConfig
 
@@ -132,15 +134,11 @@ def _times(
     batch = torch.randint(VOCABULARY, (tokens // length, length), device=device)
 
     def step(loss: Loss) -> None:
-        if loss is linear_cross_entropy:
+        def project(hidden: Tensor, weight: Tensor, targets: Tensor, _: object) -> Tensor:
+            return loss(hidden.flatten(0, -2), weight, targets.flatten())
+
+        with mock.patch.object(transformer, "project", project):
             model(batch, targets=batch).backward()
-        else:
-            norm, weight = model.norm, model.embedding.weight
-            outputs: list[Tensor] = []
-            handle = norm.register_forward_hook(lambda _, args, out: outputs.append(out))
-            _skip_head(model, batch)
-            handle.remove()
-            loss(outputs[0].flatten(0, 1), weight, batch.flatten()).backward()
 
     works: dict[str, Callable[[Loss], object]] = {
         "the loss": lambda loss: loss(*inputs).backward(),
@@ -162,24 +160,6 @@ def _times(
         for what, work in works.items()
         for precision, dtype in (("fp32", torch.float32), ("bf16-autocast", torch.bfloat16))
     }
-
-
-def _skip_head(model: Transformer, batch: Tensor) -> None:
-    """Run a model up to its last norm."""
-
-    class Stop(Exception):  # noqa: N818
-        pass
-
-    def stop(*_: object) -> None:
-        raise Stop
-
-    handle = model.norm.register_forward_hook(stop)
-    try:
-        model(batch)
-    except Stop:
-        pass
-    finally:
-        handle.remove()
 
 
 def _under(dtype: torch.dtype, device: torch.device, work: Callable[[], object]) -> None:
