@@ -126,25 +126,22 @@ def test_an_id_outside_the_vocabulary_names_the_file_that_holds_it(tmp_path: Pat
 
 # Reads samples of the whole file, in the order of training, and its last one.
 READ_LARGE_FILE = """
-import resource, sys
+import sys
 from pathlib import Path
 from distmp.data.build import build_datasets
 from distmp.data.order import sample_indices
 from distmp.data.settings import DataConfig
-
-def status(name):
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name + ":"))
+from tests.memory_limit import limit_memory, status
 
 path, room = sys.argv[1], 256 << 20
-resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + room,) * 2)
+limit_memory(room)
 before = status("RssAnon")
 config = DataConfig(source="tokens", path=path, held_out=0.0, sequence_length=1023)
 data = build_datasets(config).train
 for index in sample_indices(0, 0, 2000, len(data)):
     assert not data[index]["inputs"].any()
 assert data[len(data) - 1]["targets"][-3:].tolist() == [7, 8, 9]
-size, grown = Path(path).stat().st_size, status("RssAnon") - before
+size, grown = Path(path).stat().st_size, 1024 * (status("RssAnon") - before)
 assert size > 16 * room and grown < room / 4, (size, grown)
 """
 

@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -26,7 +25,7 @@ from distmp.data.build import build_datasets
 from distmp.data.settings import DataConfig
 from distmp.data.token_metadata import TokenMetadata
 from distmp.errors import ConfigError
-from tests.progress import Progress
+from tests.progress import wait_until
 from tests.torchrun import TINY, environment, python
 
 END = "<|endoftext|>"
@@ -148,14 +147,6 @@ if __name__ == "__main__":
 """
 
 
-def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
-    progress = Progress([process.pid])
-    while not condition():
-        assert process.poll() is None
-        assert progress.problem() is None
-        time.sleep(0.05)
-
-
 def test_a_killed_command_continues_with_the_same_result(
     jsonl: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +155,8 @@ def test_a_killed_command_continues_with_the_same_result(
     command = python("stalled.py", *arguments, "--workers=2")
     partial = Path("out.partial")
     with subprocess.Popen(command, env=environment()) as process:
-        wait_for(lambda: len(list(partial.glob("part-*.bin"))) >= 4, process)
+        wait_until(lambda: len([*partial.glob("part-*.bin")]) >= 4 or process.poll() is not None)
+        assert process.poll() is None
         workers = psutil.Process(process.pid).children(recursive=True)
         assert tokenize(*arguments) == 2, "two commands must not write the same folder"
         assert "out.partial': another command is writing to it" in capsys.readouterr().err
