@@ -22,7 +22,7 @@ from distmp.models.transformer import RotaryScaling, Transformer, TransformerCon
 from distmp.utils.fake_tensors import FakeTensors
 from distmp.utils.live_bytes import LiveBytes
 from tests.ranks import ranks
-from tests.reference import gathered
+from tests.reference import weights
 
 END = 30
 LENGTHS = ((5, 1, 9, 8), (12, 11))  # of two rows
@@ -231,8 +231,7 @@ def trained(strategy: str, policy: str) -> dict[str, Tensor]:
 
     engine = Engine(model(), next_token_loss, adamw, policy=policy, strategy=strategy)
     engine.step([batch()])
-    state = engine.state_dict().items()
-    return gathered({name: value for name, value in state if name.startswith("model/")})
+    return weights(engine)
 
 
 @ranks(2)

@@ -13,7 +13,7 @@ from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.blocks import prepare_blocks
 from tests.ranks import ranks
-from tests.reference import gathered
+from tests.reference import weights
 
 
 class Constant(nn.Module):
@@ -143,8 +143,7 @@ def trained(policy: str, strategy: str, loss_of: object, *, tied: bool) -> dict[
     engine = Engine(small(tied=tied), loss_of, adamw, policy=policy, strategy=strategy)  # type: ignore[arg-type]
     for _ in range(2):
         assert not engine.step([tokens(2), tokens(2)]).numbers.skipped
-    state = engine.state_dict().items()
-    return gathered({name: value for name, value in state if name.startswith("model/")})
+    return weights(engine)
 
 
 @ranks(2)
