@@ -29,12 +29,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.multiprocessing.spawn import spawn
 
 from benchmarks.large_model import ROOT, anonymous_bytes, write_llama
 from benchmarks.loops import shard
+from benchmarks.ranks import Ranks, is_rank, serve
 from benchmarks.report import alternating, machine, save
 from benchmarks.tables import large_model as tables
+from distmp.distributed.world import World
 
 RANKS = 4
 SHARD_BYTES = 50 * 10**6
@@ -52,6 +53,8 @@ _PACKAGES = ("torch", "transformers", "accelerate")
 
 
 def main() -> int:
+    if is_rank():
+        return serve(make)
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--rounds", type=int, default=3, help="rounds (default: 3)")
     arguments = options.parse_args()
@@ -85,38 +88,33 @@ def measure(name: str, model: Path) -> dict[str, Any]:
         The longest time of a rank in seconds, and the peak of the memory in bytes: of the first
         rank, and the highest of the others.
     """
-    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        spawn(_rank, (name, model, folder), nprocs=RANKS)
-        results = [torch.load(Path(folder, str(rank))) for rank in range(RANKS)]
-    seconds, peaks = zip(*results, strict=True)
+    with Ranks("benchmarks.start_up", name, RANKS) as ranks:
+        seconds, peaks = zip(*ranks.ask(str(model)), strict=True)
     print(name, max(seconds), [peak >> 20 for peak in peaks], flush=True)
     return {"seconds": max(seconds), "first": peaks[0], "others": max(peaks[1:])}
 
 
-def _rank(rank: int, name: str, model: Path, folder: str) -> None:
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS)
-    )
-    torch.set_num_threads(1)
+def make(name: str, _: World) -> Callable[[str], tuple[float, int]]:
+    """Return the measurement of a start on this rank: seconds, and the peak in bytes."""
     for package in (
         "accelerate",
         "transformers.models.llama.modeling_llama",
         "distmp.training.setup",
     ):
         importlib.import_module(package)  # not part of the start
-    store = dist.FileStore(f"{folder}/store", RANKS)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    return lambda folder: _measure_rank(STARTS[name], Path(folder))
+
+
+def _measure_rank(start: Callable[[Path], nn.Module], folder: Path) -> tuple[float, int]:
     dist.barrier()
     peak = _Peak()
     started = time.perf_counter()
     with peak:
-        kept = STARTS[name](model)
+        kept = start(folder)
         dist.barrier()
     seconds = time.perf_counter() - started
     _check(kept)
-    torch.save((seconds, peak.bytes), Path(folder, str(rank)))
-    dist.barrier()
-    dist.destroy_process_group()
+    return seconds, peak.bytes
 
 
 def _check(model: nn.Module) -> None:
