@@ -90,8 +90,8 @@ def count(
     Args:
         config: The configuration of the run.
         ranks: Number of ranks.
-        known_machine: Number of ranks of a machine that distmp is told; with all ranks it exchanges
-            over all of them at once.
+        known_machine: Number of ranks per machine in LOCAL_WORLD_SIZE; with `ranks`, distmp
+            exchanges over all ranks at once.
     """
     with (
         mock.patch.object(exchange, "BLOCK", sys.maxsize),

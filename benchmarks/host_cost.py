@@ -2,11 +2,12 @@
 
 Two comparisons, in processor time of a rank, with a model whose microbatch takes about 2 ms:
 
-- Beside torch's DDP (`no_sync` in all microbatches but the last, fused AdamW), on two ranks that
-  communicate with gloo.
-- With simulated process groups, whose collectives return at once. The work of the other ranks is
-  left out, so only the work of this rank can grow with the number of ranks. The simulated
-  all-gather copies a piece for each rank, which a real one does not do on the host.
+- With torch's DDP (`no_sync` in all microbatches but the last, fused AdamW), on two ranks that
+  communicate over gloo.
+- Between numbers of ranks, with simulated process groups, whose collectives return at once. The
+  work of the other ranks is left out, so only the work of this rank can grow with the number of
+  ranks. The simulated all-gather copies a piece for each rank, which a real one does not do on the
+  host.
 
 The processes of all methods run at the same time and take turns.
 """

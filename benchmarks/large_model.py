@@ -1,9 +1,10 @@
 """Measure a fine-tuning run on two versions of distmp: `python -m benchmarks.large_model`.
 
 A Llama with random weights of 1 B parameters in many bf16 files trains for two steps on two CPU
-ranks with `strategy: fsdp` and SGD, and is saved as a model of transformers. Memory excludes pages
-of files and is sampled every 50 ms. `--baseline CHECKOUT` names a checkout of another version,
-which runs after this one. Both need 15 GiB of free memory, 10 GiB on the disk and 15 minutes.
+ranks with `strategy: fsdp` and SGD, and is saved as a model of transformers. Memory excludes
+file-backed pages and is sampled every 50 ms. `--baseline CHECKOUT` names a checkout of another
+version, which runs after this one. Both need 15 GiB of free memory, 10 GiB on the disk and 15
+minutes.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _peaks_while_running(process: subprocess.Popen[bytes]) -> dict[str, int]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return the resident memory of a process without pages of files; 0 if it has ended."""
+    """Return the resident memory of a process without file-backed pages; 0 if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):

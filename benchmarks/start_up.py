@@ -9,7 +9,7 @@ A model of transformers in several bf16 files becomes FP32 shards on four CPU ra
   (`fsdp2_prepare_model`, because `prepare` uses FSDP2 on accelerators only).
 
 Each way starts new processes in every round. Time and memory count from the end of imports and
-rendezvous; memory excludes pages of files and is sampled every 2 ms.
+rendezvous; memory excludes file-backed pages and is sampled every 2 ms.
 """
 
 from __future__ import annotations

@@ -44,7 +44,8 @@ def start_up(result: dict[str, Any]) -> str:
     return (
         f"{table(rows)}\n\n{result['parameters'] / 1e6:.0f} M parameters in {result['files']} bf16 "
         f"files, FP32 shards on {result['ranks']} ranks; memory in addition to that after imports, "
-        f"without pages of files. Median (min to max) of {len(own['seconds'])} alternating rounds. "
+        f"without file-backed pages. Median (min to max) of {len(own['seconds'])} alternating "
+        "rounds. "
         f"{', '.join(f'{name} {version}' for name, version in result['versions'].items())}; "
         f"{machine_line(result)}"
     )
