@@ -21,7 +21,7 @@ class Parser(ArgumentParser):
 
 
 def byte_size(option: str, text: str) -> int:
-    """Return a size in bytes; units are those of transformers: decimal, an upper-case B.
+    """Return a size in bytes. Units are decimal and have an upper-case B, as in transformers.
 
     Args:
         option: Name of the option, for the error message.
@@ -33,5 +33,5 @@ def byte_size(option: str, text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]B)", text)
     size = 0 if match is None else int(float(match[1]) * _UNITS[match[2]])
     if size == 0:
-        raise ConfigError(option, text, "use a number and KB, MB, GB or TB: 500MB")
+        raise ConfigError(option, text, "use a number with KB, MB, GB or TB, such as 500MB")
     return size

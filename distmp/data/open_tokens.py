@@ -108,7 +108,7 @@ def check_validation(
     elif train.tokenizer_sha256 != validation.tokenizer_sha256:
         problem = (
             f"was made with the tokenizer {validation.tokenizer!r}, data.path with another one,"
-            f" {train.tokenizer!r}; tokenize both with the same"
+            f" {train.tokenizer!r}; tokenize both with the same one"
         )
     elif train.end_of_text != validation.end_of_text:
         problem = (

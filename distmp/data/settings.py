@@ -69,7 +69,7 @@ class DataConfig:
         default=False, metadata=consequential("tokens attend to other documents, or no longer do")
     )
     """Tokens attend only to their own document, positions restart in each one, and no token is
-    predicted from another document. Each text file is a document; `end_of_text` ends other ones."""
+    predicted from another document. Each text file is a document; `end_of_text` ends the others."""
 
     end_of_text: int | None = field(
         default=None, metadata=consequential("documents begin at other tokens")

@@ -22,7 +22,7 @@ _LARGEST_BYTES = 2**28
 
 @dataclass(frozen=True)
 class TokenMetadata:
-    """What is known about the token files of one folder.
+    """Describes the token files of a folder.
 
     Attributes:
         dtype: numpy name of the type of an id.
@@ -32,7 +32,7 @@ class TokenMetadata:
         tokenizer: Name of the tokenizer.
         tokenizer_sha256: Hash of its definition, hexadecimal; None for the built-in one of bytes.
         documents: Number of documents in all files.
-        tokens: Number of tokens in all files, with those of `end_of_text`.
+        tokens: Number of tokens in all files, including `end_of_text`.
         files: Number of tokens of each file, by name, in the order in which they are read.
         settings: What the files were made from, as text by name. The loader does not use it.
     """

@@ -22,7 +22,7 @@ _DEFINITION = "tokenizer.json"
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns documents into token ids. A copy in another process is small and loads nothing more.
+    """Turns documents into token ids. Worker processes receive it pickled, and read no files.
 
     Attributes:
         name: Name of the tokenizer.

@@ -1,4 +1,4 @@
-"""Writes one part of the output: a token file that exists completely or not at all."""
+"""Writes one part of the output, a token file, atomically."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from distmp.commands.tokenize.encoder import Encoder
 from distmp.commands.tokenize.sources import InputError, Piece, documents
 from distmp.utils.files import replacing
 
-# Characters that are encoded in one call.
+# Number of characters that are encoded in one call.
 _BATCH = 2**20
-# Tokens that are counted at once.
+# Number of tokens that are counted at once.
 _CHUNK = 2**22
 
 
@@ -23,7 +23,7 @@ class PartCounts(NamedTuple):
     """Size of a part.
 
     Attributes:
-        tokens: Number of tokens, with those after documents.
+        tokens: Number of tokens, including the end-of-text tokens.
         documents: Number of documents.
     """
 

@@ -29,7 +29,7 @@ def run_tasks(
         workers: Number of processes.
 
     Yields:
-        Number of a task and its result, as they end.
+        Number and result of each task, as soon as it ends.
 
     Raises:
         DistmpError: If a process cannot be started or ended unexpectedly, or a call raised a

@@ -1,6 +1,6 @@
 """Finds documents in files and data sets, and divides them into pieces of similar size.
 
-The pieces depend only on the input and on the wanted size, and not on how many processes read them.
+The pieces depend only on the input and the requested size, not on how many processes read them.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Piece(NamedTuple):
         format: "text", "jsonl", "parquet" or "dataset".
         path: The file, or the folder of the data set.
         first: First byte, row group or row, depending on the format.
-        last: The one after the last.
-        size: Size in bytes, approximately.
+        last: First byte, row group or row after the piece.
+        size: Approximate size in bytes.
     """
 
     format: str
@@ -75,7 +75,7 @@ def find_pieces(inputs: Sequence[str], format_: str, piece_bytes: int) -> list[P
 
 
 def group(pieces: Sequence[Piece], part_bytes: int) -> list[list[Piece]]:
-    """Return consecutive pieces together, until each group has `part_bytes` or more."""
+    """Group consecutive pieces, so that each group but the last has `part_bytes` or more."""
     groups: list[list[Piece]] = []
     size = part_bytes
     for piece in pieces:
@@ -255,7 +255,7 @@ def _checked(value: object, key: str, keys: Sequence[str], place: str) -> str:
         raise InputError(f"{place} {problem}")
     if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise InputError(
-            f"{place} has half of a surrogate pair, which UTF-8 cannot represent; fix its text"
+            f"{place} has an unpaired surrogate, which UTF-8 cannot represent; fix its text"
         )
     return value
 

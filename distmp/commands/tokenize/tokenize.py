@@ -129,7 +129,7 @@ def _metadata(
     encoder = writer.encoder
     files = {writer.path(i).name: part.tokens for i, part in enumerate(counts) if part.tokens}
     if not files:
-        raise InputError("INPUT: there is no document that has a token; name files with text")
+        raise InputError("INPUT: no document has a token; name files with text")
     for index, part in enumerate(counts):
         if not part.tokens:
             writer.path(index).unlink()

@@ -126,7 +126,7 @@ def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[s
     assert "model.vocabulary_size = 100: the data has 257 token ids" in capsys.readouterr().err
 
 
-# Runs the command, and stops to give out work after three parts.
+# Runs the command, and stops giving out work after three parts.
 STALLED = """
 import contextlib, sys, time
 from distmp.commands.tokenize import command
@@ -300,7 +300,7 @@ class KilledWriter:
         (["in.jsonl", "--tokenizer=bytes", "--part-size=5"], "--part-size = '5': use a number"),
         (["in.jsonl", "--tokenizer=bytes", "--end-of-text=x"], "a document ends with 256"),
         (["in.jsonl", "--tokenizer=bytes", "--key=body"], "in.jsonl: the line at byte 0 has no"),
-        (["empty", "--tokenizer=bytes"], "there is no document that has a token"),
+        (["empty", "--tokenizer=bytes"], "no document has a token"),
     ],
 )
 def test_errors_are_one_message(

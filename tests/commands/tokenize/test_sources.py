@@ -86,7 +86,7 @@ def test_the_digest_notices_a_changed_file(tmp_path: Path) -> None:
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', "line at byte 14 has no key 'text'; set --ke"),
         ("a.jsonl", b'{"text": "x"}\n{"te', "the line at byte 14 is not JSON"),
         ("a.jsonl", b'["x"]', "the line at byte 0 is not an object with a key 'text'"),
-        ("a.jsonl", b'{"text": "x\\ud800"}', "has half of a surrogate pair"),
+        ("a.jsonl", b'{"text": "x\\ud800"}', "has an unpaired surrogate"),
         ("a.txt", b"abc\xff", "byte 3 is not UTF-8; convert the file"),
     ],
 )
