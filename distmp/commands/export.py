@@ -32,8 +32,8 @@ def main(argv: list[str]) -> int:
         "--format",
         default="own",
         choices=("own", "transformers"),
-        help="transformers: write distmp's transformer as a Llama of Hugging Face transformers "
-        "(default: own, the names of the model)",
+        help="transformers: write distmp's transformer as a Llama or Qwen3 of Hugging Face "
+        "transformers (default: own, the names of the model)",
     )
     parser.add_argument(
         "--max-shard-size",

@@ -47,7 +47,8 @@ def export(
         max_shard_size: Maximum size of one file, in bytes. Larger models are divided into several
             files, with an index.
         layout: "own": the names of the model's `state_dict`. "transformers": names and config.json
-            of transformers' Llama, for distmp's transformer; other models keep their names.
+            of transformers' Llama or Qwen3, for distmp's transformer; a Hugging Face model keeps
+            its names.
 
     Returns:
         Number of exported elements.
@@ -79,7 +80,7 @@ def _as_llama(
         return described, weights
     if described is None or described.get("model_type") != TRANSFORMER:
         raise ConfigError(
-            "--format", "transformers", "only distmp's transformer has such a form; omit it"
+            "--format", "transformers", "only distmp's transformer has this format; omit the option"
         )
     values = {key: value for key, value in described.items() if key != "model_type"}
     config = TransformerConfig(**values)
