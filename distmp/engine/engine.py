@@ -109,7 +109,7 @@ class Engine:
     Args:
         model: A module, which is trained in place, or a function that returns it. With a function,
             a rank of a sharded strategy computes one parameter at a time and keeps its shard. The
-            same holds for parameters on the meta device. All others get the values of rank 0.
+            same holds for parameters on the meta device. Others get the values of rank 0.
         loss: `loss(module, batch)` runs `module(...)` and returns the loss *sum* over the batch and
             its weight (the number of summed tokens or samples), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
@@ -356,7 +356,7 @@ class Engine:
         strategy.begin_step()
         stats = MicrobatchStats.empty()
         seed = int(torch.randint(2**62, ())) if self.config.reproducible else None
-        # Once per step: to set and restore the switches takes as long as twenty small kernels.
+        # Once per step: setting and restoring the switches takes as long as 20 small kernels.
         with product_switches(self.policy):
             for index, batch in enumerate(microbatches):
                 strategy.begin_microbatch(last=index == len(microbatches) - 1)

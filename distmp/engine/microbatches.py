@@ -58,7 +58,7 @@ def moved(batch: Any, device: torch.device) -> Any:
     """
     if isinstance(batch, Tensor):
         return batch.to(device, non_blocking=True)
-    # Common containers without pytree, which takes 20 microseconds for two tensors.
+    # Avoid pytree for common containers: it takes 20 microseconds for two tensors.
     kind = type(batch)
     if kind in (tuple, list):
         return kind([moved(item, device) for item in batch])

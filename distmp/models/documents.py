@@ -36,7 +36,7 @@ def document_mask(positions: Tensor, x: Tensor) -> Mask | None:
     Args:
         positions: Positions of tokens in their documents, int64 [batch, time]. A document begins
             with 0, and the first one of a row may begin in the middle.
-        x: Activations, [batch, time, dimension]. They tell whether this only measures memory:
+        x: Activations, [batch, time, dimension]. They show whether this only measures memory:
             `FakeTensors` leaves small integers, such as positions, real.
 
     Returns:
@@ -53,8 +53,8 @@ def document_mask(positions: Tensor, x: Tensor) -> Mask | None:
 def block_mask(documents: Tensor) -> BlockMask:
     """Return the mask of FlexAttention.
 
-    The numbers of documents do not decrease, so the first and the last one of a block tell with
-    which blocks it shares a document. `create_block_mask` would allocate several [batch, time,
+    The numbers of documents do not decrease, so the first and the last one of a block determine
+    with which blocks it shares a document. `create_block_mask` would allocate several [batch, time,
     time] matrices.
 
     Args:
@@ -124,8 +124,8 @@ def _compiled_attention(
     """Run FlexAttention, unless torch.compile is disabled: it would hold the matrix of scores.
 
     Raises:
-        ConfigError: If this is not compiled, as in the synthetic batches of the first step, which
-            then leave out the check that they are for.
+        ConfigError: If this is not compiled. The synthetic batches of the first step run without
+            compilation; the engine then omits the check that uses them.
     """
     from torch.nn.attention.flex_attention import flex_attention
 

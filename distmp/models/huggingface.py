@@ -87,7 +87,7 @@ def load(name: str, options: Mapping[str, Any]) -> nn.Module:
     """Build the whole model, and load the weights in its folder with transformers.
 
     Raises:
-        ConfigError: If transformers cannot do it, or weights are missing.
+        ConfigError: If transformers cannot load it, or weights are missing.
     """
     path = locate(name)
     with _quiet():

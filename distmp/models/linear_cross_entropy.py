@@ -1,7 +1,7 @@
-"""The cross entropy of a linear layer's outputs, without a tensor of all these outputs.
+"""Computes the cross entropy of a linear layer's outputs in chunks of rows.
 
 With a vocabulary of 131,072, the logits of 16,384 tokens take 8 GiB in FP32, and autograd holds
-several tensors of that size. Here they exist for a few tokens at a time.
+several tensors of that size. Here they exist for one chunk of tokens at a time.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Backend = str | Callable[..., Any]
 
 _Compute = Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 
-# Least number of tokens at a time: with fewer, the matrix products are slower.
+# Smallest number of tokens in a chunk: with fewer, the matrix products are slower.
 MIN_ROWS = 256
-# Most token ids whose gradients are computed at a time: the product is a tensor of its own.
+# Largest number of token ids whose gradients one product computes: it is a tensor of its own.
 MAX_TOKEN_IDS = 2**15
 
 # Note [Gradients in forward]
-# While the logits of a few tokens exist, the gradients of both factors take two more matrix
+# While the logits of a chunk exist, the gradients of both factors take two more matrix
 # products; backward only multiplies them by the gradient of the sum. Computing the logits again in
 # backward would take a fourth product: 1.4 times the time on CPUs.
 #
@@ -39,7 +39,7 @@ MAX_TOKEN_IDS = 2**15
 
 # Note [What is compiled]
 #
-# torch.compile turns all that follows the product of a few tokens (softmax, loss, gradient of the
+# torch.compile turns all that follows the product of a chunk (softmax, loss, gradient of the
 # logits) into kernels that read the logits in their own dtype, so that the FP32 logits do not exist
 # in memory. The loop over chunks stays outside: compiled, it would be unrolled, and every number of
 # tokens would be a graph of its own.
@@ -150,7 +150,7 @@ def _recomputed(ctx: Any, scale: Tensor) -> list[Tensor | None]:
 
 
 class _Product:
-    """The product of `hidden` and `weight`, and the gradients of both, for a few rows at a time.
+    """The product of `hidden` and `weight`, and the gradients of both, one chunk of rows at a time.
 
     Args:
         hidden: [rows, dimension].
@@ -198,7 +198,7 @@ class _Product:
                 # torch's FlopCounterMode does not count `addmm_`.
                 torch.addmm(of_weight, of_logits.T, part, out=of_weight)
             else:
-                # The product of a few rows is rounded to 16 bits, and the sum of products is not.
+                # The product of a chunk is rounded to 16 bits; the sum of products is not.
                 of_weight += of_logits.T @ part
 
     @property
@@ -214,7 +214,7 @@ class _Product:
 def _compute_chunk(
     hidden: Tensor, weight: Tensor, targets: Tensor, scale: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the loss sum of a few rows, FP32, 0-dim, and the gradient of their logits.
+    """Return the loss sum of a chunk, FP32, 0-dim, and the gradient of its logits.
 
     Args:
         hidden: [rows, dimension].

@@ -1,4 +1,4 @@
-"""Distmp's transformer under the names and in the configuration of transformers' Llama.
+"""Maps distmp's transformer to the names and the configuration of transformers' Llama.
 
 With norms of queries and keys, it is transformers' Qwen3, which is otherwise the same. Where distmp
 has one matrix for queries, keys and values, and one for gate and up, transformers has one for each.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distmp.data import IGNORED
 from distmp.errors import ConfigError
 
-# Most wrappers of a model: DDP, a compiled module, FSDP1.
+# Largest number of wrappers of a model: DDP, a compiled module, FSDP1.
 _WRAPPERS = 3
 
 NO_POSITIONS = (
@@ -24,7 +24,7 @@ NO_POSITIONS = (
 def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the cross entropy of the next token, summed over the targets that are not IGNORED.
 
-    A model with the attribute `takes_targets` computes the sum itself, for a few tokens at a time:
+    A model with the attribute `takes_targets` computes the sum itself, in chunks of tokens:
     distmp's transformer, and Hugging Face models after `huggingface.prepare_loss`. For others, this
     holds the logits of all tokens.
 

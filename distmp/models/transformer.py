@@ -37,10 +37,10 @@ class RotaryScaling:
     """Factor of the longest wavelengths; 1 or more."""
 
     low_frequency: float = 1.0
-    """Number of waves in `length` tokens up to which a wavelength is stretched fully."""
+    """Number of waves in `length` tokens up to which a wavelength is multiplied by `factor`."""
 
     high_frequency: float = 4.0
-    """Number of waves in `length` tokens from which a wavelength is not stretched; larger than
+    """Number of waves in `length` tokens from which a wavelength is not scaled; larger than
     `low_frequency`."""
 
     length: int = 8192
@@ -50,7 +50,7 @@ class RotaryScaling:
         """Check the values.
 
         Raises:
-            ValueError: If they make no sense.
+            ValueError: If they are invalid.
         """
         if not (self.factor >= 1 and 0 < self.low_frequency < self.high_frequency):
             raise ValueError(
@@ -61,7 +61,7 @@ class RotaryScaling:
             raise ValueError(f"rotary_scaling: length must be 1 or more, not {self.length}")
 
     def scaled(self, frequencies: Tensor) -> Tensor:
-        """Return the frequencies in radians per token after the stretch."""
+        """Return the scaled frequencies, in radians per token."""
         waves = self.length * frequencies / (2 * math.pi)
         kept = (waves - self.low_frequency) / (self.high_frequency - self.low_frequency)
         kept = kept.clamp(0, 1)
@@ -108,7 +108,7 @@ class TransformerConfig:
     """Whether queries and keys have an RMSNorm, over the width of a head, before their rotation."""
 
     rotary_scaling: RotaryScaling | None = None
-    """Stretches long wavelengths, for sequences longer than those of the original training."""
+    """Scaling of long wavelengths, for sequences longer than those of the original training."""
 
     norm_epsilon: float = 1e-5
     """Added to the mean square in each norm."""
@@ -151,7 +151,7 @@ class Projection(nn.Linear):
 
 
 class Head(Projection):
-    """The output matrix of a model whose embedding is another one."""
+    """The output matrix of a model without a tied embedding."""
 
     loss_backend: Backend | None = None
 
@@ -354,7 +354,7 @@ def rotary_tables(
         positions: Positions of tokens, int64 [..., time].
         width: Width of an attention head.
         base: Approximate ratio of the longest to the shortest wavelength.
-        scaling: Stretches long wavelengths.
+        scaling: Scaling of long wavelengths; None: as they are.
 
     Returns:
         Two FP32 tensors [..., time, 1, width]. Both halves of the last dimension hold the same
