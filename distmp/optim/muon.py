@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
         ns_steps: Number of Newton-Schulz iterations.
         eps: Lower bound of the norm that a matrix is divided by.
         adjust_lr_fn: How the learning rate of a matrix depends on its shape: "match_rms_adamw", for
-            which rates of AdamW fit, or "original".
+            which AdamW's learning rates fit, or "original".
         ns_dtype: Dtype of the iterations. "fp32": updates agree between numbers of ranks to 1e-5.
             "bf16", as torch's Muon: faster on GPUs and half the communication, but a difference in
             the last bit of a gradient changes the update by about 1%.
@@ -133,8 +133,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
 
     def __getstate__(self) -> dict[str, Any]:
-        # torch keeps groups and state only. A copy has other tensors, so nobody has set their
-        # shards.
+        # torch keeps only groups and state. A copy has other tensors, whose shards are not set.
         kept = ("_adamw", "_excluded", "_ns_dtype", "_step_supports_amp_scaling")
         return {
             **super().__getstate__(),
@@ -158,7 +157,7 @@ class Muon(torch.optim.Optimizer):
     def shard(
         self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
     ) -> None:
-        """Set how matrices are divided over ranks; of all others, every rank has all elements.
+        """Set how matrices are divided over ranks; every rank has all elements of all others.
 
         Args:
             matrices: Shape and division of each sharded matrix, by the `id` of its tensor.
@@ -304,7 +303,7 @@ class _Shards:
 def orthogonalized(
     matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float = 1e-7
 ) -> Tensor:
-    """Return a matrix with about the same singular vectors and singular values near 1.
+    """Return a matrix with about the same singular vectors, and with singular values near 1.
 
     The Newton-Schulz iteration of Muon, as in https://github.com/KellerJordan/Muon and
     `torch.optim.Muon`, in the dtype of the matrix.
@@ -341,7 +340,7 @@ def is_hidden(name: str, tensor: Tensor, adamw: Sequence[str] | None = None) -> 
 
 
 def _cost(rows: int, columns: int) -> float:
-    """Return the multiplications of one iteration."""
+    """Return the number of multiplications of one iteration."""
     small, large = sorted((rows, columns))
     return float(small * small * (2 * large + small))
 
@@ -351,7 +350,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _check_whole(tensors: Iterable[Tensor]) -> None:
-    """Refuse shards of matrices, the same on all ranks: each would orthogonalize its own.
+    """Refuse shards of matrices, the same on all ranks: each rank would orthogonalize its own.
 
     Raises:
         ConfigError: If a tensor is a flat shard or a sharded DTensor.
@@ -414,7 +413,7 @@ def _check(
     """Refuse values that the optimizer cannot use.
 
     Raises:
-        ConfigError: Naming the option.
+        ConfigError: If a value is invalid; it names the option.
     """
     if not 0 <= momentum < 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Gives each sharded matrix to one rank as a whole, and returns that rank's result as shards.
+"""Gathers each sharded matrix on one rank, its owner, and returns the owner's result as shards.
 
 A matrix is divided over ranks into consecutive ranges of its elements in row-major order. Its owner
 receives all ranges by an all-to-all, computes, and sends each range of the result back.
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from distmp.distributed.collectives import all_to_all
 
-# Elements of full matrices that a rank holds at a time, unless one matrix alone is larger: 64 MiB
-# in FP32. Smaller rounds would need more collectives.
+# Number of elements of full matrices that a rank holds at a time, unless a single matrix is larger:
+# 64 MiB in FP32. Smaller rounds would need more collectives.
 ROUND_ELEMENTS = 2**24
 
 
@@ -47,7 +47,7 @@ class Owners:
         matrices: The matrices, in the same order on all ranks.
         costs: Cost of the computation for each matrix; the sum per rank is balanced.
         group: The ranks.
-        round_elements: Elements of full matrices per rank and round.
+        round_elements: Number of elements of full matrices per rank and round.
     """
 
     def __init__(
@@ -77,7 +77,8 @@ class Owners:
         Collective over the ranks: consume all results.
 
         Args:
-            shard: Returns this rank's elements of a matrix by its index, 1-dim; called once each.
+            shard: Returns this rank's elements of a matrix by its index, 1-dim; called once per
+                matrix.
             function: Called with the index of a matrix and its value; returns a tensor of the same
                 shape and dtype.
         """
@@ -144,7 +145,7 @@ def assign(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 
 def _batches(indices: Sequence[int], sizes: Sequence[int], limit: int) -> list[list[int]]:
-    """Divide indices into runs whose sizes sum to at most `limit`, or that are a single one."""
+    """Divide indices into runs whose sizes sum to at most `limit`, or that have one index."""
     batches: list[list[int]] = []
     total = 0
     for index in indices:

@@ -33,8 +33,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 # How long a rank in a comparison waits for ranks that make no progress, see `AwaitedRanks`.
 ANSWER_SECONDS = 120.0
-# When a rank in a comparison first checks what the others do. The pauses between checks double,
-# because every check asks all ranks.
+# Time after which a rank in a comparison first checks what the others do. The pauses between checks
+# double, because every check asks all ranks.
 PATIENCE_SECONDS = 3.0
 # Timeout of the collective. `AwaitedRanks` ends a comparison much earlier.
 COLLECTIVE_DAYS = 7
@@ -153,7 +153,7 @@ class CollectiveOrder:
         """Compare what ranks are about to do.
 
         Raises:
-            TrainingError: If ranks differ, or if a rank that is not here makes no progress.
+            TrainingError: If ranks differ, or if no rank that this one waits for makes progress.
             RuntimeError: If another rank has ended, see `is_lost_connection`.
         """
         numbers = torch.tensor([KINDS.index(local.kind), local.unit, local.elements])
@@ -177,10 +177,10 @@ class CollectiveOrder:
             raise TrainingError(f"{self._describe_all(by_rank)}; {self._advice}")
 
     def _wait(self, work: Any, local: Collective) -> None:
-        """Wait until all ranks compare, as long as those that do not make progress.
+        """Wait until all ranks reach the comparison, as long as absent ranks make progress.
 
         Raises:
-            TrainingError: If they do not, or if a rank waits in a collective.
+            TrainingError: If they make none, or if a rank waits in a collective.
         """
         if self._monitor is None:
             return
@@ -292,7 +292,7 @@ ADVICE = (
 
 
 def _leave_pending(group: dist.ProcessGroup | None) -> None:
-    """Keep a group until the process has ended, although other code drops it.
+    """Keep a group until the process has ended, even if other code drops it.
 
     Its destructor would wait for the comparison that is pending, so the process would not end, and
     its launcher would not end the rank that is awaited.

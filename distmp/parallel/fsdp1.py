@@ -184,7 +184,7 @@ class FullySharded1(ShardedStrategy):
                 view.register_hook(_calling(self._mark_used, parameter))
 
     def _shard_bounds(self, world: World) -> dict[str, list[int]]:
-        """Return where the shards of each flattened parameter begin, and the last one ends."""
+        """Return where the shards of each flattened parameter begin, and where the last ends."""
         sizes = torch.tensor([len(parameter) for _, parameter in self._trainable])
         sizes = sizes.to(world.device)
         all_sizes = sizes.new_empty(world.world_size * len(sizes))

@@ -1,4 +1,4 @@
-"""Gives memory and initial values to parameters on the meta device, whole or as shards.
+"""Gives memory and initial values to parameters on the meta device, in full or as shards.
 
 Under a sharded strategy a rank computes one parameter at a time and keeps its shard, so that it
 never holds more than its shards and the largest parameter.

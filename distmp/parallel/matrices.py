@@ -27,7 +27,7 @@ def place_matrices(
         device: The device that this rank computes on.
 
     Raises:
-        ConfigError: If Muon has no matrix, or one of an embedding.
+        ConfigError: If Muon has no matrix, or the weight of an embedding.
     """
     if not isinstance(optimizer, Muon):
         return
@@ -46,7 +46,7 @@ def _check_hidden(names: list[str], model: nn.Module) -> None:
             "optim.name",
             "muon",
             "finds no hidden matrix among the trained parameters; use adamw, or set "
-            "optim.options.adamw to the patterns of those matrices that AdamW updates",
+            "optim.options.adamw to patterns of the matrices that AdamW updates",
         )
     for prefix, part in model.named_modules():
         name = parameter_name(f"{prefix}.weight").lstrip(".")

@@ -39,7 +39,7 @@ class ModelMemory(NamedTuple):
     Attributes:
         parameters: Parameters in the dtypes in which the module holds them.
         stepped: Parameters in the dtypes in which the optimizer steps them.
-        masters: FP32 weights beside 16-bit parameters; 0 if the parameters are stepped.
+        masters: FP32 master weights of 16-bit parameters; 0 if the parameters are stepped.
         optimizer_state: State of the optimizer.
         gradients: FP32 gradients.
         root: Parameters outside of the blocks, which FSDP gathers as one unit and keeps.
@@ -112,7 +112,7 @@ def model_memory(
     optimizer_state: int,
     activations: int,
 ) -> ModelMemory:
-    """Return what training a model needs; the values of its parameters do not matter.
+    """Return the memory that training a model needs; the values of its parameters do not matter.
 
     Args:
         model: The model before a strategy changes it.

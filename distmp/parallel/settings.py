@@ -127,7 +127,7 @@ class Recomputation:
         if value == "none":
             return None
         if isinstance(value, dict) and value:
-            # Import lazily: YAML and the command line are not needed in own loops.
+            # Import lazily: your own loop needs neither YAML nor the command line.
             from distmp.utils.settings import from_mapping
 
             section = {"activation_checkpointing": value}

@@ -304,7 +304,7 @@ class KnownParameters:
 
 
 def move_to(module: nn.Module, device: torch.device, *, parameters: bool = True) -> None:
-    """Move buffers, and parameters if wanted; those on the meta device stay there."""
+    """Move buffers and, if `parameters` is set, parameters; those on the meta device stay there."""
     if parameters:
         for parameter in module.parameters():
             if not parameter.is_meta:

@@ -45,7 +45,7 @@ class RunComponents(NamedTuple):
         model: The model as it was built.
         loss: Returns the loss sum and the weight of a microbatch.
         microbatches: Microbatches per step on each rank.
-        weights: What a new run reads into the engine; None if the model has its weights.
+        weights: What a new run loads into the engine; None if there is nothing to load.
         built: Names and dimensions of the model as it was built.
     """
 
@@ -113,7 +113,7 @@ def prepare(config: RunConfig, world: World) -> RunComponents:
 def _warn_about_recomputed_attention(config: RunConfig, device: torch.device) -> None:
     """Warn if `save` contains attention, and FlexAttention computes it.
 
-    It runs as one compiled function, whose operators selective checkpointing does not see.
+    FlexAttention is one compiled function, and selective checkpointing does not see its operators.
     """
     recomputation = Recomputation.of(config.activation_checkpointing)
     saved = () if recomputation is None else recomputation.save

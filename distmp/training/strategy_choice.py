@@ -93,8 +93,8 @@ def choose_strategy(config: RunConfig, parts: RunComponents, world: World) -> tu
         )
     if choice.unknown and world.rank == 0:
         logger.warning(
-            "strategy = 'auto': takes %s, which needs the least memory, because the prediction is "
-            "%s; set `strategy` if a faster one fits",
+            "strategy = 'auto': selects %s, which needs the least memory, because the prediction "
+            "is %s; set `strategy` if a faster one fits",
             choice.option,
             choice.unknown,
         )
@@ -135,7 +135,7 @@ def choose(
     numbers = ", ".join(f"{option} {bytes_text(needs[option])}" for option in (*tried, chosen))
     reason = f"a rank needs: {numbers}; limit: {1 - MARGIN:.0%} of {available}"
     if unknown:
-        reason += f"; {unknown}, so the strategy that needs the least memory is taken"
+        reason += f"; {unknown}, so auto selects the strategy that needs the least memory"
     # The choice of `accumulate` does not know what else needs memory.
     full = needs[chosen] + memory.gradients > usable and policy.param_dtype == torch.float32
     free_to_choose = config.sharding.accumulate == "auto"

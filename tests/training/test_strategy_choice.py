@@ -90,7 +90,7 @@ def test_the_memory_is_that_of_explain(text: str, needs: dict[Option, int]) -> N
     config = config_of(precision=policy(text))
     chosen(config, 10**8)
     for option in OPTIONS:
-        # Activations are freed while gradients are exchanged, which the arithmetic does not follow.
+        # The prediction does not model that activations are freed while gradients are exchanged.
         limits = (0.95, 1.02) if option == DDP else (0.95, 1.25)
         assert limits[0] < needs[option] / explained(config, option) < limits[1], option
 
@@ -181,7 +181,7 @@ def test_unknown_activations_choose_the_strategy_that_needs_the_least_memory(
     with world() as simulated:
         resolved, _ = choose_strategy(config, prepare(config, simulated), simulated)
     assert resolved.strategy == choice.option.strategy
-    assert f"takes {choice.option}, which needs the least memory" in caplog.text
+    assert f"selects {choice.option}, which needs the least memory" in caplog.text
     assert "without activations, which cannot be predicted: Dynamic" in caplog.text
 
 

@@ -74,7 +74,7 @@ class Checkpointing(Callback):
         return "a checkpoint could not be written" if self.writer.wants_stop else None
 
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
-        """Save the last step, and warn if it and others before it were skipped."""
+        """Save the last step, and warn if it was skipped."""
         self.save_now(trainer)
         skipped = _skipped_in_a_row(trainer.engine.state_dict()["engine/counts"])
         if skipped and trainer.world.rank == 0:
