@@ -6,8 +6,8 @@
 # parameter in a backward and written the sum to `.grad`. `grad_dtype` is FP32, so this sum is FP32
 # too:
 #
-# - `.grad` is None except in a backward. So user code that runs between backwards, such as a
-#   `zero_grad(set_to_none=False)` of the loss function, cannot change the sums in the buckets, and
+# - `.grad` is None except in a backward. So user code that runs between backward passes, such as
+#   `zero_grad(set_to_none=False)` in the loss function, cannot change the sums in the buckets, and
 #   an optimizer that steps before `finish` does not see gradients that are not reduced.
 #   `begin_step` clears `.grad`, which is a view of the bucket after a step.
 # - Our hook copies the first gradient of a step into the bucket, so that no pass over memory is
@@ -86,8 +86,8 @@ class Fp32GradBuckets:
 
     The module needs no wrapper. A hook on each parameter takes its gradient as soon as backward has
     computed it: the first microbatch of a step copies it into the bucket, later ones add to it, and
-    it is freed at once. Between backwards `.grad` is None. Several uses of one weight in a backward
-    are summed in FP32 too, even if the parameter has 16 bits (`Tensor.grad_dtype`).
+    it is freed at once. Between backward passes, `.grad` is None. Several uses of one weight in a
+    backward are summed in FP32 too, even if the parameter has 16 bits (`Tensor.grad_dtype`).
 
     During the last backward a bucket is reduced (SUM) as soon as it has the gradients of all its
     parameters, while backward continues. Every rank starts the reductions in the same order,

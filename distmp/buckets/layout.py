@@ -55,7 +55,7 @@ class BucketLayout:
         return ranges
 
     def shard_bounds(self, name: str, world_size: int) -> list[int]:
-        """Return where the shards of a flattened parameter begin, and the last one ends."""
+        """Return where the shards of a flattened parameter begin, and where the last one ends."""
         index = self.names.index(name)
         offset, size = self.offsets[index], self.parameters[index].numel()
         starts = (self.shard(rank, world_size).start for rank in range(world_size + 1))

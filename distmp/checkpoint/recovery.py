@@ -1,8 +1,8 @@
 """Selects the checkpoint to continue from: the newest healthy one, the same on all ranks.
 
-Healthy: undamaged, not marked as unhealthy when it was saved (see `store.save`), and without the
-weights of a later checkpoint that is. If steps were skipped before a checkpoint was marked, earlier
-checkpoints since the last applied update hold the same weights.
+Healthy: undamaged, not marked as unhealthy when it was saved (see `store.save`), and not with the
+same weights as a later checkpoint that is marked. If steps were skipped before a checkpoint was
+marked, earlier checkpoints since the last applied update hold the same weights.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def resolve(
 
 
 def newest_healthy(directory: Location) -> Location | None:
-    """Return the newest checkpoint that is not unhealthy, without verifying its data files."""
+    """Return the newest healthy checkpoint, without verifying its data files."""
     mark: _Mark | None = None
     for entry in storage(directory).entries():
         if not entry.finished:

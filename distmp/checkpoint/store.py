@@ -60,8 +60,8 @@ def save(
 
     An unhealthy state is written, too, for examination, and marked in `state.json`. It never
     displaces a healthy one, and `recovery` skips it. A state that was saved after a skipped step
-    displaces no other one, either, until an update follows: if the next steps are also skipped,
-    its weights are unhealthy.
+    does not displace other ones, either, until an update follows: if the next steps are skipped,
+    too, its weights are unhealthy.
 
     May run in another thread, if nothing else uses `group` meanwhile.
 
@@ -77,7 +77,7 @@ def save(
         permit: Raises if this job must not write any more. Called on rank 0, before anything is
             written and before the checkpoint appears.
         finite: Names of tensors that hold only finite values in a healthy state.
-        health: What is known about the health of the state. The value of rank 0 counts.
+        health: Whether a run should continue from the state. The value of rank 0 counts.
 
     Returns:
         Path of the checkpoint.

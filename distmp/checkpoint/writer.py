@@ -155,7 +155,7 @@ class CheckpointWriter:
             held: Names of the tensors that only a guarded optimizer changes: parameters and their
                 optimizer state. In a healthy state they are finite. A buffer may hold an infinite
                 value on purpose, such as a mask.
-            health: What is known about the health of the state; see `store.save`.
+            health: Whether a run should continue from the state; see `store.save`.
             wait: Return when the state is written, and do nothing if `step` is saved already.
 
         Raises:

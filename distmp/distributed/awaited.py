@@ -1,10 +1,10 @@
 """Decides how long to wait for ranks that may be busy, such as compiling their model.
 
-A limit in seconds of waiting ends healthy jobs: how long a rank compiles or reads data depends on
-the model, the machine and the number of ranks. So the limit is a time without progress of all
-awaited ranks, because they may wait for each other. A rank makes progress if it executes another
-line of the user's code or begins another call or collective, or if it or its child processes use a
-processor.
+A fixed limit on waiting would end healthy jobs: how long a rank compiles or reads data depends on
+the model, the machine and the number of ranks. So the limit is a time in which no awaited rank
+makes progress; one rank is enough, because the others may wait for it. A rank makes progress if it
+executes another line of the user's code or begins another call or collective, or if it or its child
+processes use a processor.
 
 An endless loop looks the same. So there is a second, much longer limit, which only another call of
 an engine or another collective extends.
@@ -41,7 +41,7 @@ class AwaitedRanks:
         self._progress_at = self._call_at = time.monotonic()
 
     def why_stuck(self, awaited: Mapping[int, RankStatus | None]) -> str:
-        """Return what the ranks have not done for the limit, as text; "" while they may continue.
+        """Return why the ranks are stuck, as text; "" while they may continue.
 
         Args:
             awaited: The status of the awaited ranks; None for a rank that does not answer.

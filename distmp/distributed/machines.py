@@ -30,7 +30,7 @@ def exchange_groups(
     Args:
         group: The group of this rank.
         device: The device that this rank communicates from.
-        copies: Number of groups such as `group`. Together they have to be the default group, in the
+        copies: Number of groups like `group`. Together they have to be the default group, in the
             order of ranks; if they are not, the result is `group` alone.
     """
     if copies * group.size() != dist.get_world_size():
@@ -47,7 +47,7 @@ def _ranks_per_machine(device: torch.device) -> int:
     """Return the number of ranks on every machine, or 1 if machines or numberings differ."""
     own = local_world_size(dist.get_world_size())
     in_order = int(os.environ.get("LOCAL_RANK", -1)) == dist.get_rank() % own
-    # Compare ranks even if this one knows a single machine only: another one may not.
+    # Compare even if all ranks seem to be on this machine: other ranks may know of more.
     common = torch.tensor([own, -own, int(in_order)], device=device)
     dist.all_reduce(common, dist.ReduceOp.MIN)
     least, most, in_order = common.tolist()

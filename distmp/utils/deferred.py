@@ -1,7 +1,7 @@
 """Builds modules without memory for their parameters, and computes initial values later.
 
-A constructor runs as it is written, but large and random tensors are fake: they have shape, dtype
-and device, and no memory. The operations on them are recorded and can be run later, for one
+A constructor runs unchanged, but large and random tensors are fake: they have shape, dtype and
+device, but no memory. The operations on them are recorded and can be run later, for one
 parameter at a time. Whatever the constructor does (`reset_parameters`, `self.apply(init)`,
 `torch.randn(n) * 0.02`, a deep copy of a layer) is repeated on a real tensor of the same shape.
 
@@ -43,7 +43,7 @@ class NotDeferrableError(DistmpError):
 
 @dataclass(frozen=True)
 class _View:
-    """A fake tensor: the number of its storage, and its place in it."""
+    """Place of a fake tensor: the number of its storage, and where the tensor is in the storage."""
 
     storage: int
     dtype: torch.dtype
@@ -59,8 +59,8 @@ class _Operation:
     Attributes:
         function: An operator of aten.
         args: Its arguments; each fake tensor is replaced by its `_View`.
-        kwargs: Its keyword arguments, likewise.
-        results: What it returned, likewise.
+        kwargs: Its keyword arguments, with a `_View` for each fake tensor.
+        results: The leaves of what it returned, with a `_View` for each fake tensor.
         reads: The storages of all its arguments.
         writes: The storages that it creates or changes.
         seed: Seed of a random operation; None for others.
@@ -288,7 +288,7 @@ def build_deferred(build: Callable[[], Module], seed: int) -> Module:
         seed: Seed of the initial values.
 
     Raises:
-        NotDeferrableError: If the constructor does what cannot be recorded.
+        NotDeferrableError: If the constructor does something that cannot be recorded.
     """
     recording = Recording()
     try:
@@ -325,7 +325,7 @@ def recording_of(module: nn.Module, seed: int) -> Recording:
         seed: Seed of the initial values, if `build_deferred` has not built the module.
 
     Raises:
-        NotDeferrableError: Naming the tensors whose values are unknown.
+        NotDeferrableError: If values are unknown; it names the tensors.
     """
     if module not in _recordings:
         recording = Recording()
@@ -356,7 +356,7 @@ def _record_reset(name: str, part: nn.Module, recording: Recording) -> None:
 
 _recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDictionary()
 
-# What a constructor raises that reads the address or the memory of a tensor without memory.
+# Errors of a constructor that reads the address or the memory of a tensor without memory.
 _UNSUPPORTED = (NotImplementedError, RuntimeError, TypeError)
 
 _aten = torch.ops.aten

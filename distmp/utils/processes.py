@@ -52,7 +52,7 @@ def thread_seconds(thread_id: int) -> float:
 
 
 def child_seconds() -> float:
-    """Return the processor time of all child processes, with those that have ended."""
+    """Return the processor time of all child processes, including those that have ended."""
     ended = os.times()
     total = ended.children_user + ended.children_system
     for child in psutil.Process().children(recursive=True):

@@ -36,7 +36,7 @@ class Collective(NamedTuple):
         kind: Name of the collective, such as "all-reduce".
         dtype: Communication dtype.
         elements: Number of elements of the full tensor.
-        ranks: The ranks of the group, with rank 0, whose bytes are counted.
+        ranks: The ranks of the group. Rank 0, whose bytes are counted, is one of them.
         microbatch: Microbatch of the step in which it was started, from 0.
         updated: Whether it was started after the optimizer's step.
     """

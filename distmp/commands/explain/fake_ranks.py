@@ -130,7 +130,7 @@ def _same_storage(one: Tensor, other: Tensor) -> bool:
 
 
 def _first_chunk(tensor: Tensor, ranks: int, dim: int) -> list[Tensor]:
-    """Return the part of rank 0 for every rank: to compute all parts would take minutes."""
+    """Return the part of rank 0 for every rank: computing all parts would take minutes."""
     rows = -(-tensor.size(dim) // ranks)
     return ranks * [tensor.narrow(dim, 0, rows)]
 

@@ -57,7 +57,7 @@ def trace_steps(
         steps: Number of steps; optimizer state exists from the second step on.
         microbatches: Number of microbatches to run per step; None runs all.
         initialize: Whether to compute the initial values of a deferred model, which takes no more
-            memory than to fill it with NaN.
+            memory than filling it with NaN.
 
     Raises:
         ConfigError: If the run itself would raise it.
