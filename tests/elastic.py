@@ -143,7 +143,7 @@ def _agent(jobs: list[Job], folder: Path, variables: dict[str, str], path: list[
     os.environ.update(variables)
     sys.path[:] = path
     for job in jobs:
-        importlib.import_module(job.entry.partition(":")[0])  # once, in place of in every rank
+        importlib.import_module(job.entry.partition(":")[0])  # once, not in every rank
     results = []
     for number, job in enumerate(jobs):
         job_folder = folder / str(number)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def limit_memory(more: int) -> None:
-    """Let this process allocate so many more bytes of private memory."""
+    """Let this process allocate at most `more` further bytes of private memory."""
     # The stack of a thread counts in full, 8 MiB, and a rank has a dozen threads.
     attributes = ctypes.create_string_buffer(64)
     libc = ctypes.CDLL(None)

@@ -81,7 +81,7 @@ def test_ranks_that_never_answer(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("lines", [1, 2])
-def test_an_endless_loop_does_not_postpone_the_limit_for_ever(clock: Clock, lines: int) -> None:
+def test_an_endless_loop_does_not_postpone_the_limit_forever(clock: Clock, lines: int) -> None:
     ranks = AwaitedRanks(LIMIT)
     began = clock.now
     stuck = ""

@@ -57,7 +57,7 @@ def test_machines_of_other_sizes() -> None:
 
 @ranks(4)
 def test_every_rank_decides_the_same() -> None:
-    pretend(2, local_rank=dist.get_rank() // 2)  # numbered machine by machine in turn
+    pretend(2, local_rank=dist.get_rank() // 2)  # numbered round-robin over the machines
     assert_undivided()
     pretend(1 if dist.get_rank() == 3 else 3)
     assert_undivided()

@@ -229,9 +229,9 @@ def transformer() -> Transformer:
     return Transformer(TransformerConfig(50, 16, layers=4, dimension=16, heads=2, hidden=32))
 
 
-# The calls of two operators in one forward and backward of four blocks, of which each has four
-# products: one in forward and two in backward. Recomputation stops before the last product of a
-# block, whose result is not needed. The loss has two products of this kind.
+# The calls of two operators in one forward and backward of four blocks with four products each. A
+# product takes one call in forward and two in backward. Recomputation stops before the last product
+# of a block, whose result is not needed. The loss has two products of this kind.
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 PLAIN = {"mm": 4 * 4 * 3 + 2, ATTENTION: 4}
 
