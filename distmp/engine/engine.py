@@ -832,10 +832,12 @@ def _built(
     deferred = is_function or (isinstance(model, nn.Module) and needs_seed(model))
     # Every rank draws, so that the generators of all ranks advance; rank 0's seed counts.
     seed = world.ranks.gather(int(torch.randint(2**62, ())) if deferred else 0)[0]
-    module = build_deferred(model, seed) if is_function else model
+    module = build_deferred(model, seed, world.device) if is_function else model
     check_model(module)
     assert isinstance(module, nn.Module)
-    return module, initial_values(module, seed) if initialize else not_a_number(module)
+    if not initialize:
+        return module, not_a_number(module)
+    return module, initial_values(module, seed, world.device)
 
 
 def _leave_losses_outside(model: nn.Module) -> None:

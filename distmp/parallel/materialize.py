@@ -31,12 +31,15 @@ BUILD_WHOLE = (
 )
 
 
-def initial_values(module: nn.Module, seed: int) -> InitialValues:
+def initial_values(
+    module: nn.Module, seed: int, device: torch.device | None = None
+) -> InitialValues:
     """Return the initial values of the tensors of a module that are on the meta device.
 
     Args:
         module: The module.
         seed: Seed of random values, the same on all ranks.
+        device: Keeps the generator of this device too, see `generators_kept`.
 
     Raises:
         ConfigError: If the values of a tensor are unknown.
@@ -44,7 +47,7 @@ def initial_values(module: nn.Module, seed: int) -> InitialValues:
     if not is_on_meta(module):
         return nothing_to_compute
     try:
-        return recording_of(module, seed).compute
+        return recording_of(module, seed, device).compute
     except NotDeferrableError as error:
         raise ConfigError("model", type(module).__name__, f"{error}; {BUILD_WHOLE}") from error
 

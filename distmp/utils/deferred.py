@@ -280,19 +280,22 @@ class _Recorder(_Seeded):
         return result
 
 
-def build_deferred(build: Callable[[], Module], seed: int) -> Module:
+def build_deferred(
+    build: Callable[[], Module], seed: int, device: torch.device | None = None
+) -> Module:
     """Build a module whose large parameters are on the meta device, with values to be computed.
 
     Args:
         build: Returns the module.
         seed: Seed of the initial values.
+        device: Keeps the generator of this device too, see `generators_kept`.
 
     Raises:
         NotDeferrableError: If the constructor does something that cannot be recorded.
     """
     recording = Recording()
     try:
-        with generators_kept(), _Recorder(recording, seed), warnings.catch_warnings():
+        with generators_kept(device), _Recorder(recording, seed), warnings.catch_warnings():
             # torch does so to copy a tensor (`copy.deepcopy`).
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             module = build()
@@ -316,20 +319,21 @@ def is_recorded(module: nn.Module) -> bool:
     return module in _recordings
 
 
-def recording_of(module: nn.Module, seed: int) -> Recording:
+def recording_of(module: nn.Module, seed: int, device: torch.device | None = None) -> Recording:
     """Return how the tensors of a module on the meta device get their initial values.
 
     Args:
         module: A module from `build_deferred`; or any other, whose tensors on the meta device are
             set by `reset_parameters` of the modules that hold them.
         seed: Seed of the initial values, if `build_deferred` has not built the module.
+        device: Keeps the generator of this device too, see `generators_kept`.
 
     Raises:
         NotDeferrableError: If values are unknown; it names the tensors.
     """
     if module not in _recordings:
         recording = Recording()
-        with generators_kept(), _Recorder(recording, seed):
+        with generators_kept(device), _Recorder(recording, seed):
             for name, part in module.named_modules():
                 _record_reset(name, part, recording)
         _recordings[module] = recording

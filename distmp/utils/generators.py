@@ -15,7 +15,8 @@ def generators_kept(device: torch.device | None = None) -> Iterator[None]:
     """Restore the default generators of torch, numpy and Python at the end.
 
     Args:
-        device: Device whose generator of torch is restored, too, besides that of the CPU.
+        device: Device whose generator of torch is restored, too, besides that of the CPU:
+            `torch.manual_seed` seeds all devices.
     """
     before = np.random.get_state(), random.getstate()
     on_cpu = device is None or device.type == "cpu"

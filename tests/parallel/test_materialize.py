@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp.distributed.world import World
 from distmp.engine import Engine
+from distmp.engine.engine import _built
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.deferred import build_whole
@@ -115,6 +117,33 @@ def test_parts_on_the_meta_device() -> None:
         assert torch.equal(values["model/0.weight"], first.weight)
         assert values["model/1.weight"].abs().max() <= 6**-0.5
         engine.step([torch.ones(2, 4)])
+
+
+class Token(nn.Module):
+    """Draws the values of small tensors, which have memory, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.empty(1, 4))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.token.copy_(nn.init.trunc_normal_(torch.zeros(1, 4)))
+
+
+@pytest.mark.parametrize("model", [lambda: Token(), Token().to("meta")])
+def test_the_generator_of_the_gpu_does_not_change(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`torch.manual_seed` seeds it too: the dropout of all ranks would be the same."""
+    states = ["before"]
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[-1])
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.append(state))
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: states.append(str(seed)))
+    _built(model, World(0, 1, torch.device("cuda", 0), None), initialize=True)
+    assert len(states) > 2
+    assert states[-1] == "before"
 
 
 class NoReset(nn.Module):
