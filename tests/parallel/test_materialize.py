@@ -66,9 +66,6 @@ def whole() -> nn.Module:
         return build_whole(small, int(torch.randint(2**62, ())))
 
 
-EXPECTED = "expected"
-
-
 @pytest.mark.parametrize(
     ("strategy", "world_size"),
     [("ddp", 2), ("fsdp", 2), ("fsdp", 4), ("hsdp", 4), ("fsdp1", 2)],

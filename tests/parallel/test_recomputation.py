@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
@@ -17,6 +15,7 @@ from distmp.parallel.blocks import prepare_blocks
 from distmp.parallel.recomputation import checkpoint_activations
 from distmp.parallel.settings import ShardingConfig
 from tests.ranks import ranks
+from tests.recording import Operators
 from tests.reference import CLASSES, INPUTS, assert_same_bits, make_engine, snapshot, train
 
 # No microbatch with fewer than two samples, for which batch norm fails or returns nothing useful.
@@ -212,18 +211,6 @@ def test_blocks_without_gradients_are_left_to_run() -> None:
     assert_same_bits(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
-class Counted(TorchDispatchMode):
-    """Counts operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def transformer() -> Transformer:
     torch.manual_seed(0)
     return Transformer(TransformerConfig(50, 16, layers=4, dimension=16, heads=2, hidden=32))
@@ -232,19 +219,20 @@ def transformer() -> Transformer:
 # The calls of two operators in one forward and backward of four blocks with four products each. A
 # product takes one call in forward and two in backward. Recomputation stops before the last product
 # of a block, whose result is not needed. The loss has two products of this kind.
-ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-PLAIN = {"mm": 4 * 4 * 3 + 2, ATTENTION: 4}
+MM = "aten::mm"
+ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+PLAIN = {MM: 4 * 4 * 3 + 2, ATTENTION: 4}
 
 
 @pytest.mark.parametrize(
     ("selection", "again"),
     [
         ("none", {}),
-        ("blocks", {"mm": 12, ATTENTION: 4}),
-        ({"every": 2}, {"mm": 6, ATTENTION: 2}),
-        ({"every": 3}, {"mm": 3, ATTENTION: 1}),
+        ("blocks", {MM: 12, ATTENTION: 4}),
+        ({"every": 2}, {MM: 6, ATTENTION: 2}),
+        ({"every": 3}, {MM: 3, ATTENTION: 1}),
         ({"save": ["matmul"]}, {ATTENTION: 4}),
-        ({"save": ["attention"]}, {"mm": 12}),
+        ({"save": ["attention"]}, {MM: 12}),
         ({"save": ["matmul", "attention"]}, {}),
         ({"save": ["aten.mm"], "every": 2}, {ATTENTION: 2}),
     ],
@@ -254,10 +242,10 @@ def test_only_what_is_selected_is_recomputed(selection: Any, again: dict[str, in
     model, expected = transformer(), transformer()
     expected(tokens, tokens).backward()
     prepare_blocks(model, ParallelConfig(activation_checkpointing=selection))
-    with Counted() as counted:
+    with Operators() as counted:
         model(tokens, tokens).backward()
     for name, calls in PLAIN.items():
-        assert counted.calls[name] == calls + again.get(name, 0), name
+        assert counted.counts[name] == calls + again.get(name, 0), name
     for found, other in zip(model.parameters(), expected.parameters(), strict=True):
         assert found.grad is not None
         assert other.grad is not None
@@ -271,10 +259,10 @@ def test_selection_in_a_compiled_block() -> None:
         model = transformer()
         parallel = ParallelConfig(activation_checkpointing=selection, compile="blocks")  # type: ignore[arg-type]
         prepare_blocks(model, parallel, backend="aot_eager")
-        with Counted() as counted:
+        with Operators() as counted:
             model(tokens, tokens).backward()
-        calls[name] = counted.calls
-    assert calls["all"]["mm"] == calls["kept"]["mm"] + 4 * 3
+        calls[name] = counted.counts
+    assert calls["all"][MM] == calls["kept"][MM] + 4 * 3
     assert calls["all"][ATTENTION] == calls["kept"][ATTENTION] == 8
 
 
