@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError
 from distmp.utils.deferred import NotDeferrableError, is_recorded, recording_of
 from distmp.utils.flat_shard import local_parts
+from distmp.utils.module_tensors import HeldTensor, held_tensors, own_tensors, replace_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -54,7 +55,7 @@ def initial_values(
 
 def is_on_meta(module: nn.Module) -> bool:
     """Return whether a parameter or buffer of a module is on the meta device."""
-    return any(True for _ in _on_meta(module))
+    return any(held.tensor.is_meta for held in held_tensors(module))
 
 
 def needs_seed(module: nn.Module) -> bool:
@@ -69,7 +70,7 @@ def nothing_to_compute(name: str, device: torch.device) -> Tensor:
 
 def not_a_number(module: nn.Module) -> InitialValues:
     """Return NaN as initial values, for a module whose values are loaded before the first step."""
-    views = {name: tensor for _, _, name, tensor in _on_meta(module)}
+    views = {held.name: held.tensor for held in held_tensors(module) if held.tensor.is_meta}
 
     def compute(name: str, device: torch.device) -> Tensor:
         view = views[name]
@@ -83,15 +84,17 @@ def not_a_number(module: nn.Module) -> InitialValues:
 @torch.no_grad()
 def materialize(module: nn.Module, values: InitialValues, device: torch.device) -> None:
     """Replace the tensors of a module that are on the meta device by their initial values."""
-    _replace(module, lambda name, _: values(name, device))
+    replace_tensors(module, _is_on_meta, lambda held: _computed(held, values, device))
 
 
 @torch.no_grad()
 def materialize_buffers(module: nn.Module, values: InitialValues, device: torch.device) -> None:
     """Replace the buffers of a module that are on the meta device by their initial values."""
-    for part, key, name, buffer in _on_meta(module):
-        if not isinstance(buffer, nn.Parameter):
-            setattr(part, key, _like(buffer, values(name, device)))
+    replace_tensors(
+        module,
+        lambda tensor: tensor.is_meta and not isinstance(tensor, nn.Parameter),
+        lambda held: _computed(held, values, device),
+    )
 
 
 def materialize_own(
@@ -110,12 +113,12 @@ def materialize_own(
 
     @torch.no_grad()
     def replace(part: nn.Module) -> None:
-        for key, meta in _held_on_meta(part):
-            new = done.get(id(meta))
-            if new is None:
-                name = f"{prefixes[part]}.{key}".lstrip(".")
-                new = done[id(meta)] = _like(meta, values(name, device))
-            setattr(part, key, new)
+        for held in own_tensors(part, prefixes[part]):
+            if held.tensor.is_meta:
+                new = done.get(id(held.tensor))
+                if new is None:
+                    new = done[id(held.tensor)] = _computed(held, values, device)
+                setattr(part, held.key, new)
 
     return replace
 
@@ -132,9 +135,12 @@ def materialize_shards(
         device: Where to compute them.
         storage: Where the shards are held.
     """
-    _replace(
-        module, lambda name, meta: _shard(values(name, device), cast("DTensor", meta), storage)
-    )
+
+    def shard(held: HeldTensor) -> Tensor:
+        meta = cast("DTensor", held.tensor)
+        return _like(meta, _shard(values(held.name, device), meta, storage))
+
+    replace_tensors(module, _is_on_meta, shard)
 
 
 def _shard(value: Tensor, meta: DTensor, storage: torch.device) -> Tensor:
@@ -163,12 +169,12 @@ def _broadcast_to_replicas(local: Tensor, meta: DTensor) -> None:
             dist.broadcast(local, src=dist.get_process_group_ranks(group)[0], group=group)
 
 
-def _replace(module: nn.Module, replacement: Callable[[str, Tensor], Tensor]) -> None:
-    done: dict[int, Tensor] = {}  # a tied parameter is one tensor with several names
-    for part, key, name, meta in _on_meta(module):
-        if id(meta) not in done:
-            done[id(meta)] = _like(meta, replacement(name, meta))
-        setattr(part, key, done[id(meta)])
+def _is_on_meta(tensor: Tensor) -> bool:
+    return tensor.is_meta
+
+
+def _computed(held: HeldTensor, values: InitialValues, device: torch.device) -> Tensor:
+    return _like(held.tensor, values(held.name, device))
 
 
 def _like(meta: Tensor, value: Tensor) -> Tensor:
@@ -177,21 +183,3 @@ def _like(meta: Tensor, value: Tensor) -> Tensor:
     if value.stride() != meta.stride():  # expanded: its elements share memory
         value = torch.empty_like(meta, device=value.device).copy_(value)
     return nn.Parameter(value, meta.requires_grad) if isinstance(meta, nn.Parameter) else value
-
-
-def _on_meta(module: nn.Module) -> Iterator[tuple[nn.Module, str, str, Tensor]]:
-    """Yield each tensor on the meta device: its holder and name there, its full name, itself.
-
-    A tied parameter is yielded once for every module that holds it.
-    """
-    for prefix, part in module.named_modules():
-        for key, tensor in _held_on_meta(part):
-            yield part, key, f"{prefix}.{key}".lstrip("."), tensor
-
-
-def _held_on_meta(part: nn.Module) -> list[tuple[str, Tensor]]:
-    own = [
-        *part.named_parameters(recurse=False, remove_duplicate=False),
-        *part.named_buffers(recurse=False, remove_duplicate=False),
-    ]
-    return [(key, tensor) for key, tensor in own if tensor.is_meta]

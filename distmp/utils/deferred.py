@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import DistmpError, listed
 from distmp.utils.generators import generators_kept
+from distmp.utils.module_tensors import held_tensors, own_tensors, replace_tensors
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -345,16 +346,16 @@ def recording_of(module: nn.Module, seed: int, device: torch.device | None = Non
 
 def _record_reset(name: str, part: nn.Module, recording: Recording) -> None:
     """Record how a module sets its own tensors on the meta device."""
-    own = [(key, tensor) for key, tensor in _own_tensors(part) if tensor.is_meta]
-    for key, tensor in own:
+    own = [held for held in own_tensors(part, name) if held.tensor.is_meta]
+    for _, key, full_name, tensor in own:
         fake = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
-        recording.views[f"{name}.{key}".lstrip(".")] = recording.view(fake)
+        recording.views[full_name] = recording.view(fake)
         is_parameter = isinstance(tensor, nn.Parameter)
         setattr(part, key, nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake)
     reset = getattr(part, "reset_parameters", None)
     if own and callable(reset):
         reset()
-    for key, tensor in own:
+    for _, key, _, tensor in own:
         setattr(part, key, tensor)
 
 
@@ -397,22 +398,14 @@ def _writes_to_real(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _leave_fake(module: nn.Module, recording: Recording) -> None:
     """Replace the fake tensors of a module by tensors on the meta device."""
-    replaced: dict[int, Tensor] = {}  # a tied parameter is one tensor with several names
-    for prefix, part in module.named_modules():
-        for key, tensor in _own_tensors(part):
-            if isinstance(tensor, FakeTensor):
-                recording.views[f"{prefix}.{key}".lstrip(".")] = recording.view(tensor)
-                if id(tensor) not in replaced:
-                    replaced[id(tensor)] = _on_meta(tensor)
-                setattr(part, key, replaced[id(tensor)])
+    for held in held_tensors(module):
+        if _is_fake(held.tensor):
+            recording.views[held.name] = recording.view(held.tensor)
+    replace_tensors(module, _is_fake, lambda held: _on_meta(held.tensor))
 
 
-def _own_tensors(part: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the parameters and buffers that a module holds itself, by their names there."""
-    return [
-        *part.named_parameters(recurse=False, remove_duplicate=False),
-        *part.named_buffers(recurse=False, remove_duplicate=False),
-    ]
+def _is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, FakeTensor)
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

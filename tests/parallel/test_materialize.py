@@ -13,6 +13,7 @@ from distmp.engine import Engine
 from distmp.engine.engine import _built
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
+from distmp.parallel.materialize import materialize_buffers, not_a_number
 from distmp.utils.deferred import build_whole
 from tests.ranks import ranks, run_ranks
 from tests.reference import gathered
@@ -114,6 +115,16 @@ def test_parts_on_the_meta_device() -> None:
         assert torch.equal(values["model/0.weight"], first.weight)
         assert values["model/1.weight"].abs().max() <= 6**-0.5
         engine.step([torch.ones(2, 4)])
+
+
+def test_buffers_that_modules_share_stay_shared() -> None:
+    first, second = nn.BatchNorm1d(3, device="meta"), nn.BatchNorm1d(3, device="meta")
+    second.running_mean = first.running_mean
+    module = nn.Sequential(first, second)
+    materialize_buffers(module, not_a_number(module), torch.device("cpu"))
+    assert first.running_mean is second.running_mean
+    assert not any(buffer.is_meta for buffer in module.buffers())
+    assert all(parameter.is_meta for parameter in module.parameters())
 
 
 class Token(nn.Module):
