@@ -11,13 +11,12 @@ from torch import Tensor
 from distmp.checkpoint import store
 from distmp.checkpoint.finite import is_finite
 from distmp.errors import CheckpointError, listed
+from distmp.export.weights import PREFIX
 from distmp.models import llama
 from distmp.models.transformer import TransformerConfig
 from distmp.utils.flat_shard import gathered, global_shape
 
 logger = logging.getLogger("distmp")
-
-PREFIX = "model/"
 
 
 class CheckpointWeights:

@@ -63,11 +63,8 @@ def misfits(model: nn.Module, weights: StoredWeights) -> list[str]:
     Raises:
         ConfigError: If they cannot be read.
     """
-    targets = _targets(model.state_dict(keep_vars=True), weights, _dimensions(model))
-    return [
-        *_misfits(targets, weights),
-        *_other_dimensions(_dimensions(model), weights.path),
-    ]
+    _, problems = _compare(model.state_dict(keep_vars=True), weights, _dimensions(model))
+    return problems
 
 
 @dataclass(frozen=True)
@@ -153,8 +150,7 @@ def _files(path: Path) -> list[Path]:
 def _load(
     state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
 ) -> None:
-    targets = _targets(state, weights, config)
-    problems = [*_misfits(targets, weights), *_other_dimensions(config, weights.path)]
+    targets, problems = _compare(state, weights, config)
     if problems:
         raise ConfigError(
             SETTING, str(weights.path), f"does not fit the model: {'; '.join(problems)}"
@@ -201,22 +197,21 @@ class _Target(NamedTuple):
                 yield (stored, *others), part[first - rows.start : end - rows.start]
 
 
-def _targets(
+def _compare(
     state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
-) -> dict[str, _Target]:
-    """Return where the stored tensors belong, by their names in the files."""
-    described = _description(weights.path)
+) -> tuple[dict[str, _Target], list[str]]:
+    """Return where stored tensors belong, by their names in the files, and why they do not fit."""
+    path = weights.path
+    described = read(path) if (path / CONFIG_FILE).is_file() else {}
     if config is None or described.get("model_type") not in llama.MODEL_TYPES:
-        return {name: _Target(tensor) for name, tensor in state.items()}
-    llama.check_same(described, config, str(weights.path))
-    return {
-        theirs: _Target(state[rows.name], rows.start, rows.stop)
-        for theirs, rows in llama.rows_by_name(config).items()
-    }
-
-
-def _description(path: Path) -> dict[str, Any]:
-    return read(path) if (path / CONFIG_FILE).is_file() else {}
+        targets = {name: _Target(tensor) for name, tensor in state.items()}
+    else:
+        llama.check_same(described, config, str(path))
+        targets = {
+            theirs: _Target(state[rows.name], rows.start, rows.stop)
+            for theirs, rows in llama.rows_by_name(config).items()
+        }
+    return targets, [*_misfits(targets, weights), *_other_dimensions(config, described)]
 
 
 def _dimensions(model: nn.Module) -> TransformerConfig | None:
@@ -240,10 +235,11 @@ def _misfits(targets: Mapping[str, _Target], weights: StoredWeights) -> Iterator
             yield f"{problem}: {listed(sorted(names))}"
 
 
-def _other_dimensions(config: TransformerConfig | None, path: Path) -> Iterator[str]:
+def _other_dimensions(
+    config: TransformerConfig | None, described: Mapping[str, Any]
+) -> Iterator[str]:
     """Yield dimensions that differ but do not change shapes, such as the number of heads."""
-    described = _description(path)
-    if config is None or described.pop("model_type", None) != TRANSFORMER:
+    if config is None or described.get("model_type") != TRANSFORMER:
         return
     own = asdict(config)
     for name, value in described.items():
