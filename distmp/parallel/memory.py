@@ -10,7 +10,7 @@ from torch import nn
 from distmp.buckets.layout import DEFAULT_BUCKET_BYTES
 from distmp.parallel.blocks import find_blocks, outermost
 from distmp.parallel.settings import AccumulationSettings, ShardingConfig
-from distmp.precision.keep import modules_in_fp32, storage_dtypes
+from distmp.precision.keep import parameters_in_fp32, storage_dtypes
 from distmp.precision.policy import PrecisionPolicy
 
 # Temporary bytes of FSDP for each parameter of a unit: three copies of its FP32 gradient (in FSDP,
@@ -122,7 +122,7 @@ def model_memory(
         activations: Activations and temporary memory of a microbatch, in bytes.
     """
     dtypes = storage_dtypes(model, policy)
-    kept = {id(p) for part in modules_in_fp32(model, policy).values() for p in part.parameters()}
+    kept = parameters_in_fp32(model, policy)
     in_blocks: set[int] = set()
     blocks = []
     for block in outermost(find_blocks(model, sharding.wrap)).values():

@@ -88,6 +88,12 @@ def modules_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> dict[str, nn.
     return _outermost(module, kept)
 
 
+def parameters_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> set[int]:
+    """Return the `id` of each parameter of `modules_in_fp32`, which raises the same errors."""
+    kept = modules_in_fp32(module, policy).values()
+    return {id(parameter) for part in kept for parameter in part.parameters()}
+
+
 def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torch.dtype]:
     """Return the dtype in which the module holds each parameter, by name.
 
@@ -98,11 +104,7 @@ def storage_dtypes(module: nn.Module, policy: PrecisionPolicy) -> dict[str, torc
     Raises:
         ConfigError: See `kept_modules`.
     """
-    in_fp32 = {
-        id(parameter)
-        for part in modules_in_fp32(module, policy).values()
-        for parameter in part.parameters()
-    }
+    in_fp32 = parameters_in_fp32(module, policy)
     return {
         name: _storage_dtype(parameter, policy, kept=id(parameter) in in_fp32)
         for name, parameter in module.named_parameters()
