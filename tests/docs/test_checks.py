@@ -1,4 +1,4 @@
-"""The page on checks quotes messages of the code, and names a test of each."""
+"""The pages on checks quote messages of the code, and name a test of each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from benchmarks.figures import ROOT
 from tests.docs.test_troubleshooting import is_in_the_code
 
-PAGE = (ROOT / "docs" / "checks.md").read_text()
+PAGE = "".join((ROOT / "docs" / f"{name}.md").read_text() for name in ("checks", "model-checks"))
 ROWS = re.findall(r"^\| (.+) \| (.+) \| \[(\w+)\]\(\.\./(\S+)\) \|$", PAGE, flags=re.MULTILINE)
 
 
