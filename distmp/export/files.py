@@ -45,9 +45,10 @@ def write(
     *,
     writes: bool = True,
 ) -> None:
-    """Write a folder of safetensors atomically; an existing one is replaced.
+    """Write a folder of safetensors, which gets its name when it is complete.
 
-    Takes the memory of one tensor. Collective over the ranks that read `weights` together.
+    An existing folder of that name is removed just before. Takes the memory of one tensor.
+    Collective over the ranks that read `weights` together.
 
     Args:
         folder: The folder to write.
