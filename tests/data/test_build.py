@@ -220,6 +220,8 @@ def test_a_tokenized_folder_needs_no_other_setting(tmp_path: Path) -> None:
         ({"path": "nothing"}, "data.path", r"is a folder without tokens\.json"),
         ({"path": "begun"}, "data.path", "is not finished; run the same `distmp data tokenize`"),
         ({"path": "odd"}, "data.path", r"cannot read odd/tokens\.json"),
+        ({"path": "halves"}, "data.path", r"halves/tokens\.json: dtype = 'float64' is not one of"),
+        ({"path": "counted"}, "data.path", "'60' is not an integer of at least 0; tokenize the"),
         ({"path": "later"}, "data.path", r"has format 2; this version of distmp reads 1"),
     ],
 )
@@ -242,6 +244,8 @@ def test_settings_that_contradict_the_metadata_are_refused(
     Path("odd/tokens.json").write_text("{")
     later = Path("later/tokens.json")
     later.write_text(later.read_text().replace('"format": 1', '"format": 2'))
+    tokenized(Path("halves"), PARTS, dtype="float64")
+    tokenized(Path("counted"), PARTS, files={"a.bin": "60"})
     known: dict[str, Any] = {"source": "tokens", "path": "data", "sequence_length": 8}
     with pytest.raises(ConfigError, match=message) as caught:
         build_datasets(DataConfig(**known | values))
