@@ -75,7 +75,6 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from distmp.distributed.collectives import all_gather
-from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.optim.owners import ShardedMatrix
@@ -91,7 +90,7 @@ from distmp.parallel.materialize import (
 )
 from distmp.parallel.reduce_scatter import reduce_scatter_sum, reduction_groups
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
-from distmp.parallel.sharded import ShardedStrategy
+from distmp.parallel.sharded import ShardedStrategy, check_shapes, shard_size
 from distmp.parallel.strategy import (
     KnownParameters,
     broadcast_from_rank_zero,
@@ -148,7 +147,7 @@ class FullySharded(ShardedStrategy):
         _check_offload(config.sharding, world)
         check_accumulation(policy)
         check_parameters(module, policy)
-        _check_shapes(module, name)
+        check_shapes(module, name)
         shards = shard_size(config.sharding, world) if name == "hsdp" else world.world_size
         self._replicas = world.world_size // shards
         self._param_dtype = policy.param_dtype
@@ -415,25 +414,6 @@ class _ReduceScatter(_AllGather):
             input_tensor.untyped_storage().resize_(0)
 
 
-def shard_size(sharding: ShardingConfig, world: World) -> int:
-    """Return how many ranks share one copy of the model with `hsdp`.
-
-    Raises:
-        ConfigError: If it does not divide the number of ranks.
-    """
-    local = local_world_size(world.world_size)
-    size = local if sharding.shard_size is None else sharding.shard_size
-    if world.world_size % size:
-        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
-        raise ConfigError(
-            "sharding.shard_size",
-            size,
-            f"does not divide the {world.world_size} ranks; use one of "
-            f"{', '.join(map(str, divisors))}",
-        )
-    return size
-
-
 def _mesh(world: World, shards: int, name: str) -> DeviceMesh:
     kind = world.device.type
     if name == "fsdp":
@@ -502,24 +482,6 @@ def _frozen_in_16_bit_groups(
 
 def _with_submodules(modules: Sequence[nn.Module]) -> set[int]:
     return {id(part) for module in modules for part in module.modules()}
-
-
-def _check_shapes(module: nn.Module, strategy: str) -> None:
-    for name, parameter in module.named_parameters():
-        if parameter.dim() == 0:
-            raise ConfigError(
-                "strategy",
-                strategy,
-                f"shards parameters by rows, but {name!r} has the shape (); give it the shape "
-                "(1,), or use 'ddp'",
-            )
-        if parameter.numel() == 0 and parameter.requires_grad:
-            raise ConfigError(
-                "strategy",
-                strategy,
-                f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
-                "freeze or remove it, or use 'ddp'",
-            )
 
 
 def _check_offload(sharding: ShardingConfig, world: World) -> None:

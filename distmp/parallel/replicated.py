@@ -76,7 +76,7 @@ class Replicated(Strategy):
         values: InitialValues = nothing_to_compute,
     ) -> None:
         self._settings = settings or AccumulationSettings()
-        _check_buckets(policy, self._settings)
+        check_buckets(policy, self._settings)
         self._policy = policy
         self._world = world
         check_accumulation(policy)
@@ -258,7 +258,12 @@ class Replicated(Strategy):
         return tensor
 
 
-def _check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
+def check_buckets(policy: PrecisionPolicy, settings: AccumulationSettings) -> None:
+    """Refuse a policy whose weights `shard_optimizer` cannot step.
+
+    Raises:
+        ConfigError: For weights in 16 bits.
+    """
     if settings.shard_optimizer and policy.param_dtype != torch.float32:
         raise ConfigError(
             "precision.policy.param",

@@ -8,7 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from distmp.buckets.used import UsedParameters
+from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
+from distmp.errors import ConfigError
+from distmp.parallel.settings import ShardingConfig
 from distmp.parallel.strategy import Strategy, trainable
 
 
@@ -66,3 +69,45 @@ class ShardedStrategy(Strategy):
     def unused(self, names: Iterable[str]) -> None:
         selected = set(names)
         self._used.unused = [name for name, _ in self._trainable if name in selected]
+
+
+def shard_size(sharding: ShardingConfig, world: World) -> int:
+    """Return how many ranks share one copy of the model with `hsdp`.
+
+    Raises:
+        ConfigError: If it does not divide the number of ranks.
+    """
+    local = local_world_size(world.world_size)
+    size = local if sharding.shard_size is None else sharding.shard_size
+    if world.world_size % size:
+        divisors = [n for n in range(1, world.world_size + 1) if world.world_size % n == 0]
+        raise ConfigError(
+            "sharding.shard_size",
+            size,
+            f"does not divide the {world.world_size} ranks; use one of "
+            f"{', '.join(map(str, divisors))}",
+        )
+    return size
+
+
+def check_shapes(module: nn.Module, strategy: str) -> None:
+    """Refuse parameters that a sharded strategy cannot divide.
+
+    Raises:
+        ConfigError: For a scalar, and for a trainable parameter without elements.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.dim() == 0:
+            raise ConfigError(
+                "strategy",
+                strategy,
+                f"shards parameters by rows, but {name!r} has the shape (); give it the shape "
+                "(1,), or use 'ddp'",
+            )
+        if parameter.numel() == 0 and parameter.requires_grad:
+            raise ConfigError(
+                "strategy",
+                strategy,
+                f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
+                "freeze or remove it, or use 'ddp'",
+            )

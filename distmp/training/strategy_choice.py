@@ -10,13 +10,14 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from distmp.config import RunConfig
-from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, DistmpError
 from distmp.optim.sharded import works_on_shards
 from distmp.parallel.accumulation import least_free_bytes
 from distmp.parallel.memory import ModelMemory, Option, model_memory
-from distmp.parallel.settings import Accumulation, AccumulationSettings
+from distmp.parallel.replicated import check_buckets
+from distmp.parallel.settings import Accumulation
+from distmp.parallel.sharded import check_shapes, shard_size
 from distmp.precision import PrecisionPolicy, resolve
 from distmp.training.setup import RunComponents
 from distmp.training.step_memory import activation_bytes, build_fake_optimizer, state_bytes
@@ -158,6 +159,8 @@ def _supported(
     """Return the strategies that support the settings, the fastest first."""
     options, refusals = [], []
     for option in OPTIONS:
+        if config.shard_optimizer and not option.shard_optimizer:
+            continue
         try:
             _check(option, config, parts, policy, world)
             options.append(option)
@@ -172,23 +175,16 @@ def _check(
     option: Option, config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
 ) -> None:
     """Refuse a strategy that the settings, the model or the machines exclude."""
-    if config.shard_optimizer and not option.shard_optimizer:
-        raise ConfigError("shard_optimizer", True, f"is not possible with {option}; remove it")
-    with_option(config, option)
-    if option.shard_optimizer and policy.param_dtype != torch.float32:
-        problem = f"is not possible with {option}; use a policy with FP32 weights"
-        raise ConfigError("precision.policy.param", policy.param_dtype, problem)
+    accumulation = with_option(config, option).engine(parts.microbatches).accumulation
     if option.strategy == "ddp":
+        check_buckets(policy, accumulation)
         return
-    if option.strategy == "hsdp" and config.sharding.shard_size is None:
-        local = local_world_size(world.world_size)
-        if local == 1 or world.world_size == local or world.world_size % local:
-            raise ConfigError(
-                "strategy", "hsdp", "needs several machines with several ranks each; use fsdp"
-            )
-    if any(value.dim() == 0 or value.numel() == 0 for value in parts.model.parameters()):
-        problem = "cannot shard scalar or empty parameters; use ddp"
-        raise ConfigError("strategy", option.strategy, problem)
+    of_a_machine = option.strategy == "hsdp" and config.sharding.shard_size is None
+    if of_a_machine and shard_size(config.sharding, world) in (1, world.world_size):
+        raise ConfigError(
+            "strategy", "hsdp", "needs several machines with several ranks each; use fsdp"
+        )
+    check_shapes(parts.model, option.strategy)
 
 
 def _measure(
@@ -238,13 +234,11 @@ def _of_rank(
 ) -> int:
     """Return the predicted memory of a rank, in bytes."""
     if option.strategy == "ddp":
-        accumulation = AccumulationSettings(
-            option.shard_optimizer, config.reproducible, config.precision.on_nonfinite
-        )
+        accumulation = with_option(config, option).engine(parts.microbatches).accumulation
         return memory.replicated(accumulation, world.world_size, parts.microbatches)
     shards, sharding = world.world_size, config.sharding
     if option.strategy == "hsdp":
-        shards = sharding.shard_size or local_world_size(world.world_size)
+        shards = shard_size(sharding, world)
     elif sharding.accumulate == "auto" and policy.param_dtype != torch.float32:
         sharding = replace(sharding, accumulate="unsharded")  # FP32 sums for 16-bit weights
     return memory.sharded(sharding, shards, parts.microbatches)

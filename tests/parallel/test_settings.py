@@ -10,8 +10,8 @@ from distmp.config import load
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel import build_strategy
-from distmp.parallel.fsdp import shard_size
 from distmp.parallel.settings import ParallelConfig, Recomputation, ShardingConfig
+from distmp.parallel.sharded import shard_size
 from distmp.precision import policy
 from tests.reference import make_model
 

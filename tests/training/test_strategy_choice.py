@@ -163,6 +163,34 @@ def test_settings_that_no_strategy_supports_are_refused() -> None:
         chosen(config, 10**9)
 
 
+def test_settings_are_refused_as_by_the_only_strategy_that_has_them() -> None:
+    config = config_of(shard_optimizer=True, precision=policy("bf16-pure"))
+    with pytest.raises(ConfigError, match="a sharded optimizer steps FP32 weights"):
+        chosen(config, 10**9)
+
+
+class Frozen(nn.Module):
+    """Has a frozen parameter without elements, which FSDP shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(257, 257)
+        self.empty = nn.Parameter(torch.zeros(0, 4), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+
+def test_a_frozen_parameter_without_elements_excludes_no_strategy(
+    needs: dict[Option, int],
+) -> None:
+    name = f"{Frozen.__module__}:{Frozen.__qualname__}"
+    config = replace(config_of(), model=ModelConfig(name))
+    chosen(config, 10**6)
+    assert list(needs) == list(OPTIONS)
+    assert explained(config, FSDP) < explained(config, DDP)
+
+
 def test_a_small_model_is_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(strategy_choice, "_measure")
     assert "ddp is the fastest, and the FP32 parameters take" in chosen(config_of(), 10**12).reason
