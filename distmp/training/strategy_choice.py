@@ -62,7 +62,7 @@ class Choice(NamedTuple):
         """Return a configuration with this strategy in place of `auto`."""
         if self.accumulate is not None:
             sharding = replace(config.sharding, accumulate=self.accumulate)
-            config = replace(with_option(config, self.option), sharding=sharding)
+            config = replace(config, sharding=sharding)
         return with_option(config, self.option)
 
 
@@ -73,7 +73,7 @@ def choose_strategy(config: RunConfig, parts: RunComponents, world: World) -> tu
         The configuration with a strategy, and why it was chosen; empty if it was configured.
 
     Raises:
-        ConfigError: If no strategy supports all settings.
+        SetupError: On every rank, if no strategy supports all settings.
     """
     if config.strategy != "auto" or world.world_size == 1:
         return config, ""

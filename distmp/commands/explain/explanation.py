@@ -18,13 +18,12 @@ from distmp.commands.explain.types import ModuleGroup, expected_groups
 from distmp.config import RunConfig
 from distmp.distributed.world import World, local_device
 from distmp.parallel import resolve_strategy
-from distmp.parallel.accumulation import least_free_bytes
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.precision import PrecisionPolicy, as_mapping, resolve
 from distmp.precision.costs import costs
 from distmp.precision.policy import dtype_word
-from distmp.training.setup import RunComponents, prepare
-from distmp.training.strategy_choice import choose
+from distmp.training.setup import prepare
+from distmp.training.strategy_choice import choose_strategy
 from distmp.utils import live_bytes as memory_parts
 from distmp.utils.dtypes import dtype_name
 
@@ -175,6 +174,7 @@ def explain(
 
     Raises:
         ConfigError: If the run itself would raise it.
+        SetupError: If `strategy: auto` finds no strategy, as in the run itself.
     """
     config = replace(
         config, compile="none", rank_consistency=replace(config.rank_consistency, every=0)
@@ -216,13 +216,14 @@ def predict(
 
     Raises:
         ConfigError: If the run itself would raise it.
+        SetupError: If `strategy: auto` finds no strategy, as in the run itself.
     """
     local = ranks_per_machine or world_size
     group = config.strategy in SHARDED_STRATEGIES
     with _restored_settings(), simulate_ranks(world_size, local, group=group):
         world = World.current(device)
         parts = prepare(config, world)
-        config, auto_reason = _resolve_auto(config, parts, policy, world)
+        config, auto_reason = choose_strategy(config, parts, world)
         strategy = resolve_strategy(config.strategy, world)
         groups = expected_groups(parts.model, policy, strategy)
         run = REPRODUCIBLE_RUN if config.reproducible else MICROBATCHES_RUN
@@ -239,16 +240,6 @@ def predict(
             trace.collectives, parts.microbatches, local, shards=strategy in SHARDED_STRATEGIES
         ),
     )
-
-
-def _resolve_auto(
-    config: RunConfig, parts: RunComponents, policy: PrecisionPolicy, world: World
-) -> tuple[RunConfig, str]:
-    """Return the configuration with the strategy that a run would choose here, and the reason."""
-    if config.strategy != "auto" or world.world_size == 1:
-        return config, ""
-    choice = choose(config, parts, policy, world, least_free_bytes(world))
-    return choice.applied_to(config), f"auto: {choice.reason}"
 
 
 def _add_partial_sums(
