@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from distmp.config import RunConfig
 from distmp.data.loading import step_batches
+from distmp.engine.microbatches import moved
 from distmp.optim.stepped import build_on
 from distmp.parallel.blocks import prepare_blocks
 from distmp.parallel.settings import ParallelConfig
@@ -44,7 +45,7 @@ def activation_bytes(
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_free_gradient)
-    batch = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), _batch(config, parts))
+    batch = moved(_batch(config, parts), device)
     with LiveBytes() as live:
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
         live.label([*module.parameters(), *module.buffers(), *tensors], PARAMETERS)
