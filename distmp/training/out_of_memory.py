@@ -101,14 +101,16 @@ def _changes(config: RunConfig, world_size: int, on_gpu: bool) -> Iterator[str]:
         yield f"activation_checkpointing = blocks instead of {value}: takes up to a third more time"
     sharded = config.strategy in SHARDED_STRATEGIES
     if world_size > 1 and not sharded:
+        # The run prints what `auto` selected; the configuration does not have it.
+        condition = ", if auto selected ddp" if config.strategy == "auto" else ""
         if not config.shard_optimizer:
             yield (
-                "shard_optimizer = true: shards FP32 weights and optimizer state over "
+                f"shard_optimizer = true{condition}: shards FP32 weights and optimizer state over "
                 f"{world_size} ranks"
             )
         yield (
-            f"strategy = fsdp instead of {config.strategy}: also shards weights and gradients over "
-            f"{world_size} ranks"
+            f"strategy = fsdp instead of {config.strategy}{condition}: also shards weights and "
+            f"gradients over {world_size} ranks"
         )
     if sharded and not config.sharding.offload and on_gpu:
         yield "sharding.offload = true: moves weights and optimizer state to main memory; slower"

@@ -76,6 +76,14 @@ def test_advice_names_the_values_in_force() -> None:
     assert "`distmp explain`" in message
 
 
+def test_advice_does_not_claim_that_auto_selected_ddp() -> None:
+    automatic, replicated = text(RunConfig()), text(RunConfig(strategy="ddp"))
+    assert "shard_optimizer = true, if auto selected ddp: shards" in automatic
+    assert "strategy = fsdp instead of auto, if auto selected ddp: also shards" in automatic
+    assert "shard_optimizer = true: shards" in replicated
+    assert "strategy = fsdp instead of ddp: also shards" in replicated
+
+
 def test_advice_omits_what_is_in_force_already() -> None:
     sharded = RunConfig(
         strategy="fsdp",
