@@ -144,7 +144,7 @@ def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.M
                 True,
                 f"{reason} ({error}); use false to build the whole model on every rank first",
             ) from error
-        if config.strategy == "auto" and world.rank == 0 < world.world_size - 1:
+        if config.strategy == "auto" and world.world_size > 1 and world.rank == 0:
             logger.warning(
                 "model.deferred = True: %s (%s), so every rank builds the whole model first; use "
                 "false if that is intended",
