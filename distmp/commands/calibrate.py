@@ -32,6 +32,7 @@ from distmp.training.setup import (
     start_from_weights,
     training_batches,
 )
+from distmp.training.strategy_choice import choose_strategy
 from distmp.training.train import end_process, run_as_rank
 from distmp.utils.settings import command_line
 
@@ -96,6 +97,7 @@ def measure(config: CalibrationConfig, world: World) -> Calibration:
         config = _for_one_process(config)
     parts = world.ranks.all_or_none(lambda: prepare(config, world))
     checkpoint = world.ranks.all_or_none(lambda: find_checkpoint(config))
+    config, _ = choose_strategy(config, parts, world)
     measured_in, reason = _policy(config.precision.policy, world.device)
     engine = world.ranks.all_or_none(
         lambda: build_engine(

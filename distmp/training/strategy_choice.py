@@ -28,6 +28,7 @@ from distmp.utils.units import bytes_text
 logger = logging.getLogger("distmp")
 
 T = TypeVar("T")
+Config = TypeVar("Config", bound=RunConfig)
 
 # The places of gradients that need the least memory.
 ACCUMULATE: dict[str, Accumulation] = {"fsdp": "sharded", "hsdp": "hybrid"}
@@ -58,7 +59,7 @@ class Choice(NamedTuple):
     accumulate: Accumulation | None = None
     unknown: str = ""
 
-    def applied_to(self, config: RunConfig) -> RunConfig:
+    def applied_to(self, config: Config) -> Config:
         """Return a configuration with this strategy in place of `auto`."""
         if self.accumulate is not None:
             sharding = replace(config.sharding, accumulate=self.accumulate)
@@ -66,7 +67,7 @@ class Choice(NamedTuple):
         return with_option(config, self.option)
 
 
-def choose_strategy(config: RunConfig, parts: RunComponents, world: World) -> tuple[RunConfig, str]:
+def choose_strategy(config: Config, parts: RunComponents, world: World) -> tuple[Config, str]:
     """Resolve `strategy: auto` for several ranks. Collective over all ranks.
 
     Returns:
@@ -144,7 +145,7 @@ def choose(
     return Choice(chosen, reason, bool(fitting), accumulate, unknown)
 
 
-def with_option(config: RunConfig, option: Option) -> RunConfig:
+def with_option(config: Config, option: Option) -> Config:
     """Return a configuration with a strategy in place of `auto`.
 
     Raises:

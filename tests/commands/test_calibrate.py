@@ -24,6 +24,7 @@ from distmp.telemetry import Console
 from distmp.telemetry.calibration import Calibration, as_json, report
 from distmp.telemetry.gradient_ranges import draw_gradient_ranges
 from distmp.training.trainer import Trainer
+from tests.ranks import ranks
 from tests.torchrun import TINY, corpus, python, run
 
 WORLD = World.current("cpu")
@@ -118,6 +119,15 @@ def test_ranks_count_together_and_print_once(arguments: list[str]) -> None:
     ours, theirs = (content["total"]["exponents"] for content in (found, alone))
     moved = sum(abs(ours.get(e, 0) - theirs.get(e, 0)) for e in ours.keys() | theirs.keys())
     assert moved < 1e-3 * found["total"]["values"]
+
+
+@ranks(2)
+def test_a_strategy_is_chosen_that_has_the_settings_of_sharding(tmp_path: Path) -> None:
+    world = World.current("cpu")
+    data = f"--data.path={corpus(tmp_path / str(world.rank))}"
+    options = [*TINY, data, "--sharding.accumulate=sharded", "--calibrate-steps=1"]
+    found = measure(load(options), world)
+    assert found.total.exponents
 
 
 @pytest.mark.parametrize(

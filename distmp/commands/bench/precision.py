@@ -30,6 +30,7 @@ from distmp.training.setup import (
     start_from_weights,
     training_batches,
 )
+from distmp.training.strategy_choice import choose_strategy
 from distmp.training.train import end_process, run_as_rank
 from distmp.utils.settings import command_line
 
@@ -101,6 +102,10 @@ def compare(config: BenchPrecisionConfig, world: World) -> Comparison:
     Raises:
         SetupError: On every rank, if the run cannot start under any policy.
     """
+    # Once, so that all policies are measured with the strategy of the run.
+    parts = world.ranks.all_or_none(lambda: prepare(config, world))
+    config, _ = choose_strategy(config, parts, world)
+    del parts
     for name in config.policies:
         # The first use of each dtype loads libraries and kernels, which stay in memory.
         measure(config, world, name, steps=1)

@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 
 from distmp.cli import main
+from distmp.commands.bench.precision import compare, load
+from distmp.distributed.world import World
+from tests.ranks import ranks
 
 RUN = (
     "--model.size=1m",
@@ -37,6 +40,13 @@ def test_policies_are_compared_on_the_same_steps(
         assert one["losses"][0] == pytest.approx(policies["fp32"]["losses"][0], rel=1e-2)
         assert one["memory_bytes"] > 4 * 1_000_000 * 3
     assert list(tmp_path.iterdir()) == []  # nothing is written
+
+
+@ranks(2)
+def test_all_policies_have_the_strategy_that_a_run_chooses() -> None:
+    options = ["--policies", "fp32", "bf16-autocast", "--sharding.accumulate=sharded"]
+    compared = compare(load([*RUN, *options]), World.current("cpu"))
+    assert [*compared.measured] == ["fp32", "bf16-autocast"], compared
 
 
 @pytest.mark.parametrize(
