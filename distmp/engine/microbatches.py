@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from distmp.utils.tensor_trees import map_tensors
 
 
 class MicrobatchStats(NamedTuple):
@@ -56,12 +57,4 @@ def moved(batch: Any, device: torch.device) -> Any:
         batch: A tensor, or nested containers of tensors and other objects, see torch's pytrees.
         device: The device.
     """
-    if isinstance(batch, Tensor):
-        return batch.to(device, non_blocking=True)
-    # Avoid pytree for common containers: it takes 20 microseconds for two tensors.
-    kind = type(batch)
-    if kind in (tuple, list):
-        return kind([moved(item, device) for item in batch])
-    if kind is dict:
-        return {key: moved(item, device) for key, item in batch.items()}
-    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from distmp.errors import ConfigError
 from distmp.precision.keep import cast_buffers, floating_point_cast, keep_in_fp32, storage_dtypes
 from distmp.precision.policy import PrecisionPolicy, dtype_word
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.tensor_trees import map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
@@ -184,12 +184,10 @@ def cast_inputs_and_outputs(module: nn.Module, policy: PrecisionPolicy) -> None:
         to_parameters = floating_point_cast(policy.module_dtype)
         module.register_forward_pre_hook(
             lambda _, args, kwargs: (
-                pytree.tree_map_only(Tensor, to_parameters, args),
-                pytree.tree_map_only(Tensor, to_parameters, kwargs),
+                map_tensors(to_parameters, args),
+                map_tensors(to_parameters, kwargs),
             ),
             with_kwargs=True,
         )
     to_output = floating_point_cast(policy.output_dtype)
-    module.register_forward_hook(
-        lambda _, args, output: pytree.tree_map_only(Tensor, to_output, output)
-    )
+    module.register_forward_hook(lambda _, args, output: map_tensors(to_output, output))

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from distmp.errors import ConfigError, nearest
 from distmp.precision.policy import SIXTEEN_BIT, PrecisionPolicy
+from distmp.utils.tensor_trees import map_tensors
 
 # Words for common kinds of modules. Each matches the last part of a module's name, or its class.
 _NAMES = {
@@ -192,9 +192,7 @@ def run_in_fp32(
     module.forward = MethodType(forward, module)
     if output_dtype is not None:
         to_output = floating_point_cast(output_dtype)
-        module.register_forward_hook(
-            lambda _, args, output: pytree.tree_map_only(Tensor, to_output, output)
-        )
+        module.register_forward_hook(lambda _, args, output: map_tensors(to_output, output))
 
 
 def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -204,7 +202,7 @@ def floating_point_cast(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 def _inputs_in_fp32(_: nn.Module, args: Any, kwargs: Any) -> Any:
     cast = floating_point_cast(torch.float32)
-    return pytree.tree_map_only(Tensor, cast, args), pytree.tree_map_only(Tensor, cast, kwargs)
+    return map_tensors(cast, args), map_tensors(cast, kwargs)
 
 
 def _matches(pattern: str, name: str, part: nn.Module) -> bool:

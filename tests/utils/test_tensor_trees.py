@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from distmp.utils.tensor_trees import map_tensors
+
+Pair = namedtuple("Pair", ["left", "right"])
+ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        ONE,
+        torch.nn.Parameter(ONE),
+        (),
+        {},
+        None,
+        "text",
+        (ONE, None, 3, [TWO, "text"]),
+        {"a": ONE, "b": {"c": (TWO, 1.5)}, 0: True},
+        Pair(ONE, [TWO]),
+        [OrderedDict(b=ONE, a=TWO), torch.Size([2]), object],
+    ],
+)
+def test_every_tree_is_mapped_as_by_pytree(tree: Any) -> None:
+    def double(tensor: Tensor) -> Tensor:
+        return 2 * tensor
+
+    leaves, found_tree = pytree.tree_flatten(map_tensors(double, tree))
+    expected_leaves, expected_tree = pytree.tree_flatten(pytree.tree_map_only(Tensor, double, tree))
+    assert found_tree == expected_tree
+    for found, expected in zip(leaves, expected_leaves, strict=True):
+        if isinstance(expected, Tensor):
+            assert torch.equal(found, expected)
+        else:
+            assert found is expected
+
+
+def test_containers_are_not_changed() -> None:
+    tree = {"a": [ONE]}
+    assert map_tensors(lambda tensor: tensor.to(torch.bfloat16), tree)["a"][0].dtype != ONE.dtype
+    assert tree["a"][0] is ONE
