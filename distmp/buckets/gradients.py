@@ -534,7 +534,7 @@ class Fp32GradBuckets:
     def _shard_view(self, slot: _Slot) -> Tensor:
         """Return this rank's elements of a gradient, a 1-dim view of the bucket."""
         layout = self.layouts[slot.bucket]
-        elements = layout.shard_ranges(layout.shard(self.rank, self.world_size))[slot.index]
+        elements = layout.shard_range(slot.index, layout.shard(self.rank, self.world_size))
         flat = self._total.buffers[slot.bucket]
         return flat[layout.offsets[slot.index] :][elements]
 

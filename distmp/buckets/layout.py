@@ -45,21 +45,18 @@ class BucketLayout:
         length = self.size // world_size
         return slice(rank * length, (rank + 1) * length)
 
-    def shard_ranges(self, shard: slice) -> list[slice]:
-        """Return which elements of each flattened parameter belong to a shard."""
-        ranges = []
-        for offset, parameter in zip(self.offsets, self.parameters, strict=True):
-            start = min(max(shard.start - offset, 0), parameter.numel())
-            stop = min(max(shard.stop - offset, 0), parameter.numel())
-            ranges.append(slice(start, stop))
-        return ranges
+    def shard_range(self, index: int, shard: slice) -> slice:
+        """Return which elements of a flattened parameter, by its index, belong to a shard."""
+        offset, size = self.offsets[index], self.parameters[index].numel()
+        return slice(
+            min(max(shard.start - offset, 0), size), min(max(shard.stop - offset, 0), size)
+        )
 
     def shard_bounds(self, name: str, world_size: int) -> list[int]:
         """Return where the shards of a flattened parameter begin, and where the last one ends."""
         index = self.names.index(name)
-        offset, size = self.offsets[index], self.parameters[index].numel()
-        starts = (self.shard(rank, world_size).start for rank in range(world_size + 1))
-        return [min(max(start - offset, 0), size) for start in starts]
+        shards = (self.shard(rank, world_size) for rank in range(world_size))
+        return [0, *(self.shard_range(index, shard).stop for shard in shards)]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Return a view for each parameter, in its shape and memory format.

@@ -142,10 +142,10 @@ class FlatParameters:
         self._flat.append(_Flat(stepped, own, parameters))
         views = layout.views(parameters)
         masters = None if self._buckets.sharded else layout.views(stepped)
-        ranges = layout.shard_ranges(part)
-        for index, (name, shard) in enumerate(zip(layout.names, ranges, strict=True)):
+        for index, name in enumerate(layout.names):
             value = values.pop(name)
             if masters is None:
+                shard = layout.shard_range(index, part)
                 start = layout.offsets[index] - part.start
                 master = stepped[max(start + shard.start, 0) : max(start + shard.stop, 0)]
                 master.copy_(value.reshape(-1)[shard])
