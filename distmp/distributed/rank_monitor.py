@@ -337,11 +337,12 @@ class RankMonitor:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if not self._group_exists() or not (error or _store_outlives_ranks()) or is_orphan():
             return
-        status = self._status("", "has ended")
+        line, ended = "", "has ended"
         if error is not None:
             reason = next(iter(str(error).splitlines()), "")
+            line = user_line_of_error(error)
             ended = f"has ended with {type(error).__name__} ({reason[:MAX_ERROR_CHARACTERS]})"
-            status = self._status(user_line_of_error(error), ended)
+        status = self._status(line, ended)
         with contextlib.suppress(RuntimeError):
             self._store.set(f"ended/{self._rank}", json.dumps(asdict(status)))
 
