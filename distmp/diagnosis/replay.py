@@ -32,7 +32,7 @@ from distmp.diagnosis.probe import GradientSummary, Probe, count_non_finite
 from distmp.parallel import Strategy
 from distmp.parallel.module_buffers import buffers_restored
 from distmp.parallel.strategy import parameter_name
-from distmp.utils.dtensor import is_dtensor
+from distmp.utils.dtensor import local_values
 
 # `backward(batch, scale)` runs forward and backward of one microbatch with a 0-dim loss scale, and
 # returns its loss.
@@ -152,11 +152,7 @@ def first_overflows(
 
 def _non_finite(weights: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> list[str]:
     """Return the names of weights whose local shard is not finite after rounding to `dtype`."""
-    return [name for name, weight in weights if count_non_finite(_local(weight).to(dtype))]
-
-
-def _local(weight: Tensor) -> Tensor:
-    return (weight.to_local() if is_dtensor(weight) else weight).detach()
+    return [name for name, weight in weights if count_non_finite(local_values(weight).to(dtype))]
 
 
 def _largest_finite(gradients: dict[str, GradientSummary]) -> float:

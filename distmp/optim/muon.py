@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distmp.errors import ConfigError, listed, nearest
 from distmp.optim.owners import Owners, ShardedMatrix
-from distmp.utils.dtensor import is_dtensor
+from distmp.utils.dtensor import is_dtensor, local_values
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -226,11 +226,11 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(matrix.tensor, requires_grad=False)
         assert matrix.tensor.grad is not None
-        gradient = _local(matrix.tensor.grad)
+        gradient = local_values(matrix.tensor.grad)
         scale = getattr(self, "grad_scale", None)
         if scale is not None:
             gradient = gradient / scale
-        old, momentum = _local(state["momentum_buffer"]), matrix.group["momentum"]
+        old, momentum = local_values(state["momentum_buffer"]), matrix.group["momentum"]
         new = old.lerp(gradient, 1 - momentum)
         matrix.store(old, new)
         return gradient.lerp(new, momentum) if matrix.group["nesterov"] else new
@@ -261,7 +261,7 @@ class _Matrix(NamedTuple):
             direction: This rank's elements of the orthogonalized matrix.
             shape: Shape of the full matrix; None: that of the tensor.
         """
-        weights, group = _local(self.tensor), self.group
+        weights, group = local_values(self.tensor), self.group
         ratio = ADJUSTMENTS[group["adjust_lr_fn"]](*(shape or weights.shape))
         direction = direction.view_as(weights).to(weights)
         decayed = weights * (1 - group["lr"] * group["weight_decay"])
@@ -343,10 +343,6 @@ def _cost(rows: int, columns: int) -> float:
     """Return the number of multiplications of one iteration."""
     small, large = sorted((rows, columns))
     return float(small * small * (2 * large + small))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
 
 
 def _check_whole(tensors: Iterable[Tensor]) -> None:

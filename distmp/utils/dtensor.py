@@ -1,4 +1,7 @@
-"""Recognizes DTensors; their class is imported only if there may be one, since it takes 0.5 s."""
+"""Recognizes DTensors, and returns their shards.
+
+Their class is imported only if there may be one, since it takes 0.5 s.
+"""
 
 from __future__ import annotations
 
@@ -18,3 +21,8 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor that this rank holds, detached: of a DTensor, its shard."""
+    return (tensor.to_local() if is_dtensor(tensor) else tensor).detach()
