@@ -24,7 +24,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +32,7 @@ from benchmarks.explain_memory import stepper
 from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import exchange as tables
 from distmp.buckets import exchange
+from distmp.commands.explain.comm_volume import CollectiveRecorder
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.config import RunConfig, load
 
@@ -101,13 +101,17 @@ def count(
         warnings.filterwarnings("ignore", "all .* ranks were given the same first microbatch")
         step = stepper(config)
         step()
-        with Costs() as costs, costs.of_sums():
+        with CollectiveRecorder() as recorder, Costs() as costs, costs.of_sums():
             step()
+    exchanges = [each for each in recorder.collectives if each.kind == "all-to-all"]
+    # Rank 1 is in the group of the first hop, or of the only one.
+    sent = sum(each.elements for each in exchanges if 1 in each.ranks)
+    across = sum(each.bytes_between_machines(RANKS_PER_MACHINE) for each in exchanges)
     return {
         "launches": costs.launches,
         "launches_of_sums": costs.launches_of_sums,
-        "memory": costs.bytes_of_sums / costs.sent,
-        "network": costs.bytes_across / costs.sent,
+        "memory": costs.bytes_of_sums / sent,
+        "network": across / sent,
     }
 
 
@@ -136,28 +140,22 @@ def sum_pairs_one_by_one(pieces: Tensor, out: Tensor) -> None:
 
 
 class Costs(TorchDispatchMode):
-    """Counts launches, memory traffic of sums and bytes of all-to-alls.
+    """Counts launches, and memory traffic of sums over ranks.
 
     Attributes:
         launches: Number of operations that compute something.
         launches_of_sums: Those inside of sums over ranks.
         bytes_of_sums: Bytes that these read and write.
-        bytes_across: Bytes that are sent to ranks of other machines by all-to-all.
-        sent: Number of gradient elements that are exchanged.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches = self.launches_of_sums = self.bytes_of_sums = self.sent = 0
-        self.bytes_across = 0.0
+        self.launches = self.launches_of_sums = self.bytes_of_sums = 0
         self._in_sum = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d":
-            if func.overloadpacket.__name__ == "alltoall_base_":
-                self._count_all_to_all(args)
-        elif func.namespace == "aten" and not func.is_view:
+        if func.namespace == "aten" and not func.is_view:
             self.launches += 1
             if self._in_sum:
                 self.launches_of_sums += 1
@@ -182,20 +180,6 @@ class Costs(TorchDispatchMode):
             mock.patch.object(exchange, "sum_pairwise", watched(exchange.sum_pairwise)),
         ):
             yield
-
-    def _count_all_to_all(self, args: Any) -> None:
-        leaves = pytree.tree_leaves(args)
-        tensor = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        (group,) = (
-            dist.ProcessGroup.unbox(leaf)
-            for leaf in leaves
-            if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
-        )
-        members = dist.get_process_group_ranks(group)
-        if 1 in members:  # the first hop, or the only one
-            self.sent += tensor.numel()
-        others = sum(rank >= RANKS_PER_MACHINE for rank in members)
-        self.bytes_across += tensor.nbytes * others / len(members)
 
 
 def _nbytes(values: Any) -> int:

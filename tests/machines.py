@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from distmp.commands.explain.comm_volume import group_ranks
 
 
 def pretend(ranks_per_machine: int, local_rank: int | None = None) -> None:
@@ -34,16 +35,10 @@ class AllToAllTraffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket.__name__ == "alltoall_base_":
-            leaves = pytree.tree_leaves(args)
-            sent = next(leaf for leaf in leaves if isinstance(leaf, Tensor))
-            (group,) = (
-                dist.ProcessGroup.unbox(leaf)
-                for leaf in leaves
-                if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type())
-            )
-            own = dist.get_rank()
-            for rank in dist.get_process_group_ranks(group):
+            sent = next(leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
+            own, members = dist.get_rank(), group_ranks(args)
+            for rank in members:
                 same = rank // self._ranks_per_machine == own // self._ranks_per_machine
-                self.inside += (same and rank != own) * sent.nbytes // group.size()
-                self.across += (not same) * sent.nbytes // group.size()
+                self.inside += (same and rank != own) * sent.nbytes // len(members)
+                self.across += (not same) * sent.nbytes // len(members)
         return func(*args, **(kwargs or {}))

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.exchange import Costs
 from distmp.buckets.exchange import BLOCK, sum_pairwise, sum_rows
 from distmp.buckets.reduction import AllToAllReduce
 from distmp.distributed.machines import exchange_groups
@@ -34,23 +34,11 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-class Launches(TorchDispatchMode):
-    """Counts the operations that compute something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += not func.is_view
-        return func(*args, **(kwargs or {}))
-
-
 def launches(function: Any, count: int, length: int, dtype: torch.dtype) -> int:
     rows, out = torch.zeros(count, length, dtype=dtype), torch.empty(length)
-    with Launches() as counted:
+    with Costs() as costs:
         function(rows, out)
-    return counted.count
+    return costs.launches
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])

@@ -85,7 +85,7 @@ class CollectiveRecorder(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "c10d" and name in KINDS:
             tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor)]
-            ranks = _group_ranks(args)
+            ranks = group_ranks(args)
             # Base operations take (output, input), list operations (outputs, inputs): the larger
             # side is the full tensor.
             if name == "allgather_":
@@ -177,7 +177,8 @@ def _purpose(collective: Collective, *, shards: bool) -> str:
     return "gradients"
 
 
-def _group_ranks(args: Any) -> Sequence[int]:
+def group_ranks(args: Any) -> Sequence[int]:
+    """Return the ranks of the group of a c10d operation, from its arguments."""
     for leaf in pytree.tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return dist.get_process_group_ranks(dist.ProcessGroup.unbox(leaf))
