@@ -51,6 +51,23 @@ def test_parameters_do_not_overlap(
 
 
 @settings(deadline=None)
+@given(named=PARAMETERS, bucket_bytes=st.integers(1, 4000), ranks=st.integers(1, 5))
+def test_shards_divide_every_parameter(
+    named: list[tuple[str, nn.Parameter]], bucket_bytes: int, ranks: int
+) -> None:
+    for layout in plan_buckets(named, bucket_bytes, ALIGNMENT * ranks):
+        flat = torch.arange(layout.size)
+        shards = [layout.shard(rank, ranks) for rank in range(ranks)]
+        for index, (name, offset) in enumerate(zip(layout.names, layout.offsets, strict=True)):
+            elements = flat[offset : offset + layout.parameters[index].numel()]
+            parts = [elements[layout.shard_range(index, shard)] for shard in shards]
+            for part, shard in zip(parts, shards, strict=True):
+                assert set(part.tolist()) == set(elements.tolist()) & set(flat[shard].tolist())
+            ends = torch.tensor([0, *map(len, parts)]).cumsum(0)
+            assert layout.shard_bounds(name, ranks) == ends.tolist()
+
+
+@settings(deadline=None)
 @given(named=PARAMETERS, bucket_bytes=st.integers(1, 4000))
 def test_order_types_and_sizes_of_buckets(
     named: list[tuple[str, nn.Parameter]], bucket_bytes: int
