@@ -104,7 +104,7 @@ class Muon(torch.optim.Optimizer):
             weight_decay=weight_decay,
             fused=fused,
         )
-        of_muon = {
+        self._muon_defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
             "momentum": momentum,
@@ -115,26 +115,37 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
             "fused": fused,
         }
-        groups = [
-            {**(of_muon if part["muon"] else self._adamw.defaults), **part}
-            for group in _groups(params)
-            for part in _divided(group, adamw)
-        ]
-        self._excluded = [
-            name
-            for group in groups
-            if not group["muon"]
-            for name, tensor in group["params"]
-            if tensor.dim() == 2
-        ]
+        self._adamw_patterns = adamw
         self._step_supports_amp_scaling = fused
         self._ns_dtype = NS_DTYPES[ns_dtype]
         self._shards: _Shards | None = None
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add tensors with their names; Muon updates the hidden matrices, AdamW the rest.
+
+        Args:
+            param_group: A group as in torch, or one of another `Muon`.
+
+        Raises:
+            ConfigError: If a tensor has no name, or Muon shall update one that is not a matrix.
+        """
+        if "muon" in param_group and "param_names" in param_group:
+            super().add_param_group(param_group)
+            return
+        for part in _divided(param_group, self._adamw_patterns):
+            defaults = self._muon_defaults if part["muon"] else self._adamw.defaults
+            super().add_param_group({**defaults, **part})
 
     def __getstate__(self) -> dict[str, Any]:
         # torch keeps only groups and state. A copy has other tensors, whose shards are not set.
-        kept = ("_adamw", "_excluded", "_ns_dtype", "_step_supports_amp_scaling")
+        kept = (
+            "_adamw",
+            "_adamw_patterns",
+            "_muon_defaults",
+            "_ns_dtype",
+            "_step_supports_amp_scaling",
+        )
         return {
             **super().__getstate__(),
             **{name: getattr(self, name) for name in kept},
@@ -150,9 +161,16 @@ class Muon(torch.optim.Optimizer):
 
     def describe(self) -> str:
         """Return which tensors Muon and AdamW update."""
-        others = sum(len(group["params"]) for group in self.param_groups if not group["muon"])
-        excluded = f", including the matrices {listed(self._excluded)}" if self._excluded else ""
-        return f"Muon updates {len(self.matrices)} matrices, AdamW {others} other tensors{excluded}"
+        others = [
+            (name, tensor)
+            for group in self.param_groups
+            if not group["muon"]
+            for name, tensor in zip(group["param_names"], group["params"], strict=True)
+        ]
+        matrices = [name for name, tensor in others if tensor.dim() == 2]
+        excluded = f", including the matrices {listed(matrices)}" if matrices else ""
+        count = len(self.matrices)
+        return f"Muon updates {count} matrices, AdamW {len(others)} other tensors{excluded}"
 
     def shard(
         self, matrices: Mapping[int, ShardedMatrix], group: dist.ProcessGroup, device: torch.device
@@ -367,25 +385,19 @@ def _is_divided(tensor: DTensor) -> bool:
     return any(size > 1 and not placement.is_replicate() for placement, size in places)
 
 
-def _groups(params: Iterable[Any]) -> list[dict[str, Any]]:
-    entries = list(params)
-    groups = entries if entries and isinstance(entries[0], dict) else [{"params": entries}]
-    for group in groups:
-        for entry in group["params"]:
-            if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
-                raise ConfigError(
-                    "optimizer",
-                    "Muon",
-                    "needs the names of its tensors to tell hidden matrices from embeddings and "
-                    "heads; pass [(name, tensor), ...], such as model.named_parameters()",
-                )
-    return groups
-
-
 def _divided(group: Mapping[str, Any], adamw: Sequence[str] | None) -> list[dict[str, Any]]:
     """Divide a group into the tensors that Muon updates and the others."""
     parts: dict[bool, list[tuple[str, Tensor]]] = {True: [], False: []}
-    for name, tensor in group["params"]:
+    entries = group["params"]
+    for entry in [entries] if isinstance(entries, Tensor) else entries:
+        if not (isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)):
+            raise ConfigError(
+                "optimizer",
+                "Muon",
+                "needs the names of its tensors to tell hidden matrices from embeddings and heads; "
+                "pass [(name, tensor), ...], such as model.named_parameters()",
+            )
+        name, tensor = entry
         hidden = group.get("muon", is_hidden(name, tensor, adamw))
         if hidden and tensor.dim() != 2:
             raise ConfigError(

@@ -264,6 +264,19 @@ def test_tensors_need_names_and_muon_needs_matrices() -> None:
         Muon([{"params": [("bias", torch.zeros(3))], "muon": True}])
 
 
+def test_groups_that_are_added_later_are_divided_too() -> None:
+    named = list(layers().named_parameters())
+    at_once, later = Muon(named, lr=0.02), Muon(named[:1], lr=0.02)
+    later.add_param_group({"params": named[1:], "weight_decay": 0.0})
+    assert later.describe() == at_once.describe()
+    assert {id(one) for one in later.matrices} == {id(one) for one in at_once.matrices}
+    assert [group["weight_decay"] for group in later.param_groups] == [0.1, 0.0, 0.0]
+    set_gradients(named, 0)
+    later.step()
+    with pytest.raises(ConfigError, match="needs the names of its tensors"):
+        later.add_param_group({"params": [torch.zeros(2, 2)]})
+
+
 def test_a_state_of_torch_returns() -> None:
     first, second = matrices(), matrices()
     optimizer, other = Muon(first, lr=0.02), Muon(second, lr=0.02)
