@@ -4,6 +4,7 @@ import copy
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from distmp.utils.deferred import (
     is_recorded,
     recording_of,
 )
+from distmp.utils.generators import generators_kept
 
 CPU = torch.device("cpu")
 
@@ -112,6 +114,19 @@ def test_another_seed_gives_other_values() -> None:
     assert torch.equal(first["layers.1.weight"], second["layers.1.weight"])  # ones
 
 
+@pytest.mark.parametrize("build", [build_whole, build_deferred])
+def test_equal_layers_get_different_values(build: Callable[..., nn.Module]) -> None:
+    values = computed(build(lambda: nn.Sequential(*(nn.Linear(3, 4) for _ in range(3))), 0))
+    weights = [values[f"{index}.weight"].flatten() for index in range(3)]
+    assert torch.stack(weights).unique().numel() == 3 * 12
+
+
+def test_frozen_parameters_stay_frozen() -> None:
+    module = build_deferred(lambda: nn.Linear(3, 4).requires_grad_(False), 0)
+    assert module.weight.is_meta
+    assert not module.weight.requires_grad
+
+
 def test_copies_are_equal_and_ties_stay() -> None:
     values = computed(build_deferred(Copies, 3))
     layers = "encoder.layers.{}.self_attn.in_proj_weight"
@@ -127,9 +142,40 @@ def test_it_takes_no_memory_and_leaves_the_generator() -> None:
     assert module.weight.is_meta
     assert module.weight.requires_grad
     assert is_recorded(module)
+    constant = build_deferred(lambda: nn.LayerNorm(2**40), 1)  # 8 TiB
+    assert constant.weight.is_meta
+    assert constant.bias.is_meta
     small = build_deferred(Inits, 1)
     recording_of(small, 0).compute("wide.weight", CPU)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class Drawing(nn.Linear):
+    """Draws from all generators."""
+
+    def reset_parameters(self) -> None:
+        random.random(), np.random.rand()
+        super().reset_parameters()
+
+
+def test_all_ways_to_values_leave_the_generators() -> None:
+    def drawing() -> nn.Module:
+        return Drawing(3, 4)
+
+    def reset() -> None:
+        with torch.device("meta"), generators_kept():
+            module = drawing()
+        recording_of(module, 0).compute("weight", CPU)
+
+    def next_numbers() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    with generators_kept():
+        expected = next_numbers()
+    for use in (lambda: build_whole(drawing, 0), lambda: build_deferred(drawing, 0), reset):
+        use()
+        with generators_kept():
+            assert next_numbers() == expected
 
 
 STEPS: list[Callable[[Tensor], Tensor]] = [
