@@ -7,16 +7,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.engine.engine import _built
 from distmp.errors import ConfigError
 from distmp.models.transformer import Transformer, TransformerConfig
-from distmp.parallel.materialize import materialize_buffers, not_a_number
+from distmp.parallel.materialize import materialize_buffers, materialize_shards, not_a_number
 from distmp.utils.deferred import build_whole
 from tests.ranks import ranks, run_ranks
-from tests.reference import gathered
+from tests.reference import assert_same_bits, gathered
 
 SMALL = TransformerConfig(
     vocabulary_size=67, sequence_length=8, layers=2, dimension=16, heads=2, hidden=20
@@ -94,6 +96,26 @@ def test_without_initial_values_weights_are_not_a_number() -> None:
     assert all(value.isnan().all() for value in engine.module.state_dict().values())
 
 
+def test_without_initial_values_a_state_can_be_loaded() -> None:
+    engine = Engine(small, next_token, sgd, policy="fp32", strategy="single", initialize=False)
+    assert all(value.isnan().all() for value in engine.module.state_dict().values())
+    state = Engine(small, next_token, sgd, policy="fp32", strategy="single").state_dict()
+    engine.load_state_dict(state)
+    assert_same_bits(engine.state_dict(), state)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_initial_weights_follow_the_generator_of_rank_0(strategy: str) -> None:
+    def start(seed: int) -> dict[str, Tensor]:
+        torch.manual_seed(seed)
+        engine = Engine(small, next_token, sgd, policy="fp32", strategy=strategy)
+        weights = engine.state_dict()
+        return gathered({n: t for n, t in weights.items() if n.startswith("model/")})
+
+    assert_same_bits(start(dist.get_rank()), start(0))
+
+
 @ranks(2)
 def test_parts_on_the_meta_device() -> None:
     """Real parameters get rank 0's values, the others are computed."""
@@ -152,6 +174,53 @@ def test_the_generator_of_the_gpu_does_not_change(
     _built(model, World(0, 1, torch.device("cuda", 0), None), initialize=True)
     assert len(states) > 2
     assert states[-1] == "before"
+
+
+@ranks(2)
+def test_replicas_of_a_shard_have_the_bits_of_the_first_one() -> None:
+    """Other hardware may compute other bits."""
+    with torch.device("meta"):
+        module = nn.Linear(4, 6, bias=False)
+    fully_shard(module, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copy", "shard")))
+    rank, cpu = float(dist.get_rank()), torch.device("cpu")
+    materialize_shards(module, lambda _, device: torch.full((), rank).expand(6, 4), cpu, cpu)
+    assert (module.weight.to_local() == 0).all()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@ranks(2)
+def test_frozen_parameters_stay_frozen(strategy: str) -> None:
+    def half_frozen() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3).requires_grad_(False))
+
+    def loss(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        return module(batch).square().sum(), len(batch)
+
+    engine = Engine(half_frozen, loss, sgd, policy="fp32", strategy=strategy)
+    trained = [parameter.requires_grad for parameter in engine.module.parameters()]
+    assert trained == [True, True, False, False]
+    assert engine.updated_by_optimizer() >= {"model/0.weight", "model/0.bias"}
+    assert "model/1.weight" not in engine.updated_by_optimizer()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "fsdp1"])
+@ranks(2)
+def test_tied_weights_stay_one(strategy: str) -> None:
+    engine = Engine(lambda: Tied(), next_token, sgd, policy="fp32", strategy=strategy)
+    engine.step([torch.arange(8).view(2, 4)])
+    state = engine.state_dict()
+    weights = gathered({n: t for n, t in state.items() if n.startswith("model/")})
+    assert len({weight.numpy().tobytes() for weight in weights.values()}) == 1
 
 
 class NoReset(nn.Module):
