@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.memory import EXACT_MALLOC
 from distmp.data import IGNORED
@@ -133,6 +134,40 @@ def test_only_the_gradients_that_are_needed(dtype: torch.dtype) -> None:
     with torch.no_grad():
         loss = linear_cross_entropy(hidden, weight, targets)
     assert loss.grad_fn is None
+
+
+def test_only_the_products_that_are_needed() -> None:
+    hidden, weight, targets = case()
+    product = 2 * hidden.numel() * len(weight)
+
+    def products() -> float:
+        with FlopCounterMode(display=False) as counter:
+            loss = linear_cross_entropy(hidden, weight, targets)
+            if loss.requires_grad:
+                loss.backward()
+        return counter.get_total_flops() / product
+
+    assert products() == 3
+    weight.requires_grad_(False)
+    assert products() == 2
+    with torch.no_grad():
+        assert products() == 1
+
+
+def test_gradients_below_the_range_of_fp16_survive() -> None:
+    """The model is sure of every target, so no gradient of a logit is large."""
+    hidden, weight, targets = case(torch.float16)
+    with torch.no_grad():
+        weight /= weight.float().norm(dim=1, keepdim=True).half()
+        hidden.copy_(24 * weight[targets.clamp(min=0)])
+    scale = 2.0**16
+    errors = []
+    for compute in (plain, linear_cross_entropy):
+        hidden.grad = None
+        (scale * compute(hidden, weight, targets)).backward()
+        assert hidden.grad is not None
+        errors.append(error(hidden.grad, exact(hidden, weight, targets, scale)[1]))
+    assert errors[1] <= 1.3 * errors[0] < 0.1
 
 
 def test_a_second_backward_is_refused() -> None:
