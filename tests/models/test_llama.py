@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from distmp import cli
@@ -87,6 +88,21 @@ def test_weights_of_transformers_load_into_the_transformer(case: str, tmp_path: 
     assert (found - expected).abs().max() < 1e-5 + 1e-4 * expected.abs().max()
 
 
+def test_a_part_of_a_matrix_that_is_missing_is_named(tmp_path: Path) -> None:
+    folder = exported(tmp_path, Transformer(PLAIN))
+    weights = {
+        name: value
+        for file in folder.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight$"):
+        load_weights(Transformer(PLAIN), folder)
+
+
 def test_both_ways_keep_the_bits(tmp_path: Path) -> None:
     model = spread(Transformer(CASES["grouped"]))
     again = Transformer(CASES["grouped"])
@@ -111,6 +127,16 @@ def test_a_configuration_that_differs_is_refused(changed: dict[str, Any], messag
     llama.check_same({**described, "max_position_embeddings": 7}, PLAIN, "folder")
     with pytest.raises(ConfigError, match=message):
         llama.check_same({**described, **changed}, PLAIN, "folder")
+
+
+def test_a_configuration_may_lack_what_has_a_default() -> None:
+    """Older ones of transformers do."""
+    described = llama.describe(PLAIN, "float32")
+    for key in ("num_key_value_heads", "head_dim", "attention_bias", "mlp_bias", "rope_scaling"):
+        del described[key]
+    llama.check_same(described, PLAIN, "folder")
+    with pytest.raises(ConfigError, match="num_key_value_heads = 4 for 2"):
+        llama.check_same(described, CASES["grouped"], "folder")
 
 
 def test_a_description_with_everything_can_be_rebuilt() -> None:
