@@ -207,6 +207,34 @@ def test_gradients_are_divided_by_the_scale() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
 
 
+def test_adamw_divides_by_the_scale_too() -> None:
+    scaled, plain = (list(layers().named_parameters()) for _ in range(2))
+    # Of a size at which an update depends on that of the gradient.
+    optimizer, reference = (Muon(named, lr=0.02, adamw_eps=1.0) for named in (scaled, plain))
+    optimizer.grad_scale = torch.tensor(4.0)  # type: ignore[attr-defined]
+    optimizer.found_inf = torch.tensor(0.0)  # type: ignore[attr-defined]
+    for named in (scaled, plain):
+        set_gradients(named, 0)
+    for _, tensor in scaled:
+        tensor.grad *= 4  # type: ignore[operator]
+    optimizer.step()
+    reference.step()
+    for (name, one), (_, other) in zip(scaled, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_the_norm_of_a_small_matrix_is_bounded() -> None:
+    named = matrices()[:1]
+    start = named[0][1].detach().clone()
+    optimizer = Muon(named, lr=1.0, weight_decay=0.0, eps=1e3)
+    set_gradients(named, 0)
+    optimizer.step()
+    # Divided by 1,000 in place of its norm, it is far from orthogonal after five iterations.
+    values = torch.linalg.svdvals(named[0][1].detach() - start) / (0.2 * 40**0.5)
+    assert values.max() < 0.9
+    assert values.min() < 0.3
+
+
 def test_steps_after_an_overflow_need_no_scaler() -> None:
     module = layers()
     optimizer = Muon(module.named_parameters(), lr=0.02)

@@ -314,6 +314,30 @@ def test_shards_that_muon_does_not_know_are_refused_on_all_ranks() -> None:
 
 
 @ranks(2)
+def test_a_matrix_without_a_gradient_is_left_out_for_one_step() -> None:
+    assert dist.group.WORLD is not None
+    local = slice(12 * dist.get_rank(), 12 * dist.get_rank() + 12)
+    whole = [(str(seed), torch.randn(shape)) for seed, shape in enumerate([(6, 4), (3, 8)])]
+    for _, tensor in whole:
+        dist.broadcast(tensor, 0)
+    reference = Muon(whole, lr=0.02)
+    optimizer = Muon([(name, tensor.clone()) for name, tensor in whole], lr=0.02)
+    shards = [tensor.flatten()[local].clone() for _, tensor in whole]
+    optimizer.param_groups[0]["params"] = shards
+    divided = [owners.ShardedMatrix(tensor.shape, [0, 12, 24]) for _, tensor in whole]
+    by_id = {id(shard): division for shard, division in zip(shards, divided, strict=True)}
+    optimizer.shard(by_id, dist.group.WORLD, torch.device("cpu"))
+    for present in ([True, True], [False, True], [True, True]):
+        for (_, tensor), shard, has_gradient in zip(whole, shards, present, strict=True):
+            tensor.grad = tensor.cos() if has_gradient else None
+            shard.grad = None if tensor.grad is None else tensor.grad.flatten()[local]
+        optimizer.step()
+        reference.step()
+        for (_, tensor), shard in zip(whole, shards, strict=True):
+            torch.testing.assert_close(shard, tensor.flatten()[local], rtol=0, atol=1e-6)
+
+
+@ranks(2)
 def test_matrices_that_are_not_sharded_are_computed_on_every_rank() -> None:
     start = torch.randn(6, 4, generator=torch.Generator().manual_seed(1))
     gradient = torch.randn(6, 4, generator=torch.Generator().manual_seed(2))
