@@ -102,6 +102,12 @@ def test_non_finite_values_are_marked_in_the_manifest_and_reported(
     ]
 
 
+def test_a_mark_keeps_the_number_of_skipped_steps(tmp_path: Path) -> None:
+    health = Health(skipped_in_a_row=3)
+    store.save(tmp_path, 9, state(math.nan), {}, 2, finite={"weight"}, health=health)
+    assert manifest.read(tmp_path / "step-000009").health == Health(MARK, 3)
+
+
 def test_infinite_buffers_are_healthy(tmp_path: Path) -> None:
     store.save(tmp_path, 1, state(buffer=-math.inf), {}, 2, finite={"weight"})
     assert marks(tmp_path) == {1: None}

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from distmp.checkpoint import manifest
 from distmp.export.export import export
 from distmp.training.callbacks.callback import Callback, StepResult
+from distmp.training.callbacks.checkpointing import _skipped_in_a_row
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.torchrun import TINY, corpus
@@ -103,6 +104,12 @@ def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
     # Those of steps 8 to 14 have not displaced others. That of step 6 has the same weights.
     assert marks() == {4: None, 6: None, 16: "the last 10 steps were all skipped"}
     assert "the last healthy checkpoint is run/checkpoints/step-000004" in capsys.readouterr().err
+
+
+def test_before_the_first_update_no_step_counts_as_skipped() -> None:
+    """There is no better state to continue from."""
+    assert _skipped_in_a_row(torch.tensor([0.0, 12.0, 12.0])) == 0
+    assert _skipped_in_a_row(torch.tensor([1.0, 12.0, 11.0])) == 11
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])
