@@ -231,6 +231,19 @@ def test_conversion_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert "converted from torch.float32 to torch.bfloat16" in caplog.text
 
 
+def test_a_conversion_is_logged_once_for_all_tensors_that_are_loaded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = store.save(tmp_path, 1, {"a": torch.ones(1), "b": torch.ones(1)}, {}, keep=1)
+    checkpoint = store.StoredCheckpoint(path)
+    with caplog.at_level(logging.WARNING, logger="distmp"):
+        for name, dtype in (("a", torch.bfloat16), ("b", torch.bfloat16), ("b", torch.float16)):
+            checkpoint.load({name: torch.zeros(1, dtype=dtype)})
+    messages = [record.getMessage() for record in caplog.records]
+    converted = [m.partition(" to ")[2] for m in messages if "are converted from" in m]
+    assert converted == ["torch.bfloat16", "torch.float16"]
+
+
 def _fail(*_: Any, **__: Any) -> None:
     raise OSError(28, "No space left on device")
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
 from distmp.export.files import write
+from distmp.export.safetensors_file import in_file_order, write_file
 from distmp.export.sources import EngineWeights
 from distmp.export.weights import load_model, load_weights
 from distmp.models.architecture import architecture
@@ -141,3 +142,23 @@ def test_a_model_by_import_path_names_it() -> None:
         "name": "module:function",
         "options": {"width": 3},
     }
+
+
+def test_every_tensor_of_a_file_is_aligned(tmp_path: Path) -> None:
+    tensors = {
+        "mask": torch.tensor([True, False, True]),
+        "half": torch.arange(3, dtype=torch.bfloat16),
+        "wide": torch.arange(5, dtype=torch.float64),
+        "weight": torch.randn(3, 7),
+    }
+    for names in (["mask"], ["mask", "half", "wide", "weight"]):
+        file = tmp_path / f"{len(names)}.safetensors"
+        specs = in_file_order({name: tensors[name] for name in names})
+        write_file(file, specs, (tensors[name] for name in specs))
+        content = file.read_bytes()
+        start = 8 + int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:start])
+        for name in names:
+            assert (start + header[name]["data_offsets"][0]) % tensors[name].itemsize == 0, name
+        assert start % 8 == 0
+        assert_same_bits(load_file(file), {name: tensors[name] for name in names})

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.errors import CheckpointError
-from distmp.utils.flat_shard import FlatShard, global_shape, rectangles
+from distmp.utils.flat_shard import FlatShard, gathered, global_shape, rectangles
 from tests.checkpoint import listing
-from tests.ranks import run_ranks
+from tests.ranks import ranks, run_ranks
 
 
 @given(
@@ -126,3 +126,11 @@ def test_a_slice_of_another_shape_does_not_fit(tmp_path: Path) -> None:
     wrong = FlatShard.of(torch.zeros(35), torch.Size([5, 7]), 0)
     with pytest.raises(CheckpointError, match=r"'matrix' has shape \[7, 5\] in it, not \[5, 7\]"):
         store.load(checkpoint, {"matrix": wrong})
+
+
+@ranks(2)
+def test_gathering_keeps_every_bit() -> None:
+    values = torch.tensor([[-0.0, 1.0, 1e-45], [math.nan, -math.inf, -0.0]])
+    start, stop = [(0, 2), (2, 6)][dist.get_rank()]
+    full = gathered(FlatShard.of(values.flatten()[start:stop].clone(), values.shape, start))
+    assert torch.equal(full.view(torch.int32), values.view(torch.int32))
