@@ -213,6 +213,20 @@ def test_unknown_activations_choose_the_strategy_that_needs_the_least_memory(
     assert "without activations, which cannot be predicted: Dynamic" in caplog.text
 
 
+def test_a_run_that_is_predicted_not_to_fit_is_warned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = config_of()
+    choice = Choice(FSDP, "a rank needs: fsdp 9 GiB", fits=False)
+    monkeypatch.setattr(strategy_choice, "choose", lambda *_: choice)
+    with world() as simulated:
+        choose_strategy(config, prepare(config, simulated), simulated)
+    assert (
+        "no strategy is predicted to fit in memory (a rank needs: fsdp 9 GiB); use more ranks"
+        in caplog.text
+    )
+
+
 class Quiet:
     """A console that keeps its lines."""
 
