@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from distmp.config import RunConfig, load
 from distmp.distributed.world import World
@@ -18,7 +18,7 @@ from distmp.export.files import write
 from distmp.export.sources import EngineWeights
 from distmp.models import huggingface
 from distmp.models.build import build_model
-from distmp.models.loss import next_token_loss
+from distmp.models.loss import next_token_loss, takes_targets
 from distmp.models.settings import ModelConfig
 from distmp.parallel import ParallelConfig
 from distmp.parallel.blocks import prepare_blocks
@@ -293,6 +293,13 @@ def test_the_loss_inside_is_that_of_the_logits(
     assert model(batch["inputs"]).logits.shape == (4, 16, 300)
     model.save_pretrained(tmp_path / "saved")
     assert_same_bits(AUTO.from_pretrained(tmp_path / "saved").state_dict(), model.state_dict())
+
+
+def test_a_head_with_a_bias_returns_logits(tmp_path: Path) -> None:
+    model = build(folder(tmp_path / "model", LLAMA))
+    model.lm_head = nn.Linear(model.config.hidden_size, 300)
+    assert not huggingface.prepare_loss(model)
+    assert not takes_targets(model)
 
 
 @pytest.mark.parametrize("values", [LLAMA, GPT2], ids=["llama", "gpt2"])

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,22 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END).save_pretrained(folder)
     return folder
+
+
+def test_documents_are_neither_cut_nor_filled(
+    tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer may do so, for the model that it was made for."""
+    from tokenizers import Tokenizer
+
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # as the encoder does
+    encoder = load_encoder(str(tokenizer), None)
+    backend = Tokenizer.from_str(encoder.definition or "")
+    backend.enable_truncation(3)
+    backend.enable_padding(length=8)
+    cutting = replace(encoder, definition=backend.to_str())
+    for found, expected in zip(cutting.encode(TEXTS), encoder.encode(TEXTS), strict=True):
+        assert found.tolist() == expected.tolist()
 
 
 @pytest.fixture
