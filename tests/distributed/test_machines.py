@@ -53,6 +53,7 @@ def test_one_machine_and_one_rank_per_machine() -> None:
 
 def test_machines_of_other_sizes() -> None:
     assert members(6, local=4) == [[0, 1, 2, 3, 4, 5]]
+    assert members(10, local=4) == [[*range(10)]]
 
 
 @ranks(4)

@@ -40,6 +40,16 @@ def test_microbatches_that_were_not_run_count_like_the_second() -> None:
     assert (agreed.purpose, agreed.calls, agreed.nbytes) == ("decision", 1, 48)
 
 
+def test_bytes_between_machines_of_all_microbatches() -> None:
+    gathers = [
+        Collective("all-gather", BF16, 8, range(4), microbatch, updated=False)
+        for microbatch in range(3)
+    ]
+    (gathered,) = comm_volumes(gathers, 7, 2, shards=True)
+    assert (gathered.nbytes, gathered.between_machines) == (7 * 12, 7 * 6)
+    assert gathered.inside_machine == 7 * 6
+
+
 def test_gathered_gradients_and_parameters_are_distinguished() -> None:
     before, after = (
         Collective("all-gather", BF16, 8, TWO, microbatch=0, updated=updated)

@@ -134,6 +134,18 @@ def test_the_output_does_not_depend_on_the_number_of_workers(jsonl: str) -> None
     assert ids_in(Path("1")) == ids_in(Path("whole")) == expected
 
 
+def test_parts_without_tokens_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [json.dumps({"text": text}) for text in ("a" * 2000, *[""] * 400, "b")]
+    Path("in.jsonl").write_text("\n".join(lines))
+    assert (
+        tokenize("in.jsonl", "--to=out", "--tokenizer=bytes", "--workers=1", "--part-size=2KB") == 0
+    )
+    metadata = TokenMetadata.read(Path("out"))
+    assert sorted(content("out")) == sorted([*metadata.files, "tokens.json"])
+    assert (metadata.documents, metadata.tokens) == (2, 2003)
+
+
 def test_a_run_needs_only_the_folder(jsonl: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert tokenize(jsonl, "--to=out", "--tokenizer=bytes", "--workers=1", "--part-size=1KB") == 0
     run = ["train", *TINY, "--data.source=tokens", "--data.path=out", "--steps=2"]

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from distmp.engine.microbatches import moved
+
+
+class Pair(NamedTuple):
+    tokens: Tensor
+    name: str
+
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [ONE, (ONE, 3), [ONE, [ONE]], {"a": ONE, "b": {"c": (ONE, None)}}, Pair(ONE, "x"), "text"],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_all_tensors_of_a_batch_are_moved_and_nothing_else_changes(batch: Any) -> None:
+    found = moved(batch, torch.device("meta"))
+    leaves, structure = pytree.tree_flatten(batch)
+    after, same = pytree.tree_flatten(found)
+    assert structure == same
+    for before, leaf in zip(leaves, after, strict=True):
+        assert leaf.is_meta if isinstance(before, Tensor) else leaf == before
