@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import distmp
-from benchmarks.figures import ROOT
+from benchmarks.figures import ROOT, with_figures
 from distmp.config import RunConfig
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -29,6 +29,11 @@ def words(page: str) -> int:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_short(page: Path) -> None:
     assert words(page.read_text()) <= LONGER.get(page.stem, MOST_WORDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_the_figures_of_a_page_are_those_of_the_results(page: Path) -> None:
+    assert with_figures(page.read_text()) == page.read_text()
 
 
 def test_the_index_lists_every_page_once() -> None:
