@@ -14,9 +14,8 @@
 #   needed to zero a bucket, except for parameters without a gradient (`_zero_missing`). It adds
 #   later ones, and sets `.grad` to None.
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
-#   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns:
-#   it costs less than a microsecond for each parameter. If microbatches are summed separately,
-#   there is no sum to add to.
+#   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
+#   If microbatches are summed separately, there is no sum to add to.
 # - A parameter with other post-accumulate hooks does not get the view, because they may scale or
 #   replace `.grad`: they would do so to the sum instead of the gradient of one microbatch.
 # - Outside of the buckets, the FP32 gradients of all parameters never exist at the same time.

@@ -31,7 +31,7 @@ MAX_TOKEN_IDS = 2**15
 # Note [Gradients in forward]
 # While the logits of a chunk exist, the gradients of both factors take two more matrix
 # products; backward only multiplies them by the gradient of the sum. Computing the logits again in
-# backward would take a fourth product: 1.4 times the time on CPUs.
+# backward would take a fourth product.
 #
 # FP16 has to compute them again: before the multiplication by the loss scale, gradients of logits
 # are below the range of FP16.

@@ -17,9 +17,8 @@ def return_freed_memory() -> None:
     """Let glibc return the memory of large freed tensors to the system, in this process.
 
     After the first large tensor is freed, glibc takes tensors of up to 32 MiB from its heap, which
-    only shrinks at its end. Gathered parameters that come and go leave gaps in it: 24 blocks of
-    13 MiB on 4 ranks took 1,386 MiB in place of 246. With a limit of 1 MiB in place of 128 KiB, 28
-    blocks of 7 MiB on 5 ranks took 60 MiB more. Other C libraries are left as they are.
+    only shrinks at its end. Gathered parameters that come and go leave gaps in it, so a process can
+    hold several times the memory of its tensors. Other C libraries are left as they are.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
