@@ -101,12 +101,14 @@ def choose(requested: Accumulation, memory: AccumulationMemory) -> AccumulationC
     share = f"{bytes_text(full)} of {bytes_text(memory.free_bytes)} free memory"
     if full > SHARE_OF_FREE_MEMORY * memory.free_bytes:
         return AccumulationChoice(frequent, f"the full FP32 gradients would take {share}")
+    fits = f"the full FP32 gradients take {share}"
+    if memory.shard_size * memory.replicas == 1:
+        return AccumulationChoice("unsharded", fits)
     once, often = (bytes_text(bytes_per_step(place, memory)) for place in ("unsharded", frequent))
     per = "microbatch" if memory.microbatches is None else "step"
     return AccumulationChoice(
         "unsharded",
-        f"a rank sends {once} per step instead of {often} per {per}; the full FP32 gradients take "
-        f"{share}",
+        f"a rank sends {once} per step instead of {often} per {per}; {fits}",
     )
 
 

@@ -58,6 +58,11 @@ def test_the_choice_and_its_reason(changes: dict[str, Any], place: str, reason: 
     assert reason in choice.reason
 
 
+def test_a_single_rank_reports_no_communication() -> None:
+    choice = choose("auto", FACTS._replace(shard_size=1))
+    assert choice == ("unsharded", "the full FP32 gradients take 3.7 GiB of 93.1 GiB free memory")
+
+
 def test_what_is_configured_is_taken() -> None:
     assert choose("sharded", FACTS) == ("sharded", "configured")
     with pytest.raises(ConfigError, match="'sharded': accumulates in the dtype of the weights"):
