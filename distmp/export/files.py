@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # The usual limit for safetensors: larger models are several files with an index.
 MAX_SHARD_SIZE = 5 * 10**9
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 
 
 class Weights(Protocol):
@@ -85,7 +85,7 @@ def write(
 def _write_index(folder: Path, plan: StateDictSplit) -> None:
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _write_architecture(

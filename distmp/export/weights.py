@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, listed
+from distmp.export.files import INDEX
 from distmp.models import llama
 from distmp.models.architecture import CONFIG_FILE, TRANSFORMER, read, rebuild
 from distmp.models.transformer import Transformer, TransformerConfig
@@ -19,6 +21,7 @@ from distmp.utils.flat_shard import global_shape, local_parts
 
 SETTING = "model.weights"
 PREFIX = "model/"
+_SINGLE_FILE = "model.safetensors"
 
 
 def load_weights(model: nn.Module, folder: str | Path) -> None:
@@ -73,36 +76,103 @@ class StoredWeights:
 
     Attributes:
         path: A folder, or a file.
-        may_have_more: Whether tensors that the model does not have are ignored.
+        name: Value of `model.name` if it names the folder of a Hugging Face model, whose files may
+            have more tensors than the model; None: the weights are the value of `model.weights`.
     """
 
     path: Path
-    may_have_more: bool = False
+    name: str | None = None
+
+    @property
+    def may_have_more(self) -> bool:
+        """Whether tensors that the model does not have are ignored."""
+        return self.name is not None
+
+    def error(self, problem: str) -> ConfigError:
+        """Return an error that names the setting the user wrote."""
+        if self.name is not None:
+            return ConfigError("model.name", self.name, problem)
+        return ConfigError(SETTING, str(self.path), problem)
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shape of each tensor by name.
 
         Raises:
-            ConfigError: If a file cannot be read.
+            ConfigError: If a file cannot be read, or files and index contradict each other.
         """
         return {
             name: opened.get_slice(name).get_shape()
-            for opened in self.files()
-            for name in opened.keys()  # noqa: SIM118 - no dictionary
+            for opened, names in self.files()
+            for name in names
         }
 
-    def files(self) -> Iterator[Any]:
-        """Open one file after the other; an open file is mapped to memory.
+    def files(self) -> Iterator[tuple[Any, list[str]]]:
+        """Open one file after the other, with the names of the tensors that are read from it.
+
+        An open file is mapped to memory.
 
         Raises:
-            ConfigError: If a file cannot be read.
+            ConfigError: If a file cannot be read, or files and index contradict each other.
         """
+        holders: dict[str, str] = {}
+        for file, indexed in self._contents().items():
+            with self._open(file) as opened:
+                held = opened.keys()
+                names = held if indexed is None else indexed
+                if absent := sorted(set(names) - set(held)):
+                    raise self._index_error(
+                        f"places in {file.name} what it lacks: {listed(absent)}"
+                    )
+                for name in names:
+                    if (other := holders.setdefault(name, file.name)) != file.name:
+                        raise self.error(
+                            f"{other} and {file.name} both have {name}; keep the files of one model"
+                            f", or add its {INDEX}"
+                        )
+                yield opened, names
+
+    def _open(self, file: Path) -> Any:
         try:
-            for file in _files(self.path):
-                with safe_open(file, framework="pt") as opened:
-                    yield opened
+            return safe_open(file, framework="pt")
         except (OSError, SafetensorError) as error:
-            raise ConfigError(SETTING, str(self.path), f"cannot be read: {error}") from error
+            raise self.error(
+                f"{file} cannot be read: {error}; copy or download it again"
+            ) from error
+
+    def _contents(self) -> Mapping[Path, list[str] | None]:
+        """Return the files, and the tensors to read from each; None: all of them.
+
+        The order is that of transformers: one file, an index. Without both, all files count.
+        """
+        single = self.path if self.path.is_file() else self.path / _SINGLE_FILE
+        if single.is_file():
+            return {single: None}
+        if (self.path / INDEX).is_file():
+            return self._indexed()
+        files = sorted(self.path.glob("*.safetensors"))
+        if not files:
+            problem = "has no *.safetensors" if self.path.is_dir() else "does not exist"
+            raise self.error(f"{self.path.absolute()} {problem}")
+        return dict.fromkeys(files)
+
+    def _indexed(self) -> dict[Path, list[str]]:
+        try:
+            index = json.loads((self.path / INDEX).read_text())
+        except (OSError, ValueError) as error:
+            raise self._index_error(f"cannot be read: {error}") from error
+        places = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(places, dict) or not places:
+            raise self._index_error("has no 'weight_map' with the file of each tensor")
+        names: dict[str, list[str]] = {}
+        for name, file in places.items():
+            names.setdefault(str(file), []).append(name)
+        here = {file.name for file in self.path.iterdir() if file.is_file()}
+        if absent := sorted(names.keys() - here):
+            raise self._index_error(f"names files that are not in the folder: {listed(absent)}")
+        return {self.path / file: names[file] for file in sorted(names)}
+
+    def _index_error(self, problem: str) -> ConfigError:
+        return self.error(f"{self.path / INDEX} {problem}; save or download the folder again")
 
 
 class BuiltModel(NamedTuple):
@@ -136,27 +206,15 @@ def load_model(folder: str | Path) -> nn.Module:
     return model
 
 
-def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        problem = "has no *.safetensors" if path.is_dir() else "does not exist"
-        raise ConfigError(SETTING, str(path), f"{path.absolute()} {problem}")
-    return files
-
-
 @torch.no_grad()
 def _load(
     state: Mapping[str, Tensor], weights: StoredWeights, config: TransformerConfig | None
 ) -> None:
     targets, problems = _compare(state, weights, config)
     if problems:
-        raise ConfigError(
-            SETTING, str(weights.path), f"does not fit the model: {'; '.join(problems)}"
-        )
-    for opened in weights.files():
-        for name in opened.keys() & targets.keys():
+        raise weights.error(f"does not fit the model: {'; '.join(problems)}")
+    for opened, names in weights.files():
+        for name in targets.keys() & names:
             for index, part in targets[name].parts():
                 part.copy_(opened.get_slice(name)[index] if index else opened.get_tensor(name))
 

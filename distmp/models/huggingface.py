@@ -230,7 +230,8 @@ def _check_size(name: str, config: Any, vocabulary_size: int | None, sequence_le
 def _has_weights(name: str, path: Path) -> bool:
     if path.suffix == ".json":
         return False
-    if any(path.glob("*.safetensors")):
+    # An index without its files is an error, not a model with random weights.
+    if any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")):
         return True
     if pickles := sorted(file.name for file in path.glob("*.bin")):
         raise ConfigError(

@@ -158,7 +158,7 @@ def _weights(config: ModelConfig) -> StoredWeights | None:
     if config.weights is not None:
         return StoredWeights(Path(config.weights))
     folder = huggingface.weights_folder(config.name) if config.is_hugging_face else None
-    return None if folder is None else StoredWeights(folder, may_have_more=True)
+    return None if folder is None else StoredWeights(folder, config.name)
 
 
 def build_engine(

@@ -81,8 +81,88 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_off_is_refused(tmp_path: Path) -> None:
     file = saved(tmp_path / "weights", state()) / "model.safetensors"
     os.truncate(file, file.stat().st_size - 10)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(
+        ConfigError, match=r"model\.safetensors cannot be read.*copy or download it"
+    ):
         load_weights(make_model(), tmp_path / "weights")
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def indexed(folder: Path, weights: dict[str, Tensor]) -> dict[str, str]:
+    """Save two files and their index; return where each tensor is."""
+    first, *others = weights
+    saved(folder, {first: weights[first]}, "model-00001-of-00002.safetensors")
+    saved(folder, {name: weights[name] for name in others}, "model-00002-of-00002.safetensors")
+    places = {
+        name: f"model-0000{1 if name == first else 2}-of-00002.safetensors" for name in weights
+    }
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return places
+
+
+def test_the_index_decides_which_files_are_read(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    indexed(folder, state())
+    # Left over from another model, and after the others in alphabetical order.
+    saved(folder, state(4), "model-00003-of-00003.safetensors")
+    model = make_model(0)
+    load_weights(model, folder)
+    assert_same_bits(model.state_dict(), state())
+    # As in transformers, a single file comes before the index.
+    saved(folder, state(5))
+    load_weights(model, folder)
+    assert_same_bits(model.state_dict(), state(5))
+
+
+def test_files_that_hold_the_same_tensor_need_an_index(tmp_path: Path) -> None:
+    folder = tmp_path / "weights"
+    indexed(folder, state())
+    saved(folder, state(4), "model-00003-of-00003.safetensors")
+    (folder / INDEX).unlink()
+    model = make_model(0)
+    with pytest.raises(ConfigError, match=rf"of-00003.* both have .*, or add its {INDEX}$"):
+        load_weights(model, folder)
+    assert_same_bits(model.state_dict(), make_model(0).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{broken", "cannot be read: Expecting property name"),
+        ("[1, 2]", "has no 'weight_map'"),
+        ("{}", "has no 'weight_map'"),
+        ('{"weight_map": {}}', "has no 'weight_map'"),
+        (
+            {"first.bias": "gone.safetensors"},
+            "names files that are not in the folder: gone.safetensors",
+        ),
+        (
+            {"first.bias": "../x.safetensors"},
+            "names files that are not in the folder: ../x.safetensors",
+        ),
+        ({"first.bias": 3}, "names files that are not in the folder: 3"),
+        (
+            {"first.bias": "model-00001-of-00002.safetensors"},
+            "places in model-00001-of-00002.safetensors what it lacks: first.bias",
+        ),
+    ],
+)
+def test_an_index_that_contradicts_its_folder_is_refused(
+    tmp_path: Path, content: str | dict[str, str], message: str
+) -> None:
+    folder = tmp_path / "weights"
+    places = indexed(folder, state())
+    saved(tmp_path, state(), "x.safetensors")
+    text = content if isinstance(content, str) else json.dumps({"weight_map": places | content})
+    (folder / INDEX).write_text(text)
+    model = make_model(0)
+    with pytest.raises(ConfigError) as caught:
+        load_weights(model, folder)
+    assert f"{folder / INDEX} {message}" in str(caught.value)
+    assert str(caught.value).endswith("save or download the folder again")
+    assert_same_bits(model.state_dict(), make_model(0).state_dict())
 
 
 def exported(folder: Path, config: TransformerConfig = SMALL) -> Transformer:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,26 @@ def test_weights_of_a_folder_or_random_ones(
     assert "model.layers.2.mlp.up_proj.weight" in random
     assert not torch.equal(random["lm_head.weight"], loaded["lm_head.weight"])
     assert caplog.text == ""
+
+
+def test_files_that_are_damaged_or_left_over(tmp_path: Path) -> None:
+    first = build(folder(tmp_path / "tiny", LLAMA))
+    path = tmp_path / "weights"
+    first.save_pretrained(path, max_shard_size="10KB")
+    shards = sorted(path.glob("*.safetensors"))
+    # Left over from another model; saving again with other sizes of the files does this.
+    stale = {name: torch.zeros_like(tensor) for name, tensor in first.state_dict().items()}
+    del stale["lm_head.weight"]  # tied
+    save_file(stale, path / "model-00099-of-00099.safetensors", {"format": "pt"})
+    assert_same_bits(started(tmp_path, f"hf:{path}"), first.state_dict())
+    os.truncate(shards[1], shards[1].stat().st_size - 10)
+    with pytest.raises(ConfigError, match=f"{shards[1]} cannot be read: .*; copy or") as caught:
+        started(tmp_path, f"hf:{path}")
+    assert (caught.value.setting, caught.value.value) == ("model.name", f"hf:{path}")
+    for file in path.glob("*.safetensors"):
+        file.unlink()
+    with pytest.raises(ConfigError, match=r"index\.json names files that are not in the folder"):
+        started(tmp_path, f"hf:{path}")
 
 
 def test_weights_that_transformers_converts(
