@@ -90,7 +90,13 @@ from distmp.parallel.materialize import (
 )
 from distmp.parallel.reduce_scatter import reduce_scatter_sum, reduction_groups
 from distmp.parallel.settings import ParallelConfig, ShardingConfig
-from distmp.parallel.sharded import ShardedStrategy, check_shapes, shard_size
+from distmp.parallel.sharded import (
+    ShardedStrategy,
+    check_shapes,
+    check_ties,
+    shard_size,
+    tied_names,
+)
 from distmp.parallel.strategy import (
     KnownParameters,
     broadcast_from_rank_zero,
@@ -162,7 +168,9 @@ class FullySharded(ShardedStrategy):
         self._frozen_in_fp32 = _frozen_in_16_bit_groups(module, policy, kept)
         mesh = _mesh(world, shards, name)
         self._shard_group = mesh.get_group("shard")
+        ties = tied_names(module)
         _shard(module, policy, kept, mesh, config.sharding)
+        check_ties(module, ties, name)
         if world.device.type == "cpu":
             return_freed_memory()
         storage = torch.device("cpu") if config.sharding.offload else world.device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
@@ -12,7 +13,7 @@ from distmp.distributed.rank_environment import local_world_size
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
 from distmp.parallel.settings import ShardingConfig
-from distmp.parallel.strategy import Strategy, trainable
+from distmp.parallel.strategy import Strategy, parameter_name, trainable
 
 
 class ShardedStrategy(Strategy):
@@ -111,3 +112,36 @@ def check_shapes(module: nn.Module, strategy: str) -> None:
                 f"cannot shard {name!r} of shape {tuple(parameter.shape)}, which has no elements; "
                 "freeze or remove it, or use 'ddp'",
             )
+
+
+def tied_names(module: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names[parameter].append(parameter_name(name))
+    return [tied for tied in names.values() if len(tied) > 1]
+
+
+def check_ties(module: nn.Module, ties: list[list[str]], strategy: str) -> None:
+    """Refuse a module whose blocks shared a parameter, which sharding has separated.
+
+    Args:
+        module: The module after it was sharded.
+        ties: What `tied_names` returned before.
+        strategy: The name of the strategy.
+
+    Raises:
+        ConfigError: If two names of a parameter are two parameters now.
+    """
+    named = module.named_parameters(remove_duplicate=False)
+    sharded = {parameter_name(name): parameter for name, parameter in named}
+    for first, *others in ties:
+        for name in others:
+            if sharded[name] is not sharded[first]:
+                raise ConfigError(
+                    "strategy",
+                    strategy,
+                    f"shards each block by itself, but {first!r} and {name!r} are one parameter; "
+                    "use 'ddp', with shard_optimizer to save memory, or name a module that "
+                    "contains and calls both in sharding.wrap",
+                )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -320,3 +321,20 @@ def test_a_parameter_without_rows_is_named() -> None:
     model.temperature = nn.Parameter(torch.ones(3, 0))
     with pytest.raises(ConfigError, match=r"cannot shard 'temperature' of shape \(3, 0\), which"):
         FullySharded(model, policy("fp32"), World.current("cpu"))
+
+
+def tied(first: str, second: str) -> nn.Module:
+    """Return two blocks and two other layers, of which two share their weight."""
+    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    model = nn.Sequential(OrderedDict(blocks=blocks, a=nn.Linear(4, 4), b=nn.Linear(4, 4)))
+    model.get_submodule(second).weight = model.get_submodule(first).weight
+    return model
+
+
+@ranks(1)
+def test_weights_that_blocks_share_are_named() -> None:
+    message = r"strategy = 'fsdp': .*'{}\.weight' and '{}\.weight' are one parameter; use 'ddp'"
+    for first, second in [("blocks.0", "blocks.1"), ("blocks.1", "b")]:
+        with pytest.raises(ConfigError, match=message.format(first, second)):
+            FullySharded(tied(first, second), policy("fp32"), World.current("cpu"))
+    FullySharded(tied("a", "b"), policy("fp32"), World.current("cpu"))
