@@ -82,7 +82,7 @@ from distmp.scaling import (
     pack,
     unused_rules,
 )
-from distmp.utils.deferred import build_deferred
+from distmp.utils.deferred import NotDeferrableError, build_deferred
 from distmp.utils.flat_shard import global_shape
 
 if TYPE_CHECKING:
@@ -832,7 +832,12 @@ def _built(
     deferred = is_function or (isinstance(model, nn.Module) and needs_seed(model))
     # Every rank draws, so that the generators of all ranks advance; rank 0's seed counts.
     seed = world.ranks.gather(int(torch.randint(2**62, ())) if deferred else 0)[0]
-    module = build_deferred(model, seed, world.device) if is_function else model
+    try:
+        module = build_deferred(model, seed, world.device) if is_function else model
+    except NotDeferrableError as error:
+        name = getattr(model, "__qualname__", type(model).__name__)
+        problem = f"{error}; pass the model itself, which every rank then builds whole"
+        raise ConfigError("model", name, f"the constructor {problem}") from error
     check_model(module)
     assert isinstance(module, nn.Module)
     if not initialize:

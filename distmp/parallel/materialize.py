@@ -30,6 +30,7 @@ BUILD_WHOLE = (
     "pass the constructor (`lambda: Model(...)`) in place of a model on the meta device, or build "
     "the model on the CPU, where every rank then holds all of it"
 )
+SET_IN_CONSTRUCTOR = "set them in the constructor, for example with torch.nn.init"
 
 
 def initial_values(
@@ -47,10 +48,11 @@ def initial_values(
     """
     if not is_on_meta(module):
         return nothing_to_compute
+    remedy = SET_IN_CONSTRUCTOR if is_recorded(module) else BUILD_WHOLE
     try:
         return recording_of(module, seed, device).compute
     except NotDeferrableError as error:
-        raise ConfigError("model", type(module).__name__, f"{error}; {BUILD_WHOLE}") from error
+        raise ConfigError("model", type(module).__name__, f"{error}; {remedy}") from error
 
 
 def is_on_meta(module: nn.Module) -> bool:

@@ -137,19 +137,18 @@ def _build(config: RunConfig, vocabulary_size: int | None, world: World) -> nn.M
     try:
         return build_deferred(build, config.seed)
     except NotDeferrableError as error:
-        reason = f"the constructor of {config.model.name} needs the values of its parameters"
+        reason = f"the constructor of {config.model.name} {error}"
         if config.strategy in SHARDED_STRATEGIES:
             raise ConfigError(
                 "model.deferred",
                 True,
-                f"{reason} ({error}); use false to build the whole model on every rank first",
+                f"{reason}; use false to build the whole model on every rank first",
             ) from error
         if config.strategy == "auto" and world.world_size > 1 and world.rank == 0:
             logger.warning(
-                "model.deferred = True: %s (%s), so every rank builds the whole model first; use "
-                "false if that is intended",
+                "model.deferred = True: %s, so every rank builds the whole model first; use false "
+                "if that is intended",
                 reason,
-                error,
             )
         return build_whole(build, config.seed)
 

@@ -101,9 +101,13 @@ class Recording:
         """Return the current value of a fake tensor, which a constructor reads."""
         return self._replayed(self.view(tensor), torch.device("cpu"))
 
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether a recorded operation created a fake tensor; `p.data = real` does not."""
+        return bool(self._writers[self._number(tensor)])
+
     def is_set(self, view: _View) -> bool:
-        """Return whether an operation has set the values of a tensor."""
-        return any(
+        """Return whether an operation has set the values of a tensor, or it has none."""
+        return 0 in view.size or any(
             self._operations[index].function.overloadpacket not in _UNINITIALIZED
             for index in self._writers[view.storage]
         )
@@ -292,7 +296,8 @@ def build_deferred(
         device: Keeps the generator of this device too, see `generators_kept`.
 
     Raises:
-        NotDeferrableError: If the constructor does something that cannot be recorded.
+        NotDeferrableError: If the constructor does something that cannot be recorded; the message
+            says what, without a subject.
     """
     recording = Recording()
     try:
@@ -303,8 +308,10 @@ def build_deferred(
     except DistmpError:
         raise
     except _UNSUPPORTED as error:
-        raise NotDeferrableError(f"{type(error).__name__}: {error}") from error
+        needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
+        raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
     _leave_fake(module, recording)
+    _compute_attributes(module, recording)
     _recordings[module] = recording
     return module
 
@@ -363,6 +370,11 @@ _recordings: weakref.WeakKeyDictionary[nn.Module, Recording] = weakref.WeakKeyDi
 
 # Errors of a constructor that reads the address or the memory of a tensor without memory.
 _UNSUPPORTED = (NotImplementedError, RuntimeError, TypeError)
+# What a constructor does with `parameter.data = tensor`, if the tensor has memory.
+_ASSIGNS = "assigns the data of {}, which is not recorded"
+# What torch says if `module.half()` converts fake parameters.
+_CONVERSION = "Couldn't swap"
+_CONVERTS = "converts its parameters to another dtype, which precision.policy should do"
 
 _aten = torch.ops.aten
 # Operators that create a tensor without setting its values.
@@ -398,10 +410,47 @@ def _writes_to_real(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 def _leave_fake(module: nn.Module, recording: Recording) -> None:
     """Replace the fake tensors of a module by tensors on the meta device."""
-    for held in held_tensors(module):
-        if _is_fake(held.tensor):
-            recording.views[held.name] = recording.view(held.tensor)
+    fake = [held for held in held_tensors(module) if _is_fake(held.tensor)]
+    if unknown := [held.name for held in fake if not recording.is_known(held.tensor)]:
+        raise NotDeferrableError(_ASSIGNS.format(listed(unknown)))
+    for held in fake:
+        recording.views[held.name] = recording.view(held.tensor)
     replace_tensors(module, _is_fake, lambda held: _on_meta(held.tensor))
+
+
+@torch.no_grad()
+def _compute_attributes(module: nn.Module, recording: Recording) -> None:
+    """Compute the fake tensors in attributes of modules that are not parameters or buffers."""
+    registered = {view.storage for view in recording.views.values()}
+    # What modules share stays shared. With the originals, so that no id is used again.
+    done: dict[int, tuple[Any, Any]] = {}
+
+    def value(tensor: Tensor, name: str) -> Tensor:
+        if recording.view(tensor).storage in registered or tensor.grad_fn is not None:
+            raise NotDeferrableError(f"keeps a view or a function of a parameter in {name}")
+        if not recording.is_known(tensor):
+            raise NotDeferrableError(_ASSIGNS.format(name))
+        real = recording.value(tensor).to(tensor.device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(real, tensor.requires_grad)
+        return real.requires_grad_(tensor.requires_grad)
+
+    def computed(tree: Any, name: str) -> Any:
+        if id(tree) not in done:
+            if _is_fake(tree):
+                new = value(tree, name)
+            else:
+                new = pytree.tree_map_only(FakeTensor, lambda leaf: computed(leaf, name), tree)
+            done[id(tree)] = (tree, new)
+        return done[id(tree)][1]
+
+    for prefix, part in module.named_modules():
+        # `weight_norm`, `spectral_norm` and pruning set these again before each forward.
+        hooks = part._forward_pre_hooks.values()
+        again = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
+        for key, attribute in list(vars(part).items()):
+            if key not in again and any(map(_is_fake, pytree.tree_leaves(attribute))):
+                vars(part)[key] = computed(attribute, f"{prefix}.{key}".lstrip("."))
 
 
 def _is_fake(tensor: Tensor) -> bool:

@@ -238,3 +238,23 @@ def test_a_module_without_values_is_refused() -> None:
     message = r"nothing sets the initial values of gain; pass the constructor"
     with pytest.raises(ConfigError, match=message):
         Engine(model, next_token, sgd, policy="fp32")
+
+
+class Forgotten(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(3))
+
+
+def test_a_constructor_without_initial_values_is_told_to_set_them() -> None:
+    with pytest.raises(ConfigError, match=r"values of gain; set them in the constructor, for ex"):
+        Engine(lambda: Forgotten(), next_token, sgd, policy="fp32")
+
+
+def test_a_constructor_that_cannot_be_recorded_is_named() -> None:
+    def build() -> nn.Module:
+        return nn.Linear(3, 3).half()
+
+    message = r"^model = '.*build': the constructor converts its .*; pass the model itself"
+    with pytest.raises(ConfigError, match=message):
+        Engine(build, next_token, sgd, policy="fp32")

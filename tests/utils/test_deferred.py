@@ -251,6 +251,58 @@ def test_unknown_values_are_refused() -> None:
         build_deferred(ReadsMemory, 0)
 
 
+class PlainTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.utils.spectral_norm(nn.Linear(3, 4))
+        self.scale = torch.randn(5) * 0.1
+        self.angles = torch.arange(2.0**17).cos()
+        self.nested = {"scale": self.scale, "more": [1, (torch.rand(2), "text")]}
+        self.hidden = [nn.Parameter(torch.randn(2))]
+
+
+def test_tensors_that_are_plain_attributes_are_computed() -> None:
+    whole, deferred = build_whole(PlainTensors, 7), build_deferred(PlainTensors, 7)
+    assert deferred.nested["scale"] is deferred.scale
+    assert isinstance(deferred.hidden[0], nn.Parameter)
+    for name in ("scale", "angles"):
+        assert torch.equal(getattr(deferred, name), getattr(whole, name))
+    assert torch.equal(deferred.nested["more"][1][0], whole.nested["more"][1][0])
+    assert torch.equal(deferred.hidden[0], whole.hidden[0])
+
+
+class KeepsView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+        self.rows = [self.linear.weight.detach()[:2]]
+
+
+class AssignsData(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.weight.data = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (KeepsView, "^keeps a view or a function of a parameter in rows$"),
+        (AssignsData, "^assigns the data of weight, which is not recorded$"),
+        (lambda: nn.Linear(3, 4).half(), "^converts its parameters to another dtype, which prec"),
+    ],
+)
+def test_what_cannot_be_deferred_is_named(build: Callable[[], nn.Module], message: str) -> None:
+    with pytest.raises(NotDeferrableError, match=message):
+        build_deferred(build, 0)
+
+
+def test_an_empty_parameter_has_no_values_to_set() -> None:
+    module = build_deferred(lambda: nn.ParameterList([torch.empty(0, 3)]), 0)
+    assert computed(module)["0"].shape == (0, 3)
+
+
 def test_errors_of_a_constructor_are_its_own() -> None:
     with pytest.raises(ZeroDivisionError):
         build_deferred(lambda: nn.Linear(1 // 0, 3), 0)
