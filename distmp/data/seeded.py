@@ -7,15 +7,10 @@ interruption, with any number of workers and ranks.
 
 from __future__ import annotations
 
-import hashlib
-import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
-from distmp.utils.generators import generators_kept
+from distmp.utils.generators import generators_kept, seed_generators
 
 
 class SeededSamples:
@@ -39,18 +34,13 @@ class SeededSamples:
         get_items = getattr(self.dataset, "__getitems__", None)
         with generators_kept():
             if get_items is not None:
-                _seed_generators(self.seed, places[0][0])
+                self._seed_generators(places[0][0])
                 return get_items([index for _, index in places])
             return [self._sample(position, index) for position, index in places]
 
     def _sample(self, position: int, index: int) -> Any:
-        _seed_generators(self.seed, position)
+        self._seed_generators(position)
         return self.dataset[index]
 
-
-def _seed_generators(seed: int, position: int) -> None:
-    digest = hashlib.sha256(f"sample {seed} {position}".encode()).digest()
-    # Not `torch.manual_seed`, which seeds all devices.
-    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
-    np.random.seed(int.from_bytes(digest[8:12], "big"))
-    random.seed(digest[12:])
+    def _seed_generators(self, position: int) -> None:
+        seed_generators(f"sample {self.seed} {position}")

@@ -17,7 +17,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +26,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.errors import DistmpError, listed
-from distmp.utils.generators import generators_kept
+from distmp.utils.generators import generators_kept, seed_generators
 from distmp.utils.module_tensors import held_tensors, own_tensors, replace_tensors
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -228,7 +231,7 @@ class _Replay:
 
 
 class _Seeded(TorchDispatchMode):
-    """Gives each random operation a seed of its own.
+    """Gives each random operation a seed of its own, and seeds numpy and Python at the beginning.
 
     Args:
         seed: Determines all of these seeds.
@@ -238,6 +241,10 @@ class _Seeded(TorchDispatchMode):
         super().__init__()
         self._seed = seed
         self._random_operations = 0
+
+    def __enter__(self) -> Self:
+        seed_generators(f"model {self._seed}")
+        return super().__enter__()
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

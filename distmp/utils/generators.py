@@ -1,7 +1,8 @@
-"""Keeps default random generators as they are while other code draws from them."""
+"""Seeds default random generators for other code, and restores them."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,3 +30,16 @@ def generators_kept(device: torch.device | None = None) -> Iterator[None]:
     finally:
         np.random.set_state(before[0])
         random.setstate(before[1])
+
+
+def seed_generators(key: str) -> None:
+    """Seed the default generators of torch on the CPU, numpy and Python.
+
+    Args:
+        key: Determines the seeds.
+    """
+    digest = hashlib.sha256(key.encode()).digest()
+    # Not `torch.manual_seed`, which seeds all devices.
+    torch.default_generator.manual_seed(int.from_bytes(digest[:8], "big"))
+    np.random.seed(int.from_bytes(digest[8:12], "big"))
+    random.seed(digest[12:])

@@ -178,6 +178,33 @@ def test_all_ways_to_values_leave_the_generators() -> None:
             assert next_numbers() == expected
 
 
+class DrawsOutsideOfTorch(nn.Module):
+    """Draws from the global generators of Python and numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled = nn.Parameter(torch.ones(3, 2).normal_() * random.random())
+        self.drawn = nn.Parameter(torch.empty(4))
+        with torch.no_grad():
+            self.drawn.copy_(torch.from_numpy(np.random.randn(4)))
+
+
+def test_generators_outside_of_torch_are_seeded_and_left_as_they_were() -> None:
+    random.seed(1)
+    np.random.seed(1)
+    states = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    first = computed(build_deferred(DrawsOutsideOfTorch, 7))
+    whole = build_whole(DrawsOutsideOfTorch, 7)
+    assert states == (random.getstate(), np.random.get_state()[1].tolist())  # type: ignore[index]
+    random.seed(2)
+    np.random.seed(2)
+    for name, value in computed(build_deferred(DrawsOutsideOfTorch, 7)).items():
+        assert torch.equal(value, first[name])
+        assert torch.equal(value, whole.get_parameter(name))
+    other = build_whole(DrawsOutsideOfTorch, 8)
+    assert not torch.equal(other.drawn, whole.drawn)
+
+
 STEPS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.normal_(),
     lambda x: x.uniform_(-1, 1),
