@@ -82,7 +82,7 @@ from distmp.scaling import (
     pack,
     unused_rules,
 )
-from distmp.utils.deferred import NotDeferrableError, build_deferred
+from distmp.utils.deferred import NotDeferrableError, build_deferred, describe_initial_values
 from distmp.utils.flat_shard import global_shape
 
 if TYPE_CHECKING:
@@ -197,7 +197,7 @@ class Engine:
         self._loss = loss
         if config.reproducible:
             make_deterministic(self.device)
-        self._strategy = self._build_strategy(model, values)
+        self._strategy = self._build_strategy(model, values, initialize=initialize)
         self.strategy_reason = self._strategy.reason
         self.module = self._strategy.module
         if self.strategy not in SHARDED_STRATEGIES and self.world.rank == 0:
@@ -232,10 +232,15 @@ class Engine:
         self._previous: StepOutcome | None = None
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
-    def _build_strategy(self, model: nn.Module, values: InitialValues) -> Strategy:
+    def _build_strategy(
+        self, model: nn.Module, values: InitialValues, *, initialize: bool
+    ) -> Strategy:
         """Check that all ranks have the same set-up, and distribute the model."""
         with explain_lost_peers(self.world.group):
             described = self.config.describe() | describe_model(model)
+            if initialize and self.strategy in SHARDED_STRATEGIES:
+                # A rank computes its shards alone; other strategies copy the values of rank 0.
+                described |= describe_initial_values(model)
             check_same(self.world.group, self.device, described)
             return build_strategy(
                 self.strategy,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import hashlib
+import random
 from typing import Any
 
 import pytest
@@ -137,6 +138,55 @@ def test_parts_on_the_meta_device() -> None:
         assert torch.equal(values["model/0.weight"], first.weight)
         assert values["model/1.weight"].abs().max() <= 6**-0.5
         engine.step([torch.ones(2, 4)])
+
+
+class OfRank(nn.Module):
+    """Adds to a parameter, and scales another with a random number of Python."""
+
+    def __init__(self, added: float) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 3)
+        with torch.no_grad():
+            self.body.weight.mul_(random.random())
+            self.head.weight.add_(added)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def sum_of_squares(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+    return module(batch).square().sum(), len(batch)
+
+
+@ranks(2)
+def test_a_constructor_whose_values_differ_between_ranks_is_refused_for_shards() -> None:
+    rank = dist.get_rank()
+    random.seed(rank)
+    norms = {}
+    for strategy, added in (("ddp", rank), ("fsdp", 0)):
+        torch.manual_seed(rank)
+
+        def build(added: int = added) -> nn.Module:
+            return OfRank(added)
+
+        engine = Engine(build, sum_of_squares, sgd, policy="fp32", strategy=strategy)
+        norms[strategy] = engine.step([torch.ones(2, 4)]).numbers.grad_norm
+    assert norms["ddp"] == pytest.approx(norms["fsdp"])  # rank 0's values, whatever ranks drew
+    message = (
+        r"^initial values of head\.weight, operation 3 = .*add_.*, 0.* on rank 0; .*, 1.* on rank 1"
+        r": differs between ranks; use the same on every rank$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        Engine(lambda: OfRank(rank), sum_of_squares, sgd, policy="fp32", strategy="fsdp")
+    # Values that are loaded later do not matter.
+    Engine(
+        lambda: OfRank(rank),
+        sum_of_squares,
+        sgd,
+        policy="fp32",
+        strategy="fsdp",
+        initialize=False,
+    )
 
 
 def test_buffers_that_modules_share_stay_shared() -> None:

@@ -16,6 +16,7 @@ from distmp.utils.deferred import (
     NotDeferrableError,
     build_deferred,
     build_whole,
+    describe_initial_values,
     is_recorded,
     recording_of,
 )
@@ -203,6 +204,59 @@ def test_generators_outside_of_torch_are_seeded_and_left_as_they_were() -> None:
         assert torch.equal(value, whole.get_parameter(name))
     other = build_whole(DrawsOutsideOfTorch, 8)
     assert not torch.equal(other.drawn, whole.drawn)
+
+
+def described(change: Callable[[nn.Linear], object], seed: int = 1) -> dict[str, str]:
+    """Describe a layer that a constructor changes."""
+
+    @torch.no_grad()
+    def build() -> nn.Linear:
+        layer = nn.Linear(3, 3)
+        change(layer)
+        return layer
+
+    return describe_initial_values(build_deferred(build, seed))
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "nothing": lambda layer: None,
+    "scalar": lambda layer: layer.weight.add_(1),
+    "other scalar": lambda layer: layer.weight.add_(2),
+    "literal": lambda layer: layer.weight.copy_(torch.tensor([1.0, 2.0, 3.0])),
+    "other literal": lambda layer: layer.weight.copy_(torch.tensor([1.0, 2.0, 4.0])),
+    "random": lambda layer: layer.weight.normal_(),
+    "later random": lambda layer: (torch.rand(1), layer.weight.normal_()),
+    "generator": lambda layer: layer.weight.normal_(generator=torch.Generator().manual_seed(1)),
+    "other generator": lambda layer: layer.weight.normal_(
+        generator=torch.Generator().manual_seed(2)
+    ),
+    "row": lambda layer: layer.weight[1].zero_(),
+    "other row": lambda layer: layer.weight[2].zero_(),
+    "part": lambda layer: setattr(layer, "weight", nn.Parameter(torch.rand(6, 3)[:3])),
+    "other part": lambda layer: setattr(layer, "weight", nn.Parameter(torch.rand(6, 3)[3:])),
+    "order": lambda layer: layer.weight.copy_(torch.rand(3) - torch.rand(1)),
+    "other order": lambda layer: layer.weight.copy_(-torch.rand(3) + torch.rand(1)),
+    "operands": lambda layer: layer.weight.copy_((lambda a, b: a - b)(*torch.rand(2, 3).clone())),
+    "other operands": lambda layer: layer.weight.copy_(
+        (lambda a, b: b - a)(*torch.rand(2, 3).clone())
+    ),
+    "bias": lambda layer: layer.bias.fill_(1),
+}
+
+
+def test_a_description_tells_what_determines_initial_values() -> None:
+    texts = {name: described(change) for name, change in CHANGES.items()}
+    for name, change in CHANGES.items():
+        assert described(change) == texts[name], name
+    assert len({repr(text) for text in texts.values()}) == len(CHANGES)
+    assert described(CHANGES["nothing"], seed=2) != texts["nothing"]
+    # Reading values, as for a log on rank 0, changes nothing.
+    assert described(lambda layer: float(layer.weight.clone().norm())) == texts["nothing"]
+    # Operations of one parameter do not change the description of another.
+    assert {k: v for k, v in texts["bias"].items() if "weight" in k} == {
+        k: v for k, v in texts["nothing"].items() if "weight" in k
+    }
+    assert describe_initial_values(nn.Linear(3, 3)) == {}
 
 
 STEPS: list[Callable[[Tensor], Tensor]] = [
