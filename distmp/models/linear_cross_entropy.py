@@ -14,9 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from distmp.data import IGNORED
+from distmp.errors import ConfigError
 
 Backend = str | Callable[..., Any]
 """Backend of `torch.compile`: its name, or a function."""
@@ -61,7 +63,11 @@ def linear_cross_entropy(
 
     Returns:
         The sum in nats, FP32, 0-dim.
+
+    Raises:
+        ConfigError: See `check_targets`.
     """
+    check_targets(targets, len(weight))
     kind = hidden.device.type
     # The meta device, on which work is counted, has no autocast.
     casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -76,6 +82,33 @@ def linear_cross_entropy(
             _compute_chunk if backend is None else _compiled_chunk(backend),
         )
     return loss_sum
+
+
+def check_targets(targets: Tensor, vocabulary_size: int) -> None:
+    """Refuse targets outside of the vocabulary.
+
+    On a GPU, a comparison would make the host wait. There, a kernel of the loss stops the process.
+
+    Args:
+        targets: int64 of any shape.
+        vocabulary_size: Number of logits of each token.
+
+    Raises:
+        ConfigError: With the range of the targets and the size of the vocabulary.
+    """
+    fake = isinstance(targets, FakeTensor) or torch.compiler.is_compiling()
+    if targets.device.type != "cpu" or fake or not targets.numel():
+        return
+    ids = targets.where(targets != IGNORED, 0)
+    smallest, largest = (int(target) for target in torch.aminmax(ids))
+    if smallest < 0 or largest >= vocabulary_size:
+        raise ConfigError(
+            "batch",
+            f"targets from {smallest} to {largest}",
+            f"the model returns logits of {vocabulary_size} token ids, for targets from 0 to "
+            f"{vocabulary_size - 1}, and {IGNORED} for tokens without a target; correct the "
+            "targets, or enlarge the vocabulary of the model (model.vocabulary_size)",
+        )
 
 
 class LossHead(nn.Linear):
@@ -224,7 +257,8 @@ def _compute_chunk(
     """
     logits = F.linear(hidden, weight).float()
     log_sum, counts = logits.logsumexp(-1), targets != IGNORED
-    targets = targets.clamp(min=0)[:, None]
+    # Another target below 0 stays an index out of bounds, which torch reports.
+    targets = targets.where(counts, 0)[:, None]
     loss = (log_sum - logits.gather(-1, targets)[:, 0]).where(counts, 0.0).sum()
     if scale is None:
         return loss, None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from distmp.data import IGNORED
 from distmp.errors import ConfigError
+from distmp.models.linear_cross_entropy import check_targets
 
 # Largest number of wrappers of a model: DDP, a compiled module, FSDP1.
 _WRAPPERS = 3
@@ -40,7 +41,8 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         softmax is computed in FP32 for logits of any dtype. Counts are exact up to 2**24.
 
     Raises:
-        ConfigError: If there are positions, and the model has no attribute `takes_positions`.
+        ConfigError: If there are positions, and the model has no attribute `takes_positions`, and
+            for targets outside of the vocabulary, see `check_targets`.
     """
     targets = batch["targets"]
     options = {"positions": batch["positions"]} if "positions" in batch else {}
@@ -50,6 +52,7 @@ def next_token_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tens
         loss_sum = logits_of(model(batch["inputs"], targets=targets, **options))
     else:
         logits = logits_of(model(batch["inputs"], **options))
+        check_targets(targets, logits.shape[-1])
         loss_sum = F.cross_entropy(
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from distmp.data import IGNORED
 from distmp.engine import Engine
+from distmp.errors import ConfigError
+from distmp.models.linear_cross_entropy import _compute_chunk
 from distmp.models.loss import logits_of, next_token_loss, takes_targets
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.parallel import ParallelConfig
@@ -196,3 +198,21 @@ def test_a_part_of_a_model_does_not_take_its_targets() -> None:
     outside = Outside(small())
     outside.takes_targets = False  # type: ignore[assignment]
     assert torch.equal(next_token_loss(outside, tokens())[0], plain(outside, tokens())[0])
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.parametrize("target", [-1, -7, 50, 99_999])
+def test_targets_outside_of_the_vocabulary_are_refused(takes: bool, target: int) -> None:
+    model = Transformer(TransformerConfig(50, 16, 1, 16, 2, 32))
+    model.takes_targets = takes
+    targets = torch.tensor([[3, IGNORED, target, 3]])
+    said = rf"targets from {min(0, target)} to {max(3, target)}': the model returns logits of 50 "
+    with pytest.raises(ConfigError, match=said):
+        next_token_loss(model, batch(targets))
+
+
+def test_a_negative_target_is_never_the_first_token() -> None:
+    """Where targets are not checked: on a GPU, and below torch.compile."""
+    hidden, weight, targets = torch.randn(4, 8), torch.randn(50, 8), torch.tensor([3, -7, 4, 5])
+    with pytest.raises(RuntimeError, match="-7 is out of bounds"):
+        _compute_chunk(hidden, weight, targets, None)
