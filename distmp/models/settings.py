@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
@@ -151,11 +151,12 @@ class ModelConfig:
         Raises:
             ConfigError: If an option is invalid.
         """
-        values = {**self.dimensions._asdict(), **self.options}
-        try:
-            return TransformerConfig(vocabulary_size, sequence_length, **values)
-        except (TypeError, ValueError) as error:
-            raise ConfigError("model.options", self.options, str(error)) from None
+        # Import lazily: your own loop needs neither YAML nor the command line.
+        from distmp.utils.settings import from_mapping
+
+        sizes = {"vocabulary_size": 1, "sequence_length": 1, **self.dimensions._asdict()}
+        config = from_mapping(TransformerConfig, {**sizes, **self.options}, "model.options")
+        return replace(config, vocabulary_size=vocabulary_size, sequence_length=sequence_length)
 
     def _check_count(self, name: str) -> None:
         value = getattr(self, name)

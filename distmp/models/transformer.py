@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distmp.errors import ConfigError
 from distmp.models.documents import attend, document_mask
 from distmp.models.linear_cross_entropy import Backend, linear_cross_entropy
 
@@ -50,15 +51,21 @@ class RotaryScaling:
         """Check the values.
 
         Raises:
-            ValueError: If they are invalid.
+            ConfigError: If one is invalid.
         """
-        if not (self.factor >= 1 and 0 < self.low_frequency < self.high_frequency):
-            raise ValueError(
-                "rotary_scaling: factor must be 1 or more, and low_frequency between 0 and "
-                f"high_frequency, not {self}"
+        section = "model.options.rotary_scaling"
+        if not 1 <= self.factor < math.inf:
+            raise ConfigError(f"{section}.factor", self.factor, "must be 1 or more, and finite")
+        if not self.high_frequency < math.inf:
+            raise ConfigError(f"{section}.high_frequency", self.high_frequency, "must be finite")
+        if not 0 < self.low_frequency < self.high_frequency:
+            raise ConfigError(
+                f"{section}.low_frequency",
+                self.low_frequency,
+                f"must be above 0 and below high_frequency = {self.high_frequency}",
             )
         if self.length < 1:
-            raise ValueError(f"rotary_scaling: length must be 1 or more, not {self.length}")
+            raise ConfigError(f"{section}.length", self.length, "must be 1 or more")
 
     def scaled(self, frequencies: Tensor) -> Tensor:
         """Return the scaled frequencies, in radians per token."""
@@ -73,7 +80,7 @@ class TransformerConfig:
     """Dimensions of a transformer. `dimension` is a multiple of twice `heads`.
 
     Raises:
-        ValueError: If dimensions do not fit together.
+        ValueError: If dimensions do not fit together, or an option is invalid.
     """
 
     vocabulary_size: int
@@ -125,6 +132,15 @@ class TransformerConfig:
             )
         if isinstance(self.rotary_scaling, dict):
             object.__setattr__(self, "rotary_scaling", RotaryScaling(**self.rotary_scaling))
+        # FP32, in which angles and norms are computed, has no larger base.
+        if not 1 <= self.rotary_base <= 1e38:
+            raise ConfigError(
+                "model.options.rotary_base", self.rotary_base, "use a number from 1 to 1e38"
+            )
+        if not 0 <= self.norm_epsilon <= 1:
+            raise ConfigError(
+                "model.options.norm_epsilon", self.norm_epsilon, "use a number from 0 to 1"
+            )
 
     @property
     def groups(self) -> int:

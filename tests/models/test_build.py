@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from math import inf, nan
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from distmp.models.settings import ModelConfig
 from distmp.models.transformer import Transformer, TransformerConfig
 
 HERE = "tests.models.test_build"
+SCALING = "model.options.rotary_scaling"
+FACTORS = r"choose one of .*rotary_scaling\.factor, .*low_frequency"
 
 
 def linear(width: int) -> nn.Module:
@@ -95,6 +98,23 @@ def test_models_too_small_for_the_data_are_refused(
         ({"dimension": 12, "heads": 4}, "model.heads", "even width, .*choose 3"),
         ({"dimension": 7, "heads": 1}, "model.heads", "choose an even model.dimension"),
         ({"options": {"tied_heads": 1}}, "model.options.tied_heads", "did you mean 'tied_head'"),
+        ({"options": {"tied_head": "maybe"}}, "model.options.tied_head", "must be true or false"),
+        ({"options": {"rotary_base": "many"}}, "model.options.rotary_base", "must be a number"),
+        ({"options": {"rotary_base": 0}}, "model.options.rotary_base", "use a number from 1 to"),
+        ({"options": {"rotary_base": -1}}, "model.options.rotary_base", "use a number from 1 to"),
+        ({"options": {"rotary_base": inf}}, "model.options.rotary_base", "use a number from 1 to"),
+        ({"options": {"rotary_base": nan}}, "model.options.rotary_base", "use a number from 1 to"),
+        ({"options": {"norm_epsilon": -1}}, "model.options.norm_epsilon", "use a number from 0 to"),
+        ({"options": {"rotary_scaling": 8}}, SCALING, "must be a section of"),
+        ({"options": {"rotary_scaling": {"rope_type": "llama3"}}}, f"{SCALING}.rope_type", FACTORS),
+        ({"options": {"rotary_scaling": {"factor": "nan"}}}, f"{SCALING}.factor", "not text"),
+        ({"options": {"rotary_scaling": {"factor": inf}}}, f"{SCALING}.factor", "1 or more"),
+        ({"options": {"rotary_scaling": {"length": 0}}}, f"{SCALING}.length", "1 or more"),
+        (
+            {"options": {"rotary_scaling": {"low_frequency": 4}}},
+            f"{SCALING}.low_frequency",
+            "below high_frequency = 4.0",
+        ),
         ({"name": "m:f", "layers": 3}, "model.layers", "pass it in model.options"),
     ],
 )

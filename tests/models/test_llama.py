@@ -149,9 +149,15 @@ def test_a_description_with_everything_can_be_rebuilt() -> None:
 def test_settings_that_do_not_fit_are_one_message() -> None:
     for settings, message in (
         ({"key_value_heads": 3}, r"^model\.key_value_heads = 3: does not divide model\.heads = 5"),
-        ({"options": {"rotary_scaling": {"factor": 0.5}}}, "factor must be 1 or more"),
+        (
+            {"options": {"rotary_scaling": {"factor": 0.5}}},
+            r"rotary_scaling\.factor = 0.5: must be 1 or more",
+        ),
         ({"options": {"rotary_scaling": {"facto": 2}}}, "facto"),
-        ({"options": {"rotary_scaling": {"length": 0}}}, "length must be 1 or more"),
+        (
+            {"options": {"rotary_scaling": {"length": 0}}},
+            r"rotary_scaling\.length = 0: must be 1 or more",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             ModelConfig(**settings)  # type: ignore[arg-type]

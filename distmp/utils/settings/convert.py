@@ -34,7 +34,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def from_mapping(cls: type[T], values: Mapping[Any, Any]) -> T:
+def from_mapping(cls: type[T], values: Mapping[Any, Any], section: str = "") -> T:
     """Build a (nested) dataclass from a mapping such as `read_yaml` returns.
 
     Absent settings keep their defaults. Conversion is strict: an integer is accepted for a float, a
@@ -48,12 +48,13 @@ def from_mapping(cls: type[T], values: Mapping[Any, Any]) -> T:
         cls: Dataclass whose fields are int, float, str, bool, None, Literal, tuple, dict, Any,
             dataclasses of these, or unions of these; every field has a default.
         values: Values by the names of settings.
+        section: Dotted name of the section that they are in, for messages.
 
     Raises:
         ConfigError: If a name is unknown (the message suggests the nearest one) or a value has the
             wrong type, or from the checks of the dataclass.
     """
-    return cast("T", _build(cls, values, "", frozenset(setting_names(cls))))
+    return cast("T", _build(cls, values, section, frozenset(setting_names(cls, section))))
 
 
 def join(section: str, name: str) -> str:
