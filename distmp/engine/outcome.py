@@ -118,7 +118,10 @@ class StepOutcome:
 def advice(numbers: StepNumbers) -> str:
     """Return what to do about a skipped step whose overflow was not replayed."""
     if numbers.weight == 0:
-        return "no microbatch of any rank had a weight above 0; check the weights that loss returns"
+        return (
+            "the global weight is 0: no microbatch of any rank had a weight above 0; check that "
+            "batches have targets that count (not -100), and the weights that loss returns"
+        )
     if numbers.spike:
         return (
             f"loss {numbers.loss:.4g} (limit {numbers.loss_limit:.4g}), norm "

@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
+from distmp.data import IGNORED
 from distmp.telemetry import read_records
 from distmp.training.train import main
 from tests.elastic import Job, run_jobs
@@ -47,6 +50,38 @@ def test_a_run_that_only_skips_ends_with_one_message_that_names_the_layer(tmp_pa
     assert "on all 2 ranks" in messages[0]
     assert "lower precision.loss_scale.init" in messages[0]
     assert len(read_records(tmp_path / "0" / "run" / "steps.jsonl")) == 3
+
+
+class AllIgnored:
+    """Samples without a target that counts."""
+
+    vocabulary_size = 50
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"inputs": torch.arange(32), "targets": torch.full((32,), IGNORED)}
+
+
+def all_ignored(split: str, sequence_length: int) -> AllIgnored:
+    return AllIgnored()
+
+
+def test_a_run_without_targets_says_that_it_trains_nothing(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = [f"--data.source={__name__}:all_ignored", "--sample.length=0"]
+    assert main([*TINY, *data, "--steps=2", "--run-dir=run"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if " skipped: " in line]
+    assert [line.split(":")[0] for line in lines] == ["step 1 skipped", "step 2 skipped"]
+    assert "the global weight is 0: no microbatch of any rank had a weight above 0" in lines[0]
+    warning = caplog.records[-1].getMessage()
+    assert "all 2 steps were skipped, so the weights after step 2 are the initial ones" in warning
 
 
 def test_attribution_can_be_switched_off(

@@ -76,9 +76,10 @@ class Checkpointing(Callback):
     def on_train_end(self, trainer: Trainer, *, finished: bool) -> None:
         """Save the last step, and warn if it was skipped."""
         self.save_now(trainer)
-        skipped = _skipped_in_a_row(trainer.engine.state_dict()["engine/counts"])
-        if skipped and trainer.world.rank == 0:
-            logger.warning("%s", _skips_message(trainer.progress.step, skipped))
+        counts = trainer.engine.state_dict()["engine/counts"]
+        message = _skips_message(trainer.progress.step, *counts.tolist())
+        if message and trainer.world.rank == 0:
+            logger.warning("%s", message)
 
     def on_exit(self, trainer: Trainer, error: BaseException | None) -> None:
         """Wait for a save in the background; raise if the last one failed."""
@@ -141,7 +142,15 @@ def _skipped_in_a_row(counts: Tensor) -> int:
     return int(in_a_row) if applied else 0
 
 
-def _skips_message(step: int, skipped: int) -> str:
+def _skips_message(step: int, applied: int, skipped_total: int, skipped: int) -> str:
+    """Return a warning about the steps skipped since the last update; "" without any."""
+    if not skipped:
+        return ""
+    if not applied:
+        return (
+            f"all {skipped_total} steps were skipped, so the weights after step {step} are the "
+            "initial ones; the message of each skipped step says why"
+        )
     steps = "step was" if skipped == 1 else f"{skipped} steps were all"
     updated_at = step - skipped
     return (

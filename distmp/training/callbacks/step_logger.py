@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from distmp.engine.outcome import advice
 from distmp.telemetry import StepLog, StepRecord, peak_memory_bytes, trackers
 from distmp.telemetry.trackers import Trackers
 from distmp.training.callbacks.callback import Callback, Rollback, StepResult
@@ -103,6 +104,8 @@ def _messages(result: StepResult) -> Iterator[str]:
     numbers, spike = result.numbers, result.spike
     if result.overflow is not None:
         yield f"step {result.step} skipped: {result.overflow}"
+    elif numbers.weight == 0:
+        yield f"step {result.step} skipped: {advice(numbers)}"
     if numbers.dropped:
         yield (
             f"step {result.step}: dropped {numbers.dropped} microbatches with non-finite gradients"
