@@ -366,6 +366,10 @@ class _Recorder(_Seeded):
         self._recording.add(function, args, kwargs, result, seed)
         return result
 
+    def has_made(self, tensor: Any) -> bool:
+        """Return whether this, and not a mode around it such as explain's, made a tensor fake."""
+        return isinstance(tensor, FakeTensor) and tensor.fake_mode is self._fake
+
 
 def build_deferred(
     build: Callable[[], Module], seed: int, device: torch.device | None = None
@@ -382,8 +386,9 @@ def build_deferred(
             says what, without a subject.
     """
     recording = Recording()
+    recorder = _Recorder(recording, seed)
     try:
-        with generators_kept(device), _Recorder(recording, seed), warnings.catch_warnings():
+        with generators_kept(device), recorder, warnings.catch_warnings():
             # torch does so to copy a tensor (`copy.deepcopy`).
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             module = build()
@@ -393,7 +398,7 @@ def build_deferred(
         needs = _CONVERTS if _CONVERSION in str(error) else "needs the values of its parameters"
         raise NotDeferrableError(f"{needs} ({type(error).__name__}: {error})") from error
     _leave_fake(module, recording)
-    _compute_attributes(module, recording)
+    _compute_attributes(module, recording, recorder.has_made)
     _recordings[module] = recording
     return module
 
@@ -510,7 +515,9 @@ def _leave_fake(module: nn.Module, recording: Recording) -> None:
 
 
 @torch.no_grad()
-def _compute_attributes(module: nn.Module, recording: Recording) -> None:
+def _compute_attributes(
+    module: nn.Module, recording: Recording, is_fake: Callable[[Any], bool]
+) -> None:
     """Compute the fake tensors in attributes of modules that are not parameters or buffers."""
     registered = {view.storage for view in recording.views.values()}
     # What modules share stays shared. With the originals, so that no id is used again.
@@ -528,10 +535,10 @@ def _compute_attributes(module: nn.Module, recording: Recording) -> None:
 
     def computed(tree: Any, name: str) -> Any:
         if id(tree) not in done:
-            if _is_fake(tree):
+            if is_fake(tree):
                 new = value(tree, name)
             else:
-                new = pytree.tree_map_only(FakeTensor, lambda leaf: computed(leaf, name), tree)
+                new = pytree.tree_map_only(is_fake, lambda leaf: computed(leaf, name), tree)
             done[id(tree)] = (tree, new)
         return done[id(tree)][1]
 
@@ -540,7 +547,7 @@ def _compute_attributes(module: nn.Module, recording: Recording) -> None:
         hooks = part._forward_pre_hooks.values()
         again = {getattr(hook, key, None) for hook in hooks for key in ("name", "_tensor_name")}
         for key, attribute in list(vars(part).items()):
-            if key not in again and any(map(_is_fake, pytree.tree_leaves(attribute))):
+            if key not in again and any(map(is_fake, pytree.tree_leaves(attribute))):
                 vars(part)[key] = computed(attribute, f"{prefix}.{key}".lstrip("."))
 
 
