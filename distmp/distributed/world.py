@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from distmp.distributed import rendezvous_store
+from distmp.distributed import flight_recorder, rendezvous_store
 from distmp.distributed.accelerate_launch import wants_cpu
 from distmp.distributed.backend import backend_for
 from distmp.distributed.launcher_variables import adopt_ranks
@@ -169,6 +169,7 @@ def _initialize_group(
 ) -> None:
     timeout = timedelta(seconds=timeout_seconds) if timeout_seconds else None
     store = rendezvous_store.for_this_start(timeout_seconds)
+    flight_recorder.enable()
     dist.init_process_group(
         **backend_for(device, store, environment.world_size),
         store=store,

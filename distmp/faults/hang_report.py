@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 from distmp.errors import rank_names
-from distmp.faults.peers import Answer, Status
+from distmp.faults.peers import Answer, Status, Trace
 
 # Number of ranks whose stack is shown.
 MAX_SHOWN = 4
@@ -41,60 +42,158 @@ class HangReport(NamedTuple):
     text: str
 
 
+class MissingCollective(NamedTuple):
+    """A collective that a rank has not started, while others of its group have.
+
+    Attributes:
+        number: Its index among the collectives of the group, counted from 1.
+        name: What it does, such as "all_reduce", or "" if unknown.
+        group: The process group.
+        ranks: The ranks that have started it.
+    """
+
+    number: int
+    name: str
+    group: str
+    ranks: list[int]
+
+    def __str__(self) -> str:
+        return _describe(self.number, self.name, self.group)
+
+
 def report(
     statuses: Mapping[int, Status],
     answers: Mapping[int, Answer],
     silent: Mapping[int, SilentRank],
     world_size: int,
+    traces: Mapping[int, Trace],
 ) -> HangReport:
     """Build the report from the answers of all ranks.
 
-    A rank is late if it does not answer, if it is in no collective while others wait in one, or if
-    it has started fewer collectives than others.
+    A rank is late if it does not answer, or if others have started a collective that it has not
+    started, and it waits for none of them. If there is no such rank, those are late that wait for
+    nothing while others wait.
 
     Args:
         statuses: The last heartbeat of every running rank, with `idle` until now.
         answers: The answers of the ranks that answered.
         silent: The ranks that did not answer.
         world_size: Number of ranks.
+        traces: The flight recorders of the ranks that answered; some may be missing.
     """
-    most = max((answer.collectives for answer in answers.values()), default=-1)
-    waiting = {
-        rank: answer
-        for rank, answer in answers.items()
-        if answer.waits_in and answer.collectives in (-1, most)
-    }
-    late = [rank for rank in sorted(statuses) if rank not in waiting]
+    late = sorted(silent.keys() | _late_ranks(answers, traces, any_silent=bool(silent)))
+    waiting = {rank: answer for rank, answer in sorted(answers.items()) if rank not in late}
+    missing = {rank: _missing(rank, answers, traces) for rank in late if rank in answers}
     idle = min(status.idle for status in statuses.values())
-    summary = f"{_late_summary(late)} for {idle:.0f} s; {_waiting_summary(waiting, late)}"
+    late_summary, waiting_summary = _late_summary(late, missing), _waiting_summary(waiting, late)
+    summary = f"{late_summary} for {idle:.0f} s; {waiting_summary}"
     lines = [f"no rank has made progress for {idle:.0f} s; ending the run"]
     for rank in late[:MAX_SHOWN]:
         if rank in silent:
             lines += _silent(rank, statuses[rank], silent[rank], world_size)
         else:
-            lines += _late(rank, answers[rank], world_size)
+            lines += _late(rank, answers[rank], missing[rank], world_size)
     if len(late) > MAX_SHOWN:
         lines.append(f"  also late: {rank_names(late[MAX_SHOWN:])}")
     lines += _waiting(waiting)
-    lines.append(f"  {_advice(late, silent, waiting)}")
+    if not late:
+        lines += _incomplete(traces)
+    lines.append(f"  {_advice(late, silent, answers, traces)}")
+    lines += _recorders(answers, traces)
     return HangReport(summary, "\n".join(lines))
 
 
-def _late_summary(late: list[int]) -> str:
-    return f"{rank_names(late)} late" if late else "all ranks wait"
+def _late_ranks(
+    answers: Mapping[int, Answer], traces: Mapping[int, Trace], *, any_silent: bool
+) -> set[int]:
+    """Return the late ranks among those that answered."""
+    behind, ahead = _behind_and_ahead(answers)
+    waiting = {rank for rank, answer in answers.items() if _waits(answer, traces.get(rank))}
+    if last := behind - ahead:
+        return last - waiting if any_silent else last  # they may wait for a silent rank
+    return answers.keys() - waiting
+
+
+def _waits(answer: Answer, trace: Trace | None) -> bool:
+    return bool(answer.waits_in or answer.synchronizes or (trace and trace.pending))
+
+
+def _behind_and_ahead(answers: Mapping[int, Answer]) -> tuple[set[int], set[int]]:
+    """Return the ranks that others wait for in some group, and those that wait for others.
+
+    A rank waits for those that have started fewer collectives of a group. Its host may be anywhere:
+    with NCCL, only the device waits.
+    """
+    behind: set[int] = set()
+    ahead: set[int] = set()
+    for started in _started(answers).values():
+        least, most = min(started.values()), max(started.values())
+        behind.update(rank for rank, number in started.items() if number < most)
+        ahead.update(rank for rank, number in started.items() if number > least)
+    return behind, ahead
+
+
+def _started(answers: Mapping[int, Answer]) -> dict[str, dict[int, int]]:
+    """Return the number of collectives that ranks have started, by group and rank."""
+    started: dict[str, dict[int, int]] = {}
+    for rank, answer in sorted(answers.items()):
+        for group, number in answer.collectives.items():
+            started.setdefault(group, {})[rank] = number
+    return started
+
+
+def _missing(
+    rank: int, answers: Mapping[int, Answer], traces: Mapping[int, Trace]
+) -> list[MissingCollective]:
+    """Return the next collective of a rank in each group in which others have started it."""
+    missing = []
+    for group, started in _started(answers).items():
+        number = started.get(rank, max(started.values())) + 1
+        ranks = [other for other, count in started.items() if count >= number]
+        if ranks:
+            shown = [dict(traces[r].pending.get(group, ())) for r in ranks if r in traces]
+            name = next((names[number] for names in shown if number in names), "")
+            missing.append(MissingCollective(number, name, group, ranks))
+    return missing
+
+
+def _describe(number: int, name: str, group: str) -> str:
+    return f"collective {number} of {group}{f', {name}' if name else ''}"
+
+
+def _late_summary(late: list[int], missing: Mapping[int, list[MissingCollective]]) -> str:
+    if not late:
+        return "all ranks wait"
+    first = missing.get(late[0]) if len(late) == 1 else None
+    return f"{rank_names(late)} late{f' before {first[0]}' if first else ''}"
 
 
 def _waiting_summary(waiting: Mapping[int, Answer], late: list[int]) -> str:
-    places = sorted({answer.waits_in for answer in waiting.values()})
-    if not places:
+    if not waiting:
         return "no rank waits in a collective"
-    return f"{rank_names(waiting) if late else 'they'} in {' and '.join(places)}"
+    places = sorted({place for answer in waiting.values() if (place := _place(answer))})
+    who = rank_names(waiting) if late else "they"
+    return f"{who} {' and '.join(places) or 'wait'}"
 
 
-def _late(rank: int, answer: Answer, world_size: int) -> list[str]:
-    where = f", waiting in {answer.waits_in}" if answer.waits_in else ""
+def _place(answer: Answer) -> str:
+    if answer.waits_in:
+        return f"in {answer.waits_in}"
+    return f"for the device in {answer.synchronizes}" if answer.synchronizes else ""
+
+
+def _late(
+    rank: int, answer: Answer, missing: list[MissingCollective], world_size: int
+) -> list[str]:
+    place = _place(answer)
     return [
-        f"  rank {rank} of {world_size} is late: {answer.doing} for {answer.idle:.0f} s{where}",
+        f"  rank {rank} of {world_size} is late: {answer.doing} for {answer.idle:.0f} s"
+        f"{f', waiting {place}' if place else ''}",
+        *(
+            f"    it has not started {collective}, which {rank_names(collective.ranks)} "
+            f"{'has' if len(collective.ranks) == 1 else 'have'} started"
+            for collective in missing
+        ),
         *_indented(answer.stack),
     ]
 
@@ -116,31 +215,91 @@ def _silent(rank: int, status: Status, process: SilentRank, world_size: int) -> 
 
 
 def _waiting(waiting: Mapping[int, Answer]) -> list[str]:
-    """Return a line for each collective, with the ranks that wait in it."""
+    """Return a line for each place, with the ranks that wait there."""
     groups: dict[tuple[str, str, str], list[int]] = {}
-    for rank, answer in sorted(waiting.items()):
-        groups.setdefault((answer.waits_in, answer.doing, answer.last), []).append(rank)
+    for rank, answer in waiting.items():
+        named = answer.waits_in and not answer.waits_in.startswith("work.wait")
+        started = f", last started {answer.last}" if answer.last and not named else ""
+        groups.setdefault((_place(answer), started, answer.doing), []).append(rank)
     lines = []
-    for (place, doing, last), ranks in groups.items():
-        started = f", last started {last}" if place.startswith("work.wait") and last else ""
+    for (place, started, doing), ranks in groups.items():
         verb = "waits" if len(ranks) == 1 else "wait"
-        lines.append(f"  {rank_names(ranks)} {verb} in {place}{started}: {doing}")
+        lines.append(
+            f"  {' '.join(filter(None, (rank_names(ranks), verb, place)))}{started}: {doing}"
+        )
     return lines
 
 
+def _incomplete(traces: Mapping[int, Trace]) -> list[str]:
+    """Return a line for the oldest collective of each group that has not completed."""
+    oldest: dict[tuple[str, int, str], list[int]] = {}
+    for rank, trace in sorted(traces.items()):
+        for group, collectives in trace.pending.items():
+            oldest.setdefault((group, *collectives[0]), []).append(rank)
+    return [
+        f"  {_describe(number, name, group)} has not completed on {rank_names(ranks)}"
+        for (group, number, name), ranks in oldest.items()
+    ]
+
+
 def _advice(
-    late: list[int], silent: Mapping[int, SilentRank], waiting: Mapping[int, Answer]
+    late: list[int],
+    silent: Mapping[int, SilentRank],
+    answers: Mapping[int, Answer],
+    traces: Mapping[int, Trace],
 ) -> str:
     if not late:
-        places = {answer.waits_in for answer in waiting.values()}
-        if len(places) > 1:
+        behind, _ = _behind_and_ahead(answers)
+        if behind:
+            return (
+                "each rank waits for another one in a different group: they do not start the "
+                "collectives of their groups in the same order"
+            )
+        if len({answer.waits_in for answer in answers.values()} - {""}) > 1 or _differ(traces):
             return "ranks wait in different collectives: they do not run the same code"
-        return "every rank has reached it: check the network between the machines"
+        if all(answer.waits_in for answer in answers.values()):
+            return "every rank has reached it: check the network between the machines"
+        return (
+            "all ranks have started the same collectives and wait for the device: check the GPUs "
+            "(nvidia-smi, dmesg) and the network between the machines"
+        )
     if any(process.state == "stopped" for process in silent.values()):
         return "find out what stopped the process; the others had to wait for it"
     return (
         "if the work is slow and does not hang, set a larger watchdog_seconds (and timeout_minutes)"
     )
+
+
+def _differ(traces: Mapping[int, Trace]) -> bool:
+    """Return whether ranks have started different collectives under the same number."""
+    names: dict[tuple[str, int], str] = {}
+    return any(
+        names.setdefault((group, number), name) != name
+        for trace in traces.values()
+        for group, collectives in trace.pending.items()
+        for number, name in collectives
+    )
+
+
+def _recorders(answers: Mapping[int, Answer], traces: Mapping[int, Trace]) -> list[str]:
+    """Return lines that say where the flight recorders are, or why they are not there."""
+    lines = []
+    files = {rank: Path(trace.file) for rank, trace in traces.items() if trace.file}
+    if files:
+        rank, file = min(files.items())
+        prefix = file.name.removesuffix(str(rank))
+        lines.append(
+            f"  the latest collectives of {rank_names(sorted(files))} are in {file.parent}; read "
+            f"them with: torchfrtrace --prefix {prefix} {file.parent}"
+        )
+    problems: dict[str, list[int]] = {}
+    for rank in sorted(answers.keys() - files.keys()):
+        problem = traces[rank].problem if rank in traces else "it takes too long"
+        if problem:
+            problems.setdefault(problem, []).append(rank)
+    for problem, ranks in problems.items():
+        lines.append(f"  no flight recorder of {rank_names(ranks)}: {problem}")
+    return lines
 
 
 def _indented(stack: str) -> list[str]:

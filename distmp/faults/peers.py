@@ -55,8 +55,10 @@ class Answer:
     Attributes:
         doing: The current phase as text.
         idle: Seconds since the main thread last made progress.
-        waits_in: The collective in which it waits, or "".
-        collectives: Number of collectives that it has started, or -1 if unknown.
+        waits_in: The collective in which the host waits, or "".
+        synchronizes: The call in which the host waits for the device, or "".
+        collectives: Number of collectives that it has started, by process group, see
+            `flight_recorder.started`.
         last: Name of the collective that distmp started last.
         stack: The stack of the main thread, with the innermost call last.
     """
@@ -64,9 +66,26 @@ class Answer:
     doing: str
     idle: float
     waits_in: str
-    collectives: int
+    synchronizes: str
+    collectives: dict[str, int]
     last: str
     stack: str
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the flight recorder of a rank shows, after its `Answer`.
+
+    Attributes:
+        pending: Number and name of the collectives that have not completed, by process group, see
+            `flight_recorder.pending`.
+        file: Where the recorder was written, or "" if it was not.
+        problem: Why it was not written, in one line; "" for a single process.
+    """
+
+    pending: dict[str, list[tuple[int, str]]]
+    file: str = ""
+    problem: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,9 +167,15 @@ class Peers:
 
     def answers(self, ranks: Iterable[int]) -> dict[int, Answer]:
         """Return the answers that have arrived."""
-        keys = {rank: f"answer/{rank}" for rank in ranks}
-        present = {rank: key for rank, key in keys.items() if self._store.check([key])}
-        return {rank: Answer(**self._get([key])[0]) for rank, key in present.items()}
+        return {rank: Answer(**value) for rank, value in self._present("answer", ranks).items()}
+
+    def show_trace(self, trace: Trace) -> None:
+        """Publish what the flight recorder of this rank shows."""
+        self._put(f"trace/{self.rank}", asdict(trace))
+
+    def traces(self, ranks: Iterable[int]) -> dict[int, Trace]:
+        """Return the traces that have arrived."""
+        return {rank: Trace(**value) for rank, value in self._present("trace", ranks).items()}
 
     def end(self, ending: Ending) -> bool:
         """Publish why the run ends; return whether this rank was the first to do so."""
@@ -160,6 +185,12 @@ class Peers:
     def ending(self) -> Ending | None:
         """Return why the run ends, or None while it continues."""
         return Ending(**self._get(["ending"])[0]) if self._store.check(["ending"]) else None
+
+    def _present(self, kind: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """Return the messages of a kind that have arrived, by rank."""
+        keys = {rank: f"{kind}/{rank}" for rank in ranks}
+        present = {rank: key for rank, key in keys.items() if self._store.check([key])}
+        return {rank: self._get([key])[0] for rank, key in present.items()}
 
     def _put(self, key: str, value: Any) -> None:
         self._store.set(key, json.dumps(value))

@@ -20,26 +20,33 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, TypeVar
 
 import psutil
+import torch
 import torch.distributed as dist
 
+from distmp.distributed import flight_recorder
 from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.reachability import responds, source_address
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report, stacks
-from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
+from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status, Trace
 from distmp.masking import masked_text
-from distmp.utils.frames import collective
+from distmp.utils.frames import collective, device_wait
+
+T = TypeVar("T")
 
 INTERVAL_SECONDS = 1.0
 # Number of heartbeats within which a rank answers a query, unless it is blocked.
 ANSWER_INTERVALS = 4
+# Number of heartbeats within which a rank that has answered also writes its flight recorder.
+TRACE_INTERVALS = 10
 # Time for the main thread to end by itself after the run has failed on another rank.
 GRACE_SECONDS = 3.0
 # If the thread did not run for this many intervals, the process was stopped.
@@ -63,6 +70,7 @@ class Watchdog:
 
     Attributes:
         before_exit: Called before the watchdog ends this process; must return soon.
+        traces_folder: The folder for the flight recorders of all ranks; None before it is known.
     """
 
     def __init__(
@@ -92,6 +100,7 @@ class Watchdog:
         self._observes = peers.rank in (0, peers.world_size - 1)
         self._observer = Observer()
         self.before_exit: Callable[[], object] = lambda: None
+        self.traces_folder: Path | None = None
 
     def start(self) -> None:
         """Start monitoring."""
@@ -164,9 +173,8 @@ class Watchdog:
         if ending := self.peers.ending():
             self._end_with(ending)
             return
-        if not self._answered and self.peers.is_asked():
-            self.peers.answer(self._answer())
-            self._answered = True
+        if self.peers.is_asked():
+            self._answer_question()
         self._check_for_lost_ranks()
         if self._observes:
             statuses = self.peers.statuses()
@@ -197,6 +205,27 @@ class Watchdog:
                 self._transferred = transferred
                 self._activity.touch()
 
+    def _answer_question(self) -> None:
+        """Publish the state of this rank, and then its flight recorder, which may block."""
+        if self._answered:
+            return
+        self._answered = True
+        self.peers.answer(self._answer())
+        self.peers.show_trace(self._trace())
+
+    def _trace(self) -> Trace:
+        """Write the flight recorder of this rank."""
+        pending, file, problem = {}, "", "the run has no folder yet"
+        try:
+            if not flight_recorder.started():  # a single process
+                return Trace({})
+            pending = flight_recorder.pending()
+            if self.traces_folder is not None:
+                file, problem = str(flight_recorder.dump(self.traces_folder)), ""
+        except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+        return Trace(pending, file, problem)
+
     def _answer(self) -> Answer:
         frame = stacks.main_thread()
         doing = self._activity.now
@@ -204,7 +233,8 @@ class Watchdog:
             doing=str(doing),
             idle=time.monotonic() - doing.since,
             waits_in=collective(frame),
-            collectives=_collectives_started(),
+            synchronizes=device_wait(frame) if torch.cuda.is_initialized() else "",
+            collectives=flight_recorder.started(),
             last=self._activity.collective,
             stack=stacks.show(frame),
         )
@@ -253,16 +283,16 @@ class Watchdog:
         peers = self.peers
         statuses = self._observer.until(time.monotonic(), peers.statuses())
         peers.ask()
-        peers.answer(self._answer())
-        self._answered = True
-        for _ in range(ANSWER_INTERVALS):
-            time.sleep(self._interval)
-            answers = peers.answers(statuses)
-            if len(answers) == len(statuses):
-                break
+        self._answer_question()
+        answers = self._collect(peers.answers, statuses, ANSWER_INTERVALS)
+        traces = self._collect(peers.traces, answers, TRACE_INTERVALS)
         silent = sorted(statuses.keys() - answers.keys())
         report = hang_report.report(
-            statuses, answers, {rank: self._inspect(rank) for rank in silent}, peers.world_size
+            statuses,
+            answers,
+            {rank: self._inspect(rank) for rank in silent},
+            peers.world_size,
+            traces,
         )
         step = self._activity.now.step
         ending = Ending(peers.rank, step, report.summary, HANG_EXIT_CODE, silent)
@@ -270,6 +300,18 @@ class Watchdog:
             print_message(report.text)
             record(report.summary)
             self._exit(ending)
+
+    def _collect(
+        self, read: Callable[[Iterable[int]], dict[int, T]], ranks: Collection[int], intervals: int
+    ) -> dict[int, T]:
+        """Return the messages of ranks that arrive within a number of heartbeats."""
+        found = read(ranks)
+        for _ in range(intervals):
+            if len(found) == len(ranks):
+                break
+            time.sleep(self._interval)
+            found = read(ranks)
+        return found
 
     def _inspect(self, rank: int) -> hang_report.SilentRank:
         """Inspect the process of a rank that does not answer."""
@@ -344,19 +386,6 @@ def _is_alive(pid: int) -> bool:
         return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
     except psutil.NoSuchProcess:
         return False
-
-
-def _collectives_started() -> int:
-    """Return the number of collectives that this rank has started, or -1 if unknown.
-
-    torch counts them; the method that returns the count is private.
-    """
-    group = dist.group.WORLD if dist.is_initialized() else None
-    number = getattr(group, "_get_sequence_number_for_group", None)
-    try:
-        return -1 if number is None else int(number())
-    except RuntimeError:
-        return -1
 
 
 class Observer:

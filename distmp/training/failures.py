@@ -11,6 +11,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -67,6 +68,12 @@ def before_exit(action: Callable[[], object]) -> None:
     """Call `action` before the watchdog ends this rank; the action must not raise."""
     if _watchdog is not None:
         _watchdog.before_exit = action
+
+
+def write_traces_to(folder: Path) -> None:
+    """Set the folder for the flight recorders of all ranks, which are written if ranks hang."""
+    if _watchdog is not None:
+        _watchdog.traces_folder = folder
 
 
 def stop_watching() -> None:

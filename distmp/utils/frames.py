@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -16,6 +17,7 @@ _NOT_USER_CODE = (
     os.path.join(sysconfig.get_path("stdlib"), ""),
     os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), ""),
 )
+_DEVICE_WAIT = re.compile(r"\.(synchronize|item|tolist|cpu|numpy)\(")
 _INSTALLED = ("/site-packages/", "/dist-packages/")
 
 
@@ -67,6 +69,25 @@ def collective(frame: FrameType | None) -> str:
             waits = ".wait(" in line and "/torch/utils/data/" not in file
             return f"work.wait ({_place(inner)})" if waits and "threading" not in file else ""
     return name
+
+
+def device_wait(frame: FrameType | None) -> str:
+    """Return the call in which a thread waits for its device, with its caller, or "".
+
+    It is recognized by its name: a `synchronize` of torch, or a call in the innermost line of code
+    that copies from the device. A thread that executes such a line on CPUs does not wait.
+    """
+    name = ""
+    for inner in outwards(frame):
+        file = inner.f_code.co_filename
+        if "/torch/cuda/" in file:
+            name = inner.f_code.co_name
+            continue
+        if name:
+            return f"{name} ({_place(inner)})" if name == "synchronize" else ""
+        call = _DEVICE_WAIT.search(linecache.getline(file, inner.f_lineno))
+        return f"{call[1]} ({_place(inner)})" if call else ""
+    return ""
 
 
 def _place(frame: FrameType) -> str:
