@@ -31,7 +31,8 @@ ENTRIES = 2000
 MAX_PENDING = 64
 # Time after which a dump that blocks ends the process.
 BLOCKED_SECONDS = 60.0
-# The private functions of torch that write a recorder, by backend; NCCL has a recorder of its own.
+# torch's private functions that return the contents of a recorder, by backend. `torchfrtrace` reads
+# only NCCL's: gloo's lacks the ranks of the groups.
 _DUMP = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
 
 
@@ -42,6 +43,11 @@ def enable() -> None:
     """
     if not any(name in os.environ for name in SIZE_VARIABLES):
         os.environ[SIZE_VARIABLES[0]] = str(ENTRIES)
+
+
+def uses_nccl() -> bool:
+    """Return whether a process group of this rank uses NCCL; groups of one rank do not count."""
+    return any(backend == "nccl" for _, _, backend, _ in _groups())
 
 
 def started() -> dict[str, int]:
@@ -73,32 +79,28 @@ def pending() -> dict[str, list[tuple[int, str]]]:
 
 
 def dump(folder: Path) -> Path:
-    """Write the flight recorder of this rank, in the format that `torchfrtrace` reads.
-
-    If a process group uses NCCL, NCCL's recorder is written, otherwise gloo's.
+    """Write NCCL's flight recorder of this rank, in the format that `torchfrtrace` reads.
 
     Args:
         folder: The folder of the files of all ranks; it is created if necessary.
 
     Returns:
-        The file, `BACKEND-rank-RANK` in the folder.
+        The file, `nccl-rank-RANK` in the folder.
 
     Raises:
         RuntimeError: If nothing was recorded.
         OSError: If the file cannot be written.
     """
-    backends = {backend for _, _, backend, _ in _groups()}
-    backend = "nccl" if "nccl" in backends else "gloo"
-    write = _function(_DUMP[backend])
+    write = _function(_DUMP["nccl"])
     if write is None:
-        raise RuntimeError(f"torch {torch.__version__} has no {_DUMP[backend]}")
+        raise RuntimeError(f"torch {torch.__version__} has no {_DUMP['nccl']}")
     for variable in SIZE_VARIABLES:
         if os.environ.get(variable) == "0":
             raise RuntimeError(f"{variable}=0 disables it")
-    with _ended_if_blocked(backend):
+    with _ended_if_blocked("nccl"):
         text: bytes = write()
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / f"{backend}-rank-{dist.get_rank()}"
+    file = folder / f"nccl-rank-{dist.get_rank()}"
     file.write_bytes(text)
     return file
 

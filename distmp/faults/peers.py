@@ -79,8 +79,8 @@ class Trace:
     Attributes:
         pending: Number and name of the collectives that have not completed, by process group, see
             `flight_recorder.pending`.
-        file: Where the recorder was written, or "" if it was not.
-        problem: Why it was not written, in one line; "" for a single process.
+        file: Where NCCL's recorder was written, or "".
+        problem: Why it could not be written, in one line, or "".
     """
 
     pending: dict[str, list[tuple[int, str]]]

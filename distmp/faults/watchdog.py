@@ -214,14 +214,15 @@ class Watchdog:
         self.peers.show_trace(self._trace())
 
     def _trace(self) -> Trace:
-        """Write the flight recorder of this rank."""
-        pending, file, problem = {}, "", "the run has no folder yet"
+        """Read the flight recorder of this rank, and write it to a file if it is NCCL's."""
+        pending, file, problem = {}, "", ""
         try:
-            if not flight_recorder.started():  # a single process
-                return Trace({})
             pending = flight_recorder.pending()
-            if self.traces_folder is not None:
-                file, problem = str(flight_recorder.dump(self.traces_folder)), ""
+            if flight_recorder.uses_nccl():
+                if self.traces_folder is None:
+                    problem = "the run has no folder yet"
+                else:
+                    file = str(flight_recorder.dump(self.traces_folder))
         except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
             problem = " ".join(f"{type(error).__name__}: {error}".split())
         return Trace(pending, file, problem)

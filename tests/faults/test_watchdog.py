@@ -1,4 +1,4 @@
-"""When ranks hang, and the report about it."""
+"""When ranks hang, where they wait, and what they tell each other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distmp.distributed import flight_recorder
 from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.rendezvous_store import HashStore
 from distmp.faults import stacks, watchdog
-from distmp.faults.hang_report import HangReport, SilentRank, report
-from distmp.faults.peers import Answer, Ending, Peers, RankPlace, Status
+from distmp.faults.peers import Ending, Peers, RankPlace, Status
 from distmp.faults.watchdog import Observer, Watchdog
 from distmp.utils import frames
 from tests.progress import of_children
@@ -73,64 +73,6 @@ def test_while_some_rank_makes_progress_there_is_no_hang(events: list[tuple[int,
     assert observer.is_hang(seen, now + 10.1)
 
 
-def answer(waits_in: str = "", collectives: int = 7, doing: str = "step 3, decision") -> Answer:
-    return Answer(doing, 12.0, waits_in, collectives, "all_reduce", '  File "x.py", line 1\n')
-
-
-def report_on(
-    answers: dict[int, Answer], silent: dict[int, SilentRank] | None = None
-) -> HangReport:
-    last = statuses(*[12.0] * (len(answers) + len(silent or {})))
-    return report(last, answers, silent or {}, len(last))
-
-
-WAITS = answer("all_reduce (all_reduce_stats, decision.py:1)")
-
-
-def test_a_rank_in_no_collective_is_late() -> None:
-    result = report_on({0: WAITS, 1: answer(doing="step 3, loading data"), 2: WAITS})
-    assert result.summary == (
-        "rank 1 late for 12 s; ranks 0, 2 in all_reduce (all_reduce_stats, decision.py:1)"
-    )
-    assert "rank 1 of 3 is late: step 3, loading data for 12 s\n" in result.text
-    assert 'File "x.py", line 1' in result.text
-    assert (
-        "ranks 0, 2 wait in all_reduce (all_reduce_stats, decision.py:1): step 3, decision"
-        in result.text
-    )
-
-
-def test_a_rank_in_an_earlier_collective_is_late() -> None:
-    result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)", collectives=6)})
-    assert "rank 1 of 2 is late: step 3, decision for 12 s, waiting in broadcast" in result.text
-
-
-def test_ranks_in_different_collectives_do_not_run_the_same_code() -> None:
-    result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)")})
-    assert "is late" not in result.text
-    assert "they do not run the same code" in result.text
-
-
-def test_all_ranks_in_one_collective_wait_for_the_network() -> None:
-    result = report_on({0: WAITS, 1: WAITS})
-    assert "check the network" in result.text
-    assert (
-        result.summary
-        == "all ranks wait for 12 s; they in all_reduce (all_reduce_stats, decision.py:1)"
-    )
-
-
-def test_of_many_late_ranks_a_few_are_shown() -> None:
-    result = report_on({0: WAITS} | {rank: answer() for rank in range(1, 9)})
-    assert result.text.count("File") == 4
-    assert "also late: ranks 5-8" in result.text
-
-
-def test_a_silent_rank_elsewhere() -> None:
-    result = report_on({0: WAITS}, {1: SilentRank("node7", 99)})
-    assert "rank 1 of 2 is late and does not answer: it runs on node7; process 99" in result.text
-
-
 class Waiting:
     """The handle of a collective that never ends."""
 
@@ -163,7 +105,8 @@ def test_the_collective_of_a_blocked_rank_and_the_count_of_collectives(tmp_path:
     def look() -> None:
         while not (noticed.exists() if rank == 1 else frames.collective(stacks.main_thread())):
             time.sleep(0.05)
-        seen.append((frames.collective(stacks.main_thread()), watchdog._collectives_started()))
+        (started,) = flight_recorder.started().values()
+        seen.append((frames.collective(stacks.main_thread()), started))
         noticed.touch()
 
     dist.all_reduce(torch.ones(1))

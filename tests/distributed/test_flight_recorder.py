@@ -1,0 +1,162 @@
+"""Numbers and names of the collectives that a rank has started, and the dump of NCCL's recorder."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distmp.distributed import flight_recorder
+from distmp.distributed.rank_environment import RankEnvironment
+from distmp.distributed.world import join
+from tests.ranks import ranks
+
+C10D = torch._C._distributed_c10d  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"TORCH_FR_BUFFER_SIZE": "7"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"}],
+    ids=["unset", "own size", "disabled by the older name"],
+)
+def test_a_size_that_the_user_has_set_is_kept(
+    own: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in flight_recorder.SIZE_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, size in own.items():
+        monkeypatch.setenv(name, size)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    flight_recorder.enable()
+    sizes = {name: os.environ.get(name) for name in flight_recorder.SIZE_VARIABLES}
+    assert sizes == dict.fromkeys(sizes) | (own or {"TORCH_FR_BUFFER_SIZE": "2000"})
+
+
+@ranks(2)
+def test_the_numbers_of_several_groups_and_the_pending_collectives() -> None:
+    first, second = dist.new_group(), dist.new_group(group_desc="of the mesh")
+    dist.new_group([0])  # has no other rank to wait for
+    before = flight_recorder.started()["the default group (gloo)"]
+    dist.all_reduce(torch.ones(2))
+    dist.all_reduce(torch.ones(2), group=second)
+    dist.barrier(group=second)
+    labels = {
+        "the default group (gloo)": before + 1,
+        f"group {first.group_name} of ranks 0-1 (gloo)": 0,
+        f"group {second.group_name} 'of the mesh' of ranks 0-1 (gloo)": 2,
+    }
+    assert flight_recorder.started() == labels
+    while flight_recorder.pending():  # gloo marks a collective a moment after it has returned
+        time.sleep(0.01)
+    assert not flight_recorder.uses_nccl()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(2), group=second, async_op=True)
+        seen: list[Any] = []
+        thread = threading.Thread(target=lambda: seen.append(flight_recorder.pending()))
+        thread.start()
+        thread.join()
+        if hasattr(C10D, "_dump_fr_trace_json"):
+            assert seen == [{list(labels)[2]: [(3, "all_reduce")]}]
+    store = dist.distributed_c10d._get_default_store()
+    store.set("seen" if dist.get_rank() == 0 else "waits", "")
+    store.wait(["seen"])
+    if dist.get_rank() == 1:
+        dist.all_reduce(torch.ones(2), group=second)
+    else:
+        work.wait()  # type: ignore[union-attr]
+
+
+def entry(number: int, name: str, group: str = "0", **changes: Any) -> dict[str, Any]:
+    return {
+        "collective_seq_id": number,
+        "profiling_name": name,
+        "process_group": [group, "default_pg"],
+        "is_p2p": False,
+        "retired": False,
+        "state": "scheduled",
+    } | changes
+
+
+def test_the_pending_collectives_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        entry(5, "nccl:broadcast", retired=True),
+        entry(6, "nccl:all_gather", state="completed"),
+        entry(7, "nccl:all_reduce", state="started"),
+        entry(7, "nccl:all_reduce", state="started"),  # two tensors that are coalesced
+        entry(8, "nccl:reduce_scatter"),
+        entry(0, "nccl:send 0->1", is_p2p=True),
+        entry(9, "nccl:all_reduce", group="5"),
+        entry(9, "gloo:all_reduce"),
+    ]
+    text = json.dumps({"entries": entries}).encode()
+    monkeypatch.setattr(C10D, "_dump_nccl_trace_json", lambda: text, raising=False)
+    monkeypatch.setattr(C10D, "_dump_fr_trace_json", lambda: b"{}", raising=False)
+    groups = [("world (nccl)", "0", "nccl", 8), ("world (gloo)", "0", "gloo", 3)]
+    monkeypatch.setattr(flight_recorder, "_groups", lambda: iter(groups))
+    assert flight_recorder.uses_nccl()
+    assert flight_recorder.pending() == {"world (nccl)": [(7, "all_reduce"), (8, "reduce_scatter")]}
+    monkeypatch.setattr(flight_recorder, "MAX_PENDING", 1)
+    assert flight_recorder.pending() == {"world (nccl)": [(7, "all_reduce")]}
+
+
+def test_the_recorder_of_a_rank_is_written_to_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(C10D, "_dump_nccl_trace", lambda: b"trace", raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    file = flight_recorder.dump(tmp_path / "hang")
+    assert file == tmp_path / "hang" / "nccl-rank-3"
+    assert file.read_bytes() == b"trace"
+
+
+def _no_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(C10D, "_dump_nccl_trace", raising=False)
+
+
+def _disabled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(C10D, "_dump_nccl_trace", lambda: b"", raising=False)
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [(_no_function, "has no _dump_nccl_trace"), (_disabled, "TORCH_FR_BUFFER_SIZE=0 disables it")],
+)
+def test_why_there_is_no_recorder(
+    prepare: Callable[[pytest.MonkeyPatch], None],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    prepare(monkeypatch)
+    with pytest.raises(RuntimeError, match=message):
+        flight_recorder.dump(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and dist.is_nccl_available()),
+    reason="needs a CUDA device and NCCL",
+)
+@ranks(1, initialize=False)
+def test_the_recorder_of_nccl(tmp_path: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    world = join(RankEnvironment(), timeout_seconds=60)
+    dist.all_reduce(torch.ones(4, device=world.device))
+    torch.cuda.synchronize()
+    written = pickle.loads(flight_recorder.dump(tmp_path).read_bytes())
+    assert written["entries"][-1]["profiling_name"] == "nccl:all_reduce"
+    last = flight_recorder._entries("nccl")[-1]
+    assert last["profiling_name"] == "nccl:all_reduce"
+    assert last["process_group"][0] == dist.group.WORLD.group_name
+    backend = flight_recorder._backends(dist.group.WORLD)["nccl"]
+    assert last["collective_seq_id"] == backend._get_sequence_number_for_group()

@@ -1,0 +1,297 @@
+"""The report on a hang: which ranks are late, what the others wait for, where the traces are."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distmp.distributed import flight_recorder
+from distmp.distributed.progress import PhaseTracker
+from distmp.distributed.rendezvous_store import PrefixStore
+from distmp.faults.hang_report import HangReport, SilentRank, report
+from distmp.faults.peers import Answer, Peers, Status, Trace
+from distmp.faults.watchdog import Watchdog
+from tests.ranks import ranks
+
+WORLD = "the default group (nccl)"
+STACK = '  File "x.py", line 1\n'
+
+
+def answer(
+    waits_in: str = "",
+    collectives: int | dict[str, int] = 7,
+    doing: str = "step 3, decision",
+    synchronizes: str = "",
+) -> Answer:
+    counts = {WORLD: collectives} if isinstance(collectives, int) else collectives
+    return Answer(doing, 12.0, waits_in, synchronizes, counts, "all_reduce", STACK)
+
+
+def report_on(
+    answers: dict[int, Answer],
+    silent: dict[int, SilentRank] | None = None,
+    traces: Mapping[int, Trace] | None = None,
+) -> HangReport:
+    silent = silent or {}
+    last = {rank: Status(1, 12.0, 10.0, "step 3") for rank in sorted({*answers, *silent})}
+    traces = {rank: Trace({}) for rank in answers} if traces is None else traces
+    return report(last, answers, silent, len(last), traces)
+
+
+def pending(
+    first: int, *names: str, group: str = WORLD, file: str = "", problem: str = ""
+) -> Trace:
+    return Trace({group: list(enumerate(names, first))}, file, problem)
+
+
+WAITS = answer("all_reduce (all_reduce_stats, decision.py:1)")
+# With NCCL, the host waits for the device, or is in code that does not look like waiting.
+READS = answer(synchronizes="synchronize (read, host_copy.py:42)")
+ELSEWHERE = answer(doing="step 3, update")
+
+
+def test_a_rank_in_no_collective_is_late() -> None:
+    result = report_on({0: WAITS, 1: answer(doing="step 3, loading data"), 2: WAITS})
+    assert result.summary == (
+        "rank 1 late for 12 s; ranks 0, 2 in all_reduce (all_reduce_stats, decision.py:1)"
+    )
+    assert "rank 1 of 3 is late: step 3, loading data for 12 s\n" in result.text
+    assert 'File "x.py", line 1' in result.text
+    assert (
+        "ranks 0, 2 wait in all_reduce (all_reduce_stats, decision.py:1): step 3, decision"
+        in result.text
+    )
+
+
+def test_a_rank_in_an_earlier_collective_is_late() -> None:
+    result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)", collectives=6)})
+    assert "rank 1 of 2 is late: step 3, decision for 12 s, waiting in broadcast" in result.text
+
+
+def test_ranks_in_different_collectives_do_not_run_the_same_code() -> None:
+    result = report_on({0: WAITS, 1: answer("broadcast (begin, x.py:2)")})
+    assert "is late" not in result.text
+    assert "they do not run the same code" in result.text
+
+
+def test_all_ranks_in_one_collective_wait_for_the_network() -> None:
+    result = report_on({0: WAITS, 1: WAITS})
+    assert "check the network" in result.text
+    assert (
+        result.summary
+        == "all ranks wait for 12 s; they in all_reduce (all_reduce_stats, decision.py:1)"
+    )
+
+
+def test_of_many_late_ranks_a_few_are_shown() -> None:
+    result = report_on({0: WAITS} | {rank: answer() for rank in range(1, 9)})
+    assert result.text.count("File") == 4
+    assert "also late: ranks 5-8" in result.text
+
+
+def test_a_silent_rank_elsewhere() -> None:
+    result = report_on({0: WAITS}, {1: SilentRank("node7", 99)})
+    assert "rank 1 of 2 is late and does not answer: it runs on node7; process 99" in result.text
+
+
+@pytest.mark.parametrize("host", [READS, ELSEWHERE])
+def test_the_rank_that_is_one_collective_behind_is_late(host: Answer) -> None:
+    """No host waits in a collective: the numbers of the collectives tell who is late."""
+    behind = answer(collectives=6, doing="step 3, forward of microbatch 1")
+    ahead = pending(7, "all_reduce")
+    result = report_on(
+        {0: host, 1: host, 2: behind, 3: host}, traces={0: ahead, 1: ahead, 2: Trace({}), 3: ahead}
+    )
+    assert result.text.count("is late") == 1
+    assert (
+        "  rank 2 of 4 is late: step 3, forward of microbatch 1 for 12 s\n"
+        f"    it has not started collective 7 of {WORLD}, all_reduce, "
+        "which ranks 0-1, 3 have started\n"
+        '        File "x.py", line 1\n'
+    ) in result.text
+    assert f"rank 2 late before collective 7 of {WORLD}, all_reduce for 12 s; " in result.summary
+    assert "ranks 0-1, 3 " in result.summary
+
+
+def test_where_the_others_wait_for_the_device() -> None:
+    text = report_on({0: READS, 1: answer(collectives=6), 2: READS}).text
+    assert (
+        "  ranks 0, 2 wait for the device in synchronize (read, host_copy.py:42), "
+        "last started all_reduce: step 3, decision\n"
+    ) in text
+
+
+def test_a_rank_that_waits_for_the_device_may_be_late() -> None:
+    """It cannot know that the others have started one more collective."""
+    behind = answer(collectives=6, synchronizes="item (f, x.py:1)")
+    result = report_on({0: ELSEWHERE, 1: behind})
+    assert "rank 1 of 2 is late: step 3, decision for 12 s, waiting for the device in item" in (
+        result.text
+    )
+    assert "which rank 0 has started" in result.text
+    assert "  rank 0 waits, last started all_reduce: step 3, update\n" in result.text
+
+
+def test_of_ranks_at_different_places_only_the_last_is_late() -> None:
+    counts = {0: 57, 1: 41, 2: 42}
+    names = pending(41, *["all_reduce"] * 1, "all_gather", "broadcast")
+    result = report_on(
+        {rank: answer(collectives=count) for rank, count in counts.items()},
+        traces={0: names, 1: Trace({}), 2: Trace({})},
+    )
+    assert "rank 1 of 3 is late" in result.text
+    assert result.text.count("is late") == 1
+    assert f"collective 42 of {WORLD}, all_gather, which ranks 0, 2 have started" in result.text
+
+
+def test_a_missing_name_is_left_out() -> None:
+    result = report_on({0: ELSEWHERE, 1: answer(collectives=6)}, traces={})
+    assert f"it has not started collective 7 of {WORLD}, which rank 0 has started" in result.text
+
+
+@pytest.mark.parametrize("host", [READS, answer(doing="step 3, update")])
+def test_equal_numbers_mean_that_all_wait_for_the_device(host: Answer) -> None:
+    traces = {rank: pending(6, "all_gather", "all_reduce") for rank in range(4)}
+    result = report_on(dict.fromkeys(range(4), host), traces=traces)
+    assert "is late" not in result.text
+    assert result.summary.startswith("all ranks wait for 12 s; they ")
+    assert f"  collective 6 of {WORLD}, all_gather has not completed on ranks 0-3\n" in result.text
+    assert "all ranks have started the same collectives and wait for the device" in result.text
+
+
+def test_ranks_in_their_own_code_are_late_although_the_numbers_are_equal() -> None:
+    sleeps = answer(doing="step 3, loading data")
+    result = report_on({0: READS, 1: sleeps, 2: READS})
+    assert "rank 1 of 3 is late: step 3, loading data" in result.text
+    assert result.text.count("is late") == 1
+    assert report_on({0: sleeps, 1: sleeps}).text.count("is late") == 2
+
+
+def test_of_several_groups_the_chain_ends_at_the_late_rank() -> None:
+    """Rank 0 waits for rank 2, which waits for rank 3: 2 is behind in one group, but not late."""
+    rows = {rank: f"group {1 + rank // 2} (nccl)" for rank in range(4)}
+    columns = {rank: f"group {3 + rank % 2} (nccl)" for rank in range(4)}
+    counts = {0: (9, 5), 1: (9, 5), 2: (9, 4), 3: (8, 4)}
+    answers = {
+        rank: answer(collectives={WORLD: 3, rows[rank]: row, columns[rank]: column})
+        for rank, (row, column) in counts.items()
+    }
+    traces = {
+        0: pending(5, "all_reduce", group=columns[0]),
+        1: pending(5, "all_reduce", group=columns[1]),
+        2: pending(9, "all_gather", group=rows[2]),
+        3: Trace({}),
+    }
+    result = report_on(answers, traces=traces)
+    assert result.text.count("is late") == 1
+    assert "rank 3 of 4 is late" in result.text
+    assert "collective 9 of group 2 (nccl), all_gather, which rank 2 has started" in result.text
+    assert "collective 5 of group 4 (nccl), all_reduce, which rank 1 has started" in result.text
+
+
+def test_groups_in_different_orders() -> None:
+    answers = {0: answer(collectives={"a": 2, "b": 1}), 1: answer(collectives={"a": 1, "b": 2})}
+    traces = {0: pending(2, "all_reduce", group="a"), 1: pending(2, "all_reduce", group="b")}
+    result = report_on(answers, traces=traces)
+    assert "is late" not in result.text
+    assert "do not start the collectives of their groups in the same order" in result.text
+
+
+def test_different_collectives_with_the_same_number() -> None:
+    traces = {0: pending(7, "all_reduce"), 1: pending(7, "broadcast")}
+    result = report_on({0: ELSEWHERE, 1: ELSEWHERE}, traces=traces)
+    assert "they do not run the same code" in result.text
+
+
+def test_ranks_that_may_wait_for_a_silent_rank_are_not_late() -> None:
+    """Its numbers are unknown. A rank that waits for nothing is late, too."""
+    silent = {1: SilentRank("node7", 99)}
+    waits = answer(collectives=6, synchronizes="item (f, x.py:1)")
+    result = report_on({0: READS, 2: waits}, silent)
+    assert "rank 1 of 3 is late and does not answer" in result.text
+    assert result.text.count("is late") == 1
+    result = report_on({0: READS, 2: answer(collectives=6)}, silent)
+    assert result.summary.startswith("ranks 1-2 late for 12 s; rank 0 for the device in")
+
+
+def test_the_report_says_where_the_flight_recorders_are() -> None:
+    answers = {0: READS, 1: answer(collectives=6), 2: READS, 3: READS}
+    traces = {
+        0: pending(7, "all_reduce", file="runs/a/hang/nccl-rank-0"),
+        1: Trace({}, file="runs/a/hang/nccl-rank-1"),
+        2: Trace({}, problem="OSError: [Errno 28] No space left on device"),
+    }
+    text = report_on(answers, traces=traces).text
+    assert text.endswith(
+        "  the latest collectives of ranks 0-1 are in runs/a/hang; read them with: "
+        "torchfrtrace --prefix nccl-rank- runs/a/hang\n"
+        "  no flight recorder of rank 2: OSError: [Errno 28] No space left on device\n"
+        "  no flight recorder of rank 3: it takes too long"
+    )
+
+
+def collective_that_rank_2_does_not_start(group: dist.ProcessGroup) -> dist.Work | None:
+    dist.all_reduce(torch.ones(3), group=group)
+    dist.all_reduce(torch.ones(3))
+    started = [None, None, None]
+    dist.all_gather_object(started, "ready", group=group)
+    if dist.get_rank() == 2:
+        return None
+    return dist.all_reduce(torch.ones(5), async_op=True)
+
+
+@ranks(3)
+def test_a_rank_behind_is_found_although_no_host_waits_in_a_collective() -> None:
+    """As with NCCL: the hosts have started their collectives and are anywhere."""
+    group = dist.new_group(backend="gloo")
+    work = collective_that_rank_2_does_not_start(group)
+    store = dist.distributed_c10d._get_default_store()
+    peers = Peers(PrefixStore("peers", store), dist.get_rank(), 3)
+    watchdog = Watchdog(peers, PhaseTracker(), 100, 100)
+    thread = threading.Thread(target=watchdog._answer_question)
+    thread.start()
+    while thread.is_alive():  # the main thread is in no collective
+        thread.join(0.01)
+    keys = [f"answered/{rank}" for rank in range(3)]
+    store.set(keys[dist.get_rank()], "")
+    store.wait(keys)
+    answers, traces = peers.answers(range(3)), peers.traces(range(3))
+    assert not any(one.waits_in for one in answers.values())
+    result = report({r: Status(1, 9.0, 1.0, "") for r in range(3)}, answers, {}, 3, traces)
+    assert "rank 2 of 3 is late" in result.text
+    assert result.text.count("is late") == 1
+    name = ", all_reduce" if flight_recorder.pending() or dist.get_rank() == 2 else ""
+    number = answers[0].collectives["the default group (gloo)"]
+    assert (
+        f"it has not started collective {number} of the default group (gloo){name}, "
+        "which ranks 0-1 have started"
+    ) in result.text
+    if dist.get_rank() == 2:
+        dist.all_reduce(torch.ones(5))
+    elif work is not None:
+        work.wait()
+
+
+def test_a_recorder_that_fails_does_not_stop_the_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(folder: Path) -> Path:
+        raise RuntimeError(f"no dump\nin {folder.name}")
+
+    monkeypatch.setattr(flight_recorder, "pending", lambda: {WORLD: [(7, "all_reduce")]})
+    monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    watchdog = Watchdog(Peers(store, 0, 1), PhaseTracker(), 100, 100)
+    assert watchdog._trace().problem == "the run has no folder yet"
+    watchdog.traces_folder = tmp_path / "hang"
+    monkeypatch.setattr(flight_recorder, "dump", fail)
+    assert watchdog._trace() == Trace(
+        {WORLD: [(7, "all_reduce")]}, "", "RuntimeError: no dump in hang"
+    )
+    monkeypatch.setattr(flight_recorder, "dump", lambda folder: folder / "nccl-rank-0")
+    assert watchdog._trace().file == str(tmp_path / "hang" / "nccl-rank-0")
