@@ -110,11 +110,20 @@ def _groups() -> Iterator[tuple[str, str, str, int]]:
     if not (dist.is_available() and dist.is_initialized()):
         return
     for group in list(dist.distributed_c10d._world.pg_map):
-        ranks = dist.get_process_group_ranks(group)
-        for name, backend in _backends(group).items() if len(ranks) > 1 else ():
-            with contextlib.suppress(RuntimeError):  # a backend that does not count
-                number = int(backend._get_sequence_number_for_group())
-                yield f"{_label(group, ranks)} ({name})", group.group_name, name, number
+        # The main thread may destroy the group meanwhile; not every backend counts.
+        with contextlib.suppress(RuntimeError, LookupError, AttributeError):
+            yield from _counted(group)
+
+
+def _counted(group: dist.ProcessGroup) -> list[tuple[str, str, str, int]]:
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return []
+    label, name = _label(group, ranks), group.group_name
+    return [
+        (f"{label} ({backend})", name, backend, int(counts._get_sequence_number_for_group()))
+        for backend, counts in _backends(group).items()
+    ]
 
 
 def _backends(group: dist.ProcessGroup) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from distmp.distributed import flight_recorder
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import join
 from tests.ranks import ranks
+from tests.torchrun import python, run
 
 C10D = torch._C._distributed_c10d  # type: ignore[attr-defined]
 
@@ -73,6 +74,22 @@ def test_the_numbers_of_several_groups_and_the_pending_collectives() -> None:
         dist.all_reduce(torch.ones(2), group=second)
     else:
         work.wait()  # type: ignore[union-attr]
+
+
+@ranks(2)
+def test_a_group_that_does_not_count_is_left_out() -> None:
+    """Such as a group of another backend, or one that the main thread destroys meanwhile."""
+    group, own = dist.new_group(), flight_recorder._backends
+    for error in (RuntimeError, AttributeError, KeyError):
+
+        def backends(one: Any, error: type[Exception] = error) -> dict[str, Any]:
+            if one is group:
+                raise error("no sequence numbers")
+            return own(one)
+
+        flight_recorder._backends = backends
+        assert list(flight_recorder.started()) == ["the default group (gloo)"]
+    flight_recorder._backends = own
 
 
 def entry(number: int, name: str, group: str = "0", **changes: Any) -> dict[str, Any]:
@@ -140,6 +157,20 @@ def test_why_there_is_no_recorder(
     prepare(monkeypatch)
     with pytest.raises(RuntimeError, match=message):
         flight_recorder.dump(tmp_path)
+
+
+def test_a_dump_that_blocks_python_ends_the_process(tmp_path: Path) -> None:
+    """No thread could end it: as if a query of a CUDA event did not return."""
+    script = """
+import ctypes, pathlib, torch
+from distmp.distributed import flight_recorder
+flight_recorder.BLOCKED_SECONDS = 0.5
+torch._C._distributed_c10d._dump_nccl_trace = lambda: ctypes.PyDLL(None).sleep(1000)
+flight_recorder.dump(pathlib.Path("."))
+"""
+    done = run(python("-c", script), tmp_path)
+    assert done.returncode == 1
+    assert "in dump\n" in done.stderr
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import torch.distributed as dist
 
 from distmp.distributed import flight_recorder
 from distmp.distributed.progress import PhaseTracker
-from distmp.distributed.rendezvous_store import PrefixStore
+from distmp.distributed.rendezvous_store import HashStore, PrefixStore
 from distmp.faults.hang_report import HangReport, SilentRank, report
-from distmp.faults.peers import Answer, Peers, Status, Trace
+from distmp.faults.peers import Answer, Ending, Peers, Status, Trace
 from distmp.faults.watchdog import Watchdog
 from tests.ranks import ranks
 
@@ -285,8 +286,7 @@ def test_a_recorder_that_fails_does_not_stop_the_report(
 
     monkeypatch.setattr(flight_recorder, "pending", lambda: {WORLD: [(7, "all_reduce")]})
     monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    watchdog = Watchdog(Peers(store, 0, 1), PhaseTracker(), 100, 100)
+    watchdog = Watchdog(Peers(HashStore(), 0, 1), PhaseTracker(), 100, 100)
     assert watchdog._trace().problem == "the run has no folder yet"
     watchdog.traces_folder = tmp_path / "hang"
     monkeypatch.setattr(flight_recorder, "dump", fail)
@@ -295,3 +295,34 @@ def test_a_recorder_that_fails_does_not_stop_the_report(
     )
     monkeypatch.setattr(flight_recorder, "dump", lambda folder: folder / "nccl-rank-0")
     assert watchdog._trace().file == str(tmp_path / "hang" / "nccl-rank-0")
+
+
+def test_the_reporting_rank_waits_for_the_recorders_of_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def dump(folder: Path) -> Path:
+        is_other = threading.current_thread() is other
+        if is_other:
+            time.sleep(0.2)  # several heartbeats after its answer
+        return folder / f"nccl-rank-{int(is_other)}"
+
+    monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
+    monkeypatch.setattr(flight_recorder, "dump", dump)
+    store = HashStore()
+    watchdogs = [
+        Watchdog(Peers(store, rank, 2), PhaseTracker(), 1, 1, interval_seconds=0.05)
+        for rank in (0, 1)
+    ]
+    for watchdog in watchdogs:
+        watchdog.traces_folder = tmp_path / "hang"
+        watchdog.peers.beat(Status(1, 9.0, 1.0, "step 3"))
+    endings: list[Ending] = []
+    monkeypatch.setattr(watchdogs[0], "_exit", endings.append)
+    other = threading.Thread(target=watchdogs[1]._answer_question)
+    other.start()
+    watchdogs[0]._report_hang()
+    other.join()
+    assert [ending.rank for ending in endings] == [0]
+    text = capsys.readouterr().err
+    assert f"the latest collectives of ranks 0-1 are in {tmp_path / 'hang'}; " in text
+    assert "no flight recorder" not in text

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -55,3 +57,42 @@ def test_innermost_line_where_no_code_is_the_users(tmp_path: Path) -> None:
     finally:
         timer.cancel()
         timer.join()
+
+
+class Value:
+    """Has methods with the names of those that wait for a device."""
+
+    def item(self) -> str:
+        return frames.device_wait(sys._getframe(1))
+
+    tolist = cpu = sum = item
+
+
+def test_a_line_that_copies_from_the_device_waits_for_it() -> None:
+    value = Value()
+    assert value.item().startswith("item (test_a_line_that_copies_from_the_device_waits_for_it, ")
+    assert value.tolist().startswith("tolist (")
+    assert value.cpu().startswith("cpu (")
+    assert value.sum() == ""
+    assert frames.device_wait(None) == ""
+
+
+def test_the_caller_of_a_synchronization_is_shown(tmp_path: Path) -> None:
+    """Not the function of torch.cuda, which is the same for events, streams and devices."""
+    folder = tmp_path / "torch" / "cuda"
+    folder.mkdir(parents=True)
+    source = "".join(
+        f"def {name}(look):\n    return look()\n\n" for name in ("synchronize", "current_stream")
+    )
+    functions: dict[str, Any] = {}
+    exec(compile(source, str(folder / "streams.py"), "exec"), functions)
+
+    def look() -> str:
+        return frames.device_wait(sys._getframe(1))
+
+    def read() -> str:
+        place: str = functions["synchronize"](look)
+        return place
+
+    assert read().startswith("synchronize (read, ")
+    assert functions["current_stream"](look) == ""
