@@ -97,6 +97,8 @@ def test_a_hang_is_detected_and_described(tmp_path: Path) -> None:
         assert f"rank {late} of 2 is late" in output, (name, output)
         assert doing in output, (name, output)
         assert f"rank {1 - late} waits in {WAITING[name]}" in output, (name, output)
+        is_counted = "does not answer" not in output
+        assert ("it has not started collective " in output) is is_counted, (name, output)
         # The reporting rank ends, and the silent one is killed, in the same moment.
         (code,) = done[number].exit_codes.values()
         assert code == HANG_EXIT_CODE or (code == -9 and "does not answer" in output), name
