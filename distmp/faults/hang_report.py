@@ -83,7 +83,9 @@ def report(
     """
     late = sorted(silent.keys() | _late_ranks(answers, traces, any_silent=bool(silent)))
     waiting = {rank: answer for rank, answer in sorted(answers.items()) if rank not in late}
-    missing = {rank: _missing(rank, answers, traces) for rank in late if rank in answers}
+    missing = {
+        rank: _missing(rank, answers, traces) for rank in late[:MAX_SHOWN] if rank in answers
+    }
     idle = min(status.idle for status in statuses.values())
     late_summary, waiting_summary = _late_summary(late, missing), _waiting_summary(waiting, late)
     summary = f"{late_summary} for {idle:.0f} s; {waiting_summary}"
