@@ -1,0 +1,100 @@
+"""A plugin of pytest that writes the outcome of each test immediately, and counts of outcomes.
+
+A run of tests that is killed at its time limit leaves the outcomes of the tests before, and the
+name of the test that was running.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import pytest
+
+_LONGEST_CAUSE = 300
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option for the file."""
+    parser.addoption("--outcomes", type=Path, help="file for one JSON line per test")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the writer of the file."""
+    if (path := config.getoption("--outcomes")) is not None:
+        config.pluginmanager.register(_Writer(path))
+
+
+class _Writer:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._write({"test": nodeid, "outcome": "running"})
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            cause = cause_in(report.longreprtext) if report.outcome == "failed" else ""
+            self._write({"test": report.nodeid, "outcome": report.outcome, "cause": cause})
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.outcome == "failed":
+            cause = cause_in(report.longreprtext)
+            self._write({"test": report.nodeid, "outcome": "failed", "cause": cause})
+
+    def _write(self, line: dict[str, str]) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+class Outcomes(NamedTuple):
+    """The outcomes of a run of tests.
+
+    Attributes:
+        passed: Number of tests that passed.
+        failed: Number of tests that failed.
+        skipped: Number of tests that were skipped.
+        cause: The first test that failed, and why; empty if none did.
+        running: The test that had not ended; empty if none.
+    """
+
+    passed: int
+    failed: int
+    skipped: int
+    cause: str
+    running: str
+
+    @classmethod
+    def read(cls, path: Path) -> Outcomes:
+        """Read the file of a run; a missing file has no tests."""
+        outcomes: dict[str, str] = {}
+        cause = ""
+        for text in path.read_text().splitlines() if path.exists() else ():
+            line = json.loads(text)
+            # A test that passed and fails at its teardown has failed.
+            outcomes[line["test"]] = line["outcome"]
+            if line["outcome"] == "failed" and not cause:
+                cause = f"{line['test']}: {line['cause']}"
+        count = Counter(outcomes.values())
+        running = next((test for test, found in outcomes.items() if found == "running"), "")
+        return cls(count["passed"], count["failed"], count["skipped"], cause, running)
+
+
+def cause_in(output: str) -> str:
+    """Return the first error of an output: the end of its first traceback, or its last line."""
+    # torch starts lines of a rank with its name.
+    lines = [re.sub(r"^\[?(rank|default)\d+\]?: ?", "", line) for line in output.splitlines()]
+    lines = [line.rstrip() for line in lines if line.strip()]
+    for number, line in enumerate(lines):
+        if line.lstrip().startswith("Traceback (most recent call last)"):
+            depth = len(line) - len(line.lstrip())
+            for error in lines[number + 1 :]:
+                if not error.startswith(" " * (depth + 1)):
+                    return error.strip()[:_LONGEST_CAUSE]
+    # pytest marks lines of an error.
+    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
+    return next(iter([*marked, *lines[-1:]]), "no output")[:_LONGEST_CAUSE]

@@ -1,0 +1,125 @@
+"""The jobs that run on a GPU, in slices, the most important first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+SLICE_SECONDS = 540
+LARGE = "1.3b"
+# Several loops with a model of that size are in the memory of the GPU at once.
+LARGE_BYTES = 120 * 2**30
+
+_TRACED = (
+    "--config=configs/quickstart.yaml",
+    "--model.size=22m",
+    "--steps=30",
+    "--schedule.warmup-steps=5",
+    "--profile.steps=20:25",
+    "--validation.final-samples=8",
+    "--sample.length=0",
+    "--log.no-curves",
+)
+
+
+class Job(NamedTuple):
+    """A run of tests or a benchmark.
+
+    Attributes:
+        name: Name for `--only` and `--skip`, and of its folder.
+        arguments: Arguments of `python -m`.
+        limit: Time limit in seconds.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    limit: int
+
+    @property
+    def has_tests(self) -> bool:
+        """Whether the job runs tests."""
+        return self.arguments[0] == "pytest"
+
+
+class Slice(NamedTuple):
+    """Jobs that together take at most `SLICE_SECONDS`.
+
+    Attributes:
+        title: What the jobs show.
+        jobs: The jobs, the most important first.
+    """
+
+    title: str
+    jobs: tuple[Job, ...]
+
+
+def slices(size: str, large: str | None, output: Path) -> list[Slice]:
+    """Return the slices, the most important first.
+
+    Args:
+        size: Size of the trained models.
+        large: Size of a model for another comparison with peers; None omits it.
+        output: Folder with a folder for each job.
+    """
+    bf16 = ("--races", "ddp bf16", "fsdp bf16")
+    peers = [_benchmark("peers", 270, "--size", size, *bf16)]
+    if large is not None:
+        peers.append(_benchmark("peers", 270, "--size", large, *bf16, name="peers_large"))
+    return [
+        Slice(
+            "engine, reductions, snapshots, traces",
+            (
+                _tests("engine", 290, "engine"),
+                _tests("buckets", 80, "buckets"),
+                _tests("checkpoint", 60, "checkpoint"),
+                _trace("ddp", output),
+                _trace("fsdp", output),
+            ),
+        ),
+        Slice(
+            "the other tests, work after backward",
+            (
+                _tests("parts", 150, "scaling", "parallel", "precision", "models", "telemetry"),
+                _benchmark("step_tail", 60),
+                _tests("training", 180, "training"),
+                _tests("tools", 150, "commands", "benchmarks"),
+            ),
+        ),
+        Slice("training steps beside peers", tuple(peers)),
+        Slice(
+            "precision policies, accumulation",
+            (
+                _benchmark("policies", 240, "--size", size),
+                _benchmark("accumulation_step", 240, "--size", size, "--rounds", "5"),
+                _benchmark("accumulation_passes", 60, "--size", size),
+            ),
+        ),
+        Slice(
+            "errors of accumulation and precision, memory",
+            (
+                _benchmark("accumulation_microbatches", 240),
+                _benchmark("accumulation_error", 90),
+                _benchmark("precision", 90),
+                _benchmark("loss", 60),
+                _benchmark("activation_checkpointing", 60),
+            ),
+        ),
+    ]
+
+
+def _tests(name: str, limit: int, *folders: str) -> Job:
+    # One test that hangs leaves time for others.
+    options = ("-m", "gpu", "-q", "--continue-on-collection-errors")
+    options += (f"--timeout={limit * 2 // 3}",)
+    return Job(name, ("pytest", *options, *(f"tests/{folder}" for folder in folders)), limit)
+
+
+def _trace(strategy: str, output: Path) -> Job:
+    name = f"trace_{strategy}"
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node=1")
+    run = (f"--strategy={strategy}", f"--run-dir={output / name / 'run'}")
+    return Job(name, (*torchrun, "-m", "distmp.train", *_TRACED, *run), 55)
+
+
+def _benchmark(module: str, limit: int, *options: str, name: str | None = None) -> Job:
+    return Job(name or module, (f"benchmarks.{module}", "--device", "cuda", *options), limit)

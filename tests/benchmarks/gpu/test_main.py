@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks.gpu import __main__, packages
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.slices import LARGE_BYTES, slices
+from tests.torchrun import environment, python
+
+
+def with_arguments(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["gpu", *arguments])
+
+
+def test_jobs_are_listed_and_chosen(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_arguments(monkeypatch, "--list")
+    assert main() == 0
+    every = capsys.readouterr().out
+    assert "slice 1: engine, reductions, snapshots, traces (at most 540 s)\n  engine (at" in every
+    assert "--races 'ddp bf16' 'fsdp bf16'" in every
+    with_arguments(monkeypatch, "--list", "--slice", "2", "--skip", "tools", "training")
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["slice", "parts", "step_tail"]
+    with_arguments(monkeypatch, "--list", "--only", "loss", "engine")
+    assert main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["slice", "engine", "slice", "loss"]
+
+
+def test_unknown_slices_and_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_arguments(monkeypatch, "--slice", "6")
+    with pytest.raises(SystemExit, match="--slice 6: choose one of 1 to 5"):
+        main()
+    with_arguments(monkeypatch, "--only", "motor")
+    with pytest.raises(SystemExit, match="unknown jobs motor; --list lists the jobs"):
+        main()
+
+
+def test_what_is_not_installed_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(packages, "NEEDED", ("torch", "not-there"))
+    with_arguments(monkeypatch, "--output", str(tmp_path / "out"))
+    assert main() == 1
+    assert capsys.readouterr().out == "not installed: not-there; use --wheels, see docs/gpu.md\n"
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_larger_model_is_omitted_on_a_smaller_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for memory, jobs in ((LARGE_BYTES - 1, 1), (LARGE_BYTES, 2), (None, 2)):
+        monkeypatch.setattr(__main__, "gpus", lambda: [SimpleNamespace(memory_bytes=memory)])  # noqa: B023
+        with_arguments(monkeypatch, "--list", "--slice", "3")
+        assert main() == 0
+        out = capsys.readouterr().out
+        assert out.count("benchmarks.peers") == jobs
+        assert ("peers_large is omitted: size 1.3b needs a GPU with 120 GiB" in out) == (jobs == 1)
+
+
+def test_without_a_gpu_every_job_says_that_it_needs_one(tmp_path: Path) -> None:
+    done = subprocess.run(
+        python("-m", "benchmarks.gpu", "--output", str(tmp_path)),
+        cwd=Path(__main__.__file__).parents[2],
+        env={**environment(), "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1, done.stderr
+    results = json.loads((tmp_path / "summary.json").read_text())
+    jobs = [job.name for part in slices("350m", "1.3b", tmp_path) for job in part.jobs]
+    assert [result["job"] for result in results] == jobs
+    for result in results:
+        assert result["outcome"] == "not reached"
+        assert result["cause"].startswith("needs a GPU; torch 2.")
+    assert (tmp_path / "summary.md").read_text() in done.stdout

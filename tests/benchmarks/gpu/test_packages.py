@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import re
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.figures import ROOT
+from benchmarks.gpu import packages
+
+METADATA = "Metadata-Version: 2.1\nName: {0}\nVersion: 1.0\n"
+WHEEL = "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+def make_wheel(folder: Path, name: str) -> None:
+    """Write a wheel with one module, whose `VALUE` is 7."""
+    folder.mkdir(exist_ok=True)
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}.py", "VALUE = 7\n")
+        wheel.writestr(f"{info}/METADATA", METADATA.format(name))
+        wheel.writestr(f"{info}/WHEEL", WHEEL)
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+def test_needed_are_the_dependencies_and_what_tests_import() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    block = re.search(r"^dependencies = \[(.*?)\]", project, re.DOTALL | re.MULTILINE)
+    assert block is not None
+    names = set(re.findall(r'"([\w-]+)', block[1]))
+    assert names | {"hypothesis", "pytest", "pytest-timeout"} == set(packages.NEEDED)
+
+
+def test_what_is_not_installed_comes_from_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packages, "NEEDED", ("torch", "only_in_wheels"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/nothing")
+    assert packages.missing() == ["only_in_wheels"]
+    for name in ("torch", "only_in_wheels"):
+        make_wheel(tmp_path / "wheels", name)
+    target = tmp_path / "target"
+    packages.install(tmp_path / "wheels", target)
+    assert packages.missing() == []
+    assert sys.path[-1] == str(target)
+    assert (target / "only_in_wheels.py").exists()
+    # What is installed stays, even if the folder has it too.
+    assert not (target / "torch.py").exists()
+    packages.install(tmp_path / "wheels", target)
+
+
+def test_a_folder_without_wheels_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"--wheels .*: the folder has no wheel"):
+        packages.install(tmp_path, tmp_path / "target")
+
+
+def test_a_wheel_for_another_python_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other-1.0-cp27-cp27m-win32.whl").touch()
+    with pytest.raises(SystemExit, match="pip could not install the wheels"):
+        packages.install(tmp_path, tmp_path / "target")

@@ -1,0 +1,97 @@
+"""Processes of a job end with it. Each case runs in a process of its own, which has no other."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.progress import of_children
+from tests.torchrun import environment, python
+
+# Like a rank of torchrun: in a session of its own, and it does not end when it is asked to.
+RANK = """
+import os, pathlib, signal, sys, time
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+path = pathlib.Path(sys.argv[1])
+path.with_suffix(".new").write_text(str(os.getpid()))
+path.with_suffix(".new").rename(path)
+def wait_for_other_ranks():
+    time.sleep(600)
+wait_for_other_ranks()
+"""
+JOB = """
+import pathlib, subprocess, sys, time
+subprocess.Popen([sys.executable, "rank.py", sys.argv[1]], start_new_session=True)
+while not pathlib.Path(sys.argv[1]).exists():
+    time.sleep(0.01)
+if sys.argv[2] == "fail":
+    sys.exit(3)
+time.sleep(600)
+"""
+DRIVER = """
+import os, pathlib, signal, sys
+from benchmarks.gpu import processes
+processes.adopt_orphans()
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+command = [sys.executable, "job.py", *sys.argv[1:3]]
+folder = pathlib.Path.cwd()
+print(processes.run(command, float(sys.argv[3]), folder / "log.txt", os.environ, folder))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in (("rank", RANK), ("job", JOB), ("driver", DRIVER)):
+        (tmp_path / f"{name}.py").write_text(text)
+    return tmp_path
+
+
+def check_rank_ended(folder: Path) -> None:
+    pid = int((folder / "pid").read_text())
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return
+    subprocess.run(["kill", "-KILL", str(pid)])
+    assert state in "ZX", "a rank in a session of its own outlived its job"
+
+
+def run_driver(folder: Path, how: str, limit: int) -> str:
+    done = subprocess.run(
+        python("driver.py", "pid", how, str(limit)),
+        cwd=folder,
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    check_rank_ended(folder)
+    return done.stdout + done.stderr
+
+
+def test_ranks_in_sessions_of_their_own_end_with_a_job(folder: Path) -> None:
+    assert run_driver(folder, "fail", 60) == "3\n"
+
+
+@pytest.mark.slow
+def test_ranks_in_sessions_of_their_own_end_at_the_limit(folder: Path) -> None:
+    assert run_driver(folder, "wait", 10) == "None\n"
+    assert "in wait_for_other_ranks" in (folder / "log.txt").read_text(), "no stacks"
+    assert not list(folder.glob("core*"))
+
+
+def test_ranks_end_when_the_command_is_terminated(folder: Path) -> None:
+    with subprocess.Popen(
+        python("driver.py", "pid", "wait", "600"), cwd=folder, env=environment()
+    ) as driver:
+        progress = of_children()
+        while not (folder / "pid").exists():
+            assert progress.problem() is None
+            time.sleep(0.01)
+        driver.send_signal(signal.SIGTERM)
+        assert driver.wait() == 7
+    check_rank_ended(folder)

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+from benchmarks.figures import ROOT
+from benchmarks.gpu.slices import SLICE_SECONDS, slices
+
+ALL = slices("350m", "1.3b", Path("out"))
+
+
+def test_the_limits_of_a_slice_add_up_to_nine_minutes_at_most() -> None:
+    assert SLICE_SECONDS == 9 * 60
+    for part in ALL:
+        assert 0 < sum(job.limit for job in part.jobs) <= SLICE_SECONDS, part.title
+
+
+def test_three_slices_fit_into_half_an_hour_with_the_larger_model() -> None:
+    assert ALL[2].jobs[-1].name == "peers_large"
+    assert 3 * SLICE_SECONDS < 30 * 60
+
+
+def test_all_jobs_exist() -> None:
+    jobs = [job for part in ALL for job in part.jobs]
+    assert len({job.name for job in jobs}) == len(jobs)
+    for job in jobs:
+        assert find_spec(job.arguments[0]), job.name
+    assert [job.name for job in ALL[0].jobs[:3]] == ["engine", "buckets", "checkpoint"]
+
+
+def test_every_gpu_test_is_in_one_job() -> None:
+    """A test marked gpu in a folder that no job names would never run."""
+    folders = [
+        Path(argument)
+        for part in ALL
+        for job in part.jobs
+        if job.has_tests
+        for argument in job.arguments
+        if argument.startswith("tests/")
+    ]
+    marked = [
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark.gpu" in path.read_text() and path != Path(__file__)
+    ]
+    assert len(marked) > 15
+    for path in marked:
+        assert sum(folder in path.parents for folder in folders) == 1, path
+
+
+def test_the_larger_model_is_omitted() -> None:
+    without = slices("350m", None, Path("out"))
+    assert [job.name for job in without[2].jobs] == ["peers"]
+    assert without[:2] + without[3:] == ALL[:2] + ALL[3:]
