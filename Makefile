@@ -7,7 +7,8 @@
 # make lint    formatting, lint, types and layers
 # make docs    build the documentation into build/docs, with warnings as errors
 # make bench   compare with other training loops, side by side
-# make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in 25 minutes
+# make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in slices of at most 9 minutes
+#              (SLICE=1 for one of them)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -92,7 +93,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.figures
 
 bench-gpu: $(INSTALLED)
-	$(VENV)/bin/python -m benchmarks.gpu
+	$(VENV)/bin/python -m benchmarks.gpu $(if $(SLICE),--slice $(SLICE))
 
 # A stamp, so that the environment is prepared once and again when what it holds has changed.
 $(INSTALLED): pyproject.toml constraints.txt

@@ -148,7 +148,7 @@ def _problems(code: int | None, limit: float, log: Path, tests: Outcomes | None)
         yield f"took longer than {limit:.0f} s{where}"
     elif code and not (tests and tests.cause and code == _TESTS_FAILED):
         yield f"exit code {code}{where}: {cause_in(log.read_text(errors='replace'))}"
-    elif tests and not tests.passed:
+    elif tests and not tests.passed and not tests.cause:
         yield "no test passed"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -38,12 +39,12 @@ class _Writer:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
-            cause = cause_in(report.longreprtext) if report.outcome == "failed" else ""
+            cause = cause_of_failure(report.longreprtext) if report.outcome == "failed" else ""
             self._write({"test": report.nodeid, "outcome": report.outcome, "cause": cause})
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.outcome == "failed":
-            cause = cause_in(report.longreprtext)
+            cause = cause_of_failure(report.longreprtext)
             self._write({"test": report.nodeid, "outcome": "failed", "cause": cause})
 
     def _write(self, line: dict[str, str]) -> None:
@@ -84,17 +85,37 @@ class Outcomes(NamedTuple):
         return cls(count["passed"], count["failed"], count["skipped"], cause, running)
 
 
+def cause_of_failure(text: str) -> str:
+    """Return why a test failed, from pytest's text: an assertion, an error of a rank, or a line."""
+    lines = _lines(text)
+    asserted = (line[1:].strip() for line in lines if line.startswith("E "))
+    return _first([*asserted, *_errors(lines), *lines])
+
+
 def cause_in(output: str) -> str:
     """Return the first error of an output: the end of its first traceback, or its last line."""
-    # torch starts lines of a rank with its name.
-    lines = [re.sub(r"^\[?(rank|default)\d+\]?: ?", "", line) for line in output.splitlines()]
-    lines = [line.rstrip() for line in lines if line.strip()]
+    lines = _lines(output)
+    return _first([*_errors(lines), *lines[-1:]])
+
+
+def _first(causes: list[str]) -> str:
+    return causes[0][:_LONGEST_CAUSE] if causes else "no output"
+
+
+def _lines(output: str) -> list[str]:
+    """Return the lines that are not empty, without the name of the rank, which torch adds."""
+    lines = [
+        re.sub(r"^\[(rank|default)\d+\]: ?", "", line).rstrip() for line in output.splitlines()
+    ]
+    return [line for line in lines if line]
+
+
+def _errors(lines: list[str]) -> Iterator[str]:
+    """Yield the error at the end of each traceback, the first line that is not indented more."""
     for number, line in enumerate(lines):
         if line.lstrip().startswith("Traceback (most recent call last)"):
-            depth = len(line) - len(line.lstrip())
+            indented = line[: len(line) - len(line.lstrip())] + " "
             for error in lines[number + 1 :]:
-                if not error.startswith(" " * (depth + 1)):
-                    return error.strip()[:_LONGEST_CAUSE]
-    # pytest marks lines of an error.
-    marked = [line[1:].strip() for line in lines if line.startswith("E ")]
-    return next(iter([*marked, *lines[-1:]]), "no output")[:_LONGEST_CAUSE]
+                if not error.startswith(indented):
+                    yield error.strip()
+                    break

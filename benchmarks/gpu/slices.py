@@ -10,12 +10,23 @@ LARGE = "1.3b"
 # Several loops with a model of that size are in the memory of the GPU at once.
 LARGE_BYTES = 120 * 2**30
 
+_PARTS = (
+    "diagnosis",
+    "distributed",
+    "faults",
+    "models",
+    "optim",
+    "parallel",
+    "precision",
+    "scaling",
+    "telemetry",
+)
 _TRACED = (
     "--config=configs/quickstart.yaml",
     "--model.size=22m",
     "--steps=30",
     "--schedule.warmup-steps=5",
-    "--profile.steps=20:25",
+    "--profile.steps=20:22",
     "--validation.final-samples=8",
     "--sample.length=0",
     "--log.no-curves",
@@ -79,7 +90,7 @@ def slices(size: str, large: str | None, output: Path) -> list[Slice]:
         Slice(
             "the other tests, work after backward",
             (
-                _tests("parts", 150, "scaling", "parallel", "precision", "models", "telemetry"),
+                _tests("parts", 150, *_PARTS),
                 _benchmark("step_tail", 60),
                 _tests("training", 180, "training"),
                 _tests("tools", 150, "commands", "benchmarks"),
@@ -109,8 +120,8 @@ def slices(size: str, large: str | None, output: Path) -> list[Slice]:
 
 def _tests(name: str, limit: int, *folders: str) -> Job:
     # One test that hangs leaves time for others.
-    options = ("-m", "gpu", "-q", "--continue-on-collection-errors")
-    options += (f"--timeout={limit * 2 // 3}",)
+    options = ["-m", "gpu", "-q", "--continue-on-collection-errors"]
+    options.append(f"--timeout={limit * 2 // 3}")
     return Job(name, ("pytest", *options, *(f"tests/{folder}" for folder in folders)), limit)
 
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from benchmarks import peak
 from benchmarks.figures import ROOT, with_figures
-from benchmarks.gpu import LARGE, LARGE_BYTES, jobs
+from benchmarks.gpu.packages import NEEDED, TARGET
+from benchmarks.gpu.slices import LARGE, LARGE_BYTES, SLICE_SECONDS, slices
+from distmp.precision.policy import PRESETS
 
 PAGE = (ROOT / "docs" / "gpu.md").read_text()
+SLICES = slices("350m", LARGE, Path("out"))
+NUMBERS = ("one", "two", "three", "four", "five", "six")
 
 
 def test_the_figures_are_those_of_the_results() -> None:
@@ -17,7 +22,44 @@ def test_the_figures_are_those_of_the_results() -> None:
 
 
 def test_the_table_is_what_runs() -> None:
-    rows = re.findall(r"^\| `([\w.-]+)` \| (\d+) \|", PAGE, flags=re.MULTILINE)
-    assert [(job.name, str(job.limit)) for job in jobs("350m", LARGE)] == rows
+    rows = re.findall(r"^\| (\d) \| `([\w.-]+)` \| (\d+) \|", PAGE, flags=re.MULTILINE)
+    assert rows == [
+        (str(number), job.name, str(job.limit))
+        for number, part in enumerate(SLICES, start=1)
+        for job in part.jobs
+    ]
     assert f"where the GPU has {LARGE_BYTES >> 30} GiB" in PAGE
+    assert f"with {LARGE.removesuffix('b')} B parameters" in PAGE
     assert f"{peak._PRODUCT_SIZE} x {peak._PRODUCT_SIZE} matrices" in PAGE
+
+
+def test_the_time_is_that_of_the_slices() -> None:
+    assert f"{NUMBERS[len(SLICES) - 1]} slices of at most {SLICE_SECONDS // 60} minutes" in PAGE
+    limits = [sum(job.limit for job in part.jobs) for part in SLICES]
+    text = " ".join(PAGE.split())
+    assert f"The first three take at most {sum(limits[:3]) // 60} minutes" in text
+    assert f"all five at most {sum(limits) // 60} minutes" in text
+    assert f"at most {SLICE_SECONDS // 60} minutes" in (ROOT / "Makefile").read_text()
+
+
+def test_the_packages_are_those_that_are_needed() -> None:
+    download = re.search(r"pip download .* constraints.txt (.*)", PAGE)
+    installed = re.search(r"^lacks\. (.*) are usually installed", PAGE, flags=re.MULTILINE)
+    assert download is not None
+    assert installed is not None
+    names = [*download[1].split(), *re.split(r", | and ", installed[1])]
+    assert sorted(names) == sorted(NEEDED)
+    assert f"`{TARGET.relative_to(ROOT)}`" in PAGE
+
+
+def test_what_is_proven_is_said_honestly() -> None:
+    """Change this test with the first result of a real device."""
+    assert not list((ROOT / "benchmarks" / "results").glob("*-cuda.json"))
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| [^|]+ \| [^|]+ \|$", table(), flags=re.MULTILINE)
+    assert len(rows) > 15
+    assert set(rows[1:]) == {"never run", "does not exist"}
+    assert not any("fp8" in name for name in PRESETS)
+
+
+def table() -> str:
+    return PAGE.partition("## What is proven on what")[2].partition("## Method")[0]

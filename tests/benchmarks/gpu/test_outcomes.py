@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from benchmarks.gpu.outcomes import Outcomes, cause_in
+from benchmarks.gpu.outcomes import Outcomes, cause_in, cause_of_failure
 from tests.progress import of_children
 from tests.torchrun import environment, python
 
@@ -80,6 +80,13 @@ def test_the_first_traceback_is_the_cause() -> None:
     assert cause_in(output) == "torch.OutOfMemoryError: CUDA out of memory"
     assert cause_in("one\nskipped: no device\n\n") == "skipped: no device"
     assert cause_in("") == "no output"
-    indented = 'rank 1 raised\n  Traceback (most recent call last):\n    File "a"\n  KeyError: 3\n'
-    assert cause_in(indented) == "KeyError: 3"
     assert len(cause_in("x" * 1000)) == 300
+
+
+def test_why_a_test_failed() -> None:
+    indented = 'rank 1 raised\n  Traceback (most recent call last):\n    File "a"\n  KeyError: 3\n'
+    assert cause_of_failure(indented) == "KeyError: 3"
+    died = "rank 0 of 4 died of signal SIGSEGV\nAll traceback entries are hidden.\n"
+    assert cause_of_failure(died) == "rank 0 of 4 died of signal SIGSEGV"
+    asserted = "    def test():\n>   f()\nE   AssertionError: Traceback (most recent call last):\n"
+    assert cause_of_failure(asserted) == "AssertionError: Traceback (most recent call last):"
