@@ -45,7 +45,8 @@ def test_every_gpu_test_is_in_one_job() -> None:
     ]
     assert len(marked) > 15
     for path in marked:
-        assert sum(folder in path.parents for folder in folders) == 1, path
+        jobs = sum(folder in path.parents for folder in folders)
+        assert jobs == 1, f"{path}: {jobs} jobs of benchmarks/gpu/slices.py run its folder"
 
 
 def test_the_larger_model_is_omitted() -> None:
