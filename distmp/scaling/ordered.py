@@ -7,7 +7,7 @@ which is zero on all ranks but one, so the reduction itself does not round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,12 @@ from torch import Tensor
 from distmp.scaling.norms import CHUNK
 from distmp.scaling.step_decision import pack
 
-# Elements that are squared at once: they fit into the cache of a CPU in FP64.
-BLOCK = 16 * CHUNK
+# Elements that are squared at once, which does not change the bits. On a CPU a block fits into the
+# cache. On a GPU a block takes up to 17 launches and up to 8 bytes per element: 128 MiB.
+ELEMENTS_PER_BLOCK = {"cpu": 16 * CHUNK}
+DEFAULT_ELEMENTS_PER_BLOCK = 2**24
+# Leaves of a subtree, a power of two. The chunks of a bucket of 25 MiB fit into one.
+SUBTREE = 512
 
 
 def ordered_total(
@@ -46,53 +50,84 @@ def ordered_total(
     """
     rank = 0 if group is None else dist.get_rank(group)
     world_size = 1 if group is None else dist.get_world_size(group)
-    local_leaves = [
-        pack(*losses, device=device),
-        pack(*weights, device=device),
-        *(chunk_squares(shard) for shard in shards),
-    ]
-    # One row per rank; this rank fills its own.
-    leaves = [
-        torch.zeros(world_size, len(local), dtype=torch.float64, device=device)
-        for local in local_leaves
-    ]
-    for rows, local in zip(leaves, local_leaves, strict=True):
-        rows[rank].copy_(local)
     counts = pack(float(stop), dropped, *more, device=device)
-    vector = torch.cat([counts, *(rows.view(-1) for rows in leaves)])
+    local = torch.cat([pack(*losses, *weights, device=device), chunk_squares(shards)])
+    lengths = [len(losses), len(weights), *(len(shard) // CHUNK for shard in shards)]
+    # For each sum one row per rank; this rank fills its own.
+    leaves = torch.zeros(world_size * len(local), dtype=torch.float64, device=device)
+    own = [rows.view(world_size, -1)[rank] for rows in _split(leaves, lengths, world_size)]
+    torch._foreach_copy_(own, local.split(lengths))
+    vector = torch.cat([counts, leaves])
     if group is not None:
         dist.all_reduce(vector, group=group)
-    counts, ordered = vector[: len(counts)], vector[len(counts) :]
-    loss, weight, *squares = (
-        pairwise_sum(part) for part in ordered.split([rows.numel() for rows in leaves])
-    )
-    square = pairwise_sum(torch.stack(squares))
-    sums = torch.stack([square, (~square.isfinite()).double(), loss, weight])
-    return torch.cat([sums, counts])
+    counts, leaves = vector[: len(counts)], vector[len(counts) :]
+    sums = pairwise_sums(_split(leaves, lengths, world_size))
+    loss_and_weight, squares = sums[:2], sums[2:]
+    square = pairwise_sums([squares])
+    return torch.cat([square, (~square.isfinite()).double(), loss_and_weight, counts])
 
 
-def chunk_squares(flat: Tensor) -> Tensor:
-    """Return the sum of squares of each chunk of `CHUNK` elements of a 1-dim tensor, 1-dim FP64.
+def chunk_squares(shards: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each chunk of `CHUNK` elements of the shards, 1-dim FP64.
 
     Uses element-wise operations only: the order in which torch's reductions add their terms depends
-    on the shape and the device.
+    on the shape and the device. In FP64 the square of a finite FP32 value is exact and finite, so
+    the bits do not depend on whether a kernel fuses a product and a sum.
+
+    Args:
+        shards: 1-dim FP32 on one device; the number of elements is a multiple of `CHUNK`.
     """
-    return torch.cat([_sum_rows(block.double().square_()) for block in flat.split(BLOCK)])
+    return torch.cat([_squares_of_rows(block.view(-1, CHUNK)) for block in _blocks(shards)])
 
 
-def pairwise_sum(values: Tensor) -> Tensor:
-    """Sum a 1-dim tensor as a balanced binary tree; zeros at the end do not change the bits."""
-    width = 1 << max(len(values) - 1, 0).bit_length()
-    row = torch.zeros(1, width, dtype=values.dtype, device=values.device)
-    row[0, : len(values)] = values
-    while row.shape[1] > 1:
-        row = row[:, ::2] + row[:, 1::2]
-    return row[0, 0]
+def pairwise_sums(parts: Sequence[Tensor]) -> Tensor:
+    """Sum each 1-dim tensor as a balanced binary tree; zeros at the end do not change the bits.
+
+    One operation computes a level of all trees, so launches hardly grow with the number of tensors.
+
+    Args:
+        parts: At least one tensor; all have the same dtype and device, and at least one element.
+
+    Returns:
+        The sums, 1-dim, of shape (number of tensors,).
+    """
+    zeros = parts[0].new_zeros(SUBTREE)
+    while any(len(part) > 1 for part in parts):
+        padded = [leaves for part in parts for leaves in (part, zeros[: -len(part) % SUBTREE])]
+        rows = torch.cat(padded).view(-1, SUBTREE)
+        while rows.shape[1] > 1:
+            rows = rows[:, ::2] + rows[:, 1::2]
+        parts = rows[:, 0].split([-(-len(part) // SUBTREE) for part in parts])
+    return torch.cat([*parts])
 
 
-def _sum_rows(block: Tensor) -> Tensor:
-    rows = block.view(-1, CHUNK)
-    while rows.shape[1] > 1:
-        half = rows.shape[1] // 2
-        rows = rows[:, :half] + rows[:, half:]
-    return rows[:, 0]
+def _split(leaves: Tensor, lengths: Sequence[int], world_size: int) -> Sequence[Tensor]:
+    return leaves.split([world_size * length for length in lengths])
+
+
+def _blocks(shards: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Divide large shards and join small ones, in order, so that few blocks are left."""
+    size = ELEMENTS_PER_BLOCK.get(shards[0].device.type, DEFAULT_ELEMENTS_PER_BLOCK)
+    block: list[Tensor] = []
+    filled = 0
+    for piece in (piece for shard in shards for piece in shard.split(size)):
+        if filled + len(piece) > size:
+            yield _joined(block)
+            block, filled = [], 0
+        block.append(piece)
+        filled += len(piece)
+    yield _joined(block)
+
+
+def _joined(block: list[Tensor]) -> Tensor:
+    return torch.cat(block) if len(block) > 1 else block[0]
+
+
+def _squares_of_rows(rows: Tensor) -> Tensor:
+    left, right = rows.chunk(2, dim=1)
+    sums = left.double().square_().addcmul_(right, right)
+    while sums.shape[1] > 2:
+        left, right = sums.chunk(2, dim=1)
+        sums = left.add_(right)
+    # A new tensor, so that the memory of the block is freed.
+    return sums[:, 0] + sums[:, 1]
