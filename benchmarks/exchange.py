@@ -4,8 +4,8 @@ Compares distmp's exchange of gradients with the one that it replaced: one all-t
 ranks, and one kernel for each received shard. Rank 0 of machines with 8 ranks is simulated, as
 `distmp explain` does, in a step with one microbatch:
 
-- launches: operations that compute something, in the whole step and in the sums alone. The sums are
-  not split into blocks, as on a GPU.
+- launches: operations that compute something, in the whole step and in the sums alone, with the
+  blocks of a GPU.
 - memory: bytes that the kernels of the sums read and write, per gradient element.
 - network: bytes that a rank sends to other machines to reduce its gradients, per element. Each rank
   has a network card of its own.
@@ -35,6 +35,7 @@ from distmp.buckets import exchange
 from distmp.commands.explain.comm_volume import CollectiveRecorder
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.config import RunConfig, load
+from distmp.scaling import ordered
 
 RANKS = (8, 64, 512, 1024)
 RANKS_PER_MACHINE = 8
@@ -94,7 +95,8 @@ def count(
             exchanges over all ranks at once.
     """
     with (
-        mock.patch.object(exchange, "BLOCK", sys.maxsize),
+        mock.patch.dict(exchange.VALUES_PER_BLOCK, clear=True),
+        mock.patch.dict(ordered.ELEMENTS_PER_BLOCK, clear=True),
         simulate_ranks(ranks, known_machine),
         warnings.catch_warnings(),
     ):

@@ -29,8 +29,9 @@ from torch import Tensor
 
 from distmp.distributed.collectives import all_to_all
 
-# Number of 16-bit values that a CPU sums at once: as FP32 they fit into its cache.
-BLOCK = 2**17
+# Number of 16-bit values that are summed at once, for devices on which `torch.sum` converts all of
+# its input first. As FP32 they fit into the cache of a CPU.
+VALUES_PER_BLOCK = {"cpu": 2**17}
 
 
 class Exchange:
@@ -105,13 +106,15 @@ def sum_rows(pieces: Tensor, out: Tensor) -> None:
         pieces: FP32 or 16-bit, shape (ranks, n).
         out: Receives the sum; FP32, shape (n,). It must not overlap `pieces`.
     """
-    width = out.numel()
-    if pieces.device.type == "cpu" and pieces.dtype != out.dtype:
-        # On CPUs `torch.sum` converts 16-bit values first, into memory for all of them.
-        width = BLOCK // len(pieces)
-    width = max(width, 1)
+    block = VALUES_PER_BLOCK.get(pieces.device.type)
+    if block is None or pieces.dtype == out.dtype:
+        torch.sum(pieces, 0, dtype=out.dtype, out=out)
+        return
+    width = max(1, min(block // len(pieces), out.numel()))
+    # Allocated once: memory that is allocated for each part is slow if it is returned each time.
+    converted = torch.empty(len(pieces) * width, dtype=out.dtype, device=out.device)
     for part, total in zip(pieces.split(width, dim=1), out.split(width), strict=True):
-        torch.sum(part, 0, dtype=out.dtype, out=total)
+        torch.sum(converted[: part.numel()].view(part.shape).copy_(part), 0, out=total)
 
 
 def sum_pairwise(pieces: Tensor, out: Tensor) -> None:

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.exchange import Costs
-from distmp.buckets.exchange import BLOCK, sum_pairwise, sum_rows
+from distmp.buckets.exchange import VALUES_PER_BLOCK, sum_pairwise, sum_rows
 from distmp.buckets.reduction import AllToAllReduce
 from distmp.distributed.machines import exchange_groups
 from tests.machines import AllToAllTraffic, pretend
@@ -17,6 +18,7 @@ from tests.ranks import ranks
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
+BLOCK = VALUES_PER_BLOCK["cpu"]
 
 
 def pieces(count: int, length: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -34,11 +36,13 @@ def bits(values: Tensor) -> Tensor:
     return values.view(torch.int32)
 
 
-def launches(function: Any, count: int, length: int, dtype: torch.dtype) -> int:
-    rows, out = torch.zeros(count, length, dtype=dtype), torch.empty(length)
-    with Costs() as costs:
+def launches(function: Any, count: int, length: int, dtype: torch.dtype, device: str) -> int:
+    """Return the number of launches; no values are computed, so no GPU is needed."""
+    with FakeTensorMode(), torch.device(device), Costs() as costs:
+        rows, out = torch.empty(count, length, dtype=dtype), torch.empty(length)
+        before = costs.launches
         function(rows, out)
-    return costs.launches
+    return costs.launches - before
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
@@ -67,12 +71,16 @@ def test_the_order_does_not_depend_on_threads(count: int, dtype: torch.dtype) ->
 
 
 def test_launches_do_not_grow_with_ranks() -> None:
-    values = 2 * BLOCK
-    assert {launches(sum_rows, n, values // n, FP32) for n in (2, 8, 512)} == {1}
-    assert {launches(sum_rows, n, values // n, BF16) for n in (2, 8, 512)} == {2}
-    # One for each level of the tree.
-    levels = [launches(sum_pairwise, n, values // n, FP32) for n in (2, 8, 512)]
-    assert levels == [1, 3, 9]
+    def on(device: str, function: Any, dtype: torch.dtype) -> list[int]:
+        return [launches(function, n, 2 * BLOCK // n, dtype, device) for n in (2, 8, 512)]
+
+    for dtype in (FP32, BF16, FP16):
+        assert on("cuda", sum_rows, dtype) == [1, 1, 1]
+    # A CPU sums 16-bit values in two blocks: it converts and sums each, in memory allocated once.
+    assert on("cpu", sum_rows, FP32) == [1, 1, 1]
+    assert on("cpu", sum_rows, BF16) == [5, 5, 5]
+    # One for each level of the tree. (Without a GPU, fake tensors cannot be sliced on "cuda".)
+    assert on("cpu", sum_pairwise, FP32) == [1, 3, 9]
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 32])
