@@ -17,7 +17,7 @@ from distmp.scaling.norms import CHUNK
 from distmp.scaling.step_decision import pack
 
 # Elements that are squared at once, which does not change the bits. On a CPU a block fits into the
-# cache. On a GPU a block takes up to 17 launches and up to 8 bytes per element: 128 MiB.
+# cache. On a GPU a block takes 16 launches and 8 bytes per element: at most 128 MiB.
 ELEMENTS_PER_BLOCK = {"cpu": 16 * CHUNK}
 DEFAULT_ELEMENTS_PER_BLOCK = 2**24
 # Leaves of a subtree, a power of two. The chunks of a bucket of 25 MiB fit into one.
@@ -71,13 +71,17 @@ def chunk_squares(shards: Sequence[Tensor]) -> Tensor:
     """Return the sum of squares of each chunk of `CHUNK` elements of the shards, 1-dim FP64.
 
     Uses element-wise operations only: the order in which torch's reductions add their terms depends
-    on the shape and the device. In FP64 the square of a finite FP32 value is exact and finite, so
-    the bits do not depend on whether a kernel fuses a product and a sum.
+    on the shape and the device.
 
     Args:
         shards: 1-dim FP32 on one device; the number of elements is a multiple of `CHUNK`.
     """
-    return torch.cat([_squares_of_rows(block.view(-1, CHUNK)) for block in _blocks(shards)])
+    device = shards[0].device
+    size = ELEMENTS_PER_BLOCK.get(device.type, DEFAULT_ELEMENTS_PER_BLOCK)
+    elements = sum(len(shard) for shard in shards)
+    # Allocated once: a CPU may return freed memory to the system, and clear it for each block.
+    buffer = torch.empty(min(size, elements), dtype=torch.float64, device=device)
+    return torch.cat([_squares_of_block(block, buffer) for block in _blocks(shards, size)])
 
 
 def pairwise_sums(parts: Sequence[Tensor]) -> Tensor:
@@ -105,29 +109,25 @@ def _split(leaves: Tensor, lengths: Sequence[int], world_size: int) -> Sequence[
     return leaves.split([world_size * length for length in lengths])
 
 
-def _blocks(shards: Sequence[Tensor]) -> Iterator[Tensor]:
+def _blocks(shards: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
     """Divide large shards and join small ones, in order, so that few blocks are left."""
-    size = ELEMENTS_PER_BLOCK.get(shards[0].device.type, DEFAULT_ELEMENTS_PER_BLOCK)
     block: list[Tensor] = []
     filled = 0
     for piece in (piece for shard in shards for piece in shard.split(size)):
         if filled + len(piece) > size:
-            yield _joined(block)
+            yield block
             block, filled = [], 0
         block.append(piece)
         filled += len(piece)
-    yield _joined(block)
+    yield block
 
 
-def _joined(block: list[Tensor]) -> Tensor:
-    return torch.cat(block) if len(block) > 1 else block[0]
-
-
-def _squares_of_rows(rows: Tensor) -> Tensor:
-    left, right = rows.chunk(2, dim=1)
-    sums = left.double().square_().addcmul_(right, right)
+def _squares_of_block(block: list[Tensor], buffer: Tensor) -> Tensor:
+    lengths = [len(piece) for piece in block]
+    values = buffer[: sum(lengths)]
+    torch._foreach_copy_(values.split(lengths), block)
+    sums = values.square_().view(-1, CHUNK)
     while sums.shape[1] > 2:
         left, right = sums.chunk(2, dim=1)
         sums = left.add_(right)
-    # A new tensor, so that the memory of the block is freed.
     return sums[:, 0] + sums[:, 1]
