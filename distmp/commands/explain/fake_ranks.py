@@ -21,8 +21,10 @@ from torch._C import _distributed_c10d as c10d
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
+from torch.overrides import TorchFunctionMode
 
 from distmp.distributed import rank_monitor
 from distmp.engine.outcome import StepOutcome
@@ -55,6 +57,22 @@ class FakeRanks(FakeTensors):
             for index, returned in enumerate(func._schema.returns)
         ]
         return tuple(results) if len(results) > 1 else results[0]
+
+
+class MovedByData(TorchFunctionMode):
+    """Lets `parameter.data = tensor` move a fake tensor to the device of the other tensor.
+
+    torch updates its shape and dtype, but not its device. Models, `nn.Module.to`, FSDP1 and FSDP2
+    move parameters in this way.
+    """
+
+    _SET_DATA = Tensor.data.__set__
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func == self._SET_DATA and isinstance(args[0], FakeTensor):
+            args[0].fake_device = args[1].device
+        return result
 
 
 @contextlib.contextmanager
@@ -98,6 +116,7 @@ def simulate_ranks(
             mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
             mock.patch(fsdp_internals.CHUNKS, _first_chunk),
             warnings.catch_warnings(),
+            MovedByData(),
             mode,
         ):
             # FSDP1 reads the address of its parameters before a communication hook runs.

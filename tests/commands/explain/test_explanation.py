@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from benchmarks.explain_memory import peak_allocated, stepper
 from benchmarks.growth import sent_bytes
@@ -71,6 +72,25 @@ def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
     found = predict(config, chosen, ranks, torch.device("cuda", 0))
     assert found.communication == expected.communication
     assert found.memory_bytes == pytest.approx(expected.memory_bytes, rel=LIMIT)
+
+
+def test_parameters_are_moved_as_real_ones_are() -> None:
+    """`.data =` moves a fake parameter to the device of the run, even if this machine has none."""
+
+    def on_cuda(tensor: Any) -> Any:
+        with tensor.fake_mode:
+            return tensor.to("cuda:0")
+
+    with simulate_ranks(1):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        tied = model[1].weight = model[0].weight
+        model._apply(on_cuda)
+        assert model[0].weight is model[1].weight is tied
+        for parameter in model.parameters():
+            assert parameter.device == torch.device("cuda", 0)
+            assert parameter.requires_grad
+        with torch.no_grad():  # backward needs a build of torch for this device
+            assert model(on_cuda(torch.ones(2, 4))).device.type == "cuda"
 
 
 def test_pinned_memory_is_simulated_too() -> None:
