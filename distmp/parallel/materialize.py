@@ -146,21 +146,13 @@ def materialize_shards(
 
 
 def _shard(value: Tensor, meta: DTensor, storage: torch.device) -> Tensor:
-    # Import lazily: only sharded strategies need it.
-    from torch.distributed.tensor import DTensor
-
-    local = torch.empty_like(meta.to_local(), device=storage)
+    # `DTensor.from_local` would move offloaded shards to the device of the mesh.
+    sharded = cast("DTensor", torch.empty_like(meta, device=storage))
+    local = sharded.to_local()
     for index, _ in local_parts(meta):
         local.copy_(value[index])
     _broadcast_to_replicas(local, meta)
-    return DTensor.from_local(
-        local,
-        meta.device_mesh,
-        meta.placements,
-        run_check=False,
-        shape=meta.shape,
-        stride=meta.stride(),
-    )
+    return sharded
 
 
 def _broadcast_to_replicas(local: Tensor, meta: DTensor) -> None:

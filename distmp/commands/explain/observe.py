@@ -160,7 +160,7 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
     small = replace(
         config,
         strategy=strategy,
-        sharding=replace(config.sharding, shard_size=None, accumulate="auto"),
+        sharding=replace(config.sharding, shard_size=None, accumulate="auto", offload=False),
         batch=replace(config.batch, global_batch_size=1, microbatch_size=1),
     )
     with _one_rank(needs_group=strategy != "single") as world:
