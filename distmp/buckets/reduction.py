@@ -40,6 +40,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,7 @@ from torch import Tensor
 
 from distmp.buckets.exchange import Exchange
 from distmp.distributed.collectives import all_gather, all_reduce, reduce_scatter
+from distmp.distributed.waiting import collective_waits
 
 
 class Reduction(ABC):
@@ -169,7 +171,8 @@ class AllToAllReduce(Reduction):
                 self._finish_gathers()
             if device.type == "cuda":
                 assert self._stream is not None
-                torch.cuda.current_stream(device).wait_stream(self._stream)
+                with collective_waits.measured(device):
+                    torch.cuda.current_stream(device).wait_stream(self._stream)
 
     def _pending(self) -> list[Tensor]:
         gathered = [gather.bucket for gather in self._gathers]
@@ -200,11 +203,14 @@ class AllToAllReduce(Reduction):
             if gathered is not bucket:
                 bucket.copy_(gathered)
 
-    def _side_stream(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def _side_stream(self, device: torch.device) -> Iterator[None]:
         """On CUDA, run on a side stream, so that waiting does not hold up backward."""
         if device.type != "cuda":
-            return contextlib.nullcontext()
+            yield
+            return
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
-        return torch.cuda.stream(self._stream)
+        with torch.cuda.stream(self._stream), collective_waits.on_side_stream():
+            yield

@@ -2,8 +2,8 @@
 
 The interval begins at the end of a decision, which all ranks reach together, and ends at the start
 of the next one. It contains the update, loading data, forward and backward. Waits for collectives
-within it are measured separately. On CUDA these are times of the device, read once they are past:
-the host does not wait for them.
+within it are measured separately; waits of several streams at the same time count once. On CUDA
+these are times of the device, read once they are past: the host does not wait for them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from distmp.distributed.waiting import Span, TimePoint, collective_waits
+from distmp.utils.intervals import intersection, length, union
 
 # The median over this many steps is reported.
 STEPS = 5
@@ -25,7 +26,7 @@ class OwnTime(NamedTuple):
 
     Attributes:
         between: Time from the end of one decision to the start of the next.
-        waited: The part of `between` that the rank waited in collectives.
+        waited: The part of `between` that the rank waited in collectives, at most all of it.
     """
 
     between: float
@@ -37,6 +38,21 @@ class _Interval(NamedTuple):
     end: TimePoint
     waits: list[Span]
 
+    @property
+    def is_past(self) -> bool:
+        """Whether the device has reached the end of the interval and of its waits."""
+        return self.end.is_past and all(end.is_past for _, end in self.waits)
+
+    def own_time(self) -> OwnTime:
+        """Return the times of the interval, which must be past."""
+        between = self.begin.seconds_until(self.end)
+        waits = union(
+            (self.begin.seconds_until(begin), self.begin.seconds_until(end))
+            for begin, end in self.waits
+        )
+        # Sums are rounded: never more than `between`.
+        return OwnTime(between, min(length(intersection(waits, [(0.0, between)])), between))
+
 
 class StepClock:
     """Measures the own time of steps.
@@ -45,8 +61,8 @@ class StepClock:
         device: The device that computes the steps.
 
     Attributes:
-        active: Whether the clock measures. On CUDA this costs two events per step, and two per
-            collective.
+        active: Whether the clock measures. On CUDA this costs two events per step, and two per wait
+            for a collective.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -75,14 +91,7 @@ class StepClock:
 
     def take(self) -> OwnTime | None:
         """Return the median of the intervals that are past on the device; None without any."""
-        past = [
-            OwnTime(
-                interval.begin.seconds_until(interval.end),
-                sum(begin.seconds_until(end) for begin, end in interval.waits),
-            )
-            for interval in self._intervals
-            if interval.end.is_past and all(end.is_past for _, end in interval.waits)
-        ]
+        past = [interval.own_time() for interval in self._intervals if interval.is_past]
         self._intervals.clear()
         if not past:
             return None

@@ -4,9 +4,18 @@ Ranks end a step together, so all of them seem as slow as the slowest. The time 
 distinguishes them: the slowest rank waits least.
 """
 
+# Note [Waits on CUDA streams]
+#
+# `Work.wait` makes the current stream wait. If that is the stream that computes, the rank waits. If
+# it is a side stream, the collective overlaps with computation, and may take longer than a step
+# without delaying it. So the code that runs a side stream records no waits there (`on_side_stream`)
+# and records how long the computing stream waits for it (`measured`).
+
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -58,6 +67,26 @@ class CollectiveWaits:
     def watch(self, work: dist.Work, tensor: Tensor) -> dist.Work:
         """Return the work of a collective; while active, its `wait` is recorded."""
         return _TimedWork(work, tensor.device, self._spans) if self.active else work
+
+    @contextlib.contextmanager
+    def on_side_stream(self) -> Iterator[None]:
+        """Do not record waits for collectives that start inside of the context."""
+        active, self.active = self.active, False
+        try:
+            yield
+        finally:
+            self.active = active
+
+    @contextlib.contextmanager
+    def measured(self, device: torch.device) -> Iterator[None]:
+        """While active, record the time that the current stream of a device needs for the context.
+
+        See Note [Waits on CUDA streams].
+        """
+        begin = TimePoint(device) if self.active else None
+        yield
+        if begin is not None:
+            self._spans.append((begin, TimePoint(device)))
 
     def take(self) -> list[Span]:
         """Return the waits recorded since the last call: when each began and ended."""

@@ -1,11 +1,18 @@
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
+from distmp.distributed import waiting
+from distmp.distributed.waiting import collective_waits
 from tests.ranks import ranks
 
 SIZES = (64, 4096, 1024)
@@ -103,6 +110,54 @@ def test_sums_in_order_and_pairwise() -> None:
         exchange.finish()
         found.append(bucket[0].item())
     assert found == [1.0, 1.0 + 2 * tiny]
+
+
+class OnCuda(Tensor):
+    """A tensor in host memory that is handled as one of a GPU."""
+
+    device = torch.device("cuda", 0)
+
+
+class Streams:
+    """Replaces CUDA streams; a time point is the stream that it is recorded on."""
+
+    def __init__(self) -> None:
+        self.compute = mock.Mock(name="compute")
+        self.current = self.compute
+
+    @contextlib.contextmanager
+    def entered(self, stream: Any) -> Iterator[None]:
+        former, self.current = self.current, stream
+        yield
+        self.current = former
+
+    def current_of(self, device: torch.device) -> Any:
+        return self.current
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        with (
+            mock.patch.object(torch.cuda, "Stream"),
+            mock.patch.object(torch.cuda, "stream", self.entered),
+            mock.patch.object(torch.cuda, "current_stream", self.current_of),
+            mock.patch.object(waiting, "TimePoint", self.current_of),
+            mock.patch.object(collective_waits, "active", True),
+        ):
+            yield
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@ranks(1)
+def test_waits_of_the_side_stream_are_not_waits_of_the_rank(sharded: bool) -> None:
+    """They overlap with backward; only the wait of the computing stream in `finish` delays it."""
+    streams = Streams()
+    reduction = AllToAllReduce(group(), shard=sharded, comm_dtype=torch.bfloat16, pairwise=False)
+    with streams.installed():
+        for size in SIZES:
+            reduction.launch(values_of(0, size).as_subclass(OnCuda))
+        reduction.finish()
+        assert collective_waits.active
+    assert collective_waits.take() == [(streams.compute, streams.compute)]
 
 
 @pytest.mark.gpu

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from distmp.distributed import own_time
 from distmp.distributed.own_time import OwnTime, StepClock
+from distmp.distributed.waiting import collective_waits
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.telemetry.stragglers import SlowRankDetector, Stragglers, own_seconds
@@ -101,6 +103,42 @@ def test_hidden_transfers_are_not_waiting() -> None:
     unknown = own_seconds([OwnTime(math.nan, math.nan), *times[1:]], hidden=True)
     assert math.isnan(unknown[0])
     assert unknown[1:] == pytest.approx([1.0, 0.6])
+
+
+class Moment:
+    """A time point at a given second."""
+
+    is_past = True
+
+    def __init__(self, second: float) -> None:
+        self.second = second
+
+    def seconds_until(self, later: Moment) -> float:
+        return later.second - self.second
+
+
+@pytest.mark.parametrize(
+    ("waits", "waited"),
+    [
+        ([], 0.0),
+        ([(1.0, 2.0), (3.0, 4.5)], 2.5),
+        ([(1.0, 8.0), (2.0, 7.0), (6.0, 9.0)], 8.0),  # several streams wait for the same rank
+        ([(-5.0, 1.0), (9.0, 30.0)], 2.0),  # and may have waited before, or wait longer
+        ([(-1.0, 11.0), (0.0, 10.0)], 10.0),
+    ],
+)
+def test_own_time_is_never_negative(
+    waits: list[tuple[float, float]], waited: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = iter([0.0, 10.0])
+    monkeypatch.setattr(own_time, "TimePoint", lambda device: Moment(next(now)))
+    clock = StepClock(torch.device("cpu"))
+    clock.active = True
+    clock.begin()
+    collective_waits._spans += [(Moment(begin), Moment(end)) for begin, end in waits]  # type: ignore[misc]
+    clock.end()
+    collective_waits.active = False
+    assert clock.take() == OwnTime(10.0, waited)
 
 
 def test_once_may_be_chance() -> None:

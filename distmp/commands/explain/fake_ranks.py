@@ -66,7 +66,7 @@ class MovedByData(TorchFunctionMode):
     move parameters in this way.
     """
 
-    _SET_DATA = Tensor.data.__set__
+    _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from distmp.telemetry.profiling.intervals import Interval, difference, intersection, length, union
 from distmp.telemetry.profiling.trace import Trace
+from distmp.utils.intervals import Interval, difference, intersection, length, union
 
 
 class Breakdown(NamedTuple):

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from distmp.distributed.progress import COMPARISON, DATA, DECISION, SAVING, UPDATE, VALIDATION
-from distmp.telemetry.profiling.intervals import Interval, difference, intersection, union
+from distmp.utils.intervals import Interval, difference, intersection, union
 
 # Phases between steps that are not part of any step.
 PAUSES = (VALIDATION, COMPARISON, SAVING)

@@ -14,8 +14,8 @@ from distmp.telemetry.profiling.breakdown import (
     most_idle_phase,
     of_trace,
 )
-from distmp.telemetry.profiling.intervals import Interval, union
 from distmp.telemetry.profiling.trace import Trace
+from distmp.utils.intervals import Interval, union
 from tests.telemetry.profiling.events import (
     ENGINE,
     event,
@@ -26,7 +26,7 @@ from tests.telemetry.profiling.events import (
     on_cuda,
     phase,
 )
-from tests.telemetry.profiling.test_intervals import moments
+from tests.utils.test_intervals import moments
 
 BACKWARD = "autograd::engine::evaluate_function: MmBackward0"
 spans = st.lists(st.tuples(st.floats(0, 50), st.floats(0, 50)), max_size=10).map(union)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-# Start and stop in microseconds.
+# Start and stop, in any unit of time.
 Interval = tuple[float, float]
 
 
@@ -57,5 +57,5 @@ def difference(first: Sequence[Interval], second: Sequence[Interval]) -> list[In
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the total length of the intervals, in microseconds."""
+    """Return the total length of the intervals, in their unit."""
     return sum(stop - start for start, stop in intervals)

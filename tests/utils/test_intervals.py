@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distmp.telemetry.profiling.intervals import Interval, difference, intersection, length, union
+from distmp.utils.intervals import Interval, difference, intersection, length, union
 
 spans = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)
 
