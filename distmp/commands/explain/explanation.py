@@ -185,7 +185,7 @@ def explain(
     small = smaller(config, predicted.parameters)
     with _restored_settings():
         observed = None if small is None else observe(small, policy, predicted.strategy)
-    mismatches = [] if observed is None else [*differences(predicted.groups, observed, policy)]
+    mismatches = [] if observed is None else [*differences(observed, policy)]
     return Explanation(
         world_size,
         device.type,

@@ -14,7 +14,7 @@ from torch.nn.modules import module as hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distmp.commands.explain.types import NO_MODULE, ModuleGroup, group_name
+from distmp.commands.explain.types import NO_MODULE, ModuleGroup, expected_groups, group_name
 from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.parallel.strategy import parameter_name
@@ -79,6 +79,7 @@ class ObservedDtypes(NamedTuple):
         computed: Dtypes of the inputs of operations in forward, by group and kind of operation.
         backward: Dtypes of the matrix products in backward.
         accumulated: Dtypes of the buffers in which gradients were summed.
+        groups: The dtypes that the policy specifies for this step.
     """
 
     of: str
@@ -86,6 +87,7 @@ class ObservedDtypes(NamedTuple):
     computed: dict[str, dict[str, set[torch.dtype]]]
     backward: set[torch.dtype]
     accumulated: set[torch.dtype]
+    groups: list[ModuleGroup]
 
 
 class DtypeRecorder(TorchDispatchMode):
@@ -148,7 +150,8 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
     """Run one real step of a small run and return the observed dtypes.
 
     Args:
-        config: The configuration, as returned by `smaller`; the step uses one sample.
+        config: The configuration, as returned by `smaller`; the step uses two microbatches of one
+            sample, or one if the run has no more.
         policy: The resolved policy.
         strategy: The resolved strategy; `fsdp1` and `hsdp` need several ranks, and are observed as
             `single` and `fsdp`.
@@ -161,12 +164,29 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
         config,
         strategy=strategy,
         sharding=replace(config.sharding, shard_size=None, accumulate="auto", offload=False),
-        batch=replace(config.batch, global_batch_size=1, microbatch_size=1),
+        batch=replace(
+            config.batch,
+            global_batch_size=min(config.batch.global_batch_size, 2),
+            microbatch_size=1,
+        ),
     )
+    accumulated: set[torch.dtype] = set()
     with _one_rank(needs_group=strategy != "single") as world:
         parts = prepare(small, world)
+        groups = expected_groups(parts.model, policy, strategy)
+
+        def loss(module: nn.Module, batch: Any) -> Any:
+            # Between microbatches, because FSDP rounds the sums to the dtype of the weights.
+            accumulated.update(tensor.dtype for tensor in engine.tensors_by_use()[GRADIENTS])
+            return parts.loss(module, batch)
+
         engine = build_engine(
-            small, parts, world, policy=policy, attribution=False, first_step_checks=False
+            small,
+            parts._replace(loss=loss),
+            world,
+            policy=policy,
+            attribution=False,
+            first_step_checks=False,
         )
         start_from_weights(parts, engine)
         model = engine.model
@@ -178,10 +198,11 @@ def observe(config: RunConfig, policy: PrecisionPolicy, strategy: str) -> Observ
             batch = next(batches)
         with DtypeRecorder(model) as recorder:
             engine.step(batch)
-        accumulated = {tensor.dtype for tensor in engine.tensors_by_use()[GRADIENTS]}
     count = sum(value.numel() for value in model.parameters())
     description = f"one step with {count:,} parameters as {strategy!r} on one CPU rank"
-    return ObservedDtypes(description, stored, recorder.forward, recorder.backward, accumulated)
+    return ObservedDtypes(
+        description, stored, recorder.forward, recorder.backward, accumulated, groups
+    )
 
 
 def smaller(config: RunConfig, parameters: int) -> RunConfig | None:
@@ -202,9 +223,7 @@ def smaller(config: RunConfig, parameters: int) -> RunConfig | None:
     return replace(config, data=data, model=replace(config.model, **SMALL_TRANSFORMER))
 
 
-def differences(
-    groups: list[ModuleGroup], observed: ObservedDtypes, policy: PrecisionPolicy
-) -> Iterator[str]:
+def differences(observed: ObservedDtypes, policy: PrecisionPolicy) -> Iterator[str]:
     """Yield a line for each observation that differs from the policy."""
 
     def line(what: str, actual: set[torch.dtype], expected: torch.dtype) -> str:
@@ -213,7 +232,7 @@ def differences(
             f"{dtype_name(expected)}"
         )
 
-    for group in groups:
+    for group in observed.groups:
         stored = observed.stored.get(group.name, set())
         if stored - {group.stored}:
             yield line(f"{group.name} is stored", stored, group.stored)
@@ -221,7 +240,7 @@ def differences(
             expected = group.computed
             if expected is not None and _differs(actual, expected, exact=kind == "products"):
                 yield line(f"{group.name} computes {kind}", actual, expected)
-    known = {group.name for group in groups}
+    known = {group.name for group in observed.groups}
     for name, kinds in observed.computed.items():
         for kind, actual in kinds.items() if name not in known else ():
             expected = policy.output_dtype if name == NO_MODULE else policy.compute_dtype

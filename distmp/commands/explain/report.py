@@ -114,7 +114,7 @@ def _communication(explanation: Explanation) -> Iterator[str]:
         return
     local = predicted.ranks_per_machine
     several = explanation.world_size > local
-    rows = [("sent by a rank in a step", "collective", "type", "calls", "total", *LINKS)]
+    rows = [("a rank sends per step", "collective", "type", "calls", "total", *LINKS)]
     rows += [
         (
             entry.purpose,
