@@ -231,7 +231,7 @@ class Buckets(ByHand):
         for index, batch in enumerate(self.task.microbatches(count)):
             self._buckets.begin_microbatch(last=index == count - 1)
             loss = self.task.mean_loss(self.model, batch, count)
-            with self._buckets.backward_context():
+            with self._buckets.backward_context(loss):
                 loss.backward()
             self._buckets.end_microbatch()
         self._buckets.finish()

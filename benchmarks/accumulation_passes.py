@@ -4,7 +4,8 @@ One process with one thread and without reduction: autograd passes precomputed b
 the parameters, and the methods sum them into flat FP32 buffers. The methods take turns, and their
 CPU time is measured.
 
-- `Fp32GradBuckets`: the first microbatch copies, the others add.
+- `Fp32GradBuckets`: the first microbatch copies, the others add. `backward_context` knows the loss,
+  or it does not and autograd converts the gradients to FP32 first.
 - `main_grad`: the buffer is zeroed, a hook on every parameter adds its gradient, and a last pass
   scales the sum, as in data-parallel wrappers with a `main_grad`. The hook receives the gradient in
   bfloat16, or in float32 with `grad_dtype`.
@@ -12,8 +13,12 @@ CPU time is measured.
   float32), and a last pass scales the sum.
 - autograd alone: the gradients are dropped. The other times include this one.
 
-All methods except the last compute the same sum, which is checked. `--device cuda` uses a larger
-model, and the time between two events of the stream instead of CPU time.
+All methods except the last compute the same sum, which is checked. The bytes that copies and sums
+read and write are counted from the tensors of each operation. On CPUs, torch makes an intermediate
+FP32 copy to add a 16-bit tensor to an FP32 one, which is not counted; a GPU needs none.
+
+`--device cuda` uses a larger model, and the time between two events of the stream instead of CPU
+time.
 """
 
 from __future__ import annotations
@@ -30,6 +35,7 @@ from torch import Tensor, nn
 from benchmarks.device import busy_time, parse, parser
 from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import accumulation
+from benchmarks.traffic import Traffic
 from distmp import Fp32GradBuckets
 from distmp.models.build import build_model
 from distmp.models.settings import ModelConfig
@@ -71,16 +77,18 @@ class AccumulationMethod(ABC):
     def sums(self) -> list[Tensor]:
         """Return the accumulated and scaled gradients."""
 
-    def backward(self) -> None:
-        """Run one microbatch."""
+    def loss(self) -> Tensor:
+        """Run the forward of one microbatch."""
         passing = torch.zeros((), device=self._gradients[0].device, requires_grad=True)
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             passing = _Use.apply(passing, parameter, gradient)
-        passing.backward()
+        return passing
 
 
 class Buckets(AccumulationMethod):
     """distmp's buckets, without scaling, because the optimizer's kernel divides."""
+
+    knows_loss = True
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         super().__init__(gradients)
@@ -91,14 +99,21 @@ class Buckets(AccumulationMethod):
         self._buckets.begin_step()
         for index in range(MICROBATCHES):
             self._buckets.begin_microbatch(last=index == MICROBATCHES - 1)
-            with self._buckets.backward_context():
-                self.backward()
+            loss = self.loss()
+            with self._buckets.backward_context(loss if self.knows_loss else None):
+                loss.backward()
             self._buckets.end_microbatch()
         self._buckets.finish()
 
     def sums(self) -> list[Tensor]:
         sums = self._buckets.gradients()
         return [sums[str(index)] * SCALE for index in range(len(self.parameters))]
+
+
+class ConvertingBuckets(Buckets):
+    """The same, but autograd converts the gradients to FP32 first."""
+
+    knows_loss = False
 
 
 class Zeroed(AccumulationMethod):
@@ -118,7 +133,7 @@ class Zeroed(AccumulationMethod):
     def accumulate(self) -> None:
         self._flat.zero_()
         for _ in range(MICROBATCHES):
-            self.backward()
+            self.loss().backward()
         self._flat.mul_(SCALE)
 
     def sums(self) -> list[Tensor]:
@@ -161,7 +176,7 @@ class Dropped(AccumulationMethod):
 
     def accumulate(self) -> None:
         for _ in range(MICROBATCHES):
-            self.backward()
+            self.loss().backward()
 
     def sums(self) -> list[Tensor]:
         return []
@@ -169,6 +184,7 @@ class Dropped(AccumulationMethod):
 
 METHODS: dict[str, type[AccumulationMethod]] = {
     "distmp.Fp32GradBuckets": Buckets,
+    "the same without the loss": ConvertingBuckets,
     "memset, main_grad hook, scale": MainGrad,
     "the same with float32 gradients": MainGradFp32,
     "memset, autograd in place, scale": InPlace,
@@ -189,9 +205,11 @@ def main() -> int:
         warm_up=2,
     )
     _check(methods)
+    elements = sum(gradient.numel() for gradient in gradients)
     result = {
         "machine": machine(device),
-        "elements": sum(gradient.numel() for gradient in gradients),
+        "elements": elements,
+        "bytes": {name: _bytes(method) / elements for name, method in methods.items()},
         "parameters": len(gradients),
         "microbatches": MICROBATCHES,
         "milliseconds": milliseconds,
@@ -234,6 +252,13 @@ def _adder(view: Tensor) -> Any:
 
 def _drop(parameter: Tensor) -> None:
     parameter.grad = None
+
+
+def _bytes(method: AccumulationMethod) -> float:
+    """Return how many bytes copies and sums move, per microbatch."""
+    with Traffic() as traffic:
+        method.accumulate()
+    return traffic.bytes / MICROBATCHES
 
 
 def _check(methods: dict[str, AccumulationMethod]) -> None:

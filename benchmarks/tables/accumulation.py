@@ -37,6 +37,7 @@ def accumulation_passes(result: dict[str, Any]) -> str:
     for name, spread in taken.items():
         beyond = spread.median - floor
         row: dict[str, object] = {"method": name, f"{clock} ms": spread}
+        row["bytes per element and microbatch"] = f"{result['bytes'][name]:.3g}"
         row["beyond autograd alone, ms"] = f"{beyond:.3g}"
         row["time of Fp32GradBuckets / time of this method"] = f"{ours / beyond:.2f}"
         rows.append(row)

@@ -401,8 +401,9 @@ class Engine:
         return scale / (self.nominal_weight or 1.0)
 
     def _backward(self, loss: Tensor, factor: Tensor) -> None:
-        with explain_backward_errors(), self._strategy.backward_context():
-            (loss.float() * factor).backward()
+        scaled = loss.float() * factor
+        with explain_backward_errors(), self._strategy.backward_context(scaled):
+            scaled.backward()
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
         """Return n0; None if the sum of the first weights is not a finite number above 0."""

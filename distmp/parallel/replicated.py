@@ -179,10 +179,10 @@ class Replicated(Strategy):
             part.buckets.begin_microbatch(last=last)
 
     @contextlib.contextmanager
-    def backward_context(self) -> Iterator[None]:
+    def backward_context(self, loss: Tensor) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for part in self._parts:
-                stack.enter_context(part.buckets.backward_context())
+                stack.enter_context(part.buckets.backward_context(loss))
             yield
 
     def end_microbatch(self) -> Tensor | None:

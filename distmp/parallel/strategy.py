@@ -93,8 +93,12 @@ class Strategy(ABC):
     def begin_microbatch(self, *, last: bool) -> None:
         """Announce the forward and backward of one microbatch."""
 
-    def backward_context(self) -> AbstractContextManager[None]:
-        """Return the context of the backward of a microbatch."""
+    def backward_context(self, loss: Tensor) -> AbstractContextManager[None]:
+        """Return the context of the backward of a microbatch.
+
+        Args:
+            loss: The tensor whose `backward` is called in the context.
+        """
         return nullcontext()
 
     def end_microbatch(self) -> Tensor | None:

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.explain_memory import peak_allocated
+from benchmarks.traffic import Traffic
 from distmp.buckets import Fp32GradBuckets
 from distmp.errors import TrainingError
 from tests.ranks import ranks, run_ranks
@@ -38,7 +40,7 @@ def accumulate(
     for index, forward in enumerate(backwards):
         buckets.begin_microbatch(last=index == len(backwards) - 1)
         loss = forward()
-        with buckets.backward_context():
+        with buckets.backward_context(loss):
             loss.backward()
         buckets.end_microbatch()
     buckets.finish()
@@ -76,7 +78,9 @@ def test_accumulation_is_as_good_as_fp32(dtype: torch.dtype, microbatches: int) 
         assert relative_error(found[name], expected[name]) < 1e-6
 
 
-def test_uses_of_one_weight_in_one_backward_sum_in_fp32() -> None:
+@pytest.mark.parametrize("earlier", [[], [1], [1, 64]])
+def test_uses_of_one_weight_in_one_backward_sum_in_fp32(earlier: list[int]) -> None:
+    """Whatever number of uses earlier microbatches had."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(16, 16, dtype=torch.bfloat16))
     inputs = torch.randn(64, 16, 16, dtype=torch.bfloat16)
@@ -86,7 +90,11 @@ def test_uses_of_one_weight_in_one_backward_sum_in_fp32() -> None:
         products = [x @ w for x, w in zip(inputs, weights, strict=True)]
         return torch.stack([product.float().square().sum() for product in products]).sum()
 
-    found = accumulate(buckets, [lambda: total([weight] * 64)])["weight"]
+    def zero(uses: int) -> Tensor:
+        return sum_of_squares(sum(inputs[0] @ weight for _ in range(uses)) * 0)
+
+    before = [partial(zero, uses) for uses in earlier]
+    found = accumulate(buckets, [*before, lambda: total([weight] * 64)])["weight"]
     separate = [weight.detach().clone().requires_grad_() for _ in inputs]
     of_uses = torch.autograd.grad(total(separate), separate)
     expected = torch.stack([gradient.double() for gradient in of_uses]).sum(0)
@@ -94,6 +102,132 @@ def test_uses_of_one_weight_in_one_backward_sum_in_fp32() -> None:
     plain = weight.detach().clone().requires_grad_()
     narrow = torch.autograd.grad(total([plain] * 64), plain)[0]
     assert relative_error(narrow, expected) > 1e-3  # the error without buckets
+
+
+def sum_of_squares(output: Tensor) -> Tensor:
+    return output.float().square().sum()
+
+
+@pytest.mark.parametrize("uses", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_16_bit_gradient_is_added_without_an_fp32_copy(
+    autocast: bool, dtype: torch.dtype, uses: int
+) -> None:
+    """Autocast sums two uses before the cast; otherwise each of them is copied to FP32 first."""
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(7, 13).to(torch.float32 if autocast else dtype))
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+    expected = torch.zeros(7, 13, dtype=torch.float64)
+    counted = []
+    buckets.begin_step()
+    for index in range(8):
+        buckets.begin_microbatch(last=index == 7)
+        inputs = [torch.randn(3, 13).to(dtype) for _ in range(uses)]
+        with torch.autocast("cpu", dtype, enabled=autocast):
+            outputs = [linear(each, weight) for each in inputs]
+        loss = sum_of_squares(torch.stack(outputs))
+        if uses == 1:
+            expected += (2 * outputs[0].detach()).t().mm(inputs[0]).double()
+        with buckets.backward_context(loss), Traffic(weight.numel()) as traffic:
+            loss.backward()
+        buckets.end_microbatch()
+        counted.append(traffic.bytes / weight.numel())
+    buckets.finish()
+    if uses == 1:
+        assert counted == [6] + [10] * 7
+        assert weight.grad is not None
+        assert relative_error(weight.grad, expected) < 1e-6
+    elif autocast:
+        assert counted == [6 + 6] + [10 + 6] * 7
+    else:
+        assert counted == [12 + 12 + 8] + [12 + 12 + 12] * 7
+
+
+def test_uses_that_reentrant_checkpointing_hides_sum_in_fp32() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+    start = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
+
+    def use_often(x: Tensor) -> Tensor:
+        for _ in range(300):
+            x = x + weight
+        return x
+
+    def forward() -> Tensor:
+        return (checkpoint(use_often, start, use_reentrant=True) + weight).float().sum()
+
+    found = accumulate(buckets, [forward] * 2)["weight"]
+    assert torch.equal(found, torch.full((3,), 602.0))
+
+
+def test_sparse_16_bit_gradients_sum_in_fp32() -> None:
+    table = nn.Embedding(2, 3, sparse=True, dtype=torch.bfloat16)
+    buckets = Fp32GradBuckets([("weight", table.weight)], None)
+    tokens = torch.zeros(300, dtype=torch.int64)
+    found = accumulate(buckets, [lambda: table(tokens).float().sum()] * 2)["weight"]
+    assert torch.equal(found, torch.tensor([[600.0] * 3, [0.0] * 3]))
+
+
+@pytest.mark.parametrize("post_accumulate", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_hooks_of_the_user_see_fp32_gradients(autocast: bool, post_accumulate: bool) -> None:
+    weight = nn.Parameter(torch.ones(3, 3).to(torch.float32 if autocast else torch.bfloat16))
+    seen: list[torch.dtype] = []
+    if post_accumulate:
+        weight.register_post_accumulate_grad_hook(lambda _: seen.append(weight.grad.dtype))
+    else:
+        weight.register_hook(lambda gradient: seen.append(gradient.dtype))
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        accumulate(buckets, [lambda: linear(torch.ones(1, 3).bfloat16(), weight).sum()] * 2)
+    assert seen == [torch.float32] * 2
+
+
+class NoGradient(torch.autograd.Function):
+    """Uses a weight, and computes no gradient of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def test_a_function_may_compute_no_gradient_of_a_weight() -> None:
+    used, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    buckets = Fp32GradBuckets([("used", used), ("other", other)], None)
+    found = accumulate(buckets, [lambda: NoGradient.apply(used, other).sum()] * 2)
+    assert torch.equal(found["used"], torch.full((3,), 2.0))
+    assert other.grad is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_forward_on_another_stream_computes_the_same(autocast: bool) -> None:
+    torch.manual_seed(0)
+    weight = nn.Parameter(torch.randn(64, 64, device="cuda"))
+    if not autocast:
+        weight.data = weight.data.bfloat16()
+    buckets = Fp32GradBuckets([("weight", weight)], None)
+    batch = torch.randn(64, 64, device="cuda", dtype=torch.bfloat16)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def forward(stream: torch.cuda.Stream) -> Tensor:
+        stream.wait_stream(streams[0])
+        with torch.cuda.stream(stream), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+            loss = sum_of_squares(linear(batch, weight))
+        streams[0].wait_stream(stream)
+        return loss
+
+    on_one, on_several = (
+        accumulate(buckets, [partial(forward, stream) for stream in chosen])["weight"]
+        for chosen in ([streams[0]] * 3, streams)
+    )
+    assert torch.equal(on_one, on_several)
 
 
 def test_tied_weights_are_one_parameter() -> None:
@@ -238,19 +372,28 @@ def test_a_backward_outside_of_the_context_computes_the_same() -> None:
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 @pytest.mark.parametrize("before", [0, 1])
-def test_a_backward_that_builds_a_graph_is_refused(before: int) -> None:
-    model = nn.Linear(WIDTH, WIDTH)
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_backward_that_builds_a_graph_is_refused(
+    dtype: torch.dtype, autocast: bool, before: int
+) -> None:
+    model = nn.Linear(WIDTH, WIDTH, dtype=dtype)
     buckets = Fp32GradBuckets(model.named_parameters(), None)
-    batch = torch.randn(5, WIDTH)
+    batch = torch.randn(5, WIDTH, dtype=dtype)
     buckets.begin_step()
     for _ in range(before):
         buckets.begin_microbatch(last=False)
         model(batch).sum().backward()
         buckets.end_microbatch()
     buckets.begin_microbatch(last=False)
-    refused = pytest.raises(TrainingError, match=r"create_graph=True.*of 'bias'.*torch.autograd")
-    with refused, buckets.backward_context():
-        model(batch).sum().backward(create_graph=True)
+    refused = pytest.raises(
+        TrainingError, match=r"create_graph=True.*of '(weight|bias)'.*torch.autograd"
+    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(batch).sum()
+    with refused, buckets.backward_context(loss):
+        loss.backward(create_graph=True)
+    assert model.bias.grad is None
 
 
 def operators(run: Callable[[], None]) -> Counter[str]:
