@@ -16,10 +16,9 @@
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
-# - If `backward_context` knows the loss, the 16-bit gradient of a weight that the loss uses once is
-#   not converted (Note [16-bit gradients and several uses of a weight]). For a 16-bit weight,
-#   `grad_dtype` is None during the backward. For an FP32 weight that autocast has cast, a hook of
-#   the cast takes the gradient, and the hook of the parameter finds None in `.grad`.
+# - If `backward_context` knows the loss, it sets `grad_dtype` to None for 16-bit parameters that it
+#   uses once: autograd then makes no FP32 copy of their gradients, see Note [16-bit gradients and
+#   several uses of a weight].
 # - A parameter with other post-accumulate hooks does not get the view, because they may scale or
 #   replace `.grad`: they would do so to the sum instead of the gradient of one microbatch. For
 #   such a parameter, and for one with hooks of the tensor, the gradient is converted, so that all
@@ -51,7 +50,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distmp.buckets.graph import NarrowGradients, find_narrow_gradients
+from distmp.buckets.graph import weights_used_once
 from distmp.buckets.layout import ALIGNMENT, SUMMED_DTYPES, check_parameters, plan_buckets
 from distmp.buckets.partial_sums import FlatGradients, PartialSums
 from distmp.buckets.reduction import AllReduce, AllToAllReduce, Reduction
@@ -61,7 +60,6 @@ from distmp.distributed.compare_ranks import check_same, describe_parameters
 from distmp.distributed.lost_peers import explain_lost_peers
 from distmp.distributed.machines import exchange_groups
 from distmp.errors import ConfigError, TrainingError
-from distmp.precision.policy import SIXTEEN_BIT
 from distmp.scaling.norms import CHUNK, chunk_norms
 
 
@@ -206,8 +204,6 @@ class Fp32GradBuckets:
         self._launched = 0
         self._accumulating = False
         self._last_microbatch = False
-        # Whether to search graphs for 16-bit gradients: until a graph of the step has none.
-        self._searches = True
         # "begun", "last" (microbatch announced), "ended" (only `finish` is missing), or "" between
         # steps.
         self._stage = ""
@@ -270,7 +266,6 @@ class Fp32GradBuckets:
             )
         self.discard()
         self._stage = "begun"
-        self._searches = True
         self._used.begin_step()
         for slot in self._slots:
             slot.has_gradient = False
@@ -311,23 +306,26 @@ class Fp32GradBuckets:
         but it takes longer, because the hooks of the parameters add the gradients.
 
         Args:
-            loss: The tensor whose `backward` is called in the context. Then the 16-bit gradient of
-                a weight that it uses once is added without an FP32 copy: 10 instead of 18 bytes
-                are read and written per element. None copies all 16-bit gradients.
+            loss: The tensor whose `backward` is called in the context. The gradient of a 16-bit
+                parameter that it uses once is added without an FP32 copy: 10 instead of 18 bytes
+                are read and written per element. With None all gradients are copied to FP32.
         """
         slots = self._unhooked_slots()
-        narrow = self._find_narrow(loss)
-        with contextlib.ExitStack() as stack:
-            for slot in slots:
-                stack.callback(_reset_grad, slot.parameter)
-                cast = narrow.casts.get(id(slot.parameter))
-                if cast is not None:
-                    stack.enter_context(cast.register_prehook(self._cast_hook(slot)))
-                elif slot.has_gradient and self._sums is None:
-                    slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
-                if id(slot.parameter) in narrow.weights:
-                    slot.parameter.grad_dtype = None  # do not convert
+        narrow = [slot for slot in slots if slot.parameter.dtype != torch.float32]
+        used_once = weights_used_once(loss) if narrow and loss is not None else set()
+        for slot in slots:
+            if slot.has_gradient and self._sums is None:
+                slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
+        for slot in narrow:
+            if id(slot.parameter) in used_once and not slot.parameter._backward_hooks:
+                slot.parameter.grad_dtype = None
+        try:
             yield
+        finally:
+            for slot in slots:
+                slot.parameter.grad = None
+            for slot in narrow:
+                slot.parameter.grad_dtype = torch.float32
 
     @torch.no_grad()
     def microbatch_is_finite(self) -> Tensor | None:
@@ -455,33 +453,6 @@ class Fp32GradBuckets:
             and len(slot.parameter._post_accumulate_grad_hooks) == 1  # no hook of the user
         ]
 
-    def _find_narrow(self, loss: Tensor | None) -> NarrowGradients:
-        if loss is None or not self._searches:
-            return NarrowGradients(set(), {})
-        narrow = find_narrow_gradients(loss)
-        self._searches = bool(narrow.weights or narrow.casts)
-        return narrow
-
-    def _cast_hook(self, slot: _Slot) -> Callable[[tuple[Tensor | None]], tuple[None] | None]:
-        """Return a hook that takes the gradient of a cast weight, and leaves none to the cast."""
-        device = slot.parameter.device
-        stream = _current_stream(device)
-
-        def take_narrow(gradients: tuple[Tensor | None]) -> tuple[None] | None:
-            (gradient,) = gradients
-            if (
-                gradient is None
-                or gradient.dtype not in SIXTEEN_BIT
-                or gradient.device != device
-                # After a forward on another stream, autograd orders the hook of the parameter.
-                or _current_stream(device) != stream
-            ):
-                return None
-            self._take_gradient(slot, gradient)
-            return (None,)
-
-        return take_narrow
-
     def _take_gradient(self, slot: _Slot, gradient: Tensor) -> None:
         """Add the gradient of a parameter to its bucket, unless autograd has done so."""
         if torch.is_grad_enabled():
@@ -594,22 +565,13 @@ def _hook(
         if alive is None or not alive._accumulating:
             return
         gradient = parameter.grad
-        if gradient is None:  # backward has computed none, or it is in the bucket
+        if gradient is None:  # backward has computed none
             return
         is_added = gradient is alive._leaf.views[bucket][index]
         if not is_added or alive._last_microbatch:
             alive._take_gradient(alive._by_bucket[bucket][index], gradient)
 
     return take_gradient
-
-
-def _reset_grad(parameter: nn.Parameter) -> None:
-    parameter.grad = None
-    parameter.grad_dtype = torch.float32
-
-
-def _current_stream(device: torch.device) -> object:
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _check_options(switches: dict[str, object], bucket_bytes: object, reduce_dtype: object) -> None:
