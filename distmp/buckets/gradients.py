@@ -197,6 +197,9 @@ class Fp32GradBuckets:
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
+        self._has_narrow_parameters = any(
+            parameter.dtype != torch.float32 for _, parameter in named_parameters
+        )
         self._used = UsedParameters(self._slots, group, device)
         # For each bucket, the parameters whose gradients have not arrived in the last microbatch.
         self._missing: list[set[_Slot]] = []
@@ -311,12 +314,12 @@ class Fp32GradBuckets:
                 are read and written per element. With None all gradients are copied to FP32.
         """
         slots = self._unhooked_slots()
-        narrow = [slot for slot in slots if slot.parameter.dtype != torch.float32]
-        used_once = weights_used_once(loss) if narrow and loss is not None else set()
+        used_once: set[int] = set()
+        if self._has_narrow_parameters and loss is not None:
+            used_once = weights_used_once(loss)
         for slot in slots:
             if slot.has_gradient and self._sums is None:
                 slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
-        for slot in narrow:
             if id(slot.parameter) in used_once and not slot.parameter._backward_hooks:
                 slot.parameter.grad_dtype = None
         try:
@@ -324,7 +327,6 @@ class Fp32GradBuckets:
         finally:
             for slot in slots:
                 slot.parameter.grad = None
-            for slot in narrow:
                 slot.parameter.grad_dtype = torch.float32
 
     @torch.no_grad()
