@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# Buffers are copied in batches: a kernel for each of hundreds of small buffers takes longer to
+# launch than to run. While a batch is reverted or sent, it needs up to three times its memory.
+BATCH_BYTES = 64 << 20
 
 
 class ModuleBuffers:
@@ -44,21 +48,25 @@ class ModuleBuffers:
         revert_buffers(self._module, self._before, skipped.bool())
         self._before = {}
         if self._group is not None:
-            _broadcast(self._module.buffers(), self._group)
+            _broadcast(self._module, self._group)
 
 
 @torch.no_grad()
 def buffer_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a module's buffers by name."""
-    return {name: buffer.clone() for name, buffer in module.named_buffers()}
+    """Return copies of a module's buffers by name, except of empty ones."""
+    values: dict[str, Tensor] = {}
+    for batch in _batches(module.named_buffers()):
+        buffers = [*batch.values()]
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        values.update(zip(batch, _parts(flat, buffers), strict=True))
+    return values
 
 
 @torch.no_grad()
 def restore_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
     """Write `values` back to the buffers with these names, except buffers that were removed."""
-    for name, buffer in module.named_buffers():
-        if name in values:
-            buffer.copy_(values[name])
+    for batch in _batches(_buffers_with(values, module)):
+        _copy([*batch.values()], [values[name] for name in batch])
 
 
 @contextmanager
@@ -75,19 +83,73 @@ def buffers_restored(module: nn.Module) -> Iterator[None]:
 def revert_buffers(module: nn.Module, values: dict[str, Tensor], revert: Tensor) -> None:
     """Write `values` back if `revert`, 0-dim bool, is True; the host does not wait for it."""
     # All buffers: torch writes running statistics without incrementing a tensor's version.
-    for name, buffer in module.named_buffers():
-        if name in values:
-            buffer.copy_(torch.where(revert, values[name], buffer))
+    for batch in _batches(_buffers_with(values, module)):
+        buffers = [*batch.values()]
+        before = [_fitted(values[name], buffer) for name, buffer in batch.items()]
+        flat = torch.where(revert, _flat(before), _flat(buffers))
+        _copy(buffers, _parts(flat, buffers))
 
 
-def _broadcast(all_buffers: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for buffer in all_buffers:
-        by_kind.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+def _broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
-    for buffers in by_kind.values():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+    for batch in _batches(module.named_buffers()):
+        buffers = [*batch.values()]
+        flat = _flat(buffers)
         dist.broadcast(flat, source, group)
-        parts = flat.split([buffer.numel() for buffer in buffers])
-        for buffer, part in zip(buffers, parts, strict=True):
-            buffer.copy_(part.view(buffer.shape))
+        _copy(buffers, _parts(flat, buffers))
+
+
+def _buffers_with(values: dict[str, Tensor], module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that have a value: others were registered or filled later."""
+    return (named for named in module.named_buffers() if named[0] in values)
+
+
+def _batches(buffers: Iterable[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """Group buffers that are not empty by device and dtype, up to `BATCH_BYTES` or one buffer."""
+    batches: list[dict[str, Tensor]] = []
+    # The last batch of a device and dtype, and its bytes.
+    last: dict[tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], int]] = {}
+    for name, buffer in buffers:
+        if buffer.numel() == 0:
+            continue
+        kind = (buffer.device, buffer.dtype)
+        batch, filled = last.get(kind, ({}, 0))
+        if filled + buffer.nbytes > BATCH_BYTES:
+            batch, filled = {}, 0
+        if not batch:
+            batches.append(batch)
+        batch[name] = buffer
+        last[kind] = (batch, filled + buffer.nbytes)
+    return batches
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of tensors of one dtype; those of one contiguous tensor as a view."""
+    flat = [tensor.reshape(-1) for tensor in tensors]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of `flat` with the shapes of the tensors."""
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source to its target, those of contiguous targets together."""
+    # CUDA copies a list one by one if the strides of a single pair differ.
+    for contiguous in (True, False):
+        pairs = [
+            (target, source)
+            for target, source in zip(targets, sources, strict=True)
+            if target.is_contiguous() is contiguous
+        ]
+        if pairs:
+            torch._foreach_copy_(*(list(tensors) for tensors in zip(*pairs, strict=True)))
+
+
+def _fitted(value: Tensor, buffer: Tensor) -> Tensor:
+    """Return `value` with shape and dtype of a buffer that was replaced."""
+    if value.shape == buffer.shape and value.dtype == buffer.dtype:
+        return value
+    return value.expand_as(buffer).to(buffer.dtype)

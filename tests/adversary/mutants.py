@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         "every rank keeps its own batch statistics",
         "distmp/parallel/module_buffers.py",
-        "_broadcast(self._module.buffers(), self._group)",
+        "_broadcast(self._module, self._group)",
         "pass",
     ),
     Mutant(

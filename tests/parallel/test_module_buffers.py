@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.engine import Engine
+from distmp.parallel import module_buffers
 from distmp.parallel.module_buffers import ModuleBuffers
 from tests.ranks import ranks
 from tests.reference import (
@@ -107,3 +110,151 @@ def test_buffers_that_are_replaced_or_come_later() -> None:
     buffers.end_step(torch.tensor(1.0))
     assert model.mask.all()
     assert model.new.tolist() == [1, 1, 1]
+
+
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+)
+
+
+class EveryKind(nn.Module):
+    """Has buffers of many dtypes and layouts; their values depend on `seed`."""
+
+    def __init__(self, seed: int, dtypes: Sequence[torch.dtype]) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(seed)
+        for dtype in dtypes:
+            name = str(dtype).removeprefix("torch.")
+            self.register_buffer(f"{name}_scalar", self.values((), dtype))
+            self.register_buffer(f"{name}_matrix", self.values((3, 4), dtype))
+            self.register_buffer(f"{name}_transposed", self.values((4, 3), dtype).t())
+            self.register_buffer(f"{name}_empty", self.values((0, 5), dtype))
+        self.register_buffer("special", torch.tensor([-0.0, torch.nan, torch.inf, 1.0]))
+        self.register_buffer("shared", self.float32_matrix)
+        self.register_buffer("first_rows", self.float32_matrix[:2])
+        self.register_buffer("last_rows", self.float32_matrix[1:])
+
+    def values(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        values = torch.randint(0, 9, shape, generator=self.generator) / 4
+        return (values > 1) if dtype == torch.bool else values.to(dtype)
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        for name in [*self._buffers]:
+            buffer = self.get_buffer(name)
+            buffer.copy_(self.values(tuple(buffer.shape), buffer.dtype))
+        self.special.fill_(torch.nan)
+
+
+def bits(module: nn.Module) -> dict[str, tuple[torch.dtype, torch.Size, Any]]:
+    return {
+        name: (value.dtype, value.shape, value.cpu().reshape(-1).view(torch.uint8).tolist())
+        for name, value in module.named_buffers(remove_duplicate=False)
+    }
+
+
+def check_every_kind(dtypes: Sequence[torch.dtype] = DTYPES, device: str = "cpu") -> None:
+    """Take an applied, a skipped and an interrupted step with buffers of every kind."""
+    group, rank = (dist.group.WORLD, dist.get_rank()) if dist.is_initialized() else (None, 0)
+    model, first_rank = (EveryKind(seed, dtypes).to(device) for seed in (rank, 0))
+    storages = {name: buffer.data_ptr() for name, buffer in model.named_buffers()}
+    buffers = ModuleBuffers(model, group)
+    for skipped in (0.0, 1.0):
+        buffers.begin_step()
+        before = bits(model)
+        model()
+        after = bits(model)
+        assert before != after
+        buffers.end_step(torch.tensor(skipped, device=device))
+        first_rank()
+        if not skipped:  # then all ranks have the buffers of rank 0
+            assert bits(model) == bits(first_rank)
+            assert rank or bits(model) == after
+        else:
+            assert bits(model) == before
+    buffers.begin_step()
+    model()
+    buffers.begin_step()
+    assert bits(model) == before
+    assert {name: buffer.data_ptr() for name, buffer in model.named_buffers()} == storages
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 100, module_buffers.BATCH_BYTES])
+def test_every_kind_of_buffer_is_reverted_to_the_bit(
+    batch_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module_buffers, "BATCH_BYTES", batch_bytes)
+    check_every_kind()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_kind_of_buffer_is_reverted_on_a_gpu() -> None:
+    check_every_kind(device="cuda")
+
+
+@ranks(2)
+def test_ranks_get_every_kind_of_buffer() -> None:
+    for batch_bytes in (100, module_buffers.BATCH_BYTES):
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            monkeypatch.setattr(module_buffers, "BATCH_BYTES", batch_bytes)
+            # gloo does not send 8-bit floats
+            check_every_kind([dtype for dtype in DTYPES if dtype != torch.float8_e4m3fn])
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that are not views: on a GPU each launches one kernel or a few."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+def launches(number: int) -> int:
+    """Return the launches of a step with this number of buffers of each kind."""
+    model = nn.Module()
+    for n in range(number):
+        model.register_buffer(f"mean_{n}", torch.ones(8))
+        model.register_buffer(f"scale_{n}", torch.ones((), dtype=torch.bfloat16))
+        model.register_buffer(f"count_{n}", torch.zeros((), dtype=torch.int64))
+        model.register_buffer(f"mask_{n}", torch.zeros(4, 2, dtype=torch.bool))
+    buffers = ModuleBuffers(model, dist.group.WORLD)
+    with Launches() as found:
+        for _ in range(2):  # the second reverts the first
+            buffers.begin_step()
+        buffers.end_step(torch.zeros(()))
+    return found.count
+
+
+@ranks(2)
+def test_launches_do_not_grow_with_the_number_of_buffers() -> None:
+    assert launches(50) == launches(2)
+
+
+def test_a_buffer_replaced_by_another_dtype_or_shape() -> None:
+    model = nn.Module()
+    model.register_buffer("count", torch.tensor([2**53 + 1]))
+    model.register_buffer("scale", torch.tensor([0.5]))
+    model.register_buffer("filled", torch.empty(0))
+    buffers = ModuleBuffers(model, None)
+    buffers.begin_step()
+    model.scale = torch.tensor([3.0], dtype=torch.float16)
+    model.filled = torch.ones(3)
+    buffers.end_step(torch.ones(()))
+    assert model.count.item() == 2**53 + 1
+    assert (model.scale.dtype, model.scale.item()) == (torch.float16, 0.5)
+    assert model.filled.tolist() == [1, 1, 1]
+    buffers.begin_step()
+    model.filled = torch.ones(2)
+    with pytest.raises(RuntimeError, match="expanded size"):
+        buffers.end_step(torch.zeros(()))
