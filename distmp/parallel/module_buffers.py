@@ -139,13 +139,9 @@ def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     """Copy each source to its target, those of contiguous targets together."""
     # CUDA copies a list one by one if the strides of a single pair differ.
     for contiguous in (True, False):
-        pairs = [
-            (target, source)
-            for target, source in zip(targets, sources, strict=True)
-            if target.is_contiguous() is contiguous
-        ]
-        if pairs:
-            torch._foreach_copy_(*(list(tensors) for tensors in zip(*pairs, strict=True)))
+        chosen = [n for n, target in enumerate(targets) if target.is_contiguous() is contiguous]
+        if chosen:
+            torch._foreach_copy_([targets[n] for n in chosen], [sources[n] for n in chosen])
 
 
 def _fitted(value: Tensor, buffer: Tensor) -> Tensor:
