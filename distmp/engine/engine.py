@@ -63,7 +63,11 @@ from distmp.parallel.materialize import (
 )
 from distmp.parallel.matrices import place_matrices
 from distmp.parallel.module_buffers import ModuleBuffers, buffers_restored
-from distmp.parallel.reproducible import check_power_of_two, make_deterministic
+from distmp.parallel.reproducible import (
+    check_power_of_two,
+    make_deterministic,
+    prepare_cublas,
+)
 from distmp.parallel.settings import SHARDED_STRATEGIES
 from distmp.parallel.strategy import check_model
 from distmp.precision import resolve
@@ -172,11 +176,13 @@ class Engine:
         **settings: Unpack[EngineSettings],
     ) -> None:
         check_not_inference("building an engine")
+        config = with_settings(config, settings)
+        if config.reproducible:
+            prepare_cublas(device)  # first: to join the other ranks initializes CUDA
         self.world = world_of_process(device)
         self.device = self.world.device
         model, values = _built(model, self.world, initialize=initialize)
         check_loss_function(loss)
-        config = with_settings(config, settings)
         self.policy, self.policy_reason = resolve(config.policy, self.device)
         self.strategy = resolve_strategy(config.strategy, self.world)
         self.config = config = replace(

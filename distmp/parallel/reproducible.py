@@ -12,20 +12,59 @@ from distmp.errors import ConfigError
 logger = logging.getLogger("distmp")
 
 
+# cuBLAS reads this variable when it is created. These are the values that make it deterministic.
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_WORKSPACES = (":4096:8", ":16:8")
+
+
+def prepare_cublas(device: torch.device | str | None = None) -> None:
+    """Let cuBLAS use a fixed workspace, if this process has not used CUDA yet.
+
+    Call it before anything uses the GPU. A value that the user has set is kept.
+
+    Args:
+        device: The device that the engine will use; None uses a GPU if there is one.
+    """
+    may_use_cuda = torch.cuda.is_available() and not str(device).startswith("cpu")
+    if may_use_cuda and not torch.cuda.is_initialized():
+        os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
+
+
 def make_deterministic(device: torch.device) -> None:
     """Make torch use deterministic algorithms for the rest of the process.
 
     On a CPU the bits of a sum depend on the number of threads, which usually differs between
-    numbers of ranks, so it is set to one. On CUDA cuBLAS needs a fixed workspace.
+    numbers of ranks, so it is set to one. On CUDA cuBLAS needs a fixed workspace, see
+    `prepare_cublas`.
+
+    Raises:
+        ConfigError: If cuBLAS has no fixed workspace.
     """
-    torch.use_deterministic_algorithms(True)
-    # Deterministic mode also fills uninitialized memory, which is not needed here.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        _check_cublas()
     elif torch.get_num_threads() > 1:
         logger.info("reproducible: using one CPU thread instead of %d", torch.get_num_threads())
         torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    # Deterministic mode also fills uninitialized memory, which is not needed here.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _check_cublas() -> None:
+    value = os.environ.get(CUBLAS_VARIABLE)
+    if value in CUBLAS_WORKSPACES:
+        return
+    advice = (
+        "this process used the GPU before the engine was built; set the variable before the "
+        "process starts, or build the engine first"
+        if value is None
+        else "set one of them before the process starts, or unset the variable"
+    )
+    raise ConfigError(
+        CUBLAS_VARIABLE,
+        value,
+        f"with reproducible=True cuBLAS needs {' or '.join(CUBLAS_WORKSPACES)}; {advice}",
+    )
 
 
 def check_power_of_two(microbatches: int) -> None:

@@ -30,6 +30,7 @@ from distmp.distributed.world import World, join, leave
 from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, DistmpError
 from distmp.launcher.preflight.check import is_enabled, join_checked
 from distmp.masking import mask_record
+from distmp.parallel.reproducible import prepare_cublas
 from distmp.telemetry import Console, RankLog
 from distmp.telemetry.streams import flush_standard_streams
 from distmp.training import failures
@@ -37,7 +38,7 @@ from distmp.training.callbacks import Callback
 from distmp.training.restarts import MORE_MACHINES, Restarts
 from distmp.training.trainer import Trainer
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound=RunConfig)
 
 
 def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) -> int:
@@ -82,6 +83,8 @@ def run_as_rank(
         environment = RankEnvironment.from_variables()
         with _quiet_except_first(environment.local_rank):
             config = load(argv)
+        if config.reproducible:
+            prepare_cublas()  # first: to join the other ranks initializes CUDA
         with end_with_launcher():
             return work(config, environment)
     except KeyboardInterrupt:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 from typing import Any
 
 import pytest
@@ -8,9 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distmp.config import RunConfig
 from distmp.engine import Engine
+from distmp.engine import engine as engine_module
 from distmp.errors import ConfigError, TrainingError
+from distmp.parallel.reproducible import CUBLAS_VARIABLE, make_deterministic, prepare_cublas
 from distmp.scaling import LossScaleConfig
+from distmp.training import train
+from distmp.training.train import run_as_rank
 from tests.ranks import ranks, run_ranks
 from tests.reference import Batch, fused_adamw, loss, make_model, samples, sgd, snapshot
 
@@ -126,6 +133,100 @@ def test_the_same_bits_on_a_gpu() -> None:
     expected = on_ranks(1, kinds, options, 30, "cuda")
     assert on_ranks(2, kinds, options, 30, "cuda") == expected
     assert on_ranks(2, kinds, {**options, "shard_optimizer": True}, 30, "cuda") == expected
+
+
+# cuBLAS, which reads its variable once
+
+
+@pytest.fixture
+def cublas(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Report a GPU that this process has not used, and remove the variable of cuBLAS."""
+    monkeypatch.setenv(CUBLAS_VARIABLE, "")
+    monkeypatch.delenv(CUBLAS_VARIABLE)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    return monkeypatch
+
+
+class JoinedError(Exception):
+    """Raised where a process joins the other ranks, which initializes CUDA."""
+
+
+def variable_at_join(cublas: pytest.MonkeyPatch, **options: Any) -> str | None:
+    """Return the variable at the time when an engine begins to use the GPU."""
+    found = []
+
+    def joining(_: Any) -> None:
+        found.append(os.environ.get(CUBLAS_VARIABLE))
+        raise JoinedError
+
+    cublas.setattr(engine_module, "world_of_process", joining)
+    with pytest.raises(JoinedError):
+        Engine(make_model(), loss, fused_adamw, **options)
+    return found[0]
+
+
+def test_an_engine_prepares_cublas_before_it_uses_the_gpu(cublas: pytest.MonkeyPatch) -> None:
+    assert variable_at_join(cublas) is None
+    assert variable_at_join(cublas, reproducible=True, device="cpu") is None
+    assert variable_at_join(cublas, reproducible=True) == ":4096:8"
+    cublas.setenv(CUBLAS_VARIABLE, ":16:8")
+    assert variable_at_join(cublas, reproducible=True, device="cuda") == ":16:8"
+
+
+@pytest.mark.parametrize("reproducible", [True, False])
+def test_a_run_prepares_cublas_before_it_uses_the_gpu(
+    reproducible: bool, cublas: pytest.MonkeyPatch
+) -> None:
+    found = []
+
+    def work(*_: Any) -> int:
+        found.append(os.environ.get(CUBLAS_VARIABLE))
+        return 0
+
+    cublas.setattr(train, "end_with_launcher", contextlib.nullcontext)
+    assert run_as_rank([], lambda _: RunConfig(reproducible=reproducible), work) == 0
+    assert found == [":4096:8" if reproducible else None]
+
+
+def test_a_gpu_that_was_used_before_is_refused(cublas: pytest.MonkeyPatch) -> None:
+    cublas.setattr(torch.cuda, "is_initialized", lambda: True)
+    prepare_cublas("cuda")
+    with pytest.raises(ConfigError, match=r"^CUBLAS_WORKSPACE_CONFIG = None: .* build the engine"):
+        make_deterministic(torch.device("cuda"))
+    assert CUBLAS_VARIABLE not in os.environ, "it would hide the mistake from the next engine"
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_workspace_that_is_not_fixed_is_refused(cublas: pytest.MonkeyPatch) -> None:
+    cublas.setenv(CUBLAS_VARIABLE, ":0:0")
+    prepare_cublas()
+    with pytest.raises(
+        ConfigError, match=r"^CUBLAS_WORKSPACE_CONFIG = ':0:0': .* :4096:8 or :16:8; set one"
+    ):
+        make_deterministic(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("initialized", [True, False])
+def test_a_fixed_workspace_of_the_user_is_accepted(
+    initialized: bool, cublas: pytest.MonkeyPatch
+) -> None:
+    cublas.setattr(torch.cuda, "is_initialized", lambda: initialized)
+    cublas.setenv(CUBLAS_VARIABLE, ":16:8")
+    prepare_cublas()
+    make_deterministic(torch.device("cuda"))
+    assert torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_cpu_needs_no_cublas(cublas: pytest.MonkeyPatch) -> None:
+    prepare_cublas(torch.device("cpu"))
+    make_deterministic(torch.device("cpu"))
+    assert CUBLAS_VARIABLE not in os.environ
+    torch.use_deterministic_algorithms(False)
+
+
+# Refusals
 
 
 def refuse() -> None:
