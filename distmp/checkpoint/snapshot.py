@@ -1,14 +1,14 @@
 """Copies a run's state to host memory, from which it is written while training continues.
 
 A rank copies only what it writes: its own shards, and its share of the replicated tensors. See
-Note [Copying while training continues] for streams and order, and Note [Lifetime of host memory].
+Note [Copying while training continues] for streams and order, and Note [Lifetime of host memory] in
+`host_buffers` for the memory.
 """
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import threading
-import weakref
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
@@ -16,13 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from distmp.checkpoint.host_buffers import HostBuffer, HostBuffers
 from distmp.distributed.ranks import describe
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard
-
-# Buffers of this size or larger are allocated by `mmap` and pinned in place: torch's allocator of
-# pinned memory rounds up to a power of two. For smaller tensors a driver call costs more than that.
-PINNED_IN_PLACE_BYTES = 1 << 20
 
 # Note [Copying while training continues]
 # Weights and optimizer state are almost all of the state, and only the optimizer's update changes
@@ -39,19 +36,16 @@ PINNED_IN_PLACE_BYTES = 1 << 20
 # the copies. The host waits for neither: the update is enqueued immediately and starts after the
 # copies. Only the writing thread synchronizes with the event, before it reads host memory.
 #
-# Order for tensors in host memory: `complete` copies them in the writing thread, and `release`
-# blocks the training thread until that is done. `_copied` and `_released` are separate events since
-# each thread waits for the other: the update waits for the copy, and the writing thread waits for
-# `release`, which compares the versions of the sources. A source that was changed meanwhile makes
-# the snapshot invalid: it would mix two steps.
-
-# Note [Lifetime of host memory]
-# `HostBuffers` keeps the buffers from one snapshot to the next, since allocating and pinning take
-# longer than copying. The writer therefore has at most one snapshot pending, and joins its thread
-# before it takes the next one. The sources are alive while they are copied, as the optimizer and
-# the model hold them; `complete` drops its references to them, so that a snapshot that waits for
-# the disk does not keep a replaced tensor alive. Pinned memory is unregistered when its tensor is
-# collected, but not at interpreter exit: the CUDA driver may be gone by then.
+# Order for other copies, which are those from host memory, and those from CUDA to memory that is
+# not pinned yet: `complete` makes them in the writing thread, from CUDA on the side stream and
+# waiting for it, and `release` blocks the training thread until that is done. `_copied` and
+# `_released` are separate events since each thread waits for the other: the update waits for the
+# copy, and the writing thread waits for `release`, which compares the versions of the sources. A
+# source that was changed meanwhile makes the snapshot invalid: it would mix two steps.
+#
+# The sources are alive while they are copied, as the optimizer and the model hold them; `complete`
+# drops its references to them, so that a snapshot that waits for the disk does not keep a replaced
+# tensor alive.
 
 
 class HostParts(Tensor):
@@ -89,36 +83,29 @@ class HostParts(Tensor):
         raise ValueError(f"no part of {index.fqn!r} begins at {index.offset}")
 
 
-class HostBuffers:
-    """Host memory that all snapshots of a run reuse; pinned if it receives copies from a GPU."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int], Tensor] = {}
-
-    def like(self, name: str, part: int, source: Tensor) -> Tensor:
-        """Return the buffer for a part of the tensor `name`, with shape and dtype of `source`."""
-        key = (name, part)
-        buffer = self._buffers.get(key)
-        if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-            buffer = _host_memory(source)
-            self._buffers[key] = buffer
-        return buffer
-
-
 class _Copy(NamedTuple):
     """A copy that may not have ended yet.
 
     Attributes:
         name: Name of the tensor.
         source: The live tensor.
-        target: The buffer in host memory, with shape and dtype of `source`.
+        buffer: The buffer in host memory, with shape and dtype of `source`.
         version: Version counter of `source` when the copy was enqueued.
     """
 
     name: str
     source: Tensor
-    target: Tensor
+    buffer: HostBuffer
     version: int
+
+    @property
+    def is_by_device(self) -> bool:
+        """Whether the device copies; otherwise a thread of the host waits for the copy."""
+        return self.source.is_cuda and self.buffer.pinned
+
+    def start(self) -> None:
+        """Copy, or let the device do it on the current stream."""
+        self.buffer.tensor.copy_(self.source, non_blocking=self.is_by_device)
 
 
 class Snapshot:
@@ -151,6 +138,8 @@ class Snapshot:
             self._problem = _copy_failed(error)
         if not self._copies:
             self._released.set()
+        if all(copy.is_by_device for copy in self._copies):
+            self._copied.set()
 
     def release(self) -> None:
         """Return when held tensors may change. On CUDA the current stream waits, not the host."""
@@ -177,10 +166,10 @@ class Snapshot:
                 for lack of host memory.
         """
         try:
-            with torch.no_grad():
+            with torch.no_grad(), _on_side_stream(self._device):
                 for copy in self._copies:
-                    if not copy.source.is_cuda:
-                        copy.target.copy_(copy.source)
+                    if not copy.is_by_device:
+                        copy.start()
         except (MemoryError, RuntimeError) as error:
             self._problem = _copy_failed(error)
         finally:
@@ -205,9 +194,21 @@ class Snapshot:
                 if name in held:
                     self._copies.append(copy)
                 else:
-                    copy.target.copy_(copy.source, non_blocking=True)
+                    copy.start()
         if self._device is not None:
             self._event = _copy_on_device(self._copies, self._device)
+
+
+def expect(tensors: Mapping[str, Tensor], buffers: HostBuffers) -> None:
+    """Let `buffers` pin memory for snapshots of tensors like these.
+
+    Args:
+        tensors: Live tensors that this rank writes, by name.
+        buffers: Memory of the later snapshots.
+    """
+    for name, tensor in tensors.items():
+        for part, source in enumerate(_parts(name, tensor)[1]):
+            buffers.expect(name, part, source)
 
 
 def written_here(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, Tensor]:
@@ -257,20 +258,22 @@ def _replica(tensor: Any) -> tuple[int, int]:
 
 def _in_host_memory(name: str, tensor: Tensor, buffers: HostBuffers) -> tuple[Tensor, list[_Copy]]:
     """Return the host tensor to write in place of `tensor`, and the copies that fill it."""
+    items, sources = _parts(name, tensor)
+    copies = [
+        _Copy(name, source, buffers.like(name, part, source), source._version)
+        for part, source in enumerate(sources)
+    ]
+    targets = [copy.buffer.tensor for copy in copies]
+    return targets[0] if items is None else HostParts.of(items, targets), copies
+
+
+def _parts(name: str, tensor: Tensor) -> tuple[list[Any] | None, list[Tensor]]:
+    """Return DCP's write items of a tensor and the values of each; None and a plain tensor."""
     create_write_items = getattr(tensor, "__create_write_items__", None)
     if create_write_items is None:
-        copy = _copy(name, 0, tensor.detach(), buffers)
-        return copy.target, [copy]
+        return None, [tensor.detach()]
     items = create_write_items(name, tensor)
-    copies = [
-        _copy(name, part, tensor.__get_tensor_shard__(item.index), buffers)  # type: ignore[attr-defined]
-        for part, item in enumerate(items)
-    ]
-    return HostParts.of(items, [copy.target for copy in copies]), copies
-
-
-def _copy(name: str, part: int, source: Tensor, buffers: HostBuffers) -> _Copy:
-    return _Copy(name, source, buffers.like(name, part, source), source._version)
+    return items, [tensor.__get_tensor_shard__(item.index) for item in items]  # type: ignore[attr-defined]
 
 
 def _copy_failed(error: Exception) -> str:
@@ -286,9 +289,13 @@ def _copy_on_device(copies: list[_Copy], device: torch.device) -> torch.cuda.Eve
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for copy in copies:
-            if copy.source.is_cuda:
-                copy.target.copy_(copy.source, non_blocking=True)
+            if copy.is_by_device:
+                copy.start()
         return stream.record_event()
+
+
+def _on_side_stream(device: torch.device | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if device is None else torch.cuda.stream(_side_stream(device))
 
 
 _side_streams: dict[torch.device, torch.cuda.Stream] = {}
@@ -299,26 +306,3 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     if device not in _side_streams:
         _side_streams[device] = torch.cuda.Stream(device)
     return _side_streams[device]
-
-
-def _host_memory(source: Tensor) -> Tensor:
-    if not source.is_cuda:
-        return torch.empty(source.shape, dtype=source.dtype)
-    if source.nbytes < PINNED_IN_PLACE_BYTES:
-        return torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
-    return _pin(_whole_pages(source))
-
-
-def _whole_pages(source: Tensor) -> Tensor:
-    """Return a host tensor like `source` that shares no page: memory is pinned by pages."""
-    flat = torch.frombuffer(mmap.mmap(-1, source.nbytes), dtype=source.dtype)
-    return flat.view(source.shape)
-
-
-def _pin(tensor: Tensor) -> Tensor:
-    """Pin the memory of a tensor until it is collected; see Note [Lifetime of host memory]."""
-    runtime = torch.cuda.cudart()
-    address = tensor.data_ptr()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(address, tensor.nbytes, 1)))
-    weakref.finalize(tensor, runtime.cudaHostUnregister, address).atexit = False
-    return tensor

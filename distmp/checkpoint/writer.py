@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -28,17 +26,17 @@ from torch import Tensor
 
 from distmp.checkpoint import store
 from distmp.checkpoint.clock import SaveClock
+from distmp.checkpoint.host_buffers import HostBuffers
 from distmp.checkpoint.layout import discard, final_path
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.rank_failures import all_or_checkpoint_error
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.checkpoint.snapshot import HostBuffers, Snapshot, written_here
+from distmp.checkpoint.snapshot import Snapshot, expect, written_here
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
+from distmp.utils.processes import lower_priority
 
-# Added to the nice value of the writing thread; the system limits the sum.
-NICENESS = 10
 # How long a rank that fails on its own waits for a pending save.
 PATIENCE_SECONDS = 10.0
 
@@ -114,6 +112,21 @@ class CheckpointWriter:
         """Make the updates of `optimizer` wait for a pending copy of the state."""
         optimizer.register_step_pre_hook(lambda *_: self._release())
 
+    def prepare(self, tensors: dict[str, Tensor]) -> None:
+        """Pin host memory for asynchronous saves of a state like `tensors`, in a thread.
+
+        Call it when the optimizer has its state, which is after the first step. Without this, the
+        update after the first save waits longer for the copy.
+
+        Args:
+            tensors: All tensors of the state by name, see `store.save`.
+        """
+        if not self._settings.asynchronous:
+            return
+        expect(written_here(tensors, self._world.rank, self._world.world_size), self._buffers)
+        if self._pending is None:
+            self._buffers.start_pinning()
+
     def resumed(self, step: int, *, saved: bool) -> None:
         """Record that the state of `step` was loaded.
 
@@ -182,6 +195,7 @@ class CheckpointWriter:
         started = time.perf_counter()
         self._clock.restart(step)
         written = written_here(tensors, self._world.rank, self._world.world_size)
+        self._buffers.stop_pinning()
         pending = _Pending(step, Snapshot(written, held, self._buffers))
         pending.thread = threading.Thread(
             target=self._write,
@@ -257,7 +271,9 @@ class CheckpointWriter:
     ) -> None:
         together = error is None or isinstance(error, DistmpError)
         interrupted = not (together or isinstance(error, Exception))
-        self._join(timeout=None if together else 0.0 if interrupted else PATIENCE_SECONDS)
+        timeout = None if together else 0.0 if interrupted else PATIENCE_SECONDS
+        self._join(timeout)
+        self._buffers.close(timeout)
         self._group = None
 
     def _write(
@@ -270,7 +286,7 @@ class CheckpointWriter:
         path = final_path(self._directory, pending.step)
         started = time.perf_counter()
         try:
-            _lower_priority()
+            lower_priority()
             if self._world.device.type == "cuda":  # a new thread uses the first device
                 torch.cuda.set_device(self._world.device)
             goal = f"save {path}"
@@ -292,9 +308,10 @@ class CheckpointWriter:
             self.stalled_seconds += time.perf_counter() - started
 
     def _report(self) -> None:
-        """Record a save that has ended."""
-        if not self.is_writing:
+        """Record a save that has ended, and pin the memory that it lacked."""
+        if self._pending is not None and not self.is_writing:
             self._join(timeout=None)
+            self._buffers.start_pinning()
 
     def _join(self, timeout: float | None) -> None:
         pending = self._pending
@@ -331,11 +348,3 @@ class CheckpointWriter:
         if self.saved_step is None:
             return "no checkpoint has been saved yet"
         return f"the last checkpoint is of step {self.saved_step}"
-
-
-def _lower_priority() -> None:
-    """Give training priority where all cores are busy, as with ranks on CPUs."""
-    if sys.platform == "linux":  # elsewhere priorities belong to processes
-        thread = threading.get_native_id()
-        nice = os.getpriority(os.PRIO_PROCESS, thread)
-        os.setpriority(os.PRIO_PROCESS, thread, nice + NICENESS)

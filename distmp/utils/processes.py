@@ -1,10 +1,11 @@
-"""The identity of a process, which another process can look up, and its processor time."""
+"""The identity of a process, which another process can look up, processor time and priority."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,9 @@ from typing import NamedTuple
 import psutil
 
 _PROC = Path("/proc")
+
+# Added to the nice value of a thread that gives way to training; the system limits the sum.
+NICENESS = 10
 
 
 class ProcessIdentity(NamedTuple):
@@ -49,6 +53,14 @@ def thread_seconds(thread_id: int) -> float:
     if thread_id not in sys._current_frames():
         return 0.0
     return time.clock_gettime(time.pthread_getcpuclockid(thread_id))
+
+
+def lower_priority() -> None:
+    """Give other threads priority over this one where all cores are busy, on Linux."""
+    if sys.platform == "linux":  # elsewhere priorities belong to processes
+        thread = threading.get_native_id()
+        nice = os.getpriority(os.PRIO_PROCESS, thread)
+        os.setpriority(os.PRIO_PROCESS, thread, nice + NICENESS)
 
 
 def child_seconds() -> float:

@@ -51,6 +51,7 @@ class Checkpointing(Callback):
             saved = run.directory.owns(run.checkpoint.path)
             self.writer.resumed(run.progress.step, saved=saved)
         self._trainer: Trainer | None = None
+        self._is_prepared = False
 
     def on_train_begin(self, trainer: Trainer) -> None:
         """Start the writer; save once where a rollback may need a checkpoint."""
@@ -61,6 +62,9 @@ class Checkpointing(Callback):
 
     def on_step_launched(self, trainer: Trainer, step: PendingStep) -> None:
         """Save if it is due; the last step is saved at the end."""
+        if not self._is_prepared and _saves_later(trainer, step.step):
+            self.writer.prepare(trainer.engine.state_dict())
+        self._is_prepared = True
         if step.step == trainer.config.steps or not self.writer.is_due(step.step):
             return
         # The step is read first: a skipped step can be replayed only before the weights change, and
@@ -106,6 +110,14 @@ class Checkpointing(Callback):
     def _note_save(self, seconds: float) -> None:
         if self._trainer is not None and self.writer.saved_step is not None:
             self._trainer.report_save(self.writer.saved_step, seconds)
+
+
+def _saves_later(trainer: Trainer, step: int) -> bool:
+    """Return whether a save may be due after `step` and before the end."""
+    settings = trainer.config.checkpoint
+    if settings.every and (step // settings.every + 1) * settings.every < trainer.config.steps:
+        return True
+    return settings.every_minutes > 0
 
 
 def _state(trainer: Trainer) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], Health]:
