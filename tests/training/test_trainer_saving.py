@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
-from distmp.checkpoint import store
+from distmp.checkpoint import store, writer
+from distmp.checkpoint.host_buffers import HostBuffers
 from distmp.training.train import main
 from tests.torchrun import TINY, corpus
 
@@ -40,3 +42,27 @@ def test_minutes_between_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # Less than a step takes; the run waits for each save.
     arguments = ["--checkpoint.every-minutes=1e-6", "--checkpoint.no-asynchronous"]
     assert saved(tmp_path, monkeypatch, *arguments) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], []),
+        (["--checkpoint.every=4"], [1]),
+        (["--checkpoint.every=6"], []),
+        (["--checkpoint.every-minutes=60"], [1]),
+        (["--checkpoint.every=3", "--checkpoint.no-asynchronous"], []),
+    ],
+)
+def test_memory_is_prepared_once_if_saves_follow(
+    arguments: list[str], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates = []
+
+    def expecting(tensors: dict[str, Tensor], _: HostBuffers) -> None:
+        assert any(name.startswith("optimizer/") for name in tensors)
+        updates.append(int(tensors["engine/counts"][0]))
+
+    monkeypatch.setattr(writer, "expect", expecting)
+    saved(tmp_path, monkeypatch, *arguments)
+    assert updates == expected
