@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 # Buffers are copied in batches: a kernel for each of hundreds of small buffers takes longer to
 # launch than to run. While a batch is reverted or sent, it needs up to three times its memory.
@@ -29,123 +31,156 @@ class ModuleBuffers:
     def __init__(self, module: nn.Module, group: dist.ProcessGroup | None) -> None:
         self._module = module
         self._group = group
-        self._before: dict[str, Tensor] = {}
+        self._before: BufferValues | None = None
 
-    @torch.no_grad()
     def begin_step(self) -> None:
         """Copy the buffers; first revert what an unfinished step has written."""
-        if self._before:
-            restore_buffers(self._module, self._before)
-        self._before = buffer_values(self._module)
+        if self._before is not None:
+            self._before.restore()
+        self._before = BufferValues(self._module)
 
-    @torch.no_grad()
     def end_step(self, skipped: Tensor) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
 
         Args:
             skipped: 0-dim, nonzero if the step was skipped; the host does not wait for it.
         """
-        revert_buffers(self._module, self._before, skipped.bool())
-        self._before = {}
+        if self._before is not None:
+            self._before.revert(skipped.bool())
+            self._before = None
         if self._group is not None:
             _broadcast(self._module, self._group)
 
 
-@torch.no_grad()
-def buffer_values(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of a module's buffers by name, except of empty ones."""
-    values: dict[str, Tensor] = {}
-    for batch in _batches(module.named_buffers()):
-        buffers = [*batch.values()]
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        values.update(zip(batch, _parts(flat, buffers), strict=True))
-    return values
+class BufferValues:
+    """Copies of a module's buffers, to write back by name.
 
+    Buffers that are registered later are left unchanged; a buffer that is replaced gets the value
+    of the former one in its dtype.
 
-@torch.no_grad()
-def restore_buffers(module: nn.Module, values: dict[str, Tensor]) -> None:
-    """Write `values` back to the buffers with these names, except buffers that were removed."""
-    for batch in _batches(_buffers_with(values, module)):
-        _copy([*batch.values()], [values[name] for name in batch])
+    Args:
+        module: The module.
+    """
+
+    @torch.no_grad()
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Shapes and a copy of each batch, by the names of its buffers.
+        self._copies = {
+            tuple(batch.names): (batch.shapes, batch.copied()) for batch in _batches(module)
+        }
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the values back."""
+        for batch in _batches(self._module):
+            batch.write(self._before(batch))
+
+    @torch.no_grad()
+    def revert(self, condition: Tensor) -> None:
+        """Write the values back if `condition`, 0-dim bool, is True; the host does not wait."""
+        # All buffers: torch writes running statistics without incrementing a tensor's version.
+        for batch in _batches(self._module):
+            batch.write(torch.where(condition, self._before(batch), batch.flat()))
+
+    def _before(self, batch: _Batch) -> Tensor:
+        """Return the former values of buffers, and the values of those that are new."""
+        shapes, copy = self._copies.get(tuple(batch.names), (None, None))
+        if copy is not None and (shapes, copy.dtype) == (batch.shapes, batch.buffers[0].dtype):
+            return copy
+        values = self._by_name()
+        return _flat(
+            [
+                values.get(name, buffer).expand_as(buffer).to(buffer.dtype)
+                for name, buffer in zip(batch.names, batch.buffers, strict=True)
+            ]
+        )
+
+    def _by_name(self) -> dict[str, Tensor]:
+        return {
+            name: part.view(shape)
+            for names, (shapes, copy) in self._copies.items()
+            for name, shape, part in zip(
+                names, shapes, copy.split([shape.numel() for shape in shapes]), strict=True
+            )
+        }
 
 
 @contextmanager
 def buffers_restored(module: nn.Module) -> Iterator[None]:
     """Restore the buffers at the end, undoing what forward writes, such as running statistics."""
-    values = buffer_values(module)
+    values = BufferValues(module)
     try:
         yield
     finally:
-        restore_buffers(module, values)
+        values.restore()
 
 
-@torch.no_grad()
-def revert_buffers(module: nn.Module, values: dict[str, Tensor], revert: Tensor) -> None:
-    """Write `values` back if `revert`, 0-dim bool, is True; the host does not wait for it."""
-    # All buffers: torch writes running statistics without incrementing a tensor's version.
-    for batch in _batches(_buffers_with(values, module)):
-        buffers = [*batch.values()]
-        before = [_fitted(values[name], buffer) for name, buffer in batch.items()]
-        flat = torch.where(revert, _flat(before), _flat(buffers))
-        _copy(buffers, _parts(flat, buffers))
+@dataclass
+class _Batch:
+    """Buffers of one device and dtype that are not empty.
 
+    Attributes:
+        names: Their names.
+        buffers: The live tensors.
+        shapes: Their shapes.
+        nbytes: Their bytes.
+    """
 
-def _broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
-    source = dist.get_global_rank(group, 0)
-    for batch in _batches(module.named_buffers()):
-        buffers = [*batch.values()]
-        flat = _flat(buffers)
-        dist.broadcast(flat, source, group)
-        _copy(buffers, _parts(flat, buffers))
+    names: list[str] = field(default_factory=list)
+    buffers: list[Tensor] = field(default_factory=list)
+    shapes: list[torch.Size] = field(default_factory=list)
+    nbytes: int = 0
 
+    def add(self, name: str, buffer: Tensor) -> None:
+        self.names.append(name)
+        self.buffers.append(buffer)
+        self.shapes.append(buffer.shape)
+        self.nbytes += buffer.nbytes
 
-def _buffers_with(values: dict[str, Tensor], module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that have a value: others were registered or filled later."""
-    return (named for named in module.named_buffers() if named[0] in values)
+    def flat(self) -> Tensor:
+        """Return the elements of all buffers; those of a single buffer may be a view."""
+        return _flat(self.buffers)
 
+    def copied(self) -> Tensor:
+        """Return a copy of the elements of all buffers."""
+        return self.flat().clone() if len(self.buffers) == 1 else self.flat()
 
-def _batches(buffers: Iterable[tuple[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Group buffers that are not empty by device and dtype, up to `BATCH_BYTES` or one buffer."""
-    batches: list[dict[str, Tensor]] = []
-    # The last batch of a device and dtype, and its bytes.
-    last: dict[tuple[torch.device, torch.dtype], tuple[dict[str, Tensor], int]] = {}
-    for name, buffer in buffers:
-        if buffer.numel() == 0:
-            continue
-        kind = (buffer.device, buffer.dtype)
-        batch, filled = last.get(kind, ({}, 0))
-        if filled + buffer.nbytes > BATCH_BYTES:
-            batch, filled = {}, 0
-        if not batch:
-            batches.append(batch)
-        batch[name] = buffer
-        last[kind] = (batch, filled + buffer.nbytes)
-    return batches
+    def write(self, flat: Tensor) -> None:
+        """Copy to the buffers, to contiguous ones together."""
+        # CUDA copies a list one by one if the strides of a single pair differ.
+        parts = _unflatten_dense_tensors(flat, self.buffers)
+        pairs = list(zip(self.buffers, parts, strict=True))
+        for contiguous in (True, False):
+            chosen = [pair for pair in pairs if pair[0].is_contiguous() is contiguous]
+            if chosen:
+                torch._foreach_copy_([pair[0] for pair in chosen], [pair[1] for pair in chosen])
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of tensors of one dtype; those of one contiguous tensor as a view."""
-    flat = [tensor.reshape(-1) for tensor in tensors]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
+    return _flatten_dense_tensors(tensors)
 
 
-def _parts(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return views of `flat` with the shapes of the tensors."""
-    parts = flat.split([tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+@torch.no_grad()
+def _broadcast(module: nn.Module, group: dist.ProcessGroup) -> None:
+    source = dist.get_global_rank(group, 0)
+    for batch in _batches(module):
+        flat = batch.flat()
+        dist.broadcast(flat, source, group)
+        batch.write(flat)
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target, those of contiguous targets together."""
-    # CUDA copies a list one by one if the strides of a single pair differ.
-    for contiguous in (True, False):
-        chosen = [n for n, target in enumerate(targets) if target.is_contiguous() is contiguous]
-        if chosen:
-            torch._foreach_copy_([targets[n] for n in chosen], [sources[n] for n in chosen])
-
-
-def _fitted(value: Tensor, buffer: Tensor) -> Tensor:
-    """Return `value` with shape and dtype of a buffer that was replaced."""
-    if value.shape == buffer.shape and value.dtype == buffer.dtype:
-        return value
-    return value.expand_as(buffer).to(buffer.dtype)
+def _batches(module: nn.Module) -> list[_Batch]:
+    """Group buffers that are not empty by device and dtype, up to `BATCH_BYTES` or one buffer."""
+    batches: list[_Batch] = []
+    last: dict[tuple[torch.device, torch.dtype], _Batch] = {}
+    for name, buffer in module.named_buffers():
+        if buffer.numel() == 0:
+            continue
+        kind = (buffer.device, buffer.dtype)
+        batch = last.get(kind)
+        if batch is None or batch.nbytes + buffer.nbytes > BATCH_BYTES:
+            batch = last[kind] = _Batch()
+            batches.append(batch)
+        batch.add(name, buffer)
+    return batches

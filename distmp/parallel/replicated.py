@@ -19,7 +19,7 @@ from distmp.optim.owners import ShardedMatrix
 from distmp.parallel.blocks import COMPILED_WHOLE
 from distmp.parallel.collective_order import CollectiveOrder
 from distmp.parallel.materialize import InitialValues, materialize, nothing_to_compute
-from distmp.parallel.module_buffers import buffer_values, revert_buffers
+from distmp.parallel.module_buffers import BufferValues
 from distmp.parallel.settings import AccumulationSettings
 from distmp.parallel.strategy import (
     KnownParameters,
@@ -92,7 +92,7 @@ class Replicated(Strategy):
         prepare(module, policy, world.device.type)
         self._shapes: dict[str, torch.Size] = {}
         # Copies of the buffers before a microbatch that may be dropped.
-        self._buffers: dict[str, Tensor] = {}
+        self._buffers: BufferValues | None = None
         self._parts = [self._build_part(named, fp32)]
         self._known = KnownParameters(module)
         self._order: CollectiveOrder | None = None
@@ -174,7 +174,7 @@ class Replicated(Strategy):
 
     def begin_microbatch(self, *, last: bool) -> None:
         if self._settings.drop_non_finite:
-            self._buffers = buffer_values(self.model)
+            self._buffers = BufferValues(self.model)
         for part in self._parts:
             part.buckets.begin_microbatch(last=last)
 
@@ -191,9 +191,9 @@ class Replicated(Strategy):
         kept = torch.stack(flags).all() if flags else None
         for part in self._parts:
             part.buckets.end_microbatch(kept)
-        if kept is not None:
-            revert_buffers(self.model, self._buffers, ~kept)
-            self._buffers = {}
+        if kept is not None and self._buffers is not None:
+            self._buffers.revert(~kept)
+            self._buffers = None
         return kept
 
     def finish_gradients(self) -> None:

@@ -94,13 +94,13 @@ MUTANTS = [
     Mutant(
         "a skipped step keeps its batch statistics",
         "distmp/parallel/module_buffers.py",
-        "revert_buffers(self._module, self._before, skipped.bool())",
+        "self._before.revert(skipped.bool())",
         "pass",
     ),
     Mutant(
         "a dropped microbatch keeps its batch statistics",
         "distmp/parallel/replicated.py",
-        "revert_buffers(self.model, self._buffers, ~kept)",
+        "self._buffers.revert(~kept)",
         "pass",
     ),
     Mutant(
