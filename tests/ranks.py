@@ -74,7 +74,11 @@ _bodies: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def ranks(
-    world_size: int | None = None, *, timeout: float = 60.0, initialize: bool = True
+    world_size: int | None = None,
+    *,
+    timeout: float = 60.0,
+    initialize: bool = True,
+    cuda: bool = False,
 ) -> Callable[[Test], Test]:
     """Run the decorated test on `world_size` ranks.
 
@@ -82,7 +86,9 @@ def ranks(
         world_size: Number of processes; None takes the test's own argument `world_size`.
         timeout: Seconds without progress, see `tests.progress`, after which the ranks are ended and
             the test fails.
-        initialize: Whether the default process group (gloo) exists when the body starts.
+        initialize: Whether the default process group exists when the body starts: gloo.
+        cuda: Whether each rank gets a GPU and NCCL. With fewer GPUs than ranks, they share one over
+            gloo.
     """
 
     def decorate(body: Test) -> Test:
@@ -96,7 +102,8 @@ def ranks(
             __tracebackhide__ = True
             size = world_size if world_size is not None else kwargs["world_size"]
             call = (key, args, kwargs)
-            run_ranks(_call_body, size, *call, timeout=timeout, initialize=initialize)
+            options: Any = {"timeout": timeout, "initialize": initialize, "cuda": cuda}
+            run_ranks(_call_body, size, *call, **options)
 
         return test  # type: ignore[return-value]
 
@@ -109,6 +116,7 @@ def run_ranks(
     *args: Any,
     timeout: float = 60.0,
     initialize: bool = True,
+    cuda: bool = False,
 ) -> list[Any]:
     """Call `function(*args)` on every rank.
 
@@ -118,7 +126,8 @@ def run_ranks(
         *args: Given to every rank.
         timeout: Seconds without progress, see `tests.progress`, after which all ranks are ended and
             the test fails.
-        initialize: Whether the default process group (gloo) exists when the function starts.
+        initialize: Whether the default process group exists when the function starts.
+        cuda: As in `ranks`.
 
     Returns:
         The results of the ranks, in rank order.
@@ -132,6 +141,7 @@ def run_ranks(
             directory=Path(directory),
             timeout=timeout,
             initialize=initialize,
+            cuda=cuda,
         )
         with _started(job) as team:
             reports = _collect(job, team)
@@ -150,6 +160,7 @@ class _Job:
     directory: Path  # rendezvous, outputs and stacks
     timeout: float
     initialize: bool
+    cuda: bool
 
     def name(self, rank: int) -> str:
         return f"rank {rank} of {self.world_size}"
@@ -189,7 +200,8 @@ class _Member:
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    fake = ["tests.fake_cuda.preload"] if "FAKE_CUDA_DEVICES" in os.environ else []
+    context.set_forkserver_preload([*fake, *PRELOAD])
     return context
 
 
@@ -360,8 +372,10 @@ def _run(job: _Job, rank: int) -> bytes:
     """Return the pickled report."""
     try:
         _prepare_torch(job, rank)
-        function, args = pickle.loads(job.call)
-        return pickle.dumps(_Report(rank, "returned", result=function(*args)))
+        with _replayed():
+            function, args = pickle.loads(job.call)
+            result = function(*args)
+        return pickle.dumps(_Report(rank, "returned", result=result))
     except pytest.skip.Exception as skip:
         return pickle.dumps(_Report(rank, "skipped", time.monotonic(), str(skip)))
     except BaseException:  # noqa: BLE001  (the process of the test reports any of them)
@@ -373,9 +387,12 @@ def _prepare_torch(job: _Job, rank: int) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    own_gpu = job.cuda and torch.cuda.device_count() >= job.world_size
+    if job.cuda:
+        torch.cuda.set_device(rank if own_gpu else 0)
     if job.initialize:
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if own_gpu else "gloo",
             store=dist.FileStore(  # type: ignore[attr-defined]
                 str(job.directory / "rendezvous"), job.world_size
             ),
@@ -384,6 +401,15 @@ def _prepare_torch(job: _Job, rank: int) -> None:
             # The job's own limit comes first, and shows where every rank is.
             timeout=timedelta(seconds=10 * job.timeout + 600),
         )
+
+
+def _replayed() -> contextlib.AbstractContextManager[None]:
+    """Check all orders of the rank's operations, if it runs on fake devices."""
+    if "FAKE_CUDA_DEVICES" not in os.environ:
+        return contextlib.nullcontext()
+    from tests.fake_cuda.replaying import replayed
+
+    return replayed()
 
 
 def _destroy_process_group() -> None:

@@ -179,7 +179,6 @@ def test_six_ranks(local: int) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@ranks(4)
-def test_two_machines_on_one_gpu() -> None:
-    torch.cuda.set_device(0)
-    on_machines(2, torch.device("cuda", 0))
+@ranks(4, cuda=True)
+def test_two_machines_with_gpus() -> None:
+    on_machines(2, torch.device("cuda"))

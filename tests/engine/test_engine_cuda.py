@@ -1,4 +1,4 @@
-"""The engine on a GPU: alone over NCCL, where no step makes the host wait, and two ranks over gloo.
+"""The engine on GPUs: one rank over NCCL, where no step makes the host wait, and two ranks.
 
 NCCL refuses two ranks on one GPU; gloo carries their tensors through host memory, and waits.
 """
@@ -72,8 +72,7 @@ def alone_over_nccl() -> World:
 
 
 def beside_another_rank() -> World:
-    torch.cuda.set_device(0)
-    return World.current("cuda:0")
+    return World.current("cuda")
 
 
 def on_the_gpu(batches: Sequence[Batch]) -> list[Batch]:
@@ -119,8 +118,8 @@ def test_one_rank_over_nccl_equals_plain_torch() -> None:
     check_against_plain_torch(world, ONE_RANK, STRATEGIES)
 
 
-@ranks(2, timeout=250)
-def test_two_ranks_on_one_gpu_equal_plain_torch() -> None:
+@ranks(2, timeout=250, cuda=True)
+def test_two_ranks_equal_plain_torch() -> None:
     check_against_plain_torch(beside_another_rank(), TWO_RANKS, ON_TWO_RANKS)
 
 
@@ -134,8 +133,8 @@ def check_against_plain_torch(world: World, sizes: Any, strategies: dict[str, An
             assert (step.loss, step.grad_norm) == pytest.approx((loss, norm), rel=1e-4), name
 
 
-@ranks(2, timeout=250)
-def test_sixteen_bits_on_two_ranks_of_one_gpu_stay_close() -> None:
+@ranks(2, timeout=250, cuda=True)
+def test_sixteen_bits_on_two_ranks_stay_close() -> None:
     world = beside_another_rank()
     expected = [mean for mean, _ in plain_training(4, ONE_RANK)[1]]
     for name, options in ON_TWO_RANKS.items():
@@ -145,8 +144,8 @@ def test_sixteen_bits_on_two_ranks_of_one_gpu_stay_close() -> None:
             assert found == pytest.approx(expected, rel=0.02), (name, policy)
 
 
-@ranks(2, timeout=250)
-def test_an_overflow_on_one_rank_of_a_shared_gpu_skips_both() -> None:
+@ranks(2, timeout=250, cuda=True)
+def test_an_overflow_on_one_rank_skips_both() -> None:
     world = beside_another_rank()
     for name, options in ON_TWO_RANKS.items():
         engine = make_engine(device=world.device, policy="fp16", **options)
@@ -168,8 +167,8 @@ def test_a_checkpoint_over_nccl_continues_bit_by_bit(tmp_path: Path) -> None:
         check_resuming(world, ONE_RANK, options, tmp_path / name)
 
 
-@ranks(2, timeout=250)
-def test_a_checkpoint_of_two_ranks_on_one_gpu_continues_bit_by_bit(tmp_path: Path) -> None:
+@ranks(2, timeout=250, cuda=True)
+def test_a_checkpoint_of_two_ranks_continues_bit_by_bit(tmp_path: Path) -> None:
     world = beside_another_rank()
     for name, options in ON_TWO_RANKS.items():
         check_resuming(world, TWO_RANKS, options, tmp_path / name)

@@ -1,0 +1,404 @@
+// Collectives with the order and the lifetimes of NCCL's: a communicator runs them one after the other
+// on a stream; streams wait for them, the host does not. Bytes travel between processes by gloo.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <future>
+
+#include "device.h"
+#include "memory.h"
+#include "queue.h"
+
+namespace fake_cuda {
+
+namespace {
+
+using at::Tensor;
+using c10d::Backend;
+using c10d::Work;
+using Tensors = std::vector<Tensor>;
+template <typename T>
+using Ref = c10::intrusive_ptr<T>;
+
+// One collective of a communicator.
+class StreamWork final : public Work {
+ public:
+  StreamWork(c10d::OpType type, NodeId node, Tensors held, Tensors results, uint64_t sequence)
+      : Work(-1, type), node_(node), held_(std::move(held)), results_(std::move(results)),
+        sequence_(sequence) {}
+
+  bool isCompleted() override { return Queue::get().query(node_); }
+  bool isSuccess() const override { return true; }
+  bool wait(std::chrono::milliseconds = kNoTimeout) override {
+    synchronize();
+    return true;
+  }
+  void synchronize() override {
+    auto& queue = Queue::get();
+    queue.let_stream_wait(current_stream(current_device()), node_);
+    held_.clear();
+    if (blocking) queue.wait_for(node_, "barrier");
+  }
+  void blockCurrentStream() override { synchronize(); }
+  Tensors result() override { return results_; }
+  uint64_t getSequencenumber() const override { return sequence_; }
+  bool blocking = false;
+
+ private:
+  NodeId node_;
+  Tensors held_;  // NCCL's stash: alive until somebody waits, then the stream is behind the node
+  Tensors results_;
+  uint64_t sequence_;
+};
+
+Tensor flat_bytes(const Tensors& tensors) {
+  Tensors parts;
+  for (const auto& tensor : tensors) parts.push_back(tensor.contiguous().flatten().view(at::kByte));
+  return at::cat(parts);
+}
+
+Tensor typed(const Tensor& bytes, const Tensor& like) {
+  int64_t size = static_cast<int64_t>(like.element_size());
+  return bytes.narrow(0, 0, bytes.numel() / size * size).view(like.scalar_type());
+}
+
+void write(const Tensor& output, const Tensor& values) { Tensor(output).copy_(values.view(output.sizes())); }
+
+// The values of all ranks, reduced in the order of ranks, 16-bit ones in FP32.
+Tensor reduced(const Tensors& parts, const Tensor& like, c10d::ReduceOp op) {
+  using Op = c10d::ReduceOp;
+  Tensors values;
+  for (const auto& part : parts) values.push_back(typed(part, like));
+  auto stacked = at::stack(values);
+  auto dtype = stacked.scalar_type();
+  bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
+  switch (op) {
+    case Op::MAX: return stacked.amax(0);
+    case Op::MIN: return stacked.amin(0);
+    case Op::PRODUCT: return stacked.prod(0, false, dtype);
+    case Op::SUM: case Op::AVG: {
+      auto sum = stacked.sum(0, false, narrow ? at::kFloat : dtype);
+      return (op == Op::AVG ? sum / static_cast<double>(parts.size()) : sum).to(dtype);
+    }
+    default: TORCH_CHECK(false, "the fake device has no such reduction");
+  }
+}
+
+// The bytes of every rank, in the order of ranks: all collectives are made of them.
+struct Gather {
+  Tensors parts;
+
+  void start(const Ref<Backend>& carrier, Tensor bytes, int64_t world, bool uneven) {
+    own_ = std::move(bytes);
+    if (world == 1) {
+      parts = {own_};
+      return;
+    }
+    if (!uneven) return gather(carrier, world);
+    for (int64_t i = 0; i < world; i++) sizes_.push_back(at::empty({1}, at::kLong));
+    std::vector<Tensors> received{sizes_};
+    Tensors sent{at::tensor({own_.numel()}, at::kLong)};
+    work_ = carrier->allgather(received, sent);
+  }
+
+  // Whether the bytes of all ranks are there.
+  bool advance(const Ref<Backend>& carrier) {
+    if (!work_) return true;
+    if (!work_->isCompleted()) return false;
+    work_->wait();  // raises what went wrong
+    work_.reset();
+    if (sizes_.empty()) return true;
+    // Ranks give different amounts: the longest decides.
+    int64_t longest = 0;
+    for (const auto& size : sizes_) longest = std::max(longest, size.item<int64_t>());
+    auto padded = at::empty({(longest + 15) / 16 * 16}, at::kByte);
+    padded.narrow(0, 0, own_.numel()).copy_(own_);
+    own_ = padded;
+    int64_t world = static_cast<int64_t>(sizes_.size());
+    sizes_.clear();
+    gather(carrier, world);
+    return false;
+  }
+
+ private:
+  void gather(const Ref<Backend>& carrier, int64_t world) {
+    for (int64_t i = 0; i < world; i++) parts.push_back(at::empty_like(own_));
+    std::vector<Tensors> received{parts};
+    Tensors sent{own_};
+    work_ = carrier->allgather(received, sent);
+  }
+
+  Tensor own_;
+  Tensors sizes_;
+  Ref<Work> work_;
+};
+
+class FakeNccl final : public Backend {
+ public:
+  FakeNccl(int rank, int size, Ref<Backend> carrier)
+      : Backend(rank, size), carrier_(std::move(carrier)), stream_(-1) {
+    if (size > 1) Queue::get().start_draining();
+  }
+
+  const std::string getBackendName() const override { return "nccl"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override { last_ = {}; }
+  Ref<Work> endCoalescing() override { return last_; }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return sequence_; }
+  void setTimeout(std::chrono::milliseconds) override {}
+  void abort() override {}
+  void shutdown() override { Queue::get().drain(); }
+
+  Ref<Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+    auto op = options.reduceOp;
+    return run("allreduce", c10d::OpType::ALLREDUCE, tensors, tensors, options.asyncOp,
+               [op](const Tensors& parts, const Tensors& outputs) {
+                 int64_t start = 0;
+                 auto values = reduced(parts, outputs[0], op);
+                 for (const auto& output : outputs) {
+                   write(output, values.narrow(0, start, output.numel()));
+                   start += output.numel();
+                 }
+               });
+  }
+  Ref<Work> allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
+    for (auto& tensor : tensors) {
+      Tensors one{tensor};
+      last_ = allreduce(one, options);
+    }
+    return last_;
+  }
+  Ref<Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+    int64_t root = options.rootRank;
+    return run("broadcast", c10d::OpType::BROADCAST, tensors, tensors, options.asyncOp,
+               [root](const Tensors& parts, const Tensors& outputs) {
+                 write(outputs[0], typed(parts[root], outputs[0]));
+               });
+  }
+  Ref<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
+    auto op = options.reduceOp;
+    bool mine = options.rootRank == getRank();
+    return run("reduce", c10d::OpType::REDUCE, tensors, tensors, options.asyncOp,
+               [op, mine](const Tensors& parts, const Tensors& outputs) {
+                 if (mine) write(outputs[0], reduced(parts, outputs[0], op));
+               });
+  }
+  Ref<Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    return run("allgather", c10d::OpType::ALLGATHER, outputs[0], inputs, options.asyncOp, write_each);
+  }
+  Ref<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
+    return run("allgather", c10d::OpType::_ALLGATHER_BASE, {output}, {input}, options.asyncOp,
+               [](const Tensors& parts, const Tensors& outputs) {
+                 write(outputs[0], typed(at::cat(parts), outputs[0]));
+               });
+  }
+  Ref<Work> allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+    for (size_t i = 0; i < outputs.size(); i++) last_ = _allgather_base(outputs[i], inputs[i], options);
+    return last_;
+  }
+  Ref<Work> reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ReduceScatterOptions& options) override {
+    return scatter_sum(outputs, inputs[0], options);
+  }
+  Ref<Work> _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+    return scatter_sum({output}, {input}, options);
+  }
+  Ref<Work> reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
+    for (size_t i = 0; i < outputs.size(); i++) last_ = _reduce_scatter_base(outputs[i], inputs[i], options);
+    return last_;
+  }
+  Ref<Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
+                          std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
+    // Rows for each rank; every rank finds its own by the splits that come along.
+    int64_t world = getSize(), rank = getRank();
+    auto splits = input_splits;
+    if (splits.empty()) splits.assign(world, input.size(0) / world);
+    int64_t row = input.size(0) == 0 ? 1 : input.numel() / input.size(0);
+    for (auto& split : splits) split *= row;
+    return run("alltoall", c10d::OpType::ALLTOALL_BASE, {output}, {input}, options.asyncOp,
+               [world, rank](const Tensors& parts, const Tensors& outputs) {
+                 int64_t filled = 0;
+                 auto flat = outputs[0].flatten();
+                 for (const auto& part : parts) {
+                   auto header = part.narrow(0, 0, 8 * world).view(at::kLong);
+                   auto values = typed(part.narrow(0, 8 * world, part.numel() - 8 * world).clone(), outputs[0]);
+                   int64_t start = header.narrow(0, 0, rank).sum().item<int64_t>();
+                   int64_t count = header[rank].item<int64_t>();
+                   flat.narrow(0, filled, count).copy_(values.narrow(0, start, count));
+                   filled += count;
+                 }
+                 write(outputs[0], flat);
+               },
+               at::tensor(splits, at::kLong));
+  }
+  Ref<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    int64_t world = getSize(), rank = getRank();
+    std::vector<int64_t> splits;
+    for (const auto& input : inputs) splits.push_back(input.numel());
+    return run("alltoall", c10d::OpType::ALLTOALL, outputs, inputs, options.asyncOp,
+               [world, rank](const Tensors& parts, const Tensors& outputs) {
+                 for (size_t source = 0; source < parts.size(); source++) {
+                   const auto& part = parts[source];
+                   auto header = part.narrow(0, 0, 8 * world).view(at::kLong);
+                   auto values = typed(part.narrow(0, 8 * world, part.numel() - 8 * world).clone(), outputs[0]);
+                   int64_t start = header.narrow(0, 0, rank).sum().item<int64_t>();
+                   write(outputs[source], values.narrow(0, start, outputs[source].numel()));
+                 }
+               },
+               at::tensor(splits, at::kLong));
+  }
+  Ref<Work> barrier(const c10d::BarrierOptions& options) override {
+    Tensors one{new_element()};
+    auto work = run("barrier", c10d::OpType::BARRIER, one, one, options.asyncOp,
+                    [](const Tensors&, const Tensors&) {});
+    static_cast<StreamWork*>(work.get())->blocking = true;
+    return work;
+  }
+  Ref<Work> send(Tensors& tensors, int peer, int tag) override { return transfer(true, tensors[0], peer, tag); }
+  Ref<Work> recv(Tensors& tensors, int peer, int tag) override { return transfer(false, tensors[0], peer, tag); }
+
+ private:
+  using Finish = std::function<void(const Tensors& parts, const Tensors& outputs)>;
+
+  static void write_each(const Tensors& parts, const Tensors& outputs) {
+    for (size_t i = 0; i < parts.size(); i++) write(outputs[i], typed(parts[i], outputs[i]));
+  }
+
+  Ref<Work> scatter_sum(Tensors outputs, Tensors inputs, const c10d::ReduceScatterOptions& options) {
+    auto op = options.reduceOp;
+    int64_t rank = getRank();
+    return run("reduce_scatter", c10d::OpType::REDUCE_SCATTER, outputs, inputs, options.asyncOp,
+               [op, rank](const Tensors& parts, const Tensors& results) {
+                 int64_t count = results[0].numel();
+                 write(results[0], reduced(parts, results[0], op).narrow(0, rank * count, count));
+               });
+  }
+
+  static Tensor new_element() {
+    return at::empty({1}, at::TensorOptions().dtype(at::kFloat).device(at::kCUDA, current_device()));
+  }
+
+  // The communicator's own stream, which waits for the caller's; a blocking call takes the caller's.
+  int stream_for(bool async) {
+    int caller = current_stream(current_device());
+    if (!async) return caller;
+    auto& queue = Queue::get();
+    if (stream_ < 0) {
+      c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+      stream_ = stream_number(guard.getNewStream(c10::Device(c10::DeviceType::CUDA, current_device())));
+    }
+    for (NodeId id : queue.tail(caller)) queue.let_stream_wait(stream_, id);
+    return stream_;
+  }
+
+  Ref<Work> append(c10d::OpType type, Node node, bool async, Tensors held, Tensors results) {
+    auto& queue = Queue::get();
+    std::lock_guard lock(queue.mutex);
+    queue.counters.launches["c10d::" + node.name]++;
+    int stream = stream_for(async);
+    if (previous_ != kNone) node.follows.push_back(previous_);
+    previous_ = queue.add(stream, std::move(node));
+    sequence_++;
+    last_ = c10::make_intrusive<StreamWork>(type, previous_, std::move(held), std::move(results), sequence_);
+    return last_;
+  }
+
+  Ref<Work> run(const std::string& name, c10d::OpType type, Tensors outputs, Tensors inputs, bool async,
+                Finish finish, Tensor header = {}) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Node node;
+    node.name = name;
+    Tensors to, from;
+    for (const auto& output : outputs) to.push_back(alias(output, node, true));
+    for (const auto& input : inputs) from.push_back(alias(input, node, false));
+    auto carrier = carrier_;
+    int64_t world = getSize();
+    node.observed = [from] {
+      uint64_t hash = 0;
+      for (const auto& tensor : from) {
+        auto contiguous = tensor.contiguous();
+        hash = hash_bytes(contiguous.const_data_ptr(), contiguous.nbytes(), hash);
+      }
+      return hash;
+    };
+    auto gather = std::make_shared<Gather>();
+    node.run = [=] {
+      Tensors given = from;
+      if (header.defined()) given.insert(given.begin(), header);
+      gather->start(carrier, flat_bytes(given), world, header.defined());
+    };
+    node.finished = [=] {
+      if (!gather->advance(carrier)) return false;
+      finish(gather->parts, to);
+      return true;
+    };
+    // Replays have no other ranks: what they had sent is still there.
+    node.rerun = [=] { finish(gather->parts, to); };
+    Tensors held = outputs;
+    held.insert(held.end(), inputs.begin(), inputs.end());
+    return append(type, std::move(node), async, async ? held : Tensors{}, outputs);
+  }
+
+  Ref<Work> transfer(bool send, const Tensor& tensor, int peer, int tag) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    Node node;
+    node.name = send ? "send" : "recv";
+    auto values = alias(tensor, node, !send);
+    auto held = at::empty(values.sizes(), values.options());
+    // Gloo's halves make progress only while somebody waits for them.
+    auto pending = std::make_shared<std::future<void>>();
+    auto carrier = carrier_;
+    if (send) {
+      node.observed = [=] {
+        auto contiguous = values.contiguous();
+        return hash_bytes(contiguous.const_data_ptr(), contiguous.nbytes());
+      };
+    }
+    node.run = [=] {
+      if (send) Tensor(held).copy_(values);
+      Tensors tensors{held};
+      auto work = send ? carrier->send(tensors, peer, tag) : carrier->recv(tensors, peer, tag);
+      *pending = std::async(std::launch::async, [work] { work->wait(); });
+    };
+    auto complete = [=] {
+      if (!send) Tensor(values).copy_(held);
+    };
+    node.finished = [=] {
+      if (pending->wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
+      pending->get();
+      complete();
+      return true;
+    };
+    node.rerun = complete;
+    // Pairs of ranks have communicators of their own.
+    NodeId before = previous_;
+    previous_ = kNone;
+    auto work = append(send ? c10d::OpType::SEND : c10d::OpType::RECV, std::move(node), true, {tensor}, {tensor});
+    previous_ = before;
+    return work;
+  }
+
+  Ref<Backend> carrier_;
+  int stream_;
+  NodeId previous_ = kNone;
+  uint64_t sequence_ = 0;
+  Ref<Work> last_;
+};
+
+}  // namespace
+
+}  // namespace fake_cuda
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def("create", [](int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier) {
+    return c10::intrusive_ptr<c10d::Backend>(
+        c10::make_intrusive<fake_cuda::FakeNccl>(rank, size, std::move(carrier)));
+  });
+}

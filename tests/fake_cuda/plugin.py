@@ -1,0 +1,33 @@
+"""A pytest plugin that runs tests on fake devices: `pytest -p tests.fake_cuda.plugin -m gpu`.
+
+Each test runs once, with every operation as late as the host allows. Its operations then run again
+in hundreds of other orders that streams, events and waits allow, and every value that the host read
+has to be the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fake_cuda import preload  # noqa: F401  (before torch)
+from tests.fake_cuda.replaying import replayed
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Replay the operations of the test, unless it is marked `not_replayed`."""
+    if item.get_closest_marker("not_replayed") is None:
+        with replayed():
+            return (yield)
+    before = os.environ.get("FAKE_CUDA_SCHEDULES")
+    os.environ["FAKE_CUDA_SCHEDULES"] = "none"  # for the test's ranks
+    try:
+        return (yield)
+    finally:
+        if before is None:
+            del os.environ["FAKE_CUDA_SCHEDULES"]
+        else:
+            os.environ["FAKE_CUDA_SCHEDULES"] = before

@@ -1,0 +1,41 @@
+"""Runs a block late, and then its operations again in other orders.
+
+FAKE_CUDA_SCHEDULES sets the number of orders, 200 by default; `none` records nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+from tests.fake_cuda import device
+
+
+class OrderError(AssertionError):
+    """Other orders of operations give other values: a stream does not wait for what it uses."""
+
+
+@contextlib.contextmanager
+def replayed() -> Iterator[None]:
+    """Run the block with every operation as late as the host allows, and replay it.
+
+    Raises:
+        OrderError: If a value depends on an order that streams, events and waits leave open.
+    """
+    device.set_schedule(seed=1)
+    schedules = os.environ.get("FAKE_CUDA_SCHEDULES", "200")
+    if schedules == "none":
+        yield
+        return
+    with device.recording(lambda recorded: _check(recorded, int(schedules))):
+        yield
+
+
+def _check(recorded: device.Recording, schedules: int) -> None:
+    for seed in range(schedules + 1):
+        if difference := recorded.replay(seed):
+            raise OrderError(
+                f"in another order of the {len(recorded)} operations (schedule {seed}), "
+                f"{difference}; a stream does not wait for something it uses"
+            )
