@@ -1,5 +1,6 @@
 # make train   train the quickstart model on this machine (CONFIG=configs/x.yaml for another run)
 # make test    run every test that this machine can run
+# make test-fake-gpu   the tests marked gpu, on fake devices (part of make test)
 # make test-fast   the tests that decide most changes, in about a minute
 # make nightly random runs of the engine against a float64 oracle, random misuse, and odd inputs
 # make soak    the tests that kill and cut off runs for minutes, then random faults on two and three
@@ -19,7 +20,7 @@ SECONDS ?= 240
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 
-.PHONY: train test test-fast soak nightly lint format docs bench bench-gpu clean
+.PHONY: train test test-fake-gpu test-fast soak nightly lint format docs bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -30,6 +31,12 @@ TEST_ENV := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1
 
 test: $(INSTALLED)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not soak"
+	$(MAKE) test-fake-gpu
+
+# They compute without pause, unlike ranks that wait for each other: two workers.
+test-fake-gpu: $(INSTALLED)
+	$(TEST_ENV) $(VENV)/bin/python -m pytest -p tests.fake_cuda.plugin -n 2 --dist worksteal \
+		-m "gpu and not real_gpu"
 
 # The parts and the engine, without the tests marked slow; the trainer and the launcher start
 # processes that take seconds each.

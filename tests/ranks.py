@@ -200,8 +200,7 @@ class _Member:
 @functools.cache
 def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    fake = ["tests.fake_cuda.preload"] if "FAKE_CUDA_DEVICES" in os.environ else []
-    context.set_forkserver_preload([*fake, *PRELOAD])
+    context.set_forkserver_preload(list(PRELOAD))
     return context
 
 

@@ -23,7 +23,11 @@ def test_a_rank_that_fails_is_skipped(capfd: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("world_size", [1, 2 * torch.cuda.device_count()])
+@pytest.mark.parametrize(
+    "world_size",
+    [1, pytest.param(torch.cuda.device_count() + 1, marks=pytest.mark.real_gpu)],
+    ids=["own", "shared"],
+)
 def test_ranks_have_a_gpu_or_share_it(world_size: int) -> None:
     with Ranks("tests.benchmarks.answering", "sum", world_size, device="cuda") as started:
         assert started.ask("1") == [float(world_size)] * world_size

@@ -159,16 +159,16 @@ def _check_saving(name: str, options: dict[str, Any], directory: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Path) -> None:
-    wide = torch.nn.Linear(4096, 4096)  # its copy takes longer than a step
+    wide = torch.nn.Linear(2048, 2048)  # its copy takes longer than a step
     engine = Engine(
-        torch.nn.Sequential(wide, torch.nn.Linear(4096, 2)),
+        torch.nn.Sequential(wide, torch.nn.Linear(2048, 2)),
         lambda model, batch: (model(batch).square().sum(), len(batch)),
         fused_adamw,
         policy="fp32",
         strategy="single",
         device="cuda",
     )
-    batch = torch.ones(4, 4096)
+    batch = torch.ones(4, 2048)
     engine.step([batch])
     with make_writer(tmp_path, keep=9) as saving:
         saving.guard(engine.optimizer)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import os
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from tests.fake_cuda.process_group import install_process_group
 
 CAPABILITY = (9, 0)
 MEMORY = 64 << 30  # bytes of each device
+NCCL_VERSION = 2 << 32 | 28 << 16  # 2.28.0
 SLEEP_HERTZ = 1e9  # cycles of torch.cuda._sleep in a second of the device's clock
 
 _device: ctypes.CDLL
@@ -203,9 +205,12 @@ def _install_functions(devices: int) -> None:
         number = _device.fake_cuda_stream_number(ctypes.c_int64(stream_id), device)
         _device.fake_cuda_sleep(number, ctypes.c_double(cycles / SLEEP_HERTZ))
 
+    def visible() -> int:
+        return 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else devices
+
     functions: dict[str, Callable[..., Any]] = {
         "_cuda_init": lambda: None,
-        "_cuda_getDeviceCount": lambda: devices,
+        "_cuda_getDeviceCount": visible,
         "_cuda_getDevice": index,
         "_cuda_setDevice": set_device,
         "_cuda_exchangeDevice": exchange_device,
@@ -227,6 +232,8 @@ def _install_functions(devices: int) -> None:
         "_cuda_set_sync_debug_mode": _device.fake_cuda_set_sync_debug_mode,
         "_cuda_get_sync_debug_mode": _device.fake_cuda_get_sync_debug_mode,
         "_cuda_clearCublasWorkspaces": lambda: None,
+        "_nccl_version": lambda: NCCL_VERSION,
+        "_nccl_version_suffix": lambda: b"fake",
     }
     for name, function in functions.items():
         setattr(torch._C, name, function)
@@ -236,7 +243,7 @@ def _install_functions(devices: int) -> None:
     torch.cuda._maybe_exchange_device = maybe_exchange_device  # type: ignore[assignment]
     torch.cuda._get_device_properties = lambda device: _properties(index(device))  # type: ignore[attr-defined]
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
-    torch.cuda._device_count_nvml = lambda: devices  # type: ignore[attr-defined]
+    torch.cuda._device_count_nvml = visible  # type: ignore[attr-defined]
 
 
 def _properties(device: int) -> Any:

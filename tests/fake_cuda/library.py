@@ -7,6 +7,8 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import re
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -24,6 +26,12 @@ def torch_folder() -> Path:
     if spec is None or not spec.submodule_search_locations:
         raise ImportError("torch is not installed")
     return Path(spec.submodule_search_locations[0])
+
+
+def fits() -> bool:
+    """Return whether this is torch's build for CPUs, without importing it."""
+    version = (torch_folder() / "version.py").read_text()
+    return re.search(r"^cuda\b.*= None", version, re.MULTILINE) is not None
 
 
 def load() -> ctypes.CDLL:
@@ -67,6 +75,8 @@ def _compile(library: Path, sources: tuple[str, ...], flags: tuple[str, ...]) ->
     options = [*FLAGS, *flags, *(f"-I{path}" for path in paths)]
     compiler = os.environ.get("CXX", "g++")
     temporary = library.with_suffix(".building")
+    if shutil.which(compiler) is None:
+        raise RuntimeError(f"the fake device needs a C++ compiler, not found: {compiler} (CXX)")
     objects = [library.with_name(f"{name}.o") for name in sources]
     compilers = [
         subprocess.Popen(

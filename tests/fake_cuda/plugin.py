@@ -2,32 +2,44 @@
 
 Each test runs once, with every operation as late as the host allows. Its operations then run again
 in hundreds of other orders that streams, events and waits allow, and every value that the host read
-has to be the same, bit by bit.
+has to be the same, bit by bit. Processes that a test starts see the devices too.
+
+The devices need torch's build for CPUs; with a build for CUDA, tests run as without the plugin.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.fake_cuda import preload  # noqa: F401  (before torch)
-from tests.fake_cuda.replaying import replayed
+from tests.fake_cuda import library
 
+SITE = str(Path(__file__).with_name("site"))
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Replay the operations of the test, unless it is marked `not_replayed`."""
-    if item.get_closest_marker("not_replayed") is None:
-        with replayed():
+if library.fits():
+    from tests.fake_cuda import preload  # noqa: F401  (before torch)
+    from tests.fake_cuda.replaying import replayed
+
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if SITE not in paths:
+        root = str(Path(__file__).parents[2])
+        os.environ["PYTHONPATH"] = os.pathsep.join([SITE, root, *filter(None, paths)])
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+        """Replay the operations of the test, unless it is marked `not_replayed`."""
+        if item.get_closest_marker("not_replayed") is None:
+            with replayed():
+                return (yield)
+        before = os.environ.get("FAKE_CUDA_SCHEDULES")
+        os.environ["FAKE_CUDA_SCHEDULES"] = "none"  # for the test's ranks
+        try:
             return (yield)
-    before = os.environ.get("FAKE_CUDA_SCHEDULES")
-    os.environ["FAKE_CUDA_SCHEDULES"] = "none"  # for the test's ranks
-    try:
-        return (yield)
-    finally:
-        if before is None:
-            del os.environ["FAKE_CUDA_SCHEDULES"]
-        else:
-            os.environ["FAKE_CUDA_SCHEDULES"] = before
+        finally:
+            if before is None:
+                del os.environ["FAKE_CUDA_SCHEDULES"]
+            else:
+                os.environ["FAKE_CUDA_SCHEDULES"] = before

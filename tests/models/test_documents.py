@@ -199,6 +199,7 @@ def test_flex_attention_never_runs_uncompiled(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_flex_attention_on_a_gpu_agrees_with_the_mask() -> None:
     torch.manual_seed(0)

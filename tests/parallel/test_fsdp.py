@@ -302,9 +302,8 @@ def test_there_is_nothing_to_offload_to_on_a_cpu() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@ranks(1)
+@ranks(1, cuda=True)
 def test_offloaded_shards_are_stepped_on_the_host() -> None:
-    torch.cuda.set_device(0)
     engine = make_engine(device="cuda:0", max_norm=1.3, **sharded("fsdp", offload=True))
     train(engine, 4, ONE_RANK)
     for parameter in engine.module.parameters():

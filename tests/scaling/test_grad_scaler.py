@@ -710,12 +710,12 @@ def test_2000_steps_with_overflows_equal_a_run_that_leaves_these_steps_out() -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_two_ranks_on_one_gpu_skip_together() -> None:
+def test_two_ranks_with_gpus_skip_together() -> None:
     overflowing = {3: 1, 4: 0, 20: 1}
-    first, second = run_ranks(train, 2, 120, overflowing, "cuda", timeout=100)
+    first, second = run_ranks(train, 2, 80, overflowing, "cuda", timeout=100, cuda=True)
     assert first == second
     assert first[1] == len(overflowing)
-    assert first[2] == train(120, overflowing, "cuda")[2]
+    assert first[2] == train(80, overflowing, "cuda")[2]
 
 
 @pytest.mark.gpu

@@ -74,19 +74,19 @@ def test_ddp_and_fsdp_learn_and_agree(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    arguments = ["--steps=10", "--optim.lr=1e-2", "--checkpoint.every=4"]
-    found = {
-        (strategy, ranks): trained(
-            tmp_path / f"{strategy} {ranks}", f"--strategy={strategy}", *arguments, ranks=ranks
-        )
-        for strategy, ranks in (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
-    }
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    expected = trained(tmp_path / "cpu", "--strategy=single", *arguments, ranks=1)
-    for case, records in found.items():
+def test_a_run_on_a_gpu_has_the_losses_of_one_on_the_cpu(tmp_path: Path) -> None:
+    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--run-dir=run", "--steps=10"]
+    arguments += ["--optim.lr=1e-2", "--checkpoint.every=4"]
+    cases = (("ddp", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
+    jobs = [Job([*arguments, f"--strategy={name}"], ranks=ranks) for name, ranks in cases]
+    no_gpu = {"CUDA_VISIBLE_DEVICES": ""}
+    jobs.append(Job([*arguments, "--strategy=single"], ranks=1, variables=no_gpu))
+    done = run_jobs(jobs, tmp_path)
+    assert [job.exit_codes for job in done] == [{}] * 5, done
+    *found, expected = (
+        read_records(tmp_path / str(number) / "run" / "steps.jsonl") for number in range(len(jobs))
+    )
+    for case, records in zip(cases, found, strict=True):
         # On a GPU the tensors are counted, on a CPU the whole process.
         assert 2 * records[-1].memory_bytes < expected[-1].memory_bytes, case
         assert losses(records) == pytest.approx(losses(expected), rel=1e-3), case

@@ -16,6 +16,7 @@
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -154,8 +155,25 @@ at::Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, c10::Scala
 
 // Operators whose CPU kernels want one dtype where CUDA's take 16-bit input beside FP32 statistics.
 bool computes_in_fp32(const std::string& name) {
-  static const std::set<std::string> names{"aten::native_layer_norm", "aten::native_layer_norm_backward"};
+  static const std::set<std::string> names{"aten::native_layer_norm", "aten::native_layer_norm_backward",
+                                           "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"};
   return names.count(name) != 0;
+}
+
+// Torch has no CPU kernel of it; only CUDA's RMSNorm calls it.
+std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
+    const at::Tensor& grad, const at::Tensor& input, at::IntArrayRef shape, const at::Tensor& rstd,
+    const std::optional<at::Tensor>& weight, std::array<bool, 2> wanted) {
+  std::vector<int64_t> outer, inner;
+  int64_t count = input.dim(), first = count - static_cast<int64_t>(shape.size());
+  for (int64_t i = 0; i < count; i++) (i < first ? outer : inner).push_back(i);
+  bool weighted = weight.has_value() && weight->defined();
+  auto normalized = input * rstd;
+  auto scaled = weighted ? grad * *weight : grad;
+  auto of_weight = grad * normalized;
+  if (!outer.empty()) of_weight = of_weight.sum(outer);
+  auto of_input = (scaled - normalized * (scaled * normalized).mean(inner, true)) * rstd;
+  return {wanted[0] ? of_input : at::Tensor(), wanted[1] && weighted ? of_weight : at::Tensor()};
 }
 
 at::Tensor widened(const at::Tensor& tensor) {
@@ -592,6 +610,10 @@ void poison(const at::Tensor& host) {
   } else {
     host.fill_(host.is_floating_point() ? std::nan("") : -1);
   }
+}
+
+TORCH_LIBRARY_IMPL(aten, CPU, library) {
+  library.impl("_fused_rms_norm_backward", rms_norm_backward);
 }
 
 }  // namespace fake_cuda

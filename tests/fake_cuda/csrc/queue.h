@@ -90,7 +90,7 @@ class Queue {
   bool recording() const { return recording_; }
   int64_t recorded() const { return static_cast<int64_t>(nodes_.size()); }
   // Run what was recorded in another legal order; returns what differed, or an empty string.
-  // Seed 0 is the order of the program.
+  // Seed 0 is the order of the program. An order that computes the same as an earlier one is not run.
   std::string replay(uint64_t seed);
   void finish_replays();
 
@@ -117,6 +117,7 @@ class Queue {
   void forget_done();
   void host_follows(const std::vector<NodeId>& waited);
   std::vector<size_t> order(uint64_t seed);
+  uint64_t hash_of_accesses(const std::vector<size_t>& order);
   std::string first_exchange(const std::vector<size_t>& order);
 
   std::vector<Node> nodes_;
@@ -129,6 +130,10 @@ class Queue {
   bool immediate_ = false;
   bool recording_ = false;
   bool draining_ = false;
+  // Of the recording that is replayed.
+  std::vector<std::vector<size_t>> followers_;
+  std::vector<int> predecessors_;
+  std::map<uint64_t, std::string> differences_;  // by hash of the order
   double eagerness_ = 0;
   std::mt19937_64 random_{1};
   std::string error_;

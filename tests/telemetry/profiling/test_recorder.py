@@ -203,6 +203,7 @@ def test_a_disk_error_does_not_end_the_run(
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_steps_of_a_cuda_device(tmp_path: Path) -> None:
     lines: list[str] = []
