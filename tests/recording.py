@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,10 +98,23 @@ def _indexes_by_mask(func: Any, args: Any) -> bool:
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Make torch raise if the host waits for a CUDA device."""
+    """Make torch raise if the host waits for a CUDA device.
+
+    Fake devices also notice what torch does not: waits for a stream or for the whole device, and
+    copies from memory that is not pinned, for which the host of a real device may wait.
+    """
     torch.cuda.synchronize()
+    fake: Any = sys.modules.get("tests.fake_cuda.device")
+    if fake is not None:
+        fake.take_counters()
     torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+    if fake is not None:
+        counters = fake.take_counters()
+        # An event of an earlier step is past on a real device; a fake one runs as late as it may.
+        del counters.waits["event.synchronize"]
+        assert not counters.waits, f"the host waited: {dict(counters.waits)}"
+        assert counters.pageable_copies == 0, "copied from memory that is not pinned"

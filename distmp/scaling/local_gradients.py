@@ -106,7 +106,7 @@ def unscale(
         flag = torch.zeros((), dtype=torch.float32, device=source)
         factor = torch.ones_like(flag) if inverse_scale is None else inverse_scale.to(source)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
-        flags.append(flag.to(device, non_blocking=True))
+        flags.append(_moved(flag, device))
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(flags).amax()
@@ -133,8 +133,13 @@ def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torc
             )
         for tensors in _by_device_and_dtype(members).values():
             squares = chunk_norms(tensors).to(torch.float64).square().sum()
-            total = total + squares.to(device, non_blocking=True) * shards / world_size
+            total = total + _moved(squares, device) * shards / world_size
     return total
+
+
+def _moved(number: Tensor, device: torch.device) -> Tensor:
+    """Return a number on a device; the host waits for a copy to the host, which it reads next."""
+    return number.to(device, non_blocking=device.type != "cpu")
 
 
 def _by_device_and_dtype(

@@ -7,6 +7,7 @@ misuse run with it until one fails, and `mutants.md` records this case.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,7 +33,7 @@ class Mutant:
         file: Path of the file in the repository.
         old: The text to replace, which occurs exactly once.
         new: The replacement.
-        finder: The cases that have to find it: "oracle" or "misuse".
+        finder: What has to find it: "oracle", "misuse", or a test, see `cuda_mutants`.
     """
 
     bug: str
@@ -46,6 +48,17 @@ class Mutant:
         if source.count(self.old) != 1:
             raise ValueError(f"{self.file}: {source.count(self.old)} times {self.old!r}")
         path.write_text(source.replace(self.old, self.new))
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[Path]:
+        """Return the root of a temporary copy of package and tests with this change."""
+        with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
+            root = Path(directory)
+            for name in ("distmp", "tests"):
+                ignored = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / name, root / name, ignore=ignored)
+            self.apply(root)
+            yield root
 
 
 MUTANTS = [
@@ -333,12 +346,7 @@ def main() -> int:
 
 def _try(mutant: Mutant, cases: int, seed: int) -> Result:
     begun = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="mutant-") as directory:
-        root = Path(directory)
-        for name in ("distmp", "tests"):
-            ignored = shutil.ignore_patterns("__pycache__")
-            shutil.copytree(ROOT / name, root / name, ignore=ignored)
-        mutant.apply(root)
+    with mutant.applied() as root:
         command = [sys.executable, "-m", *FINDERS[mutant.finder]]
         command += ["--seed", str(seed), "--cases", str(cases)]
         # The working directory is the first entry of the module search path.
@@ -360,7 +368,7 @@ def _try(mutant: Mutant, cases: int, seed: int) -> Result:
 
 def _table(results: list[Result]) -> str:
     """Return the table with these results, and with the existing results of other mutants."""
-    rows = {_bug(line): line for line in TABLE.read_text().splitlines() if " | `distmp/" in line}
+    rows = {bug_of(row): row for row in rows_of(TABLE)}
     rows |= {result.mutant.bug: _row(result) for result in results}
     known = [rows[mutant.bug] for mutant in MUTANTS if mutant.bug in rows]
     found = sum("| not found |" not in row for row in known)
@@ -380,7 +388,14 @@ def _table(results: list[Result]) -> str:
     )
 
 
-def _bug(row: str) -> str:
+def rows_of(table: Path) -> list[str]:
+    """Return the rows of a table of mutants; none if the file does not exist yet."""
+    lines = table.read_text().splitlines() if table.exists() else []
+    return [line for line in lines if " | `distmp/" in line]
+
+
+def bug_of(row: str) -> str:
+    """Return the bug in a row of a table of mutants."""
     return row.split(" | ")[0].removeprefix("| ")
 
 

@@ -705,3 +705,44 @@ def test_a_sharded_sum_holds_no_second_set_of_buckets() -> None:
     # The receive buffers of two buckets and intermediate gradients of backward. The limit is
     # higher, because frees by gloo's threads are not counted.
     assert peak_allocated(step) < parameters / 2 * 4 * elements
+
+
+class SometimesUsed(nn.Module):
+    """Three layers, of which rank 1 does not use the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            if (index, rank) != (1, 1):
+                x = torch.tanh(layer(x))
+        return x.square().sum()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@ranks(2, cuda=True)
+def test_gradients_of_two_gpus_are_summed_while_backward_continues(dtype: torch.dtype) -> None:
+    # In a step of one microbatch, gradients are copied to their bucket right before it is reduced.
+    # Reductions start in the order of the first step, and memory of a step is used again.
+    counts, rank = (2, 1, 2), dist.get_rank()
+    model = SometimesUsed().cuda()
+    buckets = Fp32GradBuckets(
+        model.named_parameters(), group(), bucket_bytes=ONE_EACH, reduce_dtype=dtype
+    )
+    given = [inputs_of(rank, microbatch).cuda() for microbatch in range(2)]
+    forwards = [partial(model, inputs, rank) for inputs in given]
+    steps = [accumulate(buckets, forwards[:count]) for count in counts]
+    for count, found in zip(counts, steps, strict=True):
+        expected = SometimesUsed()
+        for microbatch in range(count):
+            for member in range(2):
+                expected(inputs_of(member, microbatch), member).backward()
+        for name, parameter in expected.named_parameters():
+            assert parameter.grad is not None
+            error = relative_error(found[name].cpu(), parameter.grad)
+            assert error < (1e-5 if dtype == torch.float32 else 2e-2), name

@@ -18,6 +18,7 @@ from distmp.checkpoint.host_buffers import HostBuffers, _clear, _pinned, _Spec, 
 from distmp.checkpoint.snapshot import Snapshot, expect
 from tests.checkpoint.test_snapshot import complete
 from tests.checkpoint.test_writer import make_writer
+from tests.recording import no_waiting
 
 
 class Driver:
@@ -321,3 +322,26 @@ def test_memory_for_copies_from_a_gpu_is_pinned_while_it_lives() -> None:
             assert buffer.tensor.is_pinned()
             assert_equal(take(source, buffers), {"x": source["x"].cpu()})
             buffers.close(timeout=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_snapshot_of_a_gpu_is_that_of_its_step() -> None:
+    """Tensors are written right before and after it, and the host does not wait for them."""
+    held, other = torch.zeros(300, device="cuda"), torch.zeros(20, device="cuda")
+    live, buffers = {"held": held, "other": other}, HostBuffers()
+    pin(live, buffers)
+    for step in range(1, 4):
+        held += 1
+        other += 10
+        with no_waiting():
+            snapshot = Snapshot(live, {"held"}, buffers)
+            other.mul_(1)  # may change before the next update
+            other += 1
+            snapshot.release()
+            held *= 1
+            held += 100
+        found = snapshot.complete()
+        assert torch.equal(found["held"], torch.full((300,), 101.0 * step - 100))
+        assert torch.equal(found["other"], torch.full((20,), 11.0 * step - 1))
+    buffers.close(timeout=None)

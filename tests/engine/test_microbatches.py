@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from distmp.engine.microbatches import moved
+from tests.recording import no_waiting
 
 
 class Pair(NamedTuple):
@@ -30,3 +31,14 @@ def test_all_tensors_of_a_batch_are_moved_and_nothing_else_changes(batch: Any) -
     assert structure == same
     for before, leaf in zip(leaves, after, strict=True):
         assert leaf.is_meta if isinstance(before, Tensor) else leaf == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pinned_batches_are_moved_without_waiting() -> None:
+    expected = torch.arange(6.0)
+    pinned = [expected.pin_memory(), (expected + 1).pin_memory()]
+    with no_waiting():
+        found = [tensor + 0 for tensor in moved(pinned, torch.device("cuda"))]
+    for index, tensor in enumerate(found):
+        assert torch.equal(tensor.cpu(), expected + index)

@@ -11,6 +11,7 @@ from torch.optim import lr_scheduler
 from distmp.errors import ConfigError
 from distmp.optim import LearningRates
 from distmp.optim import learning_rates as module
+from tests.recording import no_waiting
 
 CPU = torch.device("cpu")
 
@@ -155,3 +156,20 @@ def test_a_rate_beside_the_schedule_is_refused(on_device: bool, change: Any) -> 
         optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"] * 0.5
     with pytest.raises(ConfigError, match=r"was set outside of the schedule \(ExponentialLR\)"):
         rates.set(count(2), 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_rates_of_a_gpu_never_make_the_host_wait() -> None:
+    gpu = torch.device("cuda")
+    optimizer = make_optimizer(0.8, 0.1)
+    rates = LearningRates(optimizer, halving, gpu, on_device=True)
+    applied = torch.zeros((), dtype=torch.int64, device=gpu)
+    found = []
+    with no_waiting():
+        for step in range(3 * module.FIRST_CHUNK):  # the table grows twice
+            rates.set(applied, step)
+            found.append(torch.stack([group["lr"] for group in optimizer.param_groups]))
+            applied += 1
+    for step, pair in enumerate(torch.stack(found).tolist()):
+        assert pair == pytest.approx([0.8 * 0.5**step, 0.1 * 0.5**step])

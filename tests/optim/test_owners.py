@@ -82,3 +82,23 @@ def test_functions_get_full_matrices_and_shards_return(limit: int, dtype: torch.
     # Two exchanges per round; a rank receives one matrix, or several of at most `limit` elements.
     assert len(calls) == 2 * (1 if limit == 10**6 else max(map(len, owned)) if limit == 1 else 2)
     assert max(calls[::2], default=0) <= max(limit, 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(2, cuda=True)
+def test_matrices_of_two_gpus_are_exchanged() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    matrices = [ShardedMatrix(value.shape, _bounds(value.numel(), 2, "even")) for value in values]
+    part = [slice(*m.bounds[group.rank() : group.rank() + 2]) for m in matrices]
+    shards = [value.cuda().reshape(-1)[of] for value, of in zip(values, part, strict=True)]
+    plan = Owners(matrices, [m.shape.numel() for m in matrices], group, 20)
+    for _ in range(2):
+        results = dict(plan.compute(lambda i: 1 * shards[i], lambda i, matrix: 2 * matrix))
+        for index, result in results.items():
+            shards[index] = result / 2
+    for index, result in results.items():
+        assert torch.equal(result.cpu(), 2 * values[index].reshape(-1)[part[index]])

@@ -15,6 +15,7 @@ from distmp.engine import Engine
 from distmp.parallel import module_buffers
 from distmp.parallel.module_buffers import ModuleBuffers
 from tests.ranks import ranks
+from tests.recording import no_waiting
 from tests.reference import (
     CLASSES,
     INPUTS,
@@ -258,3 +259,37 @@ def test_a_buffer_replaced_by_another_dtype_or_shape() -> None:
     model.filled = torch.ones(2)
     with pytest.raises(RuntimeError, match="expanded size"):
         buffers.end_step(torch.zeros(()))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_reverts_a_skipped_step_without_waiting() -> None:
+    model = Normalised().cuda()
+    buffers = ModuleBuffers(model, None)
+    inputs, skipped = torch.randn(6, INPUTS, device="cuda"), torch.zeros(2, device="cuda")
+    skipped[1] = 1
+    after = []
+    with no_waiting():
+        for skip in skipped:
+            buffers.begin_step()
+            model(inputs)
+            buffers.end_step(skip)
+            after.append(statistics(model))
+    assert after[0]["layers.1.num_batches_tracked"] == 1
+    assert_same_bits(after[0], after[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(2, cuda=True)
+def test_gpus_have_the_batch_statistics_of_rank_0() -> None:
+    expected, model = Normalised(), Normalised().cuda()
+    buffers = ModuleBuffers(model, dist.group.WORLD)
+    for step in range(3):
+        buffers.begin_step()
+        expected(batch(step, 0).inputs)
+        model(batch(step, dist.get_rank()).inputs.cuda())
+        buffers.end_step(torch.zeros((), device="cuda"))
+        torch.full((100,), 7.0, device="cuda")  # in memory that the step has freed
+    for name, value in statistics(model).items():
+        torch.testing.assert_close(value.cpu(), dict(expected.named_buffers())[name])

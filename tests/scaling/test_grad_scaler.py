@@ -776,3 +776,35 @@ def test_accelerate() -> None:
     assert accelerator.scaler.get_scale() == 8.0
     assert torch.allclose(model.module.weight, before - 0.2)
     assert skipped == [False, True, False]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(2, cuda=True)
+def test_two_gpus_skip_together() -> None:
+    found: list[Any] = [None, None]
+    dist.all_gather_object(found, train(8, {3: 1, 5: 0}, "cuda"))
+    assert found[0] == found[1]
+    assert found[0][1] == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_scale_on_the_host_waits_for_gradients_of_a_gpu() -> None:
+    weights = [nn.Parameter(torch.zeros(4, device=device)) for device in ("cpu", "cuda")]
+    optimizer = torch.optim.SGD(weights, lr=1.0)
+    scaler = DistributedGradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    for step in range(1, 4):
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 3.0)
+        if step == 2:
+            weights[1].grad[0] = math.inf  # type: ignore[index]
+        norm = scaler.clip_grad_norm_(optimizer, 100.0)
+        scaler.step(optimizer)
+        assert scaler.step_skipped == (step == 2)
+        assert math.isfinite(norm) == (step != 2)
+        if step != 2:
+            assert float(norm) == pytest.approx(3.0 * math.sqrt(8))
+        scaler.update(1.0)
+    assert all(torch.equal(weight.cpu(), torch.full((4,), -6.0)) for weight in weights)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distmp.scaling import GradientPart, StepDecision, all_reduce_stats, decide_step, local_stats
 from tests.ranks import ranks
+from tests.recording import Operators, no_waiting
 
 CPU = torch.device("cpu")
 
@@ -199,3 +200,18 @@ def test_alone_nothing_is_added() -> None:
     measured = torch.arange(5.0)
     assert all_reduce_stats(measured, None) is measured
     assert measured.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_launches_as_much_for_many_gradients_as_for_few() -> None:
+    found = []
+    for count in (2, 20):
+        gradients = [torch.ones(8, device="cuda") for _ in range(count)]
+        with no_waiting(), Operators() as operators:
+            part = GradientPart(gradients, 1)
+            one = torch.ones((), device="cuda")
+            stats = local_stats([part], one, one, stop=False, device=one.device)
+        found.append(operators.counts)
+        assert stats[0].item() == pytest.approx(8 * count)
+    assert found[0] == found[1]

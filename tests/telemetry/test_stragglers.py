@@ -14,7 +14,8 @@ from distmp.distributed.waiting import collective_waits
 from distmp.distributed.world import World
 from distmp.engine import Engine
 from distmp.telemetry.stragglers import SlowRankDetector, Stragglers, own_seconds
-from tests.ranks import run_ranks
+from tests.ranks import ranks, run_ranks
+from tests.recording import no_waiting
 from tests.reference import TWO_RANKS, Batch, fused_adamw, loss, make_model, microbatches
 
 SLEEP_SECONDS = 0.2
@@ -228,3 +229,19 @@ def test_times_of_a_device_are_read_without_waiting() -> None:
     engine.step(batches[4])
     assert engine.clock.take() is None
     torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(2, cuda=True)
+def test_two_gpus_exchange_their_times_without_waiting() -> None:
+    world = World.current("cuda")
+    clock = StepClock(world.device)
+    stragglers = Stragglers(world, clock, "ddp", every=1, log=[].append)
+    for step in range(1, 4):
+        own = OwnTime(step + world.rank, 0.5)
+        clock.take = lambda own=own: own  # type: ignore[method-assign,misc]
+        with no_waiting():
+            stragglers.after(step, 0.0)
+            torch.ones(4, device="cuda").sum()
+        assert stragglers.seconds(step) == [step - 0.5, step + 0.5]

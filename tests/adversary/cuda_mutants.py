@@ -1,0 +1,606 @@
+"""Seeded bugs of CUDA code, which tests on fake devices have to find.
+
+`python -m tests.adversary.cuda_mutants` puts each bug into a temporary copy of the package and runs
+the test that has to find it. `cuda_mutants.md` records what the test said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.adversary.mutants import ROOT, Mutant, bug_of, rows_of
+
+TABLE = Path(__file__).with_name("cuda_mutants.md")
+SCHEDULES = 60
+PYTEST = (
+    *("pytest", "-p", "tests.fake_cuda.plugin", "-p", "no:cacheprovider", "-m", "gpu"),
+    *("-q", "-x", "--tb=short", "--show-capture=no"),
+)
+# What a copy needs besides package and tests: settings, what tests import, the built fake device.
+SHARED = ("pyproject.toml", "benchmarks", "build")
+
+# What the output of a test says about a bug, by a pattern; the first one that is found counts.
+MESSAGES = {
+    r"OrderMatters: .*?, (.*); a stream does not wait": r"another order of operations: \1",
+    r"called a (synchronizing CUDA operation: [\w ]+)": r"\1",
+    r"the host waited: (.*)": r"the host waited: \1",
+    r"TrainingError: (.*?)(?:;|$)": r"\1",
+    r"(copied from memory that is not pinned)": r"\1",
+    r"(pinned memory was written before it had been copied to the device)": r"\1",
+    r"^E? *(?:AssertionError|assert |Tensor-likes are not)": "a wrong value",
+}
+# Numbers of operations, which differ between runs.
+OPERATION = re.compile(r" \(operation \d+(?:, stream -?\d+)?\)")
+
+# The tests. Most bugs are races: the test fails in an order of operations that only a replay runs.
+GRADIENTS = (
+    "tests/buckets/test_gradients.py::"
+    "test_gradients_of_two_gpus_are_summed_while_backward_continues"
+)
+IN_FP32, IN_BF16 = f"{GRADIENTS}[torch.float32]", f"{GRADIENTS}[torch.bfloat16]"
+REDUCTIONS = "tests/buckets/test_reduction.py::test_every_kind_on_two_ranks_with_gpus"
+TWO_HOPS = "tests/buckets/test_exchange.py::test_two_machines_with_gpus"
+STREAMS = "tests/engine/test_engine_streams.py"
+GIVEN = f"{STREAMS}::test_no_host_wait_for_anything_that_a_step_is_given[fp16]"
+TWO_RANKS = f"{STREAMS}::test_two_ranks_wait_for_each_other"
+SNAPSHOT = "tests/checkpoint/test_snapshot.py::test_a_snapshot_of_a_gpu_is_that_of_its_step"
+HOST_COPY = "tests/utils/test_host_copy.py::test_values_of_a_gpu_are_read_when_they_have_arrived"
+BUFFERS = "tests/parallel/test_module_buffers.py::"
+REVERTED = f"{BUFFERS}test_a_gpu_reverts_a_skipped_step_without_waiting"
+BROADCAST = f"{BUFFERS}test_gpus_have_the_batch_statistics_of_rank_0"
+OWNERS = "tests/optim/test_owners.py::test_matrices_of_two_gpus_are_exchanged"
+RATES = "tests/optim/test_learning_rates.py::test_rates_of_a_gpu_never_make_the_host_wait"
+TIMES = "tests/telemetry/test_stragglers.py::test_two_gpus_exchange_their_times_without_waiting"
+BUSY = "tests/telemetry/test_stragglers.py::test_times_of_a_device_are_read_without_waiting"
+MOVED = "tests/engine/test_microbatches.py::test_pinned_batches_are_moved_without_waiting"
+LAUNCHES = (
+    "tests/scaling/test_step_decision.py::test_a_gpu_launches_as_much_for_many_gradients_as_for_few"
+)
+SCALER = "tests/scaling/test_grad_scaler.py::"
+ONE_SCALER = f"{SCALER}test_on_a_gpu_the_bits_of_torch_without_its_waiting[False]"
+TWO_SCALERS = f"{SCALER}test_two_gpus_skip_together"
+
+REDUCTION = "distmp/buckets/reduction.py"
+EXCHANGE = "distmp/buckets/exchange.py"
+GRADIENT_BUCKETS = "distmp/buckets/gradients.py"
+PARAMETERS = "distmp/buckets/parameters.py"
+ENGINE = "distmp/engine/engine.py"
+SNAPSHOTS = "distmp/checkpoint/snapshot.py"
+COPIES = "distmp/utils/host_copy.py"
+MODULE_BUFFERS = "distmp/parallel/module_buffers.py"
+STRAGGLERS = "distmp/telemetry/stragglers.py"
+LEARNING_RATES = "distmp/optim/learning_rates.py"
+
+MUTANTS = [
+    Mutant(
+        "the side stream of a reduction does not wait for the gradients",
+        REDUCTION,
+        "self._stream.wait_stream(torch.cuda.current_stream(device))",
+        "pass",
+        IN_BF16,
+    ),
+    Mutant(
+        "nobody waits for the side stream of a reduction",
+        REDUCTION,
+        "torch.cuda.current_stream(device).wait_stream(self._stream)",
+        "pass",
+        IN_BF16,
+    ),
+    Mutant(
+        "the side stream waits for the current one, instead of the other way round",
+        REDUCTION,
+        "torch.cuda.current_stream(device).wait_stream(self._stream)",
+        "self._stream.wait_stream(torch.cuda.current_stream(device))",
+        REDUCTIONS,
+    ),
+    Mutant(
+        "the buffers of an exchange belong to the stream of backward",
+        REDUCTION,
+        "        with self._side_stream(bucket.device):\n"
+        "            exchange = Exchange(bucket, self._groups, self.comm_dtype, "
+        "pairwise=self._pairwise)\n",
+        "        exchange = Exchange(bucket, self._groups, self.comm_dtype, "
+        "pairwise=self._pairwise)\n"
+        "        with self._side_stream(bucket.device):\n",
+        IN_BF16,
+    ),
+    Mutant(
+        "an all-reduce is not waited for",
+        REDUCTION,
+        "for work in self._pending:\n            work.wait()",
+        "for work in self._pending:\n            pass",
+        IN_FP32,
+    ),
+    Mutant(
+        "the gathered sums are not waited for",
+        REDUCTION,
+        "self._gathers.pop(0)\n            work.wait()",
+        "self._gathers.pop(0)",
+        IN_BF16,
+    ),
+    Mutant(
+        "what an exchange receives is not waited for",
+        EXCHANGE,
+        "self._work.wait()",
+        "pass",
+        REDUCTIONS,
+    ),
+    Mutant(
+        "what the second hop of an exchange receives is not waited for",
+        EXCHANGE,
+        "self._work.wait()",
+        "_ = len(self._groups) > 1 and self._work.wait()",
+        TWO_HOPS,
+    ),
+    Mutant(
+        "what an exchange sends is freed while it is being sent",
+        EXCHANGE,
+        "self._work = all_to_all(self._received, self._sent, self._groups[0])",
+        "self._work = all_to_all(self._received, self._sent, self._groups[0])\n"
+        "        self._sent.untyped_storage().resize_(0)",
+        IN_BF16,
+    ),
+    Mutant(
+        "a reduction starts before the last gradient of its bucket is there",
+        GRADIENT_BUCKETS,
+        "        if gradient is not view:",
+        "        if self._last_microbatch and self._reduction is not None:\n"
+        "            self._mark_ready(slot)\n"
+        "        if gradient is not view:",
+        IN_FP32,
+    ),
+    Mutant(
+        "an absent gradient is zeroed while its bucket is being reduced",
+        GRADIENT_BUCKETS,
+        "self._reduction.launch(total)",
+        "self._reduction.launch(total)\n            self._zero_missing(bucket)",
+        IN_FP32,
+    ),
+    Mutant(
+        "buckets are zeroed before their reductions have finished",
+        GRADIENT_BUCKETS,
+        "            self._launch_up_to(len(self.layouts))\n",
+        "            self._launch_up_to(len(self.layouts))\n"
+        "            torch._foreach_zero_(self._leaf.buffers)\n",
+        IN_FP32,
+    ),
+    Mutant(
+        "gradients are given to the optimizer before the reductions have finished",
+        GRADIENT_BUCKETS,
+        "if self._reduction is not None:\n                self._reduction.finish()",
+        "if self._reduction is not None and self._observed is not None:\n"
+        "                self._reduction.finish()",
+        f"{TWO_RANKS}[ddp]",
+    ),
+    Mutant(
+        "flags of used parameters are exchanged in every step",
+        "distmp/buckets/used.py",
+        "self._apply_last_step()\n        if not self._unused:\n            return",
+        "self._apply_last_step()",
+        f"{TWO_RANKS}[ddp]",
+    ),
+    Mutant(
+        "updated parameters are not waited for",
+        PARAMETERS,
+        "for work in pending:\n            work.wait()",
+        "for work in pending:\n            pass",
+        f"{TWO_RANKS}[sharded optimizer]",
+    ),
+    Mutant(
+        "updated parameters are rounded while they are being gathered",
+        PARAMETERS,
+        "        for work in pending:\n            work.wait()\n",
+        "        for flat in self._flat:\n"
+        "            flat.own.copy_(flat.stepped)\n"
+        "        for work in pending:\n"
+        "            work.wait()\n",
+        f"{TWO_RANKS}[sharded optimizer]",
+    ),
+    Mutant(
+        "the reduce-scatter of FSDP is not waited for",
+        "distmp/parallel/reduce_scatter.py",
+        "reduce_scatter(output, gradients, *groups).wait()",
+        "reduce_scatter(output, gradients, *groups)",
+        f"{TWO_RANKS}[fsdp]",
+    ),
+    Mutant(
+        "the all-gather of FSDP is not waited for",
+        "distmp/parallel/fsdp.py",
+        "        work.wait()\n        return None",
+        "        return None",
+        f"{TWO_RANKS}[fsdp]",
+    ),
+    Mutant(
+        "the input of FSDP's reduce-scatter is freed while it is being read",
+        "distmp/parallel/fsdp.py",
+        'if input_tensor.device.type == "cpu":\n            # FSDP keeps',
+        "if input_tensor.numel():\n            # FSDP keeps",
+        f"{TWO_RANKS}[fsdp]",
+    ),
+    Mutant(
+        "the reduce-scatter of FSDP runs on another stream",
+        "distmp/parallel/fsdp.py",
+        "        reduce_scatter_sum(output_tensor, input_tensor, self._groups, self._comm_dtype)\n",
+        "        with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "            reduce_scatter_sum(\n"
+        "                output_tensor, input_tensor, self._groups, self._comm_dtype\n"
+        "            )\n",
+        f"{TWO_RANKS}[fsdp, reduced in 16 bits]",
+    ),
+    Mutant(
+        "the exchanged matrices are not waited for",
+        "distmp/optim/owners.py",
+        "all_to_all(received, values, self._group, expected, sent).wait()",
+        "self.last = all_to_all(received, values, self._group, expected, sent)",
+        OWNERS,
+    ),
+    Mutant(
+        "matrices are exchanged on another stream",
+        "distmp/optim/owners.py",
+        "        all_to_all(received, values, self._group, expected, sent).wait()\n",
+        "        with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "            all_to_all(received, values, self._group, expected, sent).wait()\n",
+        OWNERS,
+    ),
+    Mutant(
+        "buffers of rank 0 are not waited for",
+        MODULE_BUFFERS,
+        "dist.broadcast(flat, source, group)",
+        "dist.broadcast(flat, source, group, async_op=True)",
+        BROADCAST,
+    ),
+    Mutant(
+        "buffers are saved on another stream",
+        MODULE_BUFFERS,
+        "        self._before = buffer_values(self._module)\n",
+        "        with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "            self._before = buffer_values(self._module)\n",
+        REVERTED,
+    ),
+    Mutant(
+        "buffers are restored on another stream",
+        MODULE_BUFFERS,
+        "        revert_buffers(self._module, self._before, skipped.bool())\n",
+        "        with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "            revert_buffers(self._module, self._before, skipped.bool())\n",
+        REVERTED,
+    ),
+    Mutant(
+        "the host decides whether buffers are reverted",
+        MODULE_BUFFERS,
+        "            buffer.copy_(torch.where(revert, values[name], buffer))",
+        "            buffer.copy_(values[name] if revert else buffer)",
+        REVERTED,
+    ),
+    Mutant(
+        "the decision of a scaler is not waited for",
+        "distmp/scaling/rank_group.py",
+        "dist.all_reduce(reduced, group=group)\n    return",
+        "dist.all_reduce(reduced, group=group, async_op=True)\n    return",
+        TWO_SCALERS,
+    ),
+    Mutant(
+        "the scaler reads found_inf on the host",
+        "distmp/scaling/grad_scaler.py",
+        "if starts_momentum and found_inf.item():",
+        "if found_inf.item():",
+        ONE_SCALER,
+    ),
+    Mutant(
+        "a scaler reads numbers on the host before they have arrived",
+        "distmp/scaling/local_gradients.py",
+        'non_blocking=device.type != "cpu"',
+        "non_blocking=True",
+        f"{SCALER}test_a_scale_on_the_host_waits_for_gradients_of_a_gpu",
+    ),
+    Mutant(
+        "the decision of a step is not waited for",
+        "distmp/scaling/step_decision.py",
+        "dist.all_reduce(stats, group=group)",
+        "dist.all_reduce(stats, group=group, async_op=True)",
+        f"{TWO_RANKS}[ddp]",
+    ),
+    Mutant(
+        "a wait for a collective that is measured does not happen",
+        "distmp/distributed/waiting.py",
+        "done: Any = self._work.wait(*timeout)",
+        "done: Any = self._work.is_completed()",
+        f"{TWO_RANKS}[ddp]",
+    ),
+    Mutant(
+        "times are read before the device has reached them",
+        "distmp/distributed/waiting.py",
+        "return self._event is None or self._event.query()",
+        "return True",
+        BUSY,
+    ),
+    Mutant(
+        "times are those of another stream",
+        "distmp/distributed/waiting.py",
+        "self._event.record(torch.cuda.current_stream(device))",
+        "self._event.record(torch.cuda.Stream(device))",
+        BUSY,
+    ),
+    Mutant(
+        "found_inf is read before the update",
+        ENGINE,
+        "if self._skips_on_device:\n            self._max_applied",
+        "if self._skips_on_device and not decision.found_inf:\n            self._max_applied",
+        GIVEN,
+    ),
+    Mutant(
+        "the nominal weight is agreed on in every step",
+        ENGINE,
+        "if self.nominal_weight is None:\n            self.nominal_weight",
+        "if self.nominal_weight or True:\n            self.nominal_weight",
+        GIVEN,
+    ),
+    Mutant(
+        "a step waits for the device",
+        ENGINE,
+        "current_phase.enter(UPDATE)",
+        "torch.cuda.synchronize()",
+        GIVEN,
+    ),
+    Mutant(
+        "a weight on the host is copied while the host waits",
+        ENGINE,
+        "return value.detach().to(device, non_blocking=True)",
+        "return value.detach().to(device)",
+        GIVEN,
+    ),
+    Mutant(
+        "a number is copied to the device while the host waits",
+        "distmp/scaling/step_decision.py",
+        "else torch.full((), number, dtype=torch.float64, device=device)",
+        "else torch.tensor(number, dtype=torch.float64, device=device)",
+        GIVEN,
+    ),
+    Mutant(
+        "a batch is copied while the host waits",
+        "distmp/engine/microbatches.py",
+        "tensor.to(device, non_blocking=True)",
+        "tensor.to(device)",
+        MOVED,
+    ),
+    Mutant(
+        "a kernel is launched for every gradient",
+        "distmp/scaling/norms.py",
+        "torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))",
+        "torch.stack([torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors])",
+        LAUNCHES,
+    ),
+    Mutant(
+        "a table of learning rates is copied from memory that is not pinned",
+        LEARNING_RATES,
+        "table = table.pin_memory()",
+        "pass",
+        RATES,
+    ),
+    Mutant(
+        "a table of learning rates is copied while the host waits",
+        LEARNING_RATES,
+        "return table.to(self._device, non_blocking=True)",
+        "return table.to(self._device)",
+        RATES,
+    ),
+    Mutant(
+        "the host looks up the learning rate",
+        LEARNING_RATES,
+        "rates = self._table.index_select(0, applied.reshape(1))[0]",
+        "rates = self._table[applied.item()]",
+        RATES,
+    ),
+    Mutant(
+        "pinned learning rates are changed before they are copied",
+        LEARNING_RATES,
+        "return table.to(self._device, non_blocking=True)",
+        "on_device = table.to(self._device, non_blocking=True)\n"
+        "        table.zero_()\n"
+        "        return on_device",
+        RATES,
+    ),
+    Mutant(
+        "the times of other ranks are not waited for",
+        STRAGGLERS,
+        "all_gather(gathered, numbers, world.group).wait()",
+        "self._work = all_gather(gathered, numbers, world.group)",
+        TIMES,
+    ),
+    Mutant(
+        "the times of this rank are copied from memory that is not pinned",
+        STRAGGLERS,
+        "numbers.pin_memory().to(world.device, non_blocking=True)",
+        "numbers.to(world.device, non_blocking=True)",
+        TIMES,
+    ),
+    Mutant(
+        "a copy to the host is read at once",
+        COPIES,
+        "self._copied.synchronize()",
+        "pass",
+        HOST_COPY,
+    ),
+    Mutant(
+        "the host waits for a copy of numbers",
+        COPIES,
+        'values.to("cpu", non_blocking=True)',
+        'values.to("cpu")',
+        HOST_COPY,
+    ),
+    Mutant(
+        "the event of a copy to the host is recorded before it",
+        COPIES,
+        '        self._values = values.to("cpu", non_blocking=True)\n'
+        "        self._copied = torch.cuda.Event() if values.is_cuda else None\n"
+        "        if self._copied is not None:\n"
+        "            self._copied.record(torch.cuda.current_stream(values.device))\n",
+        "        self._copied = torch.cuda.Event() if values.is_cuda else None\n"
+        "        if self._copied is not None:\n"
+        "            self._copied.record(torch.cuda.current_stream(values.device))\n"
+        '        self._values = values.to("cpu", non_blocking=True)\n',
+        HOST_COPY,
+    ),
+    Mutant(
+        "the event of a copy to the host is recorded on another stream",
+        COPIES,
+        "self._copied.record(torch.cuda.current_stream(values.device))",
+        "self._copied.record(torch.cuda.Stream(values.device))",
+        HOST_COPY,
+    ),
+    Mutant(
+        "a snapshot does not wait for the update before it",
+        SNAPSHOTS,
+        "stream.wait_stream(torch.cuda.current_stream(device))",
+        "pass",
+        SNAPSHOT,
+    ),
+    Mutant(
+        "the update does not wait for a snapshot",
+        SNAPSHOTS,
+        "torch.cuda.current_stream(self._device).wait_event(self._event)",
+        "pass",
+        SNAPSHOT,
+    ),
+    Mutant(
+        "a snapshot is written before it has arrived",
+        SNAPSHOTS,
+        "self._event.synchronize()",
+        "pass",
+        SNAPSHOT,
+    ),
+    Mutant(
+        "the event of a snapshot is recorded on another stream",
+        SNAPSHOTS,
+        "return stream.record_event()",
+        "return torch.cuda.default_stream(device).record_event()",
+        SNAPSHOT,
+    ),
+    Mutant(
+        "the event of a snapshot is recorded before its copies",
+        SNAPSHOTS,
+        "    with torch.cuda.stream(stream):\n",
+        "    event = stream.record_event()\n"
+        "    stream.record_event = lambda: event\n"
+        "    with torch.cuda.stream(stream):\n",
+        SNAPSHOT,
+    ),
+    Mutant(
+        "a snapshot is copied to memory that is not pinned",
+        SNAPSHOTS,
+        "dtype=source.dtype, pin_memory=True)",
+        "dtype=source.dtype)",
+        SNAPSHOT,
+    ),
+    Mutant(
+        "the host waits for the tensors of a snapshot that may change at any time",
+        SNAPSHOTS,
+        "else:\n                    copy.target.copy_(copy.source, non_blocking=True)",
+        "else:\n                    copy.target.copy_(copy.source)",
+        SNAPSHOT,
+    ),
+    Mutant(
+        "the tensors of a snapshot that may change at any time are not copied before",
+        SNAPSHOTS,
+        "if name in held:",
+        "if name:",
+        SNAPSHOT,
+    ),
+]
+
+
+NOT_FOUND = "| not found |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.adversary.cuda_mutants")
+    parser.add_argument("--only", default="", help="mutants whose bug has this text in it")
+    parser.add_argument("--new", action="store_true", help="only mutants not found so far")
+    parser.add_argument("--workers", type=int, default=2, help="how many to try at the same time")
+    options = parser.parse_args()
+    found = {bug_of(row) for row in rows_of(TABLE) if NOT_FOUND not in row}
+    chosen = [
+        mutant
+        for mutant in MUTANTS
+        if options.only in mutant.bug and not (options.new and mutant.bug in found)
+    ]
+    control = _run(sorted({mutant.finder for mutant in chosen}), ROOT)
+    if control.returncode:
+        sys.exit(f"a test fails without a bug: {control.stdout}")
+    rows = []
+    with ThreadPoolExecutor(options.workers) as pool:
+        for row in pool.map(_row, chosen):
+            print(row, flush=True)
+            rows.append(row)
+            TABLE.write_text(_table(rows))
+    return int(any(NOT_FOUND in row for row in rows))
+
+
+def _table(rows: list[str]) -> str:
+    """Return the table with these rows, and with the existing ones of other mutants."""
+    known = {bug_of(row): row for row in (*rows_of(TABLE), *rows)}
+    ordered = [known[mutant.bug] for mutant in MUTANTS if mutant.bug in known]
+    found = sum(NOT_FOUND not in row for row in ordered)
+    return "\n".join(
+        [
+            "# Seeded bugs of CUDA code",
+            "",
+            f"{found} of {len(ordered)} were found by tests on fake devices, in {SCHEDULES} orders "
+            "of their operations: `python -m tests.adversary.cuda_mutants`.",
+            "",
+            "| bug | file | found by | what the test said |",
+            "|---|---|---|---|",
+            *ordered,
+            "",
+        ]
+    )
+
+
+def _row(mutant: Mutant) -> str:
+    with mutant.applied() as root:
+        for name in SHARED:
+            (root / name).symlink_to(ROOT / name)
+        run = _run([mutant.finder], root)
+    said = "not found | |"
+    if run.returncode and (message := _message(run.stdout)):
+        said = f"`{mutant.finder.split('::')[1]}` | {message} |"
+    elif run.returncode:
+        print(f"{mutant.bug}: the test failed for another reason\n{run.stdout}", flush=True)
+    return f"| {mutant.bug} | `{mutant.file}` | {said}"
+
+
+def _run(tests: list[str], root: Path) -> subprocess.CompletedProcess[str]:
+    """Run tests in the copy at `root`."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "OMP_NUM_THREADS": "1",
+        "FAKE_CUDA_SCHEDULES": str(SCHEDULES),
+    }
+    # The processes of a test import the same modules.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    command = [sys.executable, "-m", *PYTEST, *tests]
+    run = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
+    if run.returncode not in (0, 1):
+        raise RuntimeError(f"{' '.join(command)}: {run.stdout}\n{run.stderr}")
+    return run
+
+
+def _message(output: str) -> str | None:
+    """Return what a test said about the bug; None if it failed for another reason."""
+    for pattern, message in MESSAGES.items():
+        if match := re.search(pattern, output, re.MULTILINE):
+            return OPERATION.sub("", match.expand(message)).replace("|", "/")
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

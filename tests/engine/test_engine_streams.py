@@ -1,0 +1,96 @@
+"""Steps on GPUs: streams wait for what they use, and the host waits for nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from distmp.distributed.world import World
+from distmp.engine import Engine
+from distmp.precision import PrecisionPolicy
+from tests.parallel.sharding import sharded
+from tests.parallel.test_module_buffers import Normalised, batch
+from tests.ranks import ranks
+from tests.recording import no_waiting
+from tests.reference import (
+    ONE_RANK,
+    TWO_RANKS,
+    Batch,
+    error,
+    fused_adamw,
+    loss,
+    make_engine,
+    microbatches,
+    plain_training,
+    train,
+    weights,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+REDUCED_IN_BF16 = PrecisionPolicy("reduced in 16 bits", reduce_dtype=torch.bfloat16)
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp": {"strategy": "ddp"},
+    "ddp, reduced in 16 bits": {"strategy": "ddp", "policy": REDUCED_IN_BF16},
+    "sharded optimizer": {"strategy": "ddp", "shard_optimizer": True, "policy": "bf16"},
+    "fsdp": sharded("fsdp", accumulate="sharded"),
+    "fsdp, reduced in 16 bits": {
+        **sharded("fsdp", accumulate="unsharded"),
+        "policy": REDUCED_IN_BF16,
+    },
+}
+
+
+def with_pinned_weight(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    total, weight = loss(model, batch)
+    return total, torch.tensor(float(weight)).pin_memory()
+
+
+def pinned(batch: Batch) -> Batch:
+    return batch._replace(inputs=batch.inputs.pin_memory(), labels=batch.labels.pin_memory())
+
+
+@pytest.mark.parametrize("policy", ["fp32", "fp16"])
+def test_no_host_wait_for_anything_that_a_step_is_given(policy: str) -> None:
+    engine = Engine(
+        Normalised(),
+        with_pinned_weight,
+        fused_adamw,
+        policy=policy,
+        device="cuda",
+        max_norm=1.0,
+        schedule=lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    )
+    steps = [[pinned(batch(step, index)) for index in range(2)] for step in range(5)]
+    for step in steps[:2]:
+        engine.step(step)
+    with no_waiting():
+        outcomes = [engine.step(step) for step in steps[2:]]
+    applied = [outcome.numbers.applied_total for outcome in outcomes]
+    assert applied == [3, 4, 5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@ranks(2, timeout=250, cuda=True)
+def test_two_ranks_wait_for_each_other(kind: str) -> None:
+    engine = make_engine(device=World.current("cuda").device, max_norm=1.3, **KINDS[kind])
+    engine.clock.active = True
+    numbers = train(engine, 3, TWO_RANKS)
+    batches = [pinned(batch) for batch in microbatches(3, TWO_RANKS[3], engine.world.rank)]
+    with no_waiting():
+        outcome = engine.step(batches)
+    expected, losses_and_norms = plain_training(4, ONE_RANK, max_norm=1.3)
+    exact = kind in ("ddp", "fsdp")
+    found = {name: weight.cpu() for name, weight in weights(engine).items()}
+    assert error(found, expected) < (1e-4 if exact else 0.1)
+    for step, (mean, norm) in zip([*numbers, outcome.numbers], losses_and_norms, strict=True):
+        tolerance = 1e-4 if exact else 0.02
+        assert (step.loss, step.grad_norm) == pytest.approx((mean, norm), rel=tolerance)
+    assert engine.clock.take() is not None

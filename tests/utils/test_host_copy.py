@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distmp.utils.host_copy import HostCopy
+from tests.recording import no_waiting
+
+
+def test_values_of_the_host_are_there_at_once() -> None:
+    copy = HostCopy(torch.arange(3))
+    assert copy.is_complete
+    assert not copy.on_device
+    assert copy.read() == [0, 1, 2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_values_of_a_gpu_are_read_when_they_have_arrived() -> None:
+    values = torch.zeros(3, device="cuda")
+    for step in range(1, 4):
+        with no_waiting():
+            values += 1
+            copy = HostCopy(values)
+            values *= 1  # by the same stream, after the copy
+        assert copy.read() == [step] * 3
+        assert copy.is_complete
