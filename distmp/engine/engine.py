@@ -407,9 +407,10 @@ class Engine:
         return scale / (self.nominal_weight or 1.0)
 
     def _backward(self, loss: Tensor, factor: Tensor) -> None:
-        scaled = loss.float() * factor
-        with explain_backward_errors(), self._strategy.backward_context(scaled):
-            scaled.backward()
+        loss = loss.float()
+        with explain_backward_errors(), self._strategy.backward_context(loss):
+            # The gradient of `loss * factor`, without the kernels of the product.
+            loss.backward(factor)
 
     def _agree_on_nominal_weight(self, batch_weight: Tensor, microbatches: int) -> float | None:
         """Return n0; None if the sum of the first weights is not a finite number above 0."""

@@ -8,7 +8,10 @@ Together they are one division by `grad_scale = u / c`, which fused optimizers d
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Iterable
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -88,26 +91,41 @@ def local_stats(
         dropped: Number of microbatches of this rank that were dropped as non-finite.
         device: Device of the result.
     """
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    non_finite = torch.zeros((), dtype=torch.float64, device=device)
+    squares, non_finite = [], []
     for part in parts:
         if part.tensors:
             norms = chunk_norms(part.tensors).to(torch.float64)
-            squares = squares + norms.square().sum() / part.replicas
-            non_finite = non_finite + (~norms.isfinite()).sum()
-    return pack(squares, non_finite, loss_sum, weight, float(stop), dropped, device=device)
+            squares.append(norms.square().sum() / part.replicas)
+            non_finite.append(not_finite(norms).sum())
+    sums = (_total(squares), _total(non_finite), loss_sum, weight)
+    return pack(*sums, float(stop), dropped, device=device)
+
+
+def _total(numbers: list[Tensor]) -> Tensor | float:
+    """Return the sum; starting from 0 would launch another kernel."""
+    return reduce(operator.add, numbers) if numbers else 0.0
 
 
 def pack(*numbers: Tensor | float, device: torch.device) -> Tensor:
     """Return 0-dim tensors and numbers as one FP64 vector on `device`, without a host wait."""
-    return torch.stack(
-        [
-            number.to(device, torch.float64)
-            if isinstance(number, Tensor)
-            else torch.full((), number, dtype=torch.float64, device=device)
-            for number in numbers
-        ]
-    )
+    tensors = [
+        number.to(device)
+        if isinstance(number, Tensor)
+        else torch.full((), number, dtype=torch.float64, device=device)
+        for number in numbers
+    ]
+    if len({tensor.dtype for tensor in tensors}) > 1:
+        tensors = [tensor.to(torch.float64) for tensor in tensors]
+    # Numbers of one dtype, such as the losses of all microbatches, are converted in one kernel.
+    return torch.stack(tensors).to(torch.float64)
+
+
+def not_finite(norms: Tensor) -> Tensor:
+    """Return where numbers that are not negative are infinite or NaN.
+
+    Two kernels, where `~norms.isfinite()` launches five.
+    """
+    return ~(norms < math.inf)
 
 
 def all_reduce_stats(stats: Tensor, group: dist.ProcessGroup | None) -> Tensor:
@@ -137,8 +155,8 @@ def decide_step(
     scaled_norm = squares.sqrt()
     no_weight = weight == 0
     all_dropped = no_weight & (dropped > 0)
-    bad_weight = ~weight.isfinite() | (weight < 0)
-    overflow = ~scaled_norm.isfinite() | (non_finite > 0) | bad_weight | all_dropped
+    bad_weight = not_finite(weight) | (weight < 0)
+    overflow = not_finite(scaled_norm) | (non_finite > 0) | bad_weight | all_dropped
     empty = no_weight & ~all_dropped
     unscale = loss_scale.to(torch.float64) * weight / nominal_weight
     # The mean over a negative or infinite weight is undefined, and so is the norm of its gradient.

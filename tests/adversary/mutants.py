@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         "a weight that is not finite is no overflow",
         "distmp/scaling/step_decision.py",
-        "bad_weight = ~weight.isfinite() | (weight < 0)",
+        "bad_weight = not_finite(weight) | (weight < 0)",
         "bad_weight = weight < 0",
     ),
     Mutant(

@@ -20,7 +20,8 @@ from distmp.commands.explain import fake_ranks
 from distmp.commands.explain.fake_ranks import simulate_ranks
 from distmp.engine.engine import Engine
 from distmp.utils import fake_tensors
-from tests.parallel.sharding import sharded
+from tests.engine import launches
+from tests.engine.launches import NARROW
 from tests.ranks import ranks
 from tests.recording import Operators
 from tests.reference import TWO_RANKS, make_engine, microbatches
@@ -28,19 +29,10 @@ from tests.reference import TWO_RANKS, make_engine, microbatches
 WIDTH = 1024  # a multiple of the numbers of ranks, so that every rank has a shard
 MICROBATCHES = 4
 BUCKETS = 2
-NARROW = "bf16,reduce=bf16"
 STRATEGIES: dict[str, dict[str, Any]] = {
-    "ddp": {"strategy": "ddp"},
+    **launches.STRATEGIES,
     "ddp, 16-bit communication": {"strategy": "ddp", "policy": NARROW},
-    "ddp, sharded optimizer": {"strategy": "ddp", "shard_optimizer": True},
-    "reproducible": {"strategy": "ddp", "reproducible": True},
-    "fsdp": sharded("fsdp", accumulate="unsharded"),
-    "fsdp, every microbatch in 16 bits": {
-        **sharded("fsdp", accumulate="sharded"),
-        "policy": NARROW,
-    },
-    "hsdp": sharded("hsdp", shard_size=4, accumulate="hybrid"),
-    "fsdp1": sharded("fsdp1"),
+    "fsdp, every microbatch": {**launches.STRATEGIES["fsdp, every microbatch"], "policy": NARROW},
 }
 
 

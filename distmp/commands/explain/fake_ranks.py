@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distmp.distributed import rank_monitor
 from distmp.engine.outcome import StepOutcome
@@ -41,22 +42,32 @@ class FakeRanks(FakeTensors):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            return self._communicate(func, args)
+            return _communicate(func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _communicate(self, func: Any, args: Any) -> Any:
-        if func is torch.ops.c10d.allgather_.default:
-            # Ranks compare these values: the others have the same.
-            for outputs, value in zip(args[0], args[1], strict=True):
-                for output in outputs:
-                    output.copy_(value)
-        work = c10d.FakeWork().boxed()
-        tensors = [argument for argument in args if isinstance(argument, (Tensor, list))]
-        results = [
-            work if "Work" in str(returned.type) else tensors[index]
-            for index, returned in enumerate(func._schema.returns)
-        ]
-        return tuple(results) if len(results) > 1 else results[0]
+
+class FakeCollectives(TorchDispatchMode):
+    """Replaces other ranks of real tensors; what they would send is not written."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            return _communicate(func, args)
+        return func(*args, **(kwargs or {}))
+
+
+def _communicate(func: Any, args: Any) -> Any:
+    if func is torch.ops.c10d.allgather_.default:
+        # Ranks compare these values: the others have the same.
+        for outputs, value in zip(args[0], args[1], strict=True):
+            for output in outputs:
+                output.copy_(value)
+    work = c10d.FakeWork().boxed()
+    tensors = [argument for argument in args if isinstance(argument, (Tensor, list))]
+    results = [
+        work if "Work" in str(returned.type) else tensors[index]
+        for index, returned in enumerate(func._schema.returns)
+    ]
+    return tuple(results) if len(results) > 1 else results[0]
 
 
 class MovedByData(TorchFunctionMode):
@@ -92,8 +103,30 @@ def simulate_ranks(
             {0: "explain simulates all ranks in one process; do not start it with torchrun"},
             exit_code=2,
         )
-    mode = FakeRanks()
     group = group or world_size > 1
+    with (
+        fake_ranks(world_size, ranks_per_machine, group=group),
+        _missing_values_refused(),
+        mock.patch.object(nn.Module, "_apply", _apply),
+        mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
+        mock.patch(fsdp_internals.CHUNKS, _first_chunk),
+        warnings.catch_warnings(),
+        MovedByData(),
+        FakeRanks(),
+    ):
+        # FSDP1 reads the address of its parameters before a communication hook runs.
+        warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
+        yield
+
+
+@contextlib.contextmanager
+def fake_ranks(
+    world_size: int, ranks_per_machine: int | None = None, *, group: bool = True
+) -> Iterator[None]:
+    """Make this process rank 0 of `world_size` ranks, which are not compared with each other.
+
+    The arguments are those of `simulate_ranks`. Collectives need `FakeRanks` or `FakeCollectives`.
+    """
     local = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks_per_machine or world_size)}
     if group:
         register_backend()
@@ -105,22 +138,13 @@ def simulate_ranks(
 
     try:
         with (
-            _missing_values_refused(),
             mock.patch.dict(os.environ, local if group else {}),
             mock.patch.object(dist, "new_group", new_group),
             # Values are not real, and ranks cannot differ.
             mock.patch.object(StepOutcome, "ranks_differ", False),
             mock.patch.object(rank_monitor, "current", return_value=None),
-            mock.patch.object(nn.Module, "_apply", _apply),
             mock.patch.object(CollectiveOrder, "_compare"),
-            mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
-            mock.patch(fsdp_internals.CHUNKS, _first_chunk),
-            warnings.catch_warnings(),
-            MovedByData(),
-            mode,
         ):
-            # FSDP1 reads the address of its parameters before a communication hook runs.
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             yield
     finally:
         if group:
