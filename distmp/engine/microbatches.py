@@ -51,10 +51,11 @@ class MicrobatchStats(NamedTuple):
 
 
 def moved(batch: Any, device: torch.device) -> Any:
-    """Return a batch with its tensors on a device; the host does not wait for copies.
+    """Return a batch with its tensors on a device; the host waits only for copies to the host.
 
     Args:
         batch: A tensor, or nested containers of tensors and other objects, see torch's pytrees.
         device: The device.
     """
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), batch)
+    asynchronous = device.type != "cpu"  # what arrives on the host is read at once
+    return map_tensors(lambda tensor: tensor.to(device, non_blocking=asynchronous), batch)

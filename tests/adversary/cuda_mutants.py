@@ -29,8 +29,8 @@ SHARED = ("pyproject.toml", "benchmarks", "build")
 MESSAGES = {
     r"OrderMatters: .*?, (.*); a stream does not wait": r"another order of operations: \1",
     r"called a (synchronizing CUDA operation: [\w ]+)": r"\1",
-    r"the host waited: (.*)": r"the host waited: \1",
-    r"TrainingError: (.*?)(?:;|$)": r"\1",
+    r"(the host waited: \{'.*\})": r"\1",
+    r"distmp.errors.\w+Error: (.*?)(?:;|$)": r"\1",
     r"(copied from memory that is not pinned)": r"\1",
     r"(pinned memory was written before it had been copied to the device)": r"\1",
     r"^E? *(?:AssertionError|assert |Tensor-likes are not)": "a wrong value",
@@ -179,11 +179,11 @@ MUTANTS = [
         f"{TWO_RANKS}[ddp]",
     ),
     Mutant(
-        "flags of used parameters are exchanged in every step",
+        "the host reads in every step whether the last one was skipped",
         "distmp/buckets/used.py",
-        "self._apply_last_step()\n        if not self._unused:\n            return",
-        "self._apply_last_step()",
-        f"{TWO_RANKS}[ddp]",
+        "if self._newly_used and (self._skipped is None or not on_host(self._skipped)):",
+        "if self._skipped is None or not on_host(self._skipped):",
+        GIVEN,
     ),
     Mutant(
         "updated parameters are not waited for",
@@ -193,13 +193,11 @@ MUTANTS = [
         f"{TWO_RANKS}[sharded optimizer]",
     ),
     Mutant(
-        "updated parameters are rounded while they are being gathered",
+        "updated parameters are rounded on another stream",
         PARAMETERS,
-        "        for work in pending:\n            work.wait()\n",
-        "        for flat in self._flat:\n"
-        "            flat.own.copy_(flat.stepped)\n"
-        "        for work in pending:\n"
-        "            work.wait()\n",
+        "                flat.own.copy_(flat.stepped)\n",
+        "                with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "                    flat.own.copy_(flat.stepped)\n",
         f"{TWO_RANKS}[sharded optimizer]",
     ),
     Mutant(
@@ -365,8 +363,15 @@ MUTANTS = [
     Mutant(
         "a batch is copied while the host waits",
         "distmp/engine/microbatches.py",
-        "tensor.to(device, non_blocking=True)",
-        "tensor.to(device)",
+        "non_blocking=asynchronous",
+        "non_blocking=False",
+        MOVED,
+    ),
+    Mutant(
+        "a batch is read on the host before it has arrived",
+        "distmp/engine/microbatches.py",
+        "non_blocking=asynchronous",
+        "non_blocking=True",
         MOVED,
     ),
     Mutant(

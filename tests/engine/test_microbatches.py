@@ -42,3 +42,5 @@ def test_pinned_batches_are_moved_without_waiting() -> None:
         found = [tensor + 0 for tensor in moved(pinned, torch.device("cuda"))]
     for index, tensor in enumerate(found):
         assert torch.equal(tensor.cpu(), expected + index)
+    # An engine on the CPU may be given batches of a GPU.
+    assert torch.equal(moved(found[1], torch.device("cpu")), expected + 1)
