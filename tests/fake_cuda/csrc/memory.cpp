@@ -16,7 +16,7 @@ namespace fake_cuda {
 
 namespace {
 
-using Guard = std::lock_guard<std::recursive_mutex>;
+using Guard = std::lock_guard<Mutex>;
 
 // A block without owner, and what was to be done with it.
 struct Freed {

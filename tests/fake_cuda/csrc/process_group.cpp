@@ -103,14 +103,17 @@ struct Gather {
     }
     if (!uneven) return gather(carrier, world);
     for (int64_t i = 0; i < world; i++) sizes_.push_back(at::empty({1}, at::kLong));
-    launch(carrier, at::tensor({own_.numel()}, at::kLong), sizes_);
+    std::vector<Tensors> received{sizes_};
+    Tensors sent{at::tensor({own_.numel()}, at::kLong)};
+    work_ = carrier->allgather(received, sent);
   }
 
   // Whether the bytes of all ranks are there.
   bool advance(const Ref<Backend>& carrier) {
-    if (!pending_.valid()) return true;
-    if (pending_.wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
-    pending_.get();  // raises what went wrong
+    if (!work_) return true;
+    if (!work_->isCompleted()) return false;
+    work_->wait();  // raises what went wrong
+    work_.reset();
     if (sizes_.empty()) return true;
     // Ranks give different amounts: the longest decides.
     int64_t longest = 0;
@@ -127,22 +130,14 @@ struct Gather {
  private:
   void gather(const Ref<Backend>& carrier, int64_t world) {
     for (int64_t i = 0; i < world; i++) parts.push_back(at::empty_like(own_));
-    launch(carrier, own_, parts);
-  }
-
-  // In a thread of its own, which may wait for Python's lock: gloo's flight recorder takes it, and who
-  // has it may wait for the queue.
-  void launch(const Ref<Backend>& carrier, const Tensor& sent, const Tensors& parts) {
-    pending_ = std::async(std::launch::async, [=] {
-      std::vector<Tensors> received{parts};
-      Tensors given{sent};
-      carrier->allgather(received, given)->wait();
-    });
+    std::vector<Tensors> received{parts};
+    Tensors sent{own_};
+    work_ = carrier->allgather(received, sent);
   }
 
   Tensor own_;
   Tensors sizes_;
-  std::future<void> pending_;
+  Ref<Work> work_;
 };
 
 class FakeNccl final : public Backend {

@@ -1,3 +1,5 @@
+#include <Python.h>
+
 #include "queue.h"
 
 #include <ATen/ThreadLocalState.h>
@@ -33,9 +35,29 @@ class Undisturbed {
 // touch is taken from their signatures, which could be wrong.
 constexpr uint64_t kAlwaysRun = 20;
 
-void nap() { std::this_thread::sleep_for(std::chrono::microseconds(100)); }
+class WithoutPython {
+ public:
+  WithoutPython() : state_(Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutPython() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+
+ private:
+  PyThreadState* state_;
+};
+
+void nap() {
+  WithoutPython guard;
+  std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
 
 }  // namespace
+
+void Mutex::lock() {
+  if (mutex_.try_lock()) return;
+  WithoutPython guard;
+  mutex_.lock();
+}
 
 double now() {
   using namespace std::chrono;
@@ -158,7 +180,7 @@ bool Queue::advance(Node& node) {
   return node.done;
 }
 
-void Queue::run_ancestors(NodeId id, std::unique_lock<std::recursive_mutex>& lock) {
+void Queue::run_ancestors(NodeId id, std::unique_lock<Mutex>& lock) {
   if (id == kNone || is_done(id)) return;
   std::vector<NodeId> wanted{id};
   std::vector<NodeId> stack{id};

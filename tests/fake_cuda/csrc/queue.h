@@ -56,12 +56,23 @@ struct Counters {
   int64_t allocations = 0;
 };
 
+// A recursive mutex. A thread that waits for it gives Python's lock away: the one that has this mutex may
+// need Python's, to free a tensor of NumPy or for gloo's flight recorder.
+class Mutex {
+ public:
+  void lock();
+  void unlock() { mutex_.unlock(); }
+
+ private:
+  std::recursive_mutex mutex_;
+};
+
 class Queue {
  public:
   static Queue& get();
 
   // Taken by every public function; held while operations run.
-  std::recursive_mutex mutex;
+  Mutex mutex;
   Counters counters;
 
   // Append an operation behind the last one of its stream and all that the stream waits for.
@@ -111,7 +122,7 @@ class Queue {
   bool is_done(NodeId id) { return id < base_ || at(id).done; }
   bool ready(const Node& node);
   bool advance(Node& node);
-  void run_ancestors(NodeId id, std::unique_lock<std::recursive_mutex>& lock);
+  void run_ancestors(NodeId id, std::unique_lock<Mutex>& lock);
   void run_some();
   void hand_on_memory();
   void forget_done();
