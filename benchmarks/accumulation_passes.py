@@ -4,7 +4,7 @@ One process with one thread and without reduction: autograd passes precomputed b
 the parameters, and the methods sum them into flat FP32 buffers. The methods take turns, and their
 CPU time is measured.
 
-- `Fp32GradBuckets`: the first microbatch copies, the others add. `backward_context` knows the loss,
+- `Fp32GradBuckets`: the first microbatch copies, the others add. `backward_context` gets the loss,
   or it does not and autograd converts the gradients to FP32 first.
 - `main_grad`: the buffer is zeroed, a hook on every parameter adds its gradient, and a last pass
   scales the sum, as in data-parallel wrappers with a `main_grad`. The hook receives the gradient in
@@ -88,7 +88,7 @@ class AccumulationMethod(ABC):
 class Buckets(AccumulationMethod):
     """distmp's buckets, without scaling, because the optimizer's kernel divides."""
 
-    knows_loss = True
+    passes_loss = True
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         super().__init__(gradients)
@@ -100,7 +100,7 @@ class Buckets(AccumulationMethod):
         for index in range(MICROBATCHES):
             self._buckets.begin_microbatch(last=index == MICROBATCHES - 1)
             loss = self.loss()
-            with self._buckets.backward_context(loss if self.knows_loss else None):
+            with self._buckets.backward_context(loss if self.passes_loss else None):
                 loss.backward()
             self._buckets.end_microbatch()
         self._buckets.finish()
@@ -113,7 +113,7 @@ class Buckets(AccumulationMethod):
 class ConvertingBuckets(Buckets):
     """The same, but autograd converts the gradients to FP32 first."""
 
-    knows_loss = False
+    passes_loss = False
 
 
 class Zeroed(AccumulationMethod):

@@ -16,7 +16,7 @@ OVERWRITES = (aten.copy_, aten.zero_)  # do not read the tensor that they write 
 class Traffic(TorchDispatchMode):
     """Counts the bytes that copies, sums and in-place products read and write in the context.
 
-    It counts the tensors of each operation, as if it was one kernel without intermediate results.
+    It counts the tensors of each operation, as if it were one kernel without intermediate results.
 
     Args:
         elements: Counts only operations whose result has this many elements; None counts all.

@@ -403,7 +403,7 @@ def _prepare_torch(job: _Job, rank: int) -> None:
 
 
 def _replayed() -> contextlib.AbstractContextManager[None]:
-    """Check all orders of the rank's operations, if it runs on fake devices."""
+    """Replay the rank's operations in other orders, if it runs on fake devices."""
     if "FAKE_CUDA_DEVICES" not in os.environ:
         return contextlib.nullcontext()
     from tests.fake_cuda.replaying import replayed

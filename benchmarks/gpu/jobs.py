@@ -23,7 +23,7 @@ from benchmarks.gpu.slices import SLICE_SECONDS, Job, Slice
 from distmp.commands.doctor.machine_info import gpus
 
 ROOT = Path(__file__).parents[2]
-# The driver frees the memory of a process some time after its end.
+# The driver may free the memory of a process some time after its end.
 _FREED_SECONDS = 5.0
 _FREED_BYTES = 64 * 2**20
 _SHOWN_LINES = 30
@@ -50,8 +50,8 @@ class Machine(NamedTuple):
             f"{names}, torch {torch.__version__}, Python {platform.python_version()}, "
             f"{date.today().isoformat()}"
         )
-        seen = torch.cuda.is_available()
-        return cls(text, "" if seen else f"needs a GPU; torch {torch.__version__} sees none")
+        available = torch.cuda.is_available()
+        return cls(text, "" if available else f"needs a GPU; torch {torch.__version__} finds none")
 
 
 def run_slice(
@@ -131,7 +131,7 @@ def _environment() -> dict[str, str]:
     """Return the environment of a job: this checkout and installed wheels are importable."""
     wheels = [str(packages.TARGET)] if str(packages.TARGET) in sys.path else []
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")]), *wheels]
-    # Plugins that happen to be installed do not affect the tests.
+    # Other installed plugins must not affect the tests.
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(path),

@@ -51,7 +51,7 @@ def install(wheels: Path, target: Path = TARGET) -> None:
         command += ["--no-index", "--no-deps", "--upgrade", "--target", str(target)]
         if subprocess.run([*command, *map(str, new)]).returncode:
             raise SystemExit(f"--wheels {wheels}: pip could not install the wheels; see above")
-    # At the end: packages of the machine come first.
+    # At the end, so that installed packages take precedence.
     sys.path.append(str(target))
     invalidate_caches()
 

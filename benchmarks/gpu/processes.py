@@ -1,7 +1,7 @@
 """Runs the processes of a job, and ends all of them.
 
-[Note: descendants of a job] torchrun starts each rank in a session of its own, so signals to the
-process group of a job do not reach ranks. A rank whose parent has ended gets a new parent, so a
+[Note: descendants of a job] torchrun starts each rank in a new session, so signals to the process
+group of a job do not reach ranks. A rank whose parent has ended gets a new parent, so a
 walk from the job does not find it either. `adopt_orphans` makes this process that new parent: all
 processes that a job has started stay descendants of this one, which starts one job at a time.
 """

@@ -1,4 +1,4 @@
-"""The jobs that run on a GPU, in slices, the most important first."""
+"""The jobs that run on a GPU, divided into slices."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 SLICE_SECONDS = 540
 LARGE = "1.3b"
-# Several loops with a model of that size are in the memory of the GPU at once.
+# The models of several training loops are in GPU memory at the same time.
 LARGE_BYTES = 120 * 2**30
 
 _PARTS = (
@@ -96,7 +96,7 @@ def slices(size: str, large: str | None, output: Path) -> list[Slice]:
                 _tests("tools", 150, "commands", "benchmarks"),
             ),
         ),
-        Slice("training steps beside peers", tuple(peers)),
+        Slice("training steps compared with other libraries", tuple(peers)),
         Slice(
             "precision policies, accumulation",
             (

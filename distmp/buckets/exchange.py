@@ -111,7 +111,7 @@ def sum_rows(pieces: Tensor, out: Tensor) -> None:
         torch.sum(pieces, 0, dtype=out.dtype, out=out)
         return
     width = max(1, min(block // len(pieces), out.numel()))
-    # Allocated once: memory that is allocated for each part is slow if it is returned each time.
+    # Allocated once, because an allocator may return freed memory to the system after each part.
     converted = torch.empty(len(pieces) * width, dtype=out.dtype, device=out.device)
     for part, total in zip(pieces.split(width, dim=1), out.split(width), strict=True):
         torch.sum(converted[: part.numel()].view(part.shape).copy_(part), 0, out=total)

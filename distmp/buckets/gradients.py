@@ -16,13 +16,13 @@
 # - `backward_context` saves these additions: it sets `.grad` to the view of the bucket, and
 #   autograd adds the next gradient to it, in place. The hook finds the view in `.grad` and returns.
 #   If microbatches are summed separately, there is no sum to add to.
-# - If `backward_context` knows the loss, it sets `grad_dtype` to None for 16-bit parameters that it
-#   uses once: autograd then makes no FP32 copy of their gradients, see Note [16-bit gradients and
-#   several uses of a weight].
+# - If `backward_context` gets the loss, it sets `grad_dtype` to None for 16-bit parameters that
+#   it uses once: autograd then makes no FP32 copy of their gradients, see Note [16-bit gradients
+#   and several uses of a weight].
 # - A parameter with other post-accumulate hooks does not get the view, because they may scale or
-#   replace `.grad`: they would do so to the sum instead of the gradient of one microbatch. For
-#   such a parameter, and for one with hooks of the tensor, the gradient is converted, so that all
-#   hooks see FP32.
+#   replace `.grad`: they would change the sum instead of the gradient of one microbatch. For such
+#   a parameter, and for one with tensor hooks, the gradient is converted, so that all hooks see
+#   FP32.
 # - Outside of the buckets, the FP32 gradients of all parameters never exist at the same time.
 #
 # Hooks of a parameter run in order of registration. A post-accumulate hook that was registered
@@ -197,7 +197,7 @@ class Fp32GradBuckets:
         self._by_bucket: list[list[_Slot]] = [[] for _ in self.layouts]
         for slot in self._slots:
             self._by_bucket[slot.bucket].append(slot)
-        self._has_narrow_parameters = any(
+        self._has_16_bit_parameters = any(
             parameter.dtype != torch.float32 for _, parameter in named_parameters
         )
         self._used = UsedParameters(self._slots, group, device)
@@ -303,19 +303,19 @@ class Fp32GradBuckets:
 
     @contextlib.contextmanager
     def backward_context(self, loss: Tensor | None = None) -> Iterator[None]:
-        """Add gradients to the buckets with less memory traffic; enter it just before backward.
+        """Add gradients to the buckets with less memory traffic; enter it before backward.
 
         Autograd adds to the buckets in place. A backward outside of the context computes the same,
         but it takes longer, because the hooks of the parameters add the gradients.
 
         Args:
             loss: The tensor whose `backward` is called in the context. The gradient of a 16-bit
-                parameter that it uses once is added without an FP32 copy: 10 instead of 18 bytes
-                are read and written per element. With None all gradients are copied to FP32.
+                parameter that the loss uses once is added without an FP32 copy: 10 instead of 18
+                bytes are read and written per element. With None all gradients are copied to FP32.
         """
         slots = self._unhooked_slots()
         used_once: set[int] = set()
-        if self._has_narrow_parameters and loss is not None:
+        if self._has_16_bit_parameters and loss is not None:
             used_once = weights_used_once(loss)
         for slot in slots:
             if slot.has_gradient and self._sums is None:
@@ -445,7 +445,7 @@ class Fp32GradBuckets:
                 yield _Slot(name, parameter, bucket, index, target=parameter)
 
     def _unhooked_slots(self) -> list[_Slot]:
-        """Return the parameters whose gradients only these buckets take in the next backward."""
+        """Return the parameters whose gradients no other hook reads in the next backward."""
         if not self._accumulating:
             return []
         return [
@@ -472,7 +472,7 @@ class Fp32GradBuckets:
         view = self._leaf.views[slot.bucket][slot.index]
         if gradient is not view:
             if gradient.layout is not torch.strided:
-                gradient = gradient.float().to_dense()  # may sum values of the same index
+                gradient = gradient.float().to_dense()  # sums values of the same index
             if slot.has_gradient:
                 view += gradient
             else:
@@ -567,7 +567,7 @@ def _hook(
         if alive is None or not alive._accumulating:
             return
         gradient = parameter.grad
-        if gradient is None:  # backward has computed none
+        if gradient is None:  # backward computed no gradient
             return
         is_added = gradient is alive._leaf.views[bucket][index]
         if not is_added or alive._last_microbatch:

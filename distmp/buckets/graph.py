@@ -9,11 +9,11 @@
 # 16-bit gradient to the bucket in one operation, which reads 2 + 4 and writes 4 bytes.
 #
 # How often a backward uses a weight is known only from its graph, which can differ between
-# microbatches. So every graph is searched, which takes less than a microsecond of the host for each
-# node. Reentrant checkpointing hides a part of the graph; then no weight counts as used once.
+# microbatches. So every graph is searched. Reentrant checkpointing hides a part of the graph;
+# then no weight counts as used once.
 #
 # Under autocast, weights are FP32, and the backward of the cast converts their gradient. A hook on
-# every cast could take the 16-bit gradient, but it takes the host longer than the conversion.
+# every cast could add the 16-bit gradient, but would cost more host time than the conversion.
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def weights_used_once(loss: Tensor) -> set[int]:
     if loss.grad_fn is None:
         return set()
     leaves: set[int] = set()
-    used_again: set[int] = set()
+    used_repeatedly: set[int] = set()
     nodes = [loss.grad_fn]
-    found = set(nodes)
-    for node in nodes:  # grows
+    visited = set(nodes)
+    for node in nodes:  # the loop appends to it
         if type(node).__name__ == "CheckpointFunctionBackward":
             return set()
         for following, _ in node.next_functions:
@@ -43,8 +43,8 @@ def weights_used_once(loss: Tensor) -> set[int]:
                 continue
             if type(following).__name__ == "AccumulateGrad":
                 weight = id(following.variable)  # type: ignore[attr-defined]
-                (used_again if weight in leaves else leaves).add(weight)
-            elif following not in found:
-                found.add(following)
+                (used_repeatedly if weight in leaves else leaves).add(weight)
+            elif following not in visited:
+                visited.add(following)
                 nodes.append(following)
-    return leaves - used_again
+    return leaves - used_repeatedly

@@ -205,7 +205,7 @@ class AllToAllReduce(Reduction):
 
     @contextlib.contextmanager
     def _side_stream(self, device: torch.device) -> Iterator[None]:
-        """On CUDA, run on a side stream, so that waiting does not hold up backward."""
+        """On CUDA, run on a side stream, so that waiting does not delay backward."""
         if device.type != "cuda":
             yield
             return

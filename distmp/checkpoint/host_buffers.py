@@ -21,16 +21,16 @@ from distmp.utils.units import bytes_text
 logger = logging.getLogger("distmp")
 
 # Buffers of this size or larger are allocated by `mmap` and pinned in place: torch's allocator of
-# pinned memory rounds up to a power of two. For smaller tensors a driver call costs more than that.
+# pinned memory rounds up to a power of two. For smaller tensors a call of the driver costs more.
 PINNED_IN_PLACE_BYTES = 1 << 20
 # The pinning thread can be stopped after each piece of memory of this size.
 PIECE_BYTES = 64 << 20
-# Memory that pinning leaves to others: pinned memory cannot be swapped.
+# Host memory that pinning leaves free: pinned memory cannot be swapped.
 SPARE_BYTES = 1 << 30
 
 # Note [Pinning in the background]
 # Pinning takes seconds for 10 GB: the system clears each page, and the driver locks it. A separate
-# thread does this after the first step, long before most first saves.
+# thread does this after the first step, usually long before the first save.
 #
 # A snapshot never waits for that thread. Where no pinned memory is ready (the first save comes too
 # early, a tensor has another shape than before, or pinning failed), the snapshot gets pageable
@@ -40,8 +40,8 @@ SPARE_BYTES = 1 << 30
 #
 # - The two threads never use the same memory: the pinning thread allocates its own, and publishes a
 #   buffer when it is pinned.
-# - While a snapshot is pending, pinning stops, so that pageable and pinned memory together hold not
-#   more than one copy of the state, plus the buffer that is being pinned.
+# - While a snapshot is pending, pinning stops, so that pageable and pinned memory together hold at
+#   most one copy of the state, plus the buffer that is being pinned.
 # - The pages are cleared before `cudaHostRegister`: the driver would do this while it holds a lock
 #   that kernel launches of the training thread need.
 # - An error of pinning is reported once; then all saves use pageable memory.
@@ -50,7 +50,7 @@ SPARE_BYTES = 1 << 30
 # `HostBuffers` keeps the buffers from one snapshot to the next, since allocating and pinning take
 # longer than copying. The writer therefore has at most one snapshot pending, and joins its thread
 # before it takes the next one. Pinned memory is unregistered when its tensor is collected, but not
-# at interpreter exit: the CUDA driver may be gone by then.
+# at interpreter exit: the CUDA driver may be shut down by then.
 
 
 class HostBuffer(NamedTuple):
@@ -145,7 +145,7 @@ class HostBuffers:
         self._thread.start()
 
     def stop_pinning(self) -> None:
-        """Let the pinning thread end soon; what is not pinned by then stays pageable."""
+        """Ask the pinning thread to end; memory that is not pinned yet stays pageable."""
         self._stop.set()
 
     def close(self, timeout: float | None) -> None:
@@ -196,7 +196,7 @@ class HostBuffers:
 
     def _publish(self, key: _Key, tensor: Tensor | None) -> None:
         with self._lock:
-            # Not if the buffers were closed, or another shape is expected now.
+            # Dropped if the buffers were closed, or if another shape is expected now.
             if tensor is not None and self._to_pin.get(key) == _Spec.of(tensor):
                 self._buffers[key] = HostBuffer(tensor, pinned=True)
 
@@ -219,12 +219,12 @@ def _pinned(spec: _Spec, stop: threading.Event) -> Tensor | None:
         return torch.empty(spec.shape, dtype=spec.dtype, pin_memory=True)
     if (free := free_host_bytes()) < spec.nbytes + SPARE_BYTES:
         raise MemoryError(f"{bytes_text(spec.nbytes)} needed, {bytes_text(free)} free")
-    tensor = _whole_pages(spec)
+    tensor = _page_aligned(spec)
     return _register(tensor) if _clear(tensor, stop) else None
 
 
-def _whole_pages(spec: _Spec) -> Tensor:
-    """Return a tensor that shares no page with anything: memory is pinned by pages."""
+def _page_aligned(spec: _Spec) -> Tensor:
+    """Return a tensor in pages of its own: memory is pinned in whole pages."""
     flat = torch.frombuffer(mmap.mmap(-1, spec.nbytes), dtype=spec.dtype)
     return flat.view(spec.shape)
 

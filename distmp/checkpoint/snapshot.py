@@ -36,12 +36,12 @@ from distmp.utils.flat_shard import FlatShard
 # the copies. The host waits for neither: the update is enqueued immediately and starts after the
 # copies. Only the writing thread synchronizes with the event, before it reads host memory.
 #
-# Order for other copies, which are those from host memory, and those from CUDA to memory that is
-# not pinned yet: `complete` makes them in the writing thread, from CUDA on the side stream and
-# waiting for it, and `release` blocks the training thread until that is done. `_copied` and
-# `_released` are separate events since each thread waits for the other: the update waits for the
-# copy, and the writing thread waits for `release`, which compares the versions of the sources. A
-# source that was changed meanwhile makes the snapshot invalid: it would mix two steps.
+# Other copies read host memory, or copy from CUDA to memory that is not pinned yet. `complete`
+# makes them in the writing thread (from CUDA on the side stream, for which the thread waits), and
+# `release` blocks the training thread until they are done. `_copied` and `_released` are separate
+# events since each thread waits for the other: the update waits for the copy, and the writing
+# thread waits for `release`, which compares the versions of the sources. A source that was changed
+# before that makes the snapshot invalid: it would mix two steps.
 #
 # The sources are alive while they are copied, as the optimizer and the model hold them; `complete`
 # drops its references to them, so that a snapshot that waits for the disk does not keep a replaced
@@ -99,13 +99,13 @@ class _Copy(NamedTuple):
     version: int
 
     @property
-    def is_by_device(self) -> bool:
-        """Whether the device copies; otherwise a thread of the host waits for the copy."""
+    def is_asynchronous(self) -> bool:
+        """Whether the copy is asynchronous on the device; otherwise a host thread waits for it."""
         return self.source.is_cuda and self.buffer.pinned
 
     def start(self) -> None:
-        """Copy, or let the device do it on the current stream."""
-        self.buffer.tensor.copy_(self.source, non_blocking=self.is_by_device)
+        """Copy, or enqueue the copy on the current stream."""
+        self.buffer.tensor.copy_(self.source, non_blocking=self.is_asynchronous)
 
 
 class Snapshot:
@@ -138,7 +138,7 @@ class Snapshot:
             self._problem = _copy_failed(error)
         if not self._copies:
             self._released.set()
-        if all(copy.is_by_device for copy in self._copies):
+        if all(copy.is_asynchronous for copy in self._copies):
             self._copied.set()
 
     def release(self) -> None:
@@ -168,7 +168,7 @@ class Snapshot:
         try:
             with torch.no_grad(), _on_side_stream(self._device):
                 for copy in self._copies:
-                    if not copy.is_by_device:
+                    if not copy.is_asynchronous:
                         copy.start()
         except (MemoryError, RuntimeError) as error:
             self._problem = _copy_failed(error)
@@ -289,7 +289,7 @@ def _copy_on_device(copies: list[_Copy], device: torch.device) -> torch.cuda.Eve
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for copy in copies:
-            if copy.is_by_device:
+            if copy.is_asynchronous:
                 copy.start()
         return stream.record_event()
 

@@ -1,9 +1,9 @@
 """Which collectives this rank has started: torch's counters and torch's flight recorder.
 
 Each backend of a process group counts its collectives when the host starts them. The same number is
-the same collective on every rank of the group, so a rank with a smaller number is behind, whatever
-its host waits for. The flight recorder is a ring buffer of the latest collectives in the memory of
-each rank, with sizes, dtypes, states and stacks.
+the same collective on every rank of the group, so a rank with a smaller number is behind, no
+matter what its host waits for. The flight recorder is a ring buffer of the latest collectives in
+the memory of each rank, with sizes, dtypes, states and stacks.
 
 All functions may be called in a thread while the main thread is in a collective.
 """
@@ -91,17 +91,17 @@ def dump(folder: Path) -> Path:
         RuntimeError: If nothing was recorded.
         OSError: If the file cannot be written.
     """
-    write = _function(_DUMP["nccl"])
-    if write is None:
+    read = _function(_DUMP["nccl"])
+    if read is None:
         raise RuntimeError(f"torch {torch.__version__} has no {_DUMP['nccl']}")
     for variable in SIZE_VARIABLES:
         if os.environ.get(variable) == "0":
             raise RuntimeError(f"{variable}=0 disables it")
-    with _ended_if_blocked("nccl"):
-        text: bytes = write()
+    with _end_process_if_blocked("nccl"):
+        contents: bytes = read()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"nccl-rank-{dist.get_rank()}"
-    file.write_bytes(text)
+    file.write_bytes(contents)
     return file
 
 
@@ -145,7 +145,7 @@ def _entries(backend: str) -> list[dict[str, Any]]:
     dump_json = _function(f"{_DUMP[backend]}_json")
     if dump_json is None:
         return []
-    with _ended_if_blocked(backend):
+    with _end_process_if_blocked(backend):
         text = dump_json()
     entries: list[dict[str, Any]] = json.loads(text).get("entries") or []
     return [entry for entry in entries if entry["profiling_name"].startswith(f"{backend}:")]
@@ -161,11 +161,11 @@ def _function(name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _ended_if_blocked(backend: str) -> Iterator[None]:
+def _end_process_if_blocked(backend: str) -> Iterator[None]:
     """End the process if a dump blocks, with the stacks of all threads.
 
     NCCL's recorder queries CUDA events. That may block, with the GIL, if the device hangs, and no
-    thread could end the process any more.
+    thread could end the process then.
     """
     if backend != "nccl":
         yield

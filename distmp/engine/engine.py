@@ -178,7 +178,7 @@ class Engine:
         check_not_inference("building an engine")
         config = with_settings(config, settings)
         if config.reproducible:
-            prepare_cublas(device)  # first: to join the other ranks initializes CUDA
+            prepare_cublas(device)  # before joining the ranks, which initializes CUDA
         self.world = world_of_process(device)
         self.device = self.world.device
         model, values = _built(model, self.world, initialize=initialize)

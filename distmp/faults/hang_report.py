@@ -47,7 +47,7 @@ class MissingCollective(NamedTuple):
 
     Attributes:
         number: Its index among the collectives of the group, counted from 1.
-        name: What it does, such as "all_reduce", or "" if unknown.
+        name: Its operation, such as "all_reduce", or "" if unknown.
         group: The process group.
         ranks: The ranks that have started it.
     """
@@ -123,8 +123,8 @@ def _waits(answer: Answer, trace: Trace | None) -> bool:
 def _behind_and_ahead(answers: Mapping[int, Answer]) -> tuple[set[int], set[int]]:
     """Return the ranks that others wait for in some group, and those that wait for others.
 
-    A rank waits for those that have started fewer collectives of a group. Its host may be anywhere:
-    with NCCL, only the device waits.
+    A rank waits for those that have started fewer collectives of a group. With NCCL
+    only the device waits, and the host may be in any call.
     """
     behind: set[int] = set()
     ahead: set[int] = set()
@@ -284,7 +284,7 @@ def _differ(traces: Mapping[int, Trace]) -> bool:
 
 
 def _recorders(answers: Mapping[int, Answer], traces: Mapping[int, Trace]) -> list[str]:
-    """Return lines that say where the flight recorders are, or why they are not there."""
+    """Return lines with the folder of the flight recorders, and why some are missing."""
     lines = []
     files = {rank: Path(trace.file) for rank, trace in traces.items() if trace.file}
     if files:
@@ -296,7 +296,7 @@ def _recorders(answers: Mapping[int, Answer], traces: Mapping[int, Trace]) -> li
         )
     problems: dict[str, list[int]] = {}
     for rank in sorted(answers.keys() - files.keys()):
-        problem = traces[rank].problem if rank in traces else "it takes too long"
+        problem = traces[rank].problem if rank in traces else "reading it takes too long"
         if problem:
             problems.setdefault(problem, []).append(rank)
     for problem, ranks in problems.items():

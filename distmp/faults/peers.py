@@ -74,12 +74,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Trace:
-    """What the flight recorder of a rank shows, after its `Answer`.
+    """Contents of the flight recorder of a rank, sent after its `Answer`.
 
     Attributes:
         pending: Number and name of the collectives that have not completed, by process group, see
             `flight_recorder.pending`.
-        file: Where NCCL's recorder was written, or "".
+        file: Path of the file with NCCL's recorder, or "".
         problem: Why it could not be written, in one line, or "".
     """
 
@@ -169,8 +169,8 @@ class Peers:
         """Return the answers that have arrived."""
         return {rank: Answer(**value) for rank, value in self._present("answer", ranks).items()}
 
-    def show_trace(self, trace: Trace) -> None:
-        """Publish what the flight recorder of this rank shows."""
+    def publish_trace(self, trace: Trace) -> None:
+        """Publish the contents of the flight recorder of this rank."""
         self._put(f"trace/{self.rank}", asdict(trace))
 
     def traces(self, ranks: Iterable[int]) -> dict[int, Trace]:

@@ -211,7 +211,7 @@ class Watchdog:
             return
         self._answered = True
         self.peers.answer(self._answer())
-        self.peers.show_trace(self._trace())
+        self.peers.publish_trace(self._trace())
 
     def _trace(self) -> Trace:
         """Read the flight recorder of this rank, and write it to a file if it is NCCL's."""

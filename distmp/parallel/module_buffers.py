@@ -53,7 +53,7 @@ class ModuleBuffers:
 
 
 class BufferValues:
-    """Copies of a module's buffers, to write back by name.
+    """Copies of a module's buffers by name, which can be written back.
 
     Buffers that are registered later are left unchanged; a buffer that is replaced gets the value
     of the former one in its dtype.
@@ -139,15 +139,15 @@ class _Batch:
         self.nbytes += buffer.nbytes
 
     def flat(self) -> Tensor:
-        """Return the elements of all buffers; those of a single buffer may be a view."""
+        """Return the elements of all buffers, 1-dim; a view if there is only one."""
         return _flat(self.buffers)
 
     def copied(self) -> Tensor:
-        """Return a copy of the elements of all buffers."""
+        """Return a copy of the elements of all buffers, 1-dim."""
         return self.flat().clone() if len(self.buffers) == 1 else self.flat()
 
     def write(self, flat: Tensor) -> None:
-        """Copy to the buffers, to contiguous ones together."""
+        """Copy to the buffers; contiguous ones in one operation."""
         # CUDA copies a list one by one if the strides of a single pair differ.
         parts = _unflatten_dense_tensors(flat, self.buffers)
         pairs = list(zip(self.buffers, parts, strict=True))

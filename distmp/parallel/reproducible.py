@@ -12,7 +12,7 @@ from distmp.errors import ConfigError
 logger = logging.getLogger("distmp")
 
 
-# cuBLAS reads this variable when it is created. These are the values that make it deterministic.
+# cuBLAS reads this variable when its handle is created. With these values it is deterministic.
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_WORKSPACES = (":4096:8", ":16:8")
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from distmp.scaling.norms import CHUNK
 from distmp.scaling.step_decision import pack
 
-# Elements that are squared at once, which does not change the bits. On a CPU a block fits into the
-# cache. On a GPU a block takes 16 launches and 8 bytes per element: at most 128 MiB.
+# Number of elements that are squared at once; it does not change the bits. On a CPU a block fits
+# into the cache. On a GPU a block takes 16 launches and 8 bytes per element: at most 128 MiB.
 ELEMENTS_PER_BLOCK = {"cpu": 16 * CHUNK}
 DEFAULT_ELEMENTS_PER_BLOCK = 2**24
 # Leaves of a subtree, a power of two. The chunks of a bucket of 25 MiB fit into one.
@@ -87,7 +87,7 @@ def chunk_squares(shards: Sequence[Tensor]) -> Tensor:
 def pairwise_sums(parts: Sequence[Tensor]) -> Tensor:
     """Sum each 1-dim tensor as a balanced binary tree; zeros at the end do not change the bits.
 
-    One operation computes a level of all trees, so launches hardly grow with the number of tensors.
+    One operation computes a level of all trees: the longest tensor determines the launches.
 
     Args:
         parts: At least one tensor; all have the same dtype and device, and at least one element.
@@ -110,7 +110,7 @@ def _split(leaves: Tensor, lengths: Sequence[int], world_size: int) -> Sequence[
 
 
 def _blocks(shards: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Divide large shards and join small ones, in order, so that few blocks are left."""
+    """Yield blocks of up to `size` elements, in order; split large shards and join small ones."""
     block: list[Tensor] = []
     filled = 0
     for piece in (piece for shard in shards for piece in shard.split(size)):

@@ -84,7 +84,7 @@ def run_as_rank(
         with _quiet_except_first(environment.local_rank):
             config = load(argv)
         if config.reproducible:
-            prepare_cublas()  # first: to join the other ranks initializes CUDA
+            prepare_cublas()  # before joining the ranks, which initializes CUDA
         with end_with_launcher():
             return work(config, environment)
     except KeyboardInterrupt:

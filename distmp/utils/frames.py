@@ -72,7 +72,7 @@ def collective(frame: FrameType | None) -> str:
 
 
 def device_wait(frame: FrameType | None) -> str:
-    """Return the call in which a thread waits for its device, with its caller, or "".
+    """Return the call in which a thread waits for its device and the calling line, or "".
 
     It is recognized by its name: a `synchronize` of torch, or a call in the innermost line of code
     that copies from the device. A thread that executes such a line on CPUs does not wait.

@@ -1,4 +1,4 @@
-"""The identity of a process, which another process can look up, processor time and priority."""
+"""Identity, processor time and priority of processes and threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import psutil
 
 _PROC = Path("/proc")
 
-# Added to the nice value of a thread that gives way to training; the system limits the sum.
+# Added to the nice value of a background thread; the system limits the sum.
 NICENESS = 10
 
 
@@ -56,7 +56,7 @@ def thread_seconds(thread_id: int) -> float:
 
 
 def lower_priority() -> None:
-    """Give other threads priority over this one where all cores are busy, on Linux."""
+    """Lower the scheduling priority of this thread, on Linux."""
     if sys.platform == "linux":  # elsewhere priorities belong to processes
         thread = threading.get_native_id()
         nice = os.getpriority(os.PRIO_PROCESS, thread)

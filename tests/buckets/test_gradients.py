@@ -80,7 +80,7 @@ def test_accumulation_is_as_good_as_fp32(dtype: torch.dtype, microbatches: int) 
 
 @pytest.mark.parametrize("earlier", [[], [1], [1, 64]])
 def test_uses_of_one_weight_in_one_backward_sum_in_fp32(earlier: list[int]) -> None:
-    """Whatever number of uses earlier microbatches had."""
+    """The number of uses in earlier microbatches has no effect."""
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(16, 16, dtype=torch.bfloat16))
     inputs = torch.randn(64, 16, 16, dtype=torch.bfloat16)
@@ -194,7 +194,7 @@ def test_hooks_of_the_user_see_fp32_gradients(post_accumulate: bool) -> None:
 
 
 class NoGradient(torch.autograd.Function):
-    """Uses a weight, and computes no gradient of it."""
+    """Uses a weight and returns no gradient for it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -205,7 +205,7 @@ class NoGradient(torch.autograd.Function):
         return gradient, None
 
 
-def test_a_function_may_compute_no_gradient_of_a_weight() -> None:
+def test_an_autograd_function_may_return_no_gradient_for_a_weight() -> None:
     used, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     buckets = Fp32GradBuckets([("used", used), ("other", other)], None)
     found = accumulate(buckets, [lambda: NoGradient.apply(used, other).sum()] * 2)

@@ -113,7 +113,7 @@ def test_sums_in_order_and_pairwise() -> None:
 
 
 class OnCuda(Tensor):
-    """A tensor in host memory that is handled as one of a GPU."""
+    """A host tensor whose device is reported as CUDA."""
 
     device = torch.device("cuda", 0)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distmp.checkpoint import host_buffers, store
-from distmp.checkpoint.host_buffers import HostBuffers, _clear, _pinned, _Spec, _whole_pages
+from distmp.checkpoint.host_buffers import HostBuffers, _clear, _page_aligned, _pinned, _Spec
 from distmp.checkpoint.snapshot import Snapshot, expect
 from tests.checkpoint.test_snapshot import complete
 from tests.checkpoint.test_writer import make_writer
@@ -22,10 +22,10 @@ from tests.recording import no_waiting
 
 
 class Driver:
-    """Pins memory when it may, outside of the training thread.
+    """Replaces the pinning of memory; it blocks until the test sets `may_pin`.
 
     Attributes:
-        may_pin: Set if pinning is not to wait.
+        may_pin: Set to let pinning continue.
         is_pinning: Set while memory is being pinned.
         pinned: Number of buffers pinned now.
         calls: Number of buffers pinned so far.
@@ -39,7 +39,9 @@ class Driver:
         self.error: Exception | None = None
 
     def register(self, tensor: Tensor) -> Tensor:
-        assert threading.current_thread() is not threading.main_thread(), "training waits"
+        assert threading.current_thread() is not threading.main_thread(), (
+            "pinning in the training thread"
+        )
         self.is_pinning.set()
         self.may_pin.wait()
         self.calls += 1
@@ -55,7 +57,7 @@ class Driver:
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Take all tensors for those of a GPU, and pin tensors of any size by the test's driver."""
+    """Treat all tensors as GPU tensors, and pin tensors of any size with the fake driver."""
     driver = Driver()
     monkeypatch.setattr(host_buffers, "_is_on_gpu", lambda _: True)
     monkeypatch.setattr(host_buffers, "PINNED_IN_PLACE_BYTES", 1)
@@ -135,7 +137,7 @@ def test_memory_is_pinned_before_the_first_save(driver: Driver) -> None:
     assert_equal(found, values(1))
     assert all(found[name] is memory[name].tensor for name in live)
     buffers.start_pinning()
-    assert driver.calls == 4, "nothing is missing"
+    assert driver.calls == 4, "all memory is pinned already"
 
 
 def test_pinned_memory_replaces_what_a_save_used(driver: Driver) -> None:
@@ -166,7 +168,7 @@ def test_a_tensor_of_another_size_gets_memory_that_is_pinned_later(driver: Drive
     assert_equal(take(live, buffers), live)
 
 
-def test_a_size_that_changes_during_pinning_is_not_mixed_up(driver: Driver) -> None:
+def test_a_size_may_change_during_pinning(driver: Driver) -> None:
     buffers = HostBuffers()
     expect({"weight": torch.ones(3)}, buffers)
     buffers.start_pinning()
@@ -174,7 +176,7 @@ def test_a_size_that_changes_during_pinning_is_not_mixed_up(driver: Driver) -> N
     live = {"weight": torch.ones(5)}
     assert_equal(take(live, buffers), live)
     driver.may_pin.set()
-    buffers.start_pinning()  # waits for the first thread in the second
+    buffers.start_pinning()  # the second thread waits for the first
     wait(buffers)
     assert buffers.like("weight", 0, live["weight"]).pinned
     gc.collect()
@@ -263,7 +265,7 @@ def test_pinning_ends_between_two_pieces(driver: Driver, monkeypatch: pytest.Mon
 
 
 def test_random_saves_during_pinning(driver: Driver) -> None:
-    """Every snapshot has the values of its step, whatever is pinned by then."""
+    """Every snapshot has the values of its step, no matter how much memory is pinned."""
     driver.may_pin.set()
     generator = random.Random(0)
     buffers = HostBuffers()
@@ -296,11 +298,11 @@ def test_memory_of_the_host_is_not_pinned() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
-def test_memory_to_be_pinned_shares_no_page_with_anything(dtype: torch.dtype) -> None:
+def test_memory_to_be_pinned_is_page_aligned(dtype: torch.dtype) -> None:
     source = torch.arange(701 * 3).view(701, 3).to(dtype)
     spec = _Spec.of(source)
     assert spec.nbytes == source.nbytes
-    found = _whole_pages(spec)
+    found = _page_aligned(spec)
     assert found.data_ptr() % mmap.PAGESIZE == 0
     # DCP copies a tensor that is a view of a larger storage.
     assert found.untyped_storage().nbytes() == source.nbytes

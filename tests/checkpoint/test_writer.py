@@ -174,7 +174,7 @@ def test_the_state_of_a_step_leaves_the_gpu_while_training_goes_on(tmp_path: Pat
         saving.guard(engine.optimizer)
         saving.prepare(engine.state_dict())
         expected = {}
-        for step in (1, 2, 3):  # the first one does not wait until memory is pinned
+        for step in (1, 2, 3):  # the first save does not wait for pinning
             expected[step] = snapshot(engine)
             saving.save(step, engine.state_dict(), {}, engine.updated_by_optimizer())
             for _ in range(3):

@@ -56,7 +56,9 @@ def test_the_numbers_of_several_groups_and_the_pending_collectives() -> None:
         f"group {second.group_name} 'of the mesh' of ranks 0-1 (gloo)": 2,
     }
     assert flight_recorder.started() == labels
-    while flight_recorder.pending():  # gloo marks a collective a moment after it has returned
+    while (
+        flight_recorder.pending()
+    ):  # gloo marks a collective as retired shortly after it has returned
         time.sleep(0.01)
     assert not flight_recorder.uses_nccl()
     if dist.get_rank() == 0:
@@ -77,8 +79,8 @@ def test_the_numbers_of_several_groups_and_the_pending_collectives() -> None:
 
 
 @ranks(2)
-def test_a_group_that_does_not_count_is_left_out() -> None:
-    """Such as a group of another backend, or one that the main thread destroys meanwhile."""
+def test_groups_without_sequence_numbers_are_omitted() -> None:
+    """Such as groups of other backends, or groups that the main thread destroys meanwhile."""
     group, own = dist.new_group(), flight_recorder._backends
     for error in (RuntimeError, AttributeError, KeyError):
 
@@ -160,7 +162,7 @@ def test_why_there_is_no_recorder(
 
 
 def test_a_dump_that_blocks_python_ends_the_process(tmp_path: Path) -> None:
-    """No thread could end it: as if a query of a CUDA event did not return."""
+    """The dump holds the GIL, as if a query of a CUDA event did not return."""
     script = """
 import ctypes, pathlib, torch
 from distmp.distributed import flight_recorder

@@ -1,8 +1,8 @@
-"""Makes Python's side of torch see the fake devices; `install` once, before anything uses CUDA.
+"""The Python part of the fake devices; call `install` once, before anything uses CUDA.
 
-The C++ side has registered allocator, streams, operators and generators when it was loaded. Here
-are the functions of `torch._C` and the few classes of `torch.cuda` that exist only in builds for
-CUDA.
+The C++ library registers allocator, streams, operators and generators when it is loaded. This
+module adds the functions of `torch._C` and the classes of `torch.cuda` that exist only in CUDA
+builds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-# They look at the build when they are imported, and nothing of CUDA graphs exists here.
+# Both check for a CUDA build when they are imported, so they are imported before `install`.
 import torch._inductor.cudagraph_trees
 import torch._meta_registrations
 
@@ -36,12 +36,12 @@ _device: ctypes.CDLL
 
 @dataclass(frozen=True)
 class Counters:
-    """What the host asked of all devices.
+    """Counts of operations and waits, summed over all devices.
 
     Attributes:
-        launches: Operations by operator; a batched one counts once.
-        waits: Times that the host stood still, by cause.
-        reads: Values that the host read and waited for, each also one of `waits`.
+        launches: Launched operations, by operator; a foreach operator counts once.
+        waits: Waits of the host, by cause.
+        reads: Blocking reads of device values by the host; each is also one of `waits`.
         pageable_copies: Non-blocking copies to a device from memory that is not pinned.
         allocations: Allocations of device memory.
     """
@@ -54,7 +54,7 @@ class Counters:
 
 
 def take_counters() -> Counters:
-    """Return the counters since the last call, and start again."""
+    """Return the counters since the last call, and reset them."""
     values = json.loads(_device.fake_cuda_take_counters())
     launches, waits = Counter(values.pop("launches")), Counter(values.pop("waits"))
     return Counters(launches, waits, **values)
@@ -64,33 +64,33 @@ def set_schedule(*, immediate: bool = False, eagerness: float = 0.0, seed: int =
     """Choose when operations run.
 
     Args:
-        immediate: Each as soon as it is launched, as with CUDA_LAUNCH_BLOCKING.
-        eagerness: Otherwise, the probability with which a launch lets some earlier operations run;
-            0 runs them when the host waits for them.
-        seed: Of the random choices.
+        immediate: Run each operation at its launch, as with CUDA_LAUNCH_BLOCKING=1.
+        eagerness: Otherwise, the probability that a launch also runs some ready operations; with 0
+            they run only when the host waits for them.
+        seed: Seed of the random choices.
     """
     _device.fake_cuda_set_schedule(immediate, ctypes.c_double(eagerness), ctypes.c_uint64(seed))
 
 
 class Recording:
-    """The operations of a `recording()`, which can run again in other orders."""
+    """The operations of a `recording()`, which can be replayed in other orders."""
 
     def __len__(self) -> int:
         return int(_device.fake_cuda_recorded())
 
     def replay(self, seed: int) -> str:
-        """Run all operations in another legal order; 0 is the order of the program.
+        """Run all operations again in another legal order; seed 0 is program order.
 
         Returns:
-            What differed from the program's order, bit by bit: a value that the host read, the
-            input of a collective, or memory at the end. Empty if nothing did.
+            The first bitwise difference from program order: in a value that the host read, in the
+            input of a collective, or in memory at the end. Empty without a difference.
         """
         return str(_device.fake_cuda_replay(ctypes.c_uint64(seed)).decode())
 
 
 @contextlib.contextmanager
 def recording(check: Callable[[Recording], None]) -> Iterator[None]:
-    """Record the operations of the block; give them to `check` when it ended without error."""
+    """Record the operations of the block; call `check` with them if the block raises no error."""
     _device.fake_cuda_begin_recording()
     try:
         yield
@@ -105,7 +105,7 @@ def recording(check: Callable[[Recording], None]) -> Iterator[None]:
 
 
 def install(devices: int = 1, loaded: ctypes.CDLL | None = None) -> None:
-    """Make torch see this many CUDA devices; `loaded` is what `library.load` returned."""
+    """Make torch see `devices` CUDA devices; `loaded` is the result of `library.load`."""
     global _device
     _device = loaded if loaded is not None else library.load()
     for name in ("take_counters", "replay", "take_error"):
@@ -123,7 +123,7 @@ def install(devices: int = 1, loaded: ctypes.CDLL | None = None) -> None:
 
 
 def _operators() -> list[str]:
-    """Return the names of all operators that torch implements for CUDA, cached beside the build."""
+    """Return the names of all operators that torch implements for CUDA, cached in `BUILD`."""
     cache = library.BUILD / f"operators-{torch.__version__}.txt"
     if not cache.exists():
         library.BUILD.mkdir(parents=True, exist_ok=True)
@@ -267,7 +267,7 @@ def _properties(device: int) -> Any:
 
 
 def _runtime() -> types.SimpleNamespace:
-    """Return what torch.cuda.cudart() gives."""
+    """Return the module that torch.cuda.cudart() returns."""
 
     def register(address: int, size: int, flags: int) -> int:
         _device.fake_cuda_register_host_memory(ctypes.c_void_p(int(address)), ctypes.c_int64(size))
@@ -346,8 +346,8 @@ def _install_storage() -> None:
 
 
 def _install_generators(devices: int) -> None:
-    _device.fake_cuda_hand_out_default_generator(True)
+    _device.fake_cuda_return_default_generator(True)
     torch.cuda.default_generators = tuple(
         torch.Generator(device=f"cuda:{index}") for index in range(devices)
     )
-    _device.fake_cuda_hand_out_default_generator(False)
+    _device.fake_cuda_return_default_generator(False)

@@ -1,4 +1,4 @@
-"""Builds the fake device's C++ and loads it. `load` has to run before torch is imported."""
+"""Compiles and loads the C++ library of the fake device. Call `load` before torch is imported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def fits() -> bool:
 
 
 def load() -> ctypes.CDLL:
-    """Load torch's libraries and then the device, which has to register itself before Python's."""
+    """Load torch's libraries and then the device, which must precede torch's Python module."""
     libraries = torch_folder() / "lib"
     names = ["libc10.so"]
     names += sorted(path.name for path in libraries.glob("libgomp*"))
@@ -46,7 +46,7 @@ def load() -> ctypes.CDLL:
 
 
 def built(name: str, sources: tuple[str, ...], *flags: str) -> Path:
-    """Compile sources into a library, once for each version of them, of torch and of Python."""
+    """Compile a library, cached by the content of its sources and versions of torch and Python."""
     library = BUILD / f"{name}-{_fingerprint(sources, flags)}.so"
     BUILD.mkdir(parents=True, exist_ok=True)
     # Workers that start together build it once.

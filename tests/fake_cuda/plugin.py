@@ -1,10 +1,10 @@
 """A pytest plugin that runs tests on fake devices: `pytest -p tests.fake_cuda.plugin -m gpu`.
 
-Each test runs once, with every operation as late as the host allows. Its operations then run again
-in hundreds of other orders that streams, events and waits allow, and every value that the host read
-has to be the same, bit by bit. Processes that a test starts see the devices too.
+Each test runs once, with every operation as late as possible. Its operations are then replayed in
+other orders that streams, events and waits allow. Every value that the host reads must be bitwise
+equal. Processes that a test starts see the devices too.
 
-The devices need torch's build for CPUs; with a build for CUDA, tests run as without the plugin.
+The devices need a CPU build of torch; with a CUDA build, tests run as without the plugin.
 """
 
 from __future__ import annotations

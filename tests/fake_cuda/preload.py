@@ -1,4 +1,4 @@
-"""Installs the fake device when it is imported, which has to happen before torch is.
+"""Installs the fake device; import it before torch.
 
 FAKE_CUDA_DEVICES sets the number of devices.
 """
@@ -10,7 +10,7 @@ import sys
 
 from tests.fake_cuda import library
 
-assert "torch" not in sys.modules, "the fake device has to be loaded before torch"
+assert "torch" not in sys.modules, "import tests.fake_cuda.preload before torch"
 _loaded = library.load()
 
 from tests.fake_cuda import device  # noqa: E402

@@ -1,4 +1,4 @@
-"""Puts the fake device's process group in the place of NCCL's."""
+"""Replaces NCCL's process group by that of the fake device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TIMEOUT = timedelta(minutes=5)
 
 
 class _Options:
-    """What torch sets on the options of NCCL's process group."""
+    """The options of NCCL's process group that torch sets."""
 
     is_high_priority_stream = False
     _timeout = TIMEOUT
@@ -26,23 +26,23 @@ class _Options:
 
 class _ProcessGroupMeta(type):
     def __call__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
-        carrier = dist.ProcessGroupGloo(
+        gloo = dist.ProcessGroupGloo(
             dist.PrefixStore("fake_cuda", store), rank, size, timeout=TIMEOUT
         )
-        return _module().create(rank, size, carrier)
+        return _module().create(rank, size, gloo)
 
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, Backend) and instance.name() == "nccl"
 
 
 class ProcessGroupNCCL(metaclass=_ProcessGroupMeta):
-    """Creates the fake device's process group, and recognizes it."""
+    """Creates fake process groups; `isinstance` is True for them."""
 
     Options = _Options
 
 
 def install_process_group() -> None:
-    """Let `init_process_group("nccl")` find the fake device's process group."""
+    """Let `init_process_group("nccl")` create the fake process group."""
     distributed_c10d._NCCL_AVAILABLE = True
     distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment]
     dist.ProcessGroupNCCL = ProcessGroupNCCL  # type: ignore[misc,assignment,attr-defined]

@@ -1,6 +1,6 @@
-"""Runs a block late, and then its operations again in other orders.
+"""Runs a block with late operations, and replays them in other orders.
 
-FAKE_CUDA_SCHEDULES sets the number of orders, 200 by default; `none` records nothing.
+FAKE_CUDA_SCHEDULES sets the number of orders, 200 by default; `none` disables replays.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from tests.fake_cuda import device
 
 
 class OrderError(AssertionError):
-    """Other orders of operations give other values: a stream does not wait for what it uses."""
+    """A race: values depend on an order that streams, events and waits do not determine."""
 
 
 @contextlib.contextmanager
 def replayed() -> Iterator[None]:
-    """Run the block with every operation as late as the host allows, and replay it.
+    """Run the block with every operation as late as possible, then replay it in other orders.
 
     Raises:
-        OrderError: If a value depends on an order that streams, events and waits leave open.
+        OrderError: If a replay gives another value.
     """
     device.set_schedule(seed=1)
     schedules = os.environ.get("FAKE_CUDA_SCHEDULES", "200")
@@ -37,5 +37,5 @@ def _check(recorded: device.Recording, schedules: int) -> None:
         if difference := recorded.replay(seed):
             raise OrderError(
                 f"in another order of the {len(recorded)} operations (schedule {seed}), "
-                f"{difference}; a stream does not wait for something it uses"
+                f"{difference}; a stream does not wait for an operation that it depends on"
             )

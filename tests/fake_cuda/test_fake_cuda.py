@@ -1,4 +1,4 @@
-"""What the fake device promises, each promise with a program that breaks it.
+"""Tests of the fake device: correct programs pass, and programs with races or waits are detected.
 
 Run with the plugin: `pytest -p tests.fake_cuda.plugin tests/fake_cuda`.
 """
@@ -27,7 +27,7 @@ SCHEDULES = 200
 
 
 def differences(program: Callable[[], Any]) -> list[str]:
-    """Return what changed in each of 200 orders of the operations, where anything did."""
+    """Return the differences that replays in 200 orders found."""
     found: list[str] = []
 
     def check(recorded: Recording) -> None:
@@ -45,7 +45,7 @@ def on(stream: Any, work: Callable[[], Tensor]) -> Tensor:
 
 
 def two_streams(*, waits: bool = True, waits_back: bool = True, records: bool = True) -> float:
-    """Sum what a side stream makes of numbers of the main stream."""
+    """Sum squares that a side stream computes from tensors of the main stream."""
     side, main = torch.cuda.Stream(), torch.cuda.current_stream()
     total = torch.zeros(64, device="cuda")
     for step in range(4):
@@ -56,7 +56,7 @@ def two_streams(*, waits: bool = True, waits_back: bool = True, records: bool = 
         if records:
             numbers.record_stream(side)
         del numbers
-        torch.empty(64, device="cuda")  # may get the numbers' memory
+        torch.empty(64, device="cuda")  # may reuse the memory of numbers
         if waits_back:
             main.wait_stream(side)
         total += squares
@@ -66,18 +66,18 @@ def two_streams(*, waits: bool = True, waits_back: bool = True, records: bool = 
     return float(total.sum())
 
 
-def test_streams_that_wait_give_the_same_values_in_every_order() -> None:
+def test_streams_that_wait_have_no_race() -> None:
     assert differences(two_streams) == []
 
 
-@pytest.mark.parametrize("left_out", ["waits", "waits_back", "records"])
-def test_a_missing_wait_or_a_missing_record_is_found(left_out: str) -> None:
-    found = differences(lambda: two_streams(**{left_out: False}))
+@pytest.mark.parametrize("omitted", ["waits", "waits_back", "records"])
+def test_a_missing_wait_stream_or_record_stream_is_detected(omitted: str) -> None:
+    found = differences(lambda: two_streams(**{omitted: False}))
     assert len(found) > SCHEDULES / 10
-    assert "uses the same memory" in found[-1]
+    assert "accesses the same memory" in found[-1]
 
 
-def test_operations_run_only_when_somebody_waits() -> None:
+def test_operations_run_only_when_the_host_waits() -> None:
     device.set_schedule(seed=1)
     event = torch.cuda.Event()
     pinned = torch.zeros(8).pin_memory()
@@ -89,7 +89,7 @@ def test_operations_run_only_when_somebody_waits() -> None:
     assert pinned.tolist() == list(range(8))
 
 
-def test_an_event_that_is_asked_again_and_again_comes_true() -> None:
+def test_an_event_that_is_polled_completes() -> None:
     event = torch.cuda.Event()
     torch.ones(8, device="cuda").add_(1)
     event.record()
@@ -97,7 +97,7 @@ def test_an_event_that_is_asked_again_and_again_comes_true() -> None:
         pass
 
 
-def test_pinned_memory_that_is_written_before_its_copy_is_an_error() -> None:
+def test_writing_to_pinned_memory_before_its_copy_is_an_error() -> None:
     pinned = torch.ones(8).pin_memory()
     values = pinned.to("cuda", non_blocking=True)
     pinned.fill_(2)
@@ -105,21 +105,21 @@ def test_pinned_memory_that_is_written_before_its_copy_is_an_error() -> None:
         values.sum().item()
 
 
-def test_memory_of_the_host_that_is_not_pinned_may_be_written_at_once() -> None:
+def test_pageable_memory_may_be_written_after_a_non_blocking_copy() -> None:
     numbers = torch.ones(8)
     values = numbers.to("cuda", non_blocking=True)
     numbers.fill_(2)
     assert values.sum().item() == 8
 
 
-def test_a_block_is_poisoned_when_its_stream_allocates_again() -> None:
+def test_a_freed_block_is_poisoned_at_the_next_allocation_of_its_stream() -> None:
     def program() -> float:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        made = on(side, lambda: torch.ones(64, device="cuda"))
+        ones = on(side, lambda: torch.ones(64, device="cuda"))
         torch.cuda.current_stream().wait_stream(side)
-        doubled = made * 2  # on the main stream
-        del made
+        doubled = ones * 2  # on the main stream
+        del ones
         if reused:
             on(side, lambda: torch.zeros(64, device="cuda"))
         return float(doubled.sum())
@@ -158,7 +158,7 @@ def test_counters() -> None:
         pytest.param(lambda values: values[values > 0], id="mask"),
     ],
 )
-def test_waits_are_errors_in_the_debug_mode(wait: Callable[[Tensor], Any]) -> None:
+def test_waits_are_errors_in_sync_debug_mode(wait: Callable[[Tensor], Any]) -> None:
     values = torch.ones(8, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -168,12 +168,12 @@ def test_waits_are_errors_in_the_debug_mode(wait: Callable[[Tensor], Any]) -> No
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_values_and_gradients_are_those_of_the_cpu() -> None:
-    def trained(where: str) -> list[Tensor]:
+def test_values_and_gradients_equal_those_of_the_cpu() -> None:
+    def trained(device: str) -> list[Tensor]:
         torch.manual_seed(3)
-        model = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)).to(where)
+        model = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11)).to(device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        tokens = torch.arange(11).to(where)
+        tokens = torch.arange(11).to(device)
         for _ in range(3):
             nn.functional.cross_entropy(model(tokens), tokens).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -185,7 +185,7 @@ def test_values_and_gradients_are_those_of_the_cpu() -> None:
     assert all(torch.equal(found, expected) for found, expected in pairs)
 
 
-def test_random_numbers_follow_the_generator() -> None:
+def test_random_numbers_depend_on_the_state_of_the_generator() -> None:
     state = torch.cuda.get_rng_state()
     first = [torch.rand(8, device="cuda"), nn.functional.dropout(torch.ones(64, device="cuda"))]
     torch.cuda.set_rng_state(state)
@@ -194,7 +194,7 @@ def test_random_numbers_follow_the_generator() -> None:
     assert not torch.equal(torch.rand(8, device="cuda"), again[0])
 
 
-def test_the_clock_of_the_device() -> None:
+def test_elapsed_time() -> None:
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
     torch.cuda._sleep(500_000_000)
@@ -203,7 +203,7 @@ def test_the_clock_of_the_device() -> None:
     assert events[0].elapsed_time(events[1]) == pytest.approx(500, rel=0.2)
 
 
-def test_memory_is_counted() -> None:
+def test_memory_allocated() -> None:
     before = torch.cuda.memory_allocated()
     values = torch.ones(1 << 20, device="cuda")
     assert torch.cuda.memory_allocated() - before == 4 << 20
@@ -211,14 +211,14 @@ def test_memory_is_counted() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_an_error_of_an_operation_comes_at_the_next_wait() -> None:
+def test_an_error_of_an_operation_is_raised_at_the_next_wait() -> None:
     table = torch.ones(4, 4, device="cuda")
     found = nn.functional.embedding(torch.tensor([9], device="cuda"), table)
     with pytest.raises(RuntimeError, match=r"CUDA error: .*index out of range"):
         found.sum().item()
 
 
-def test_tensors_of_two_devices_do_not_mix() -> None:
+def test_operators_refuse_tensors_of_two_devices() -> None:
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
     with pytest.raises(RuntimeError, match="same device"):
@@ -255,7 +255,7 @@ def test_collectives() -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 @ranks(2, cuda=True)
-def test_only_a_stream_that_waits_has_the_result_of_a_collective(waits: bool) -> None:
+def test_a_stream_must_wait_for_a_collective(waits: bool) -> None:
     def program() -> float:
         values = torch.ones(64, device="cuda")
         values.mul_(3)
@@ -274,7 +274,7 @@ def test_only_a_stream_that_waits_has_the_result_of_a_collective(waits: bool) ->
 
 
 @ranks(2, cuda=True)
-def test_waiting_for_a_collective_is_no_wait_of_the_host() -> None:
+def test_waiting_for_a_collective_does_not_block_the_host() -> None:
     values = torch.ones(64, device="cuda")
     torch.cuda.synchronize()
     device.take_counters()

@@ -51,7 +51,7 @@ def pending(
 
 
 WAITS = answer("all_reduce (all_reduce_stats, decision.py:1)")
-# With NCCL, the host waits for the device, or is in code that does not look like waiting.
+# With NCCL, the host waits for the device, or runs code that is not recognized as waiting.
 READS = answer(synchronizes="synchronize (read, host_copy.py:42)")
 ELSEWHERE = answer(doing="step 3, update")
 
@@ -102,7 +102,7 @@ def test_a_silent_rank_elsewhere() -> None:
 
 @pytest.mark.parametrize("host", [READS, ELSEWHERE])
 def test_the_rank_that_is_one_collective_behind_is_late(host: Answer) -> None:
-    """No host waits in a collective: the numbers of the collectives tell who is late."""
+    """No host waits in a collective: the numbers of the collectives determine the late rank."""
     behind = answer(collectives=6, doing="step 3, forward of microbatch 1")
     ahead = pending(7, "all_reduce")
     result = report_on(
@@ -156,7 +156,7 @@ def test_a_missing_name_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("host", [READS, answer(doing="step 3, update")])
-def test_equal_numbers_mean_that_all_wait_for_the_device(host: Answer) -> None:
+def test_with_equal_numbers_all_wait_for_the_device(host: Answer) -> None:
     traces = {rank: pending(6, "all_gather", "all_reduce") for rank in range(4)}
     result = report_on(dict.fromkeys(range(4), host), traces=traces)
     assert "is late" not in result.text
@@ -173,7 +173,7 @@ def test_ranks_in_their_own_code_are_late_although_the_numbers_are_equal() -> No
     assert report_on({0: sleeps, 1: sleeps}).text.count("is late") == 2
 
 
-def test_of_several_groups_the_chain_ends_at_the_late_rank() -> None:
+def test_the_last_rank_of_a_chain_of_waits_is_late() -> None:
     """Rank 0 waits for rank 2, which waits for rank 3: 2 is behind in one group, but not late."""
     rows = {rank: f"group {1 + rank // 2} (nccl)" for rank in range(4)}
     columns = {rank: f"group {3 + rank % 2} (nccl)" for rank in range(4)}
@@ -210,7 +210,7 @@ def test_different_collectives_with_the_same_number() -> None:
 
 
 def test_ranks_that_may_wait_for_a_silent_rank_are_not_late() -> None:
-    """Its numbers are unknown. A rank that waits for nothing is late, too."""
+    """Its numbers are unknown. A rank that waits for nothing is also late."""
     silent = {1: SilentRank("node7", 99)}
     waits = answer(collectives=6, synchronizes="item (f, x.py:1)")
     result = report_on({0: READS, 2: waits}, silent)
@@ -232,7 +232,7 @@ def test_the_report_says_where_the_flight_recorders_are() -> None:
         "  the latest collectives of ranks 0-1 are in runs/a/hang; read them with: "
         "torchfrtrace --prefix nccl-rank- runs/a/hang\n"
         "  no flight recorder of rank 2: OSError: [Errno 28] No space left on device\n"
-        "  no flight recorder of rank 3: it takes too long"
+        "  no flight recorder of rank 3: reading it takes too long"
     )
 
 
@@ -247,8 +247,8 @@ def collective_that_rank_2_does_not_start(group: dist.ProcessGroup) -> dist.Work
 
 
 @ranks(3)
-def test_a_rank_behind_is_found_although_no_host_waits_in_a_collective() -> None:
-    """As with NCCL: the hosts have started their collectives and are anywhere."""
+def test_a_late_rank_is_found_although_no_host_waits_in_a_collective() -> None:
+    """As with NCCL, the hosts have started their collectives and run other code."""
     group = dist.new_group(backend="gloo")
     work = collective_that_rank_2_does_not_start(group)
     store = dist.distributed_c10d._get_default_store()

@@ -1,4 +1,4 @@
-"""When ranks hang, where they wait, and what they tell each other."""
+"""Detection of hanging ranks, the places where they wait, and the messages between ranks."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def test_the_same_bits_on_a_gpu() -> None:
     assert on_ranks(2, kinds, {**options, "shard_optimizer": True}, steps, "cuda") == expected
 
 
-# cuBLAS, which reads its variable once
+# The workspace of cuBLAS
 
 
 @pytest.fixture
@@ -151,11 +151,11 @@ def cublas(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 class JoinedError(Exception):
-    """Raised where a process joins the other ranks, which initializes CUDA."""
+    """Raised instead of joining the other ranks, which initializes CUDA."""
 
 
 def variable_at_join(cublas: pytest.MonkeyPatch, **options: Any) -> str | None:
-    """Return the variable at the time when an engine begins to use the GPU."""
+    """Return the variable's value when an engine starts to use the GPU."""
     found = []
 
     def joining(_: Any) -> None:

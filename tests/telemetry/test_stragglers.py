@@ -124,7 +124,7 @@ class Moment:
         ([], 0.0),
         ([(1.0, 2.0), (3.0, 4.5)], 2.5),
         ([(1.0, 8.0), (2.0, 7.0), (6.0, 9.0)], 8.0),  # several streams wait for the same rank
-        ([(-5.0, 1.0), (9.0, 30.0)], 2.0),  # and may have waited before, or wait longer
+        ([(-5.0, 1.0), (9.0, 30.0)], 2.0),  # waits that begin before or end after the interval
         ([(-1.0, 11.0), (0.0, 10.0)], 10.0),
     ],
 )

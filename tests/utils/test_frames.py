@@ -60,7 +60,7 @@ def test_innermost_line_where_no_code_is_the_users(tmp_path: Path) -> None:
 
 
 class Value:
-    """Has methods with the names of those that wait for a device."""
+    """Has methods with the names of tensor methods that wait for the device."""
 
     def item(self) -> str:
         return frames.device_wait(sys._getframe(1))
@@ -78,7 +78,7 @@ def test_a_line_that_copies_from_the_device_waits_for_it() -> None:
 
 
 def test_the_caller_of_a_synchronization_is_shown(tmp_path: Path) -> None:
-    """Not the function of torch.cuda, which is the same for events, streams and devices."""
+    """The function of torch.cuda is not shown: it is the same for events, streams and devices."""
     folder = tmp_path / "torch" / "cuda"
     folder.mkdir(parents=True)
     source = "".join(

@@ -70,10 +70,10 @@ def _communicate(func: Any, args: Any) -> Any:
     return tuple(results) if len(results) > 1 else results[0]
 
 
-class MovedByData(TorchFunctionMode):
-    """Lets `parameter.data = tensor` move a fake tensor to the device of the other tensor.
+class SetDataMode(TorchFunctionMode):
+    """Makes `parameter.data = tensor` also set the device of a fake parameter.
 
-    torch updates its shape and dtype, but not its device. Models, `nn.Module.to`, FSDP1 and FSDP2
+    torch updates only its shape and dtype. Models, `nn.Module.to`, FSDP1 and FSDP2
     move parameters in this way.
     """
 

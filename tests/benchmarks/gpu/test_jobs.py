@@ -1,4 +1,4 @@
-"""Jobs run in a process of their own here: after a job, its process ends all its descendants."""
+"""Tests run jobs in a separate process, because `run_job` kills all descendants of its process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ jobs.run_slice(Slice("late", every[5:]), machine, summary, seconds=0)
 
 
 @pytest.mark.slow
-def test_a_slice_from_its_processes_to_its_summary(tmp_path: Path) -> None:
+def test_a_slice_writes_logs_outcomes_and_a_summary(tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(DRIVER)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "results").mkdir()
@@ -81,7 +81,7 @@ JOB = Job("tests", ("pytest",), 50)
 
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Replace processes and GPU; the items are what they return, and what they were given."""
+    """Replace processes and GPU; the items are their results and the arguments of the calls."""
     ran: dict[str, Any] = {"code": 0, "used": [0], "lines": []}
 
     def run(command: list[str], limit: float, log: Path, *_: object) -> int | None:
@@ -144,7 +144,7 @@ def test_results_of_an_earlier_run_are_deleted(tmp_path: Path, ran: dict[str, An
     assert not (tmp_path / "job" / "old").exists()
 
 
-def test_limits_of_jobs_end_with_the_slice(tmp_path: Path, ran: dict[str, Any]) -> None:
+def test_limits_of_jobs_do_not_exceed_the_slice(tmp_path: Path, ran: dict[str, Any]) -> None:
     summary = Summary(tmp_path)
     part = Slice("one", (JOB,))
     summary.put(planned(JOB))
@@ -154,7 +154,7 @@ def test_limits_of_jobs_end_with_the_slice(tmp_path: Path, ran: dict[str, Any]) 
     assert 19 < ran["limit"] < 20
 
 
-def test_without_a_gpu_each_job_says_so(tmp_path: Path, ran: dict[str, Any]) -> None:
+def test_without_a_gpu_each_job_reports_it(tmp_path: Path, ran: dict[str, Any]) -> None:
     summary = Summary(tmp_path)
     summary.put(planned(JOB))
     run_slice(Slice("one", (JOB,)), Machine("a test", "needs a GPU"), summary)

@@ -44,7 +44,7 @@ def test_unknown_slices_and_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         main()
 
 
-def test_what_is_not_installed_is_named(
+def test_missing_packages_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(packages, "NEEDED", ("torch", "not-there"))
@@ -66,7 +66,7 @@ def test_the_larger_model_is_omitted_on_a_smaller_gpu(
         assert ("peers_large is omitted: size 1.3b needs a GPU with 120 GiB" in out) == (jobs == 1)
 
 
-def test_without_a_gpu_every_job_says_that_it_needs_one(tmp_path: Path) -> None:
+def test_without_a_gpu_every_job_reports_it(tmp_path: Path) -> None:
     done = subprocess.run(
         python("-m", "benchmarks.gpu", "--output", str(tmp_path)),
         cwd=Path(__main__.__file__).parents[2],

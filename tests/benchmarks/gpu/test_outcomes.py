@@ -29,7 +29,7 @@ def test_endless(): time.sleep(600)
 
 
 def start(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the tests in a folder, whose outcomes are in its file `outcomes`."""
+    """Start the tests in a folder; their outcomes are written to its file `outcomes`."""
     options = ("-p", "benchmarks.gpu.outcomes", f"--outcomes={folder / 'outcomes'}")
     return subprocess.Popen(
         python("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, "test_some.py"),

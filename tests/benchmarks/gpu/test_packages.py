@@ -25,7 +25,7 @@ def make_wheel(folder: Path, name: str) -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def test_needed_are_the_dependencies_and_what_tests_import() -> None:
+def test_needed_packages_are_the_dependencies_and_imports_of_tests() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     block = re.search(r"^dependencies = \[(.*?)\]", project, re.DOTALL | re.MULTILINE)
     assert block is not None
@@ -33,7 +33,7 @@ def test_needed_are_the_dependencies_and_what_tests_import() -> None:
     assert names | {"hypothesis", "pytest", "pytest-timeout"} == set(packages.NEEDED)
 
 
-def test_what_is_not_installed_comes_from_wheels(
+def test_missing_packages_are_installed_from_wheels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packages, "NEEDED", ("torch", "only_in_wheels"))
@@ -47,7 +47,7 @@ def test_what_is_not_installed_comes_from_wheels(
     assert packages.missing() == []
     assert sys.path[-1] == str(target)
     assert (target / "only_in_wheels.py").exists()
-    # What is installed stays, even if the folder has it too.
+    # Installed packages are not replaced.
     assert not (target / "torch.py").exists()
     packages.install(tmp_path / "wheels", target)
 

@@ -1,4 +1,4 @@
-"""Processes of a job end with it. Each case runs in a process of its own, which has no other."""
+"""All processes of a job end with it. Each test runs in a process without other descendants."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.progress import of_children
 from tests.torchrun import environment, python
 
-# Like a rank of torchrun: in a session of its own, and it does not end when it is asked to.
+# Like a rank of torchrun: in a new session; it ignores SIGTERM.
 RANK = """
 import os, pathlib, signal, sys, time
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

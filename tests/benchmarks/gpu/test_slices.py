@@ -29,7 +29,7 @@ def test_all_jobs_exist() -> None:
 
 
 def test_every_gpu_test_is_in_one_job() -> None:
-    """A test marked gpu in a folder that no job names would never run."""
+    """`make bench-gpu` would not run tests marked gpu in other folders."""
     folders = [
         Path(argument)
         for part in ALL

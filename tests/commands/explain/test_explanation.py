@@ -65,7 +65,7 @@ def predicted(config: RunConfig, ranks: int) -> Any:
 
 
 # The collectives that sum gradients over ranks, on CPUs and on GPUs. Gloo has no reduce-scatter.
-# With 16 bits and with `reproducible`, distmp sums what the ranks exchange.
+# With 16 bits and with `reproducible`, distmp exchanges the gradients and sums them itself.
 SUMS: dict[str, tuple[dict[str, Any], str, str]] = {
     "ddp": ({"strategy": "ddp"}, "all-reduce", "all-reduce"),
     "shard_optimizer": (
@@ -89,7 +89,7 @@ def sums_of_gradients(name: str, wire: str, device: torch.device) -> set[str]:
 
 
 def collectives_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the ranks of this machine start the collectives that ranks with GPUs start."""
+    """Make the ranks of this machine use the collectives of ranks with GPUs."""
     for module in (gradients, reduce_scatter):
         monkeypatch.setattr(module, "has_native_reduce_scatter", lambda device: True)
 
@@ -142,7 +142,7 @@ def test_a_gpu_holds_and_sends_what_a_cpu_does(name: str) -> None:
     ]
 
 
-def test_parameters_are_moved_as_real_ones_are() -> None:
+def test_setting_data_moves_fake_parameters() -> None:
     """`.data =` moves a fake parameter to the device of the run, even if this machine has none."""
 
     def on_cuda(tensor: Any) -> Any:
@@ -292,8 +292,8 @@ def test_observations_agree_with_the_policy() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "text"), [("fsdp", "bf16-pure"), ("fsdp1", "bf16")])
-def test_no_difference_is_invented_for_shards(strategy: str, text: str) -> None:
-    """Their weights are stored and stepped in other dtypes than those of the observed step."""
+def test_shards_are_not_reported_as_differences(strategy: str, text: str) -> None:
+    """Their weights have other dtypes than those of the observed step."""
     found = explain(run(strategy=strategy, precision=policy(text)), 2)
     assert found.differences == []
 

@@ -21,8 +21,8 @@ constexpr int kMaxDevices = 16;
 
 std::atomic<int> devices{1};
 std::atomic<int> sync_debug_mode{0};
-thread_local int device_now = 0;
-thread_local c10::StreamId streams_now[kMaxDevices] = {};
+thread_local int current_device_index = 0;
+thread_local c10::StreamId current_streams[kMaxDevices] = {};
 
 c10::Device cuda(int index) {
   return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
@@ -46,28 +46,28 @@ EventState* state(void* event) { return static_cast<EventState*>(event); }
 struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return c10::DeviceType::CUDA; }
   c10::Device exchangeDevice(c10::Device device) const override {
-    c10::Device before = cuda(device_now);
+    c10::Device before = cuda(current_device_index);
     setDevice(device);
     return before;
   }
-  c10::Device getDevice() const override { return cuda(device_now); }
+  c10::Device getDevice() const override { return cuda(current_device_index); }
   void setDevice(c10::Device device) const override {
     TORCH_CHECK(device.index() < devices, "CUDA error: invalid device ordinal");
-    if (device.index() >= 0) device_now = device.index();
+    if (device.index() >= 0) current_device_index = device.index();
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    if (device.index() >= 0) device_now = device.index();
+    if (device.index() >= 0) current_device_index = device.index();
   }
   c10::Stream getStream(c10::Device device) const override {
-    int index = device.index() < 0 ? device_now : device.index();
-    return c10::Stream(c10::Stream::UNSAFE, cuda(index), streams_now[index]);
+    int index = device.index() < 0 ? current_device_index : device.index();
+    return c10::Stream(c10::Stream::UNSAFE, cuda(index), current_streams[index]);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::UNSAFE, cuda(device.index() < 0 ? device_now : device.index()), 0);
+    return c10::Stream(c10::Stream::UNSAFE, cuda(device.index() < 0 ? current_device_index : device.index()), 0);
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
     static std::atomic<c10::StreamId> next{1};
-    int index = device.index() < 0 ? device_now : device.index();
+    int index = device.index() < 0 ? current_device_index : device.index();
     return c10::Stream(c10::Stream::UNSAFE, cuda(index), next++ % kStreams);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
@@ -78,7 +78,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     c10::Stream before = getStream(stream.device());
-    streams_now[stream.device_index()] = stream.id();
+    current_streams[stream.device_index()] = stream.id();
     return before;
   }
   c10::DeviceIndex deviceCount() const noexcept override {
@@ -94,7 +94,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     state(*event)->node = Queue::get().add(stream_number(stream), std::move(marker), 0);
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) Queue::get().let_stream_wait(stream_number(stream), state(event)->node);
+    if (event != nullptr) Queue::get().stream_wait(stream_number(stream), state(event)->node);
   }
   bool queryEvent(void* event) const override {
     return event == nullptr || Queue::get().query(state(event)->node);
@@ -106,7 +106,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     TORCH_CHECK(first != nullptr && second != nullptr, "Both events must be recorded");
     auto& queue = Queue::get();
-    return 1e3 * (queue.end_of(state(second)->node) - queue.end_of(state(first)->node));
+    return 1e3 * (queue.end_time(state(second)->node) - queue.end_time(state(first)->node));
   }
   bool queryStream(const c10::Stream& stream) const override {
     return Queue::get().query(Queue::get().last_of(stream_number(stream)));
@@ -116,7 +116,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     raise_error();
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
-    int index = device < 0 ? device_now : device;
+    int index = device < 0 ? current_device_index : device;
     Queue::get().wait_for_streams(streams_of(index), "synchronize");
     raise_error();
   }
@@ -125,7 +125,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// Seed and offset, as in Philox; every random operation takes one step.
+// Seed and offset, as of Philox; every random operation advances the offset.
 struct Generator final : c10::GeneratorImpl {
   uint64_t seed_ = c10::default_rng_seed_val;
   uint64_t offset_ = 0;
@@ -165,20 +165,20 @@ struct Generator final : c10::GeneratorImpl {
 
 const at::Generator& default_generator(int device) {
   static std::map<int, at::Generator> generators;
-  auto& generator = generators[device < 0 ? device_now : device];
-  if (!generator.defined()) generator = at::make_generator<Generator>(device < 0 ? device_now : device);
+  auto& generator = generators[device < 0 ? current_device_index : device];
+  if (!generator.defined()) generator = at::make_generator<Generator>(device < 0 ? current_device_index : device);
   return generator;
 }
 
-bool hand_out_default_generator = false;
+bool return_default_generator = false;
 
 }  // namespace
 
 int device_count() { return devices; }
-int current_device() { return device_now; }
-void set_device(int device) { device_now = device; }
+int current_device() { return current_device_index; }
+void set_device(int device) { current_device_index = device; }
 int current_stream(int device) {
-  return device * kStreams + static_cast<int>(streams_now[device]);
+  return device * kStreams + static_cast<int>(current_streams[device]);
 }
 int stream_number(const c10::Stream& stream) {
   return stream.device_index() * kStreams + static_cast<int>(stream.id());
@@ -190,7 +190,7 @@ void raise_error() {
   TORCH_CHECK(error.empty(), "CUDA error: ", error);
 }
 
-void note_wait(const std::string& cause) {
+void check_sync_debug_mode(const std::string& cause) {
   TORCH_CHECK(sync_debug_mode < 2, "called a synchronizing CUDA operation: ", cause);
 }
 
@@ -203,7 +203,6 @@ uint64_t next_seed(const std::optional<at::Generator>& generator, int device) {
   return hash_bytes(words, sizeof words);
 }
 
-// The guard and the hooks under the names by which torch looks for them.
 static DeviceGuard guard;
 static c10::impl::DeviceGuardImplRegistrar guard_registrar(c10::DeviceType::CUDA, &guard);
 
@@ -241,7 +240,7 @@ struct CUDAHooks final : CUDAHooksInterface {
     return fake_cuda::default_generator(device);
   }
   at::Generator getNewGenerator(DeviceIndex device) const override {
-    if (fake_cuda::hand_out_default_generator) return fake_cuda::default_generator(device);
+    if (fake_cuda::return_default_generator) return fake_cuda::default_generator(device);
     return at::make_generator<fake_cuda::Generator>(device < 0 ? getCurrentDevice() : device);
   }
   void deviceSynchronize(DeviceIndex device) const override {
@@ -254,7 +253,7 @@ REGISTER_CUDA_HOOKS(CUDAHooks)
 
 }  // namespace at
 
-// What Python's side calls.
+// Functions that Python calls through ctypes.
 extern "C" {
 double fake_cuda_elapsed_time(void* first, void* second) {
   return fake_cuda::guard.elapsedTime(first, second, 0);
@@ -262,5 +261,5 @@ double fake_cuda_elapsed_time(void* first, void* second) {
 void fake_cuda_set_devices(int count) { fake_cuda::devices = count; }
 void fake_cuda_set_sync_debug_mode(int mode) { fake_cuda::sync_debug_mode = mode; }
 int fake_cuda_get_sync_debug_mode() { return fake_cuda::sync_debug_mode; }
-void fake_cuda_hand_out_default_generator(bool yes) { fake_cuda::hand_out_default_generator = yes; }
+void fake_cuda_return_default_generator(bool yes) { fake_cuda::return_default_generator = yes; }
 }

@@ -1,4 +1,4 @@
-// Devices and streams as torch sees them.
+// Devices, streams and generators that torch uses.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -11,15 +11,15 @@ namespace fake_cuda {
 int device_count();
 int current_device();
 void set_device(int device);
-// A number for each stream of each device.
+// Streams are numbered over all devices.
 int current_stream(int device);
 int stream_number(const c10::Stream& stream);
 int device_of(int stream);
-// Raise the first error of a device, as the host's waits do.
+// Raise the first error of an operation; called after each wait of the host.
 void raise_error();
-// Raise or pass, as torch.cuda.set_sync_debug_mode() has chosen.
-void note_wait(const std::string& cause);
-// A seed for one random operation; the generator's offset moves on.
+// Raise if torch.cuda.set_sync_debug_mode("error") is set.
+void check_sync_debug_mode(const std::string& cause);
+// Return a seed for one random operation, and advance the offset of the generator.
 uint64_t next_seed(const std::optional<at::Generator>& generator, int device);
 
 }  // namespace fake_cuda

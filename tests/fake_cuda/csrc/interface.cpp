@@ -1,4 +1,4 @@
-// What Python calls by ctypes: counters, schedules, recordings, streams by number.
+// The functions that Python calls through ctypes: counters, schedules, recordings, streams by number.
 #include <cstring>
 #include <sstream>
 
@@ -10,8 +10,8 @@ using fake_cuda::Queue;
 
 namespace {
 
-// The caller reads it before the next call from the same thread.
-const char* held(std::string text) {
+// The result is valid until the next call in the same thread.
+const char* keep_until_next_call(std::string text) {
   thread_local std::string last;
   last = std::move(text);
   return last.c_str();
@@ -43,25 +43,25 @@ const char* fake_cuda_take_counters() {
       << ", \"pageable_copies\": " << queue.counters.pageable_copies
       << ", \"allocations\": " << queue.counters.allocations << "}";
   queue.counters = {};
-  return held(out.str());
+  return keep_until_next_call(out.str());
 }
 
 void fake_cuda_set_schedule(int immediate, double eagerness, uint64_t seed) {
   Queue::get().set_schedule(immediate != 0, eagerness, seed);
 }
-void fake_cuda_start_draining() { Queue::get().start_draining(); }
+void fake_cuda_start_progress_thread() { Queue::get().start_progress_thread(); }
 void fake_cuda_drain() { Queue::get().drain(); }
 void fake_cuda_begin_recording() { Queue::get().begin_recording(); }
 void fake_cuda_end_recording() { Queue::get().end_recording(); }
 int64_t fake_cuda_recorded() { return Queue::get().recorded(); }
-const char* fake_cuda_replay(uint64_t seed) { return held(Queue::get().replay(seed)); }
+const char* fake_cuda_replay(uint64_t seed) { return keep_until_next_call(Queue::get().replay(seed)); }
 void fake_cuda_finish_replays() { Queue::get().finish_replays(); }
-const char* fake_cuda_take_error() { return held(Queue::get().take_error()); }
+const char* fake_cuda_take_error() { return keep_until_next_call(Queue::get().take_error()); }
 
 // Streams of collectives.
 int fake_cuda_stream_number(int64_t id, int device) { return fake_cuda::stream_number(
     c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::DeviceType::CUDA, device), id)); }
-void fake_cuda_let_stream_wait(int stream, int64_t node) { Queue::get().let_stream_wait(stream, node); }
+void fake_cuda_stream_wait(int stream, int64_t node) { Queue::get().stream_wait(stream, node); }
 int64_t fake_cuda_last_of(int stream) {
   fake_cuda::Node marker;
   marker.name = "event";
@@ -69,7 +69,7 @@ int64_t fake_cuda_last_of(int stream) {
 }
 int fake_cuda_query(int64_t node) { return Queue::get().query(node); }
 void fake_cuda_wait_for(int64_t node, const char* cause) { Queue::get().wait_for(node, cause); }
-// `_sleep`: the stream is busy for this time.
+// torch.cuda._sleep.
 void fake_cuda_sleep(int stream, double seconds) {
   fake_cuda::Node node;
   node.name = "sleep";

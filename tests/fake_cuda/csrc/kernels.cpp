@@ -1,5 +1,5 @@
-// Every operator of a CUDA device: its shapes come from the Meta kernel at once, its values from the
-// CPU's kernel when the queue runs it.
+// All operators of a CUDA device. The Meta kernel computes the shapes at launch, the CPU kernel the
+// values when the queue runs the operation.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/op_registration/op_registration.h>
@@ -53,7 +53,7 @@ uint64_t hash_of(const at::Tensor& tensor) {
   return hash_bytes(contiguous.const_data_ptr(), contiguous.nbytes());
 }
 
-// Apply a function to each tensor of an argument, whatever holds it.
+// Apply a function to a tensor, or to each tensor of a list.
 template <typename Function>
 IValue with_tensors(const IValue& value, Function function) {
   if (value.isTensor()) return function(value.toTensor());
@@ -87,7 +87,7 @@ bool is_generator(const c10::Argument& argument) {
   return type->kind() == c10::TypeKind::GeneratorType;
 }
 
-// A call as the Meta kernel sees it: shapes without memory. Tensors that share a storage still do.
+// The arguments of a call as meta tensors. Tensors that share a storage share it here too.
 class MetaCall {
  public:
   Stack stack;
@@ -107,16 +107,16 @@ class MetaCall {
     impl->set_storage_offset(tensor.storage_offset());
     impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
-    given_.emplace_back(meta, tensor);
+    arguments_.emplace_back(meta, tensor);
     return meta;
   }
 
-  // The argument that a result is, or a view of, or nothing.
+  // Return the argument that a result is or views; undefined for a new tensor.
   at::Tensor argument(const at::Tensor& result) const {
-    for (auto& [meta, tensor] : given_) {
+    for (auto& [meta, tensor] : arguments_) {
       if (meta.is_same(result)) return tensor;
     }
-    for (auto& [meta, tensor] : given_) {
+    for (auto& [meta, tensor] : arguments_) {
       if (!on_device(tensor) || !result.storage().is_alias_of(meta.storage())) continue;
       auto view = at::detail::make_tensor<c10::TensorImpl>(
           c10::TensorImpl::VIEW, c10::Storage(tensor.storage()), tensor.key_set(), result.dtype());
@@ -127,9 +127,9 @@ class MetaCall {
     return {};
   }
 
-  // Outputs given by the caller take the shape that the operator gives them.
+  // Resize `out` arguments as the operator does.
   void resize_arguments() const {
-    for (auto& [meta, tensor] : given_) {
+    for (auto& [meta, tensor] : arguments_) {
       if (!on_device(tensor) || meta.sizes() == tensor.sizes()) continue;
       size_t bytes = meta.storage().nbytes();
       if (bytes > tensor.storage().nbytes()) {
@@ -141,7 +141,7 @@ class MetaCall {
 
  private:
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> given_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> arguments_;
 };
 
 at::Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType dtype, int device) {
@@ -153,7 +153,7 @@ at::Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, c10::Scala
   return result;
 }
 
-// Operators whose CPU kernels want one dtype where CUDA's take 16-bit input beside FP32 statistics.
+// Operators that on CUDA take 16-bit inputs with FP32 statistics, while CPU kernels need one dtype.
 bool computes_in_fp32(const std::string& name) {
   static const std::set<std::string> names{"aten::native_layer_norm", "aten::native_layer_norm_backward",
                                            "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"};
@@ -176,33 +176,33 @@ std::tuple<at::Tensor, at::Tensor> rms_norm_backward(
   return {wanted[0] ? of_input : at::Tensor(), wanted[1] && weighted ? of_weight : at::Tensor()};
 }
 
-at::Tensor widened(const at::Tensor& tensor) {
-  bool narrow = tensor.defined() &&
+at::Tensor upcast(const at::Tensor& tensor) {
+  bool is_16_bit = tensor.defined() &&
       (tensor.scalar_type() == at::kHalf || tensor.scalar_type() == at::kBFloat16);
-  return narrow ? tensor.to(at::kFloat) : tensor;
+  return is_16_bit ? tensor.to(at::kFloat) : tensor;
 }
 
-// The call as the CPU's kernel makes it, on the bytes of the device.
+// A call of the CPU kernel on the memory of the device.
 struct HostCall {
   c10::OperatorHandle op;
   Stack arguments;
-  int generator = -1;  // the argument that gets a generator of its own
+  int generator = -1;  // index of the generator argument, or -1
   uint64_t seed = 0;
-  bool widen = false;
+  bool upcasts = false;
 
   Stack operator()() const {
     Stack stack = arguments;
     if (generator >= 0) stack[generator] = at::make_generator<at::CPUGeneratorImpl>(seed);
-    if (widen) {
-      for (auto& value : stack) value = with_tensors(value, widened);
+    if (upcasts) {
+      for (auto& value : stack) value = with_tensors(value, upcast);
     }
     op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack);
     return stack;
   }
 };
 
-// A copy, taken now, of what the host gives; arguments of a kernel are read when it is launched.
-at::Tensor as_given(const at::Tensor& tensor) {
+// A copy of a host argument: kernels read their arguments at launch.
+at::Tensor copy_of(const at::Tensor& tensor) {
   auto copy = tensor.clone();
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
   return copy;
@@ -225,12 +225,12 @@ HostCall host_call(const c10::OperatorHandle& op, const Stack& arguments, int de
     } else {
       call.arguments.push_back(with_tensors(value, [&](const at::Tensor& tensor) {
         if (!tensor.defined()) return tensor;
-        return on_device(tensor) ? alias(tensor, node, writes) : as_given(tensor);
+        return on_device(tensor) ? alias(tensor, node, writes) : copy_of(tensor);
       }));
     }
   }
   if (call.generator >= 0) call.seed = next_seed(generator, device);
-  call.widen = computes_in_fp32(schema.name());
+  call.upcasts = computes_in_fp32(schema.name());
   return call;
 }
 
@@ -251,7 +251,7 @@ int device_of_call(const Stack& arguments) {
   return device < 0 ? current_device() : device;
 }
 
-// Tensors of the host with more than one element are errors on a real device, except for indices.
+// As on a real device, host tensors must be 0-dim, except for indices.
 void check_devices(const c10::OperatorHandle& op, const Stack& arguments) {
   static const std::set<std::string> takes_indices{
       "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::index.Tensor_out"};
@@ -265,10 +265,10 @@ void check_devices(const c10::OperatorHandle& op, const Stack& arguments) {
   }
 }
 
-// Values decide the result's shape, or the host gets a value: the host waits.
+// For operators that return values to the host, or whose output shapes depend on values: the host waits.
 void call_and_wait(const c10::OperatorHandle& op, const Stack& arguments, int device, Stack* stack) {
   auto name = op.schema().name();
-  note_wait(name);
+  check_sync_debug_mode(name);
   Node node;
   node.name = name;
   auto call = host_call(op, arguments, device, node);
@@ -296,7 +296,7 @@ void call_and_wait(const c10::OperatorHandle& op, const Stack& arguments, int de
   }
 }
 
-// Only outputs that are lists or tensors come from a Meta kernel.
+// Return whether all outputs are tensors or lists of tensors, as Meta kernels compute.
 bool returns_tensors(const c10::FunctionSchema& schema) {
   for (const auto& result : schema.returns()) {
     auto type = result.type();
@@ -345,12 +345,12 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   Node node;
   node.name = name;
   auto call = host_call(op, arguments, device, node);
-  // Results that the kernel makes anew, by their places in its stack.
+  // New results, by output and index in a list.
   std::vector<std::pair<std::pair<size_t, int>, at::Tensor>> copied;
   for (size_t i = 0; i < meta.stack.size(); i++) {
-    int place = 0;
+    int next = 0;
     stack->push_back(with_tensors(meta.stack[i], [&](const at::Tensor& result) {
-      int element = place++;
+      int element = next++;
       if (!result.defined()) return result;
       if (auto argument = meta.argument(result); argument.defined()) return argument;
       auto made = new_tensor(result.sizes(), result.strides(), result.scalar_type(), device);
@@ -360,9 +360,9 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   }
   node.run = [call, copied] {
     Stack results = call();
-    for (const auto& [place, target] : copied) {
-      const IValue& value = results[place.first];
-      at::Tensor result = value.isTensor() ? value.toTensor() : value.toTensorVector()[place.second];
+    for (const auto& [index, target] : copied) {
+      const IValue& value = results[index.first];
+      at::Tensor result = value.isTensor() ? value.toTensor() : value.toTensorVector()[index.second];
       at::Tensor(target).copy_(result);
     }
   };
@@ -418,13 +418,13 @@ at::Tensor& set_tensor(at::Tensor& self, const at::Tensor& source) {
   return set_storage(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
-at::Tensor& set_nothing(at::Tensor& self) {
+at::Tensor& set_empty(at::Tensor& self) {
   auto empty = empty_memory_format({0}, self.scalar_type(), {}, self.device(), {}, {});
   return set_storage(self, empty.storage(), 0, {0}, {1});
 }
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
-  note_wait("item");
+  check_sync_debug_mode("item");
   auto& queue = Queue::get();
   Node node;
   node.name = "item";
@@ -455,9 +455,11 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 }
 
 void foreach_copy_(at::TensorList targets, at::TensorList sources, bool non_blocking) {
-  bool together = true;
-  for (size_t i = 0; i < targets.size(); i++) together &= on_device(targets[i]) && on_device(sources[i]);
-  if (!together) {
+  bool all_on_devices = true;
+  for (size_t i = 0; i < targets.size(); i++) {
+    all_on_devices &= on_device(targets[i]) && on_device(sources[i]);
+  }
+  if (!all_on_devices) {
     for (size_t i = 0; i < targets.size(); i++) transfer(targets[i], sources[i], non_blocking);
     return;
   }
@@ -515,7 +517,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Storage", set_whole_storage);
   library.impl("set_.source_Storage_storage_offset", set_storage);
   library.impl("set_.source_Tensor", set_tensor);
-  library.impl("set_", set_nothing);
+  library.impl("set_", set_empty);
   library.impl("_local_scalar_dense", local_scalar_dense);
   library.impl("copy_", copy_);
   library.impl("_copy_from", copy_from);
@@ -544,34 +546,35 @@ void transfer(const at::Tensor& target, const at::Tensor& source, bool non_block
     int other = current_stream(source.device().index());
     if (!same) node.follows = queue.tail(other);
     NodeId id = queue.add(stream, std::move(node));
-    if (!same) queue.let_stream_wait(other, id);
+    if (!same) queue.stream_wait(other, id);
     return;
   }
   if (on_device(target)) {
     bool pinned = is_pinned(source.const_data_ptr());
     auto to_alias = alias(target, node, true);
-    auto given = std::make_shared<at::Tensor>(from.clone());
+    auto source_copy = std::make_shared<at::Tensor>(from.clone());
     bool blocking = !non_blocking;
-    if (blocking) note_wait("copy to the device");
-    // A pinned source is read when the copy runs. What it should still hold then is `given`, unless a
-    // pending copy to the host writes it.
-    bool late = pinned && non_blocking && !queue.writes_host(source.storage().data(), source.storage().nbytes());
+    if (blocking) check_sync_debug_mode("copy to the device");
+    // A pinned source is read when the copy runs, and must be unchanged since the launch, unless a
+    // pending copy to the host writes to it.
+    bool is_written = queue.writes_host(source.storage().data(), source.storage().nbytes());
+    bool deferred = pinned && non_blocking && !is_written;
     node.name = "copy to the device";
     count_launch(node.name);
     at::Tensor host = from;
-    bool chained = pinned && !late;
-    auto ran = std::make_shared<bool>(false);
+    bool source_is_pending = pinned && !deferred;
+    auto has_run = std::make_shared<bool>(false);
     node.run = [=, &queue] {
-      if (!*ran) {
-        *ran = true;
-        if (chained) *given = host.clone();
-        if (late && hash_of(host) != hash_of(*given)) {
+      if (!*has_run) {
+        *has_run = true;
+        if (source_is_pending) *source_copy = host.clone();
+        if (deferred && hash_of(host) != hash_of(*source_copy)) {
           queue.fail("pinned memory was written before it had been copied to the device");
         }
       }
-      at::Tensor(to_alias).copy_(*given);
+      at::Tensor(to_alias).copy_(*source_copy);
     };
-    node.rerun = [=] { at::Tensor(to_alias).copy_(*given); };
+    node.rerun = [=] { at::Tensor(to_alias).copy_(*source_copy); };
     NodeId id = queue.add(current_stream(target.device().index()), std::move(node));
     if (!pinned && non_blocking) queue.counters.pageable_copies++;
     if (blocking) queue.wait_for(id, "copy to the device");
@@ -581,16 +584,16 @@ void transfer(const at::Tensor& target, const at::Tensor& source, bool non_block
   auto from_alias = alias(from, node, false);
   bool pinned = is_pinned(target.const_data_ptr());
   bool blocking = !non_blocking || !pinned;
-  if (blocking) note_wait("copy to the host");
+  if (blocking) check_sync_debug_mode("copy to the host");
   node.name = "copy to the host";
   count_launch(node.name);
   at::Tensor host = target;
-  at::Tensor held = at::empty_like(target, at::TensorOptions().pinned_memory(false));
-  // Whoever reads it before the copy has run finds nothing.
+  at::Tensor staged = at::empty_like(target, at::TensorOptions().pinned_memory(false));
+  // Poisoned until the copy runs, so that a read without synchronization is detected.
   if (!blocking) poison(host);
   node.run = [=] {
-    held.copy_(from_alias);
-    at::Tensor(host).copy_(held);
+    staged.copy_(from_alias);
+    at::Tensor(host).copy_(staged);
   };
   node.rerun = [] {};
   node.observed = [=] { return hash_of(from_alias); };
@@ -624,7 +627,7 @@ void fake_cuda_resize_storage(void* storage, int64_t bytes) {
   fake_cuda::resize_storage(static_cast<c10::StorageImpl*>(storage), static_cast<size_t>(bytes));
 }
 
-// Register the boxed kernel for operators that torch lists for CUDA, "name.overload" in each line.
+// Register the boxed kernel for operators, one "name.overload" per line.
 void fake_cuda_register(const char* names) {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);

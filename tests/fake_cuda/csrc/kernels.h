@@ -1,4 +1,4 @@
-// Copies between a device and the host, which other files of this folder need too.
+// Copies between devices and the host.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 namespace fake_cuda {
 
 void transfer(const at::Tensor& target, const at::Tensor& source, bool non_blocking);
-// Fill a tensor of the host with bytes that no result has.
+// Fill a host tensor with 0xFF.
 void poison(const at::Tensor& host);
 
 }  // namespace fake_cuda

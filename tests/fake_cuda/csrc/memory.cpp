@@ -18,7 +18,7 @@ namespace {
 
 using Guard = std::lock_guard<Mutex>;
 
-// A block without owner, and what was to be done with it.
+// A freed block, and the operations on the streams of record_stream() that may still use it.
 struct Freed {
   MemoryRef memory;
   std::vector<NodeId> follows;
@@ -26,7 +26,7 @@ struct Freed {
 
 struct Registry {
   std::map<Memory*, std::weak_ptr<Memory>> all;
-  std::vector<MemoryRef> recorded;  // alive until the replays are over
+  std::vector<MemoryRef> recorded;  // kept alive until the end of the replays
   std::map<const char*, size_t> pinned;
   std::map<int, std::vector<Freed>> freed;  // by stream
   std::map<int, MemoryStatistics> statistics;
@@ -49,43 +49,43 @@ MemoryRef new_memory(size_t size, int device) {
 }
 
 void release_device(void* context) {
-  std::unique_ptr<MemoryRef> held(static_cast<MemoryRef*>(context));
-  MemoryRef memory = *held;
+  std::unique_ptr<MemoryRef> owner(static_cast<MemoryRef*>(context));
+  MemoryRef memory = *owner;
   auto& queue = Queue::get();
   Guard guard(queue.mutex);
   memory->freed = true;
   statistics(memory->device).allocated -= static_cast<int64_t>(memory->size);
   Freed freed{memory, {}};
-  for (int user : memory->users) {
-    auto tail = queue.tail(user);
+  for (int stream : memory->stream_uses) {
+    auto tail = queue.tail(stream);
     freed.follows.insert(freed.follows.end(), tail.begin(), tail.end());
   }
   registry().freed[memory->stream].push_back(std::move(freed));
 }
 
-// The caching allocator gives a freed block to the next allocation on its stream, whose work comes after
-// all that the stream has by then, and after the work that streams named by record_stream() had when the
-// block was freed.
-void hand_on(int stream) {
+// The caching allocator reuses a freed block for an allocation on the same stream. The operations that
+// use it depend on those of this stream so far, and on those that the streams of record_stream() had
+// when the block was freed.
+void reuse_freed_blocks(int stream) {
   auto& queue = Queue::get();
   auto blocks = std::exchange(registry().freed[stream], {});
   for (auto& block : blocks) {
     auto& memory = block.memory;
     Node node;
-    node.name = "memory of " + std::to_string(memory->size) + " bytes goes to its next user";
+    node.name = "reuse of a freed block of " + std::to_string(memory->size) + " bytes";
     node.follows = std::move(block.follows);
     auto tail = queue.tail(stream);
     node.follows.insert(node.follows.end(), tail.begin(), tail.end());
     node.touches = {{memory, memory->data, memory->data + memory->size, true}};
     node.run = [data = memory->data, size = memory->size] { std::memset(data, kPoison, size); };
-    queue.add(kUnordered, std::move(node), 0);
+    queue.add(kNoStream, std::move(node), 0);
   }
 }
 
 void release_pinned(void* context) {
-  std::unique_ptr<MemoryRef> held(static_cast<MemoryRef*>(context));
+  std::unique_ptr<MemoryRef> owner(static_cast<MemoryRef*>(context));
   Guard guard(Queue::get().mutex);
-  registry().pinned.erase((*held)->data);
+  registry().pinned.erase((*owner)->data);
 }
 
 struct DeviceAllocator final : c10::Allocator {
@@ -95,7 +95,7 @@ struct DeviceAllocator final : c10::Allocator {
     int device = current_device();
     auto memory = new_memory(size, device);
     memory->stream = current_stream(device);
-    hand_on(memory->stream);
+    reuse_freed_blocks(memory->stream);
     registry().all[memory.get()] = memory;
     if (queue.recording()) registry().recorded.push_back(memory);
     queue.counters.allocations++;
@@ -107,7 +107,7 @@ struct DeviceAllocator final : c10::Allocator {
             c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device))};
   }
   void copy_data(void*, const void*, size_t) const override {
-    TORCH_CHECK(false, "device memory is copied by operations only");
+    TORCH_CHECK(false, "the allocator of the fake device copies no memory");
   }
 };
 
@@ -155,7 +155,7 @@ MemoryRef memory_of(const at::Tensor& tensor) { return memory_of(tensor.storage(
 void record_stream(const c10::DataPtr& data, int stream) {
   Guard guard(Queue::get().mutex);
   auto memory = memory_of(data);
-  if (memory && memory->stream != stream) memory->users.insert(stream);
+  if (memory && memory->stream != stream) memory->stream_uses.insert(stream);
 }
 
 void resize_storage(c10::StorageImpl* storage, size_t bytes) {
@@ -194,7 +194,7 @@ void register_host_memory(void* data, size_t size) {
 }
 
 void unregister_host_memory(void* data) {
-  Queue::get().drain();  // as the driver waits
+  Queue::get().drain();  // cudaHostUnregister synchronizes
   Guard guard(Queue::get().mutex);
   registry().pinned.erase(static_cast<const char*>(data));
 }
@@ -202,7 +202,7 @@ void unregister_host_memory(void* data) {
 at::Tensor alias(const at::Tensor& tensor, Node& node, bool writes) {
   auto memory = memory_of(tensor);
   if (!memory) {
-    TORCH_CHECK(tensor.numel() == 0, "a tensor without memory was used by an operation");
+    TORCH_CHECK(tensor.numel() == 0, "an operation uses a tensor without memory");
     return at::empty_strided(tensor.sizes(), tensor.strides(),
                              at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
   }
@@ -271,7 +271,7 @@ std::string first_difference() {
   return difference;
 }
 
-void forget_saved_memory() {
+void discard_saved_memory() {
   for_each_memory([](Memory& memory) {
     memory.before.clear();
     memory.after.clear();

@@ -1,4 +1,4 @@
-// Memory of fake devices, which is poisoned as soon as it could be handed to somebody else.
+// Memory of fake devices, which is poisoned as soon as the caching allocator could reuse it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,17 +13,17 @@
 
 namespace fake_cuda {
 
-constexpr int kPoison = 0xFF;  // not a number in every floating-point dtype
+constexpr int kPoison = 0xFF;  // NaN in most floating-point dtypes
 
 struct Memory {
   char* data = nullptr;
   size_t size = 0;
-  int device = -1;          // -1: pinned memory of the host
-  int stream = kUnordered;  // on which it was allocated
-  std::set<int> users;      // other streams, from record_stream
+  int device = -1;            // -1: pinned host memory
+  int stream = kNoStream;     // on which it was allocated
+  std::set<int> stream_uses;  // other streams, from record_stream
   bool freed = false;
-  std::vector<char> before;  // its contents when the recording began
-  std::vector<char> after;   // and when it ended
+  std::vector<char> before;  // contents at the begin of the recording
+  std::vector<char> after;   // contents at its end
   ~Memory();
 };
 
@@ -40,7 +40,7 @@ bool is_pinned(const void* data);
 void register_host_memory(void* data, size_t size);
 void unregister_host_memory(void* data);
 
-// A CPU tensor on the same bytes, for an operation that reads or writes them.
+// Return a CPU tensor that shares the memory, and add the access to the operation.
 at::Tensor alias(const at::Tensor& tensor, Node& node, bool writes);
 
 // Snapshots for replays.
@@ -49,7 +49,7 @@ void save_memory_after();
 void restore_memory_before();
 void restore_memory_after();
 std::string first_difference();
-void forget_saved_memory();
+void discard_saved_memory();
 
 struct MemoryStatistics {
   int64_t allocated = 0;

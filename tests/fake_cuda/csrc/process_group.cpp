@@ -1,5 +1,5 @@
-// Collectives with the order and the lifetimes of NCCL's: a communicator runs them one after the other
-// on a stream; streams wait for them, the host does not. Bytes travel between processes by gloo.
+// Collectives with the order and lifetimes of NCCL's: a communicator runs its collectives in order on
+// one stream; other streams wait for them, the host does not. Gloo transports the data.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
@@ -30,8 +30,8 @@ using Ref = c10::intrusive_ptr<T>;
 // One collective of a communicator.
 class StreamWork final : public Work {
  public:
-  StreamWork(c10d::OpType type, NodeId node, Tensors held, Tensors results, uint64_t sequence)
-      : Work(-1, type), node_(node), held_(std::move(held)), results_(std::move(results)),
+  StreamWork(c10d::OpType type, NodeId node, Tensors stashed, Tensors results, uint64_t sequence)
+      : Work(-1, type), node_(node), stashed_(std::move(stashed)), results_(std::move(results)),
         sequence_(sequence) {}
 
   bool isCompleted() override { return Queue::get().query(node_); }
@@ -42,8 +42,8 @@ class StreamWork final : public Work {
   }
   void synchronize() override {
     auto& queue = Queue::get();
-    queue.let_stream_wait(current_stream(current_device()), node_);
-    held_.clear();
+    queue.stream_wait(current_stream(current_device()), node_);
+    stashed_.clear();
     if (blocking) queue.wait_for(node_, "barrier");
   }
   void blockCurrentStream() override { synchronize(); }
@@ -53,7 +53,7 @@ class StreamWork final : public Work {
 
  private:
   NodeId node_;
-  Tensors held_;  // NCCL's stash: alive until somebody waits, then the stream is behind the node
+  Tensors stashed_;  // as NCCL's stash, kept alive until `wait`
   Tensors results_;
   uint64_t sequence_;
 };
@@ -71,51 +71,51 @@ Tensor typed(const Tensor& bytes, const Tensor& like) {
 
 void write(const Tensor& output, const Tensor& values) { Tensor(output).copy_(values.view(output.sizes())); }
 
-// The values of all ranks, reduced in the order of ranks, 16-bit ones in FP32.
+// Reduce the values of all ranks in rank order; 16-bit values are summed in FP32.
 Tensor reduced(const Tensors& parts, const Tensor& like, c10d::ReduceOp op) {
   using Op = c10d::ReduceOp;
   Tensors values;
   for (const auto& part : parts) values.push_back(typed(part, like));
   auto stacked = at::stack(values);
   auto dtype = stacked.scalar_type();
-  bool narrow = dtype == at::kHalf || dtype == at::kBFloat16;
+  bool is_16_bit = dtype == at::kHalf || dtype == at::kBFloat16;
   switch (op) {
     case Op::MAX: return stacked.amax(0);
     case Op::MIN: return stacked.amin(0);
     case Op::PRODUCT: return stacked.prod(0, false, dtype);
     case Op::SUM: case Op::AVG: {
-      auto sum = stacked.sum(0, false, narrow ? at::kFloat : dtype);
+      auto sum = stacked.sum(0, false, is_16_bit ? at::kFloat : dtype);
       return (op == Op::AVG ? sum / static_cast<double>(parts.size()) : sum).to(dtype);
     }
-    default: TORCH_CHECK(false, "the fake device has no such reduction");
+    default: TORCH_CHECK(false, "the fake device does not support this reduction");
   }
 }
 
-// The bytes of every rank, in the order of ranks: all collectives are made of them.
+// Gathers the bytes of every rank, in rank order. All collectives are based on it.
 struct Gather {
   Tensors parts;
 
-  void start(const Ref<Backend>& carrier, Tensor bytes, int64_t world, bool uneven) {
+  void start(const Ref<Backend>& gloo, Tensor bytes, int64_t world, bool uneven) {
     own_ = std::move(bytes);
     if (world == 1) {
       parts = {own_};
       return;
     }
-    if (!uneven) return gather(carrier, world);
+    if (!uneven) return gather(gloo, world);
     for (int64_t i = 0; i < world; i++) sizes_.push_back(at::empty({1}, at::kLong));
     std::vector<Tensors> received{sizes_};
     Tensors sent{at::tensor({own_.numel()}, at::kLong)};
-    work_ = carrier->allgather(received, sent);
+    work_ = gloo->allgather(received, sent);
   }
 
-  // Whether the bytes of all ranks are there.
-  bool advance(const Ref<Backend>& carrier) {
+  // Return whether the bytes of all ranks have arrived.
+  bool advance(const Ref<Backend>& gloo) {
     if (!work_) return true;
     if (!work_->isCompleted()) return false;
-    work_->wait();  // raises what went wrong
+    work_->wait();  // raises its error
     work_.reset();
     if (sizes_.empty()) return true;
-    // Ranks give different amounts: the longest decides.
+    // Sizes differ between ranks: pad all to the largest.
     int64_t longest = 0;
     for (const auto& size : sizes_) longest = std::max(longest, size.item<int64_t>());
     auto padded = at::empty({(longest + 15) / 16 * 16}, at::kByte);
@@ -123,16 +123,16 @@ struct Gather {
     own_ = padded;
     int64_t world = static_cast<int64_t>(sizes_.size());
     sizes_.clear();
-    gather(carrier, world);
+    gather(gloo, world);
     return false;
   }
 
  private:
-  void gather(const Ref<Backend>& carrier, int64_t world) {
+  void gather(const Ref<Backend>& gloo, int64_t world) {
     for (int64_t i = 0; i < world; i++) parts.push_back(at::empty_like(own_));
     std::vector<Tensors> received{parts};
     Tensors sent{own_};
-    work_ = carrier->allgather(received, sent);
+    work_ = gloo->allgather(received, sent);
   }
 
   Tensor own_;
@@ -142,9 +142,9 @@ struct Gather {
 
 class FakeNccl final : public Backend {
  public:
-  FakeNccl(int rank, int size, Ref<Backend> carrier)
-      : Backend(rank, size), carrier_(std::move(carrier)), stream_(-1) {
-    if (size > 1) Queue::get().start_draining();
+  FakeNccl(int rank, int size, Ref<Backend> gloo)
+      : Backend(rank, size), gloo_(std::move(gloo)), stream_(-1) {
+    if (size > 1) Queue::get().start_progress_thread();
   }
 
   const std::string getBackendName() const override { return "nccl"; }
@@ -185,10 +185,10 @@ class FakeNccl final : public Backend {
   }
   Ref<Work> reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
     auto op = options.reduceOp;
-    bool mine = options.rootRank == getRank();
+    bool is_root = options.rootRank == getRank();
     return run("reduce", c10d::OpType::REDUCE, tensors, tensors, options.asyncOp,
-               [op, mine](const Tensors& parts, const Tensors& outputs) {
-                 if (mine) write(outputs[0], reduced(parts, outputs[0], op));
+               [op, is_root](const Tensors& parts, const Tensors& outputs) {
+                 if (is_root) write(outputs[0], reduced(parts, outputs[0], op));
                });
   }
   Ref<Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
@@ -216,7 +216,7 @@ class FakeNccl final : public Backend {
   }
   Ref<Work> alltoall_base(Tensor& output, Tensor& input, std::vector<int64_t>& output_splits,
                           std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& options) override {
-    // Rows for each rank; every rank finds its own by the splits that come along.
+    // Every rank sends its splits with its rows, and receivers select their rows by them.
     int64_t world = getSize(), rank = getRank();
     auto splits = input_splits;
     if (splits.empty()) splits.assign(world, input.size(0) / world);
@@ -285,7 +285,7 @@ class FakeNccl final : public Backend {
     return at::empty({1}, at::TensorOptions().dtype(at::kFloat).device(at::kCUDA, current_device()));
   }
 
-  // The communicator's own stream, which waits for the caller's; a blocking call takes the caller's.
+  // The communicator's stream, which waits for the current stream. A blocking call uses the current one.
   int stream_for(bool async) {
     int caller = current_stream(current_device());
     if (!async) return caller;
@@ -294,11 +294,11 @@ class FakeNccl final : public Backend {
       c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
       stream_ = stream_number(guard.getNewStream(c10::Device(c10::DeviceType::CUDA, current_device())));
     }
-    for (NodeId id : queue.tail(caller)) queue.let_stream_wait(stream_, id);
+    for (NodeId id : queue.tail(caller)) queue.stream_wait(stream_, id);
     return stream_;
   }
 
-  Ref<Work> append(c10d::OpType type, Node node, bool async, Tensors held, Tensors results) {
+  Ref<Work> append(c10d::OpType type, Node node, bool async, Tensors stashed, Tensors results) {
     auto& queue = Queue::get();
     std::lock_guard lock(queue.mutex);
     queue.counters.launches["c10d::" + node.name]++;
@@ -306,7 +306,7 @@ class FakeNccl final : public Backend {
     if (previous_ != kNone) node.follows.push_back(previous_);
     previous_ = queue.add(stream, std::move(node));
     sequence_++;
-    last_ = c10::make_intrusive<StreamWork>(type, previous_, std::move(held), std::move(results), sequence_);
+    last_ = c10::make_intrusive<StreamWork>(type, previous_, std::move(stashed), std::move(results), sequence_);
     return last_;
   }
 
@@ -318,7 +318,7 @@ class FakeNccl final : public Backend {
     Tensors to, from;
     for (const auto& output : outputs) to.push_back(alias(output, node, true));
     for (const auto& input : inputs) from.push_back(alias(input, node, false));
-    auto carrier = carrier_;
+    auto gloo = gloo_;
     int64_t world = getSize();
     node.observed = [from] {
       uint64_t hash = 0;
@@ -330,20 +330,20 @@ class FakeNccl final : public Backend {
     };
     auto gather = std::make_shared<Gather>();
     node.run = [=] {
-      Tensors given = from;
-      if (header.defined()) given.insert(given.begin(), header);
-      gather->start(carrier, flat_bytes(given), world, header.defined());
+      Tensors sent = from;
+      if (header.defined()) sent.insert(sent.begin(), header);
+      gather->start(gloo, flat_bytes(sent), world, header.defined());
     };
     node.finished = [=] {
-      if (!gather->advance(carrier)) return false;
+      if (!gather->advance(gloo)) return false;
       finish(gather->parts, to);
       return true;
     };
-    // Replays have no other ranks: what they had sent is still there.
+    // Replays reuse the data that the other ranks sent in the recording.
     node.rerun = [=] { finish(gather->parts, to); };
-    Tensors held = outputs;
-    held.insert(held.end(), inputs.begin(), inputs.end());
-    return append(type, std::move(node), async, async ? held : Tensors{}, outputs);
+    Tensors stashed = outputs;
+    stashed.insert(stashed.end(), inputs.begin(), inputs.end());
+    return append(type, std::move(node), async, async ? stashed : Tensors{}, outputs);
   }
 
   Ref<Work> transfer(bool send, const Tensor& tensor, int peer, int tag) {
@@ -351,10 +351,10 @@ class FakeNccl final : public Backend {
     Node node;
     node.name = send ? "send" : "recv";
     auto values = alias(tensor, node, !send);
-    auto held = at::empty(values.sizes(), values.options());
-    // Gloo's halves make progress only while somebody waits for them.
+    auto buffer = at::empty(values.sizes(), values.options());
+    // Gloo's send and recv make progress only inside of `wait`.
     auto pending = std::make_shared<std::future<void>>();
-    auto carrier = carrier_;
+    auto gloo = gloo_;
     if (send) {
       node.observed = [=] {
         auto contiguous = values.contiguous();
@@ -362,13 +362,13 @@ class FakeNccl final : public Backend {
       };
     }
     node.run = [=] {
-      if (send) Tensor(held).copy_(values);
-      Tensors tensors{held};
-      auto work = send ? carrier->send(tensors, peer, tag) : carrier->recv(tensors, peer, tag);
+      if (send) Tensor(buffer).copy_(values);
+      Tensors tensors{buffer};
+      auto work = send ? gloo->send(tensors, peer, tag) : gloo->recv(tensors, peer, tag);
       *pending = std::async(std::launch::async, [work] { work->wait(); });
     };
     auto complete = [=] {
-      if (!send) Tensor(values).copy_(held);
+      if (!send) Tensor(values).copy_(buffer);
     };
     node.finished = [=] {
       if (pending->wait_for(std::chrono::seconds(0)) != std::future_status::ready) return false;
@@ -377,7 +377,7 @@ class FakeNccl final : public Backend {
       return true;
     };
     node.rerun = complete;
-    // Pairs of ranks have communicators of their own.
+    // Each pair of ranks has a separate communicator.
     NodeId before = previous_;
     previous_ = kNone;
     auto work = append(send ? c10d::OpType::SEND : c10d::OpType::RECV, std::move(node), true, {tensor}, {tensor});
@@ -385,7 +385,7 @@ class FakeNccl final : public Backend {
     return work;
   }
 
-  Ref<Backend> carrier_;
+  Ref<Backend> gloo_;
   int stream_;
   NodeId previous_ = kNone;
   uint64_t sequence_ = 0;
@@ -397,8 +397,8 @@ class FakeNccl final : public Backend {
 }  // namespace fake_cuda
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  module.def("create", [](int rank, int size, c10::intrusive_ptr<c10d::Backend> carrier) {
+  module.def("create", [](int rank, int size, c10::intrusive_ptr<c10d::Backend> gloo) {
     return c10::intrusive_ptr<c10d::Backend>(
-        c10::make_intrusive<fake_cuda::FakeNccl>(rank, size, std::move(carrier)));
+        c10::make_intrusive<fake_cuda::FakeNccl>(rank, size, std::move(gloo)));
   });
 }

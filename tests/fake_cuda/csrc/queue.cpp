@@ -19,20 +19,20 @@ namespace fake_cuda {
 
 namespace {
 
-// Modes and autocast of the thread that happens to run an operation are none of its business.
-const at::ThreadLocalState& clean_state() {
+// Operations ignore the dispatch modes and autocast of the thread that runs them.
+const at::ThreadLocalState& default_thread_state() {
   static const at::ThreadLocalState state;
   return state;
 }
-[[maybe_unused]] const at::ThreadLocalState& taken_at_load = clean_state();
+[[maybe_unused]] const at::ThreadLocalState& created_at_load = default_thread_state();
 
-class Undisturbed {
-  at::ThreadLocalStateGuard state_{clean_state()};
+class DefaultThreadState {
+  at::ThreadLocalStateGuard state_{default_thread_state()};
   at::AutoDispatchBelowADInplaceOrView below_;
 };
 
-// So many orders run even if no two operations on the same memory have changed places: what operations
-// touch is taken from their signatures, which could be wrong.
+// This many orders run even if no two accesses to the same memory have changed places: the accesses
+// of an operation are taken from its schema, which could be wrong.
 constexpr uint64_t kAlwaysRun = 20;
 
 class WithoutPython {
@@ -46,7 +46,7 @@ class WithoutPython {
   PyThreadState* state_;
 };
 
-void nap() {
+void sleep_briefly() {
   WithoutPython guard;
   std::this_thread::sleep_for(std::chrono::microseconds(100));
 }
@@ -89,7 +89,7 @@ NodeId Queue::add(int stream, Node node, double seconds) {
   node.stream = stream;
   auto& follows = node.follows;
   if (host_ != kNone) follows.push_back(host_);
-  if (stream != kUnordered) {
+  if (stream != kNoStream) {
     auto before = tail(stream);
     follows.insert(follows.end(), before.begin(), before.end());
     waits_[stream].clear();
@@ -99,13 +99,13 @@ NodeId Queue::add(int stream, Node node, double seconds) {
     if (id >= base_) start = std::max(start, at(id).end);
   }
   node.end = start + seconds;
-  if (!recording_) forget_done();
+  if (!recording_) remove_completed();
   follows.erase(
       std::remove_if(follows.begin(), follows.end(), [&](NodeId id) { return id < base_; }),
       follows.end());
   NodeId id = base_ + static_cast<NodeId>(nodes_.size());
   nodes_.push_back(std::move(node));
-  if (stream != kUnordered) {
+  if (stream != kNoStream) {
     last_[stream] = id;
   } else {
     unordered_.push_back(id);
@@ -113,7 +113,7 @@ NodeId Queue::add(int stream, Node node, double seconds) {
   if (immediate_) {
     run_ancestors(id, lock);
   } else if (eagerness_ > 0 && std::uniform_real_distribution<>(0, 1)(random_) < eagerness_) {
-    run_some();
+    run_some_ready();
   }
   return id;
 }
@@ -137,7 +137,7 @@ std::vector<int> Queue::streams() {
   return {result.begin(), result.end()};
 }
 
-void Queue::let_stream_wait(int stream, NodeId node) {
+void Queue::stream_wait(int stream, NodeId node) {
   std::lock_guard lock(mutex);
   if (node != kNone) waits_[stream].push_back(node);
 }
@@ -146,13 +146,13 @@ bool Queue::ready(const Node& node) {
   return std::all_of(node.follows.begin(), node.follows.end(), [&](NodeId id) { return is_done(id); });
 }
 
-// Run or poll an operation whose predecessors are done; returns whether it is done.
+// Run or poll an operation whose dependencies are done; returns whether it is done.
 bool Queue::advance(Node& node) {
   if (node.done) return true;
   if (!node.started) {
     node.started = true;
     try {
-      Undisturbed guard;
+      DefaultThreadState guard;
       if (node.observed) node.live_hash = node.observed();
       if (node.run) node.run();
     } catch (const std::exception& error) {
@@ -161,7 +161,7 @@ bool Queue::advance(Node& node) {
   }
   if (node.finished) {
     try {
-      Undisturbed guard;
+      DefaultThreadState guard;
       node.done = node.finished();
     } catch (const std::exception& error) {
       fail(node.name + ": " + error.what());
@@ -184,9 +184,9 @@ void Queue::run_ancestors(NodeId id, std::unique_lock<Mutex>& lock) {
   if (id == kNone || is_done(id)) return;
   std::vector<NodeId> wanted{id};
   std::vector<NodeId> stack{id};
-  while (first_open_ < nodes_.size() && nodes_[first_open_].done) first_open_++;
-  NodeId open = base_ + static_cast<NodeId>(first_open_);
-  std::vector<bool> seen(nodes_.size() - first_open_);
+  while (first_pending_ < nodes_.size() && nodes_[first_pending_].done) first_pending_++;
+  NodeId open = base_ + static_cast<NodeId>(first_pending_);
+  std::vector<bool> seen(nodes_.size() - first_pending_);
   seen[id - open] = true;
   while (!stack.empty()) {
     NodeId next = stack.back();
@@ -202,36 +202,36 @@ void Queue::run_ancestors(NodeId id, std::unique_lock<Mutex>& lock) {
   for (NodeId next : wanted) {
     while (!is_done(next)) {
       if (ready(at(next)) && advance(at(next))) break;
-      // Collectives of other streams may have to start before this one can end.
-      run_some();
+      // This collective may need that other streams start theirs.
+      run_some_ready();
       lock.unlock();
-      nap();
+      sleep_briefly();
       lock.lock();
     }
   }
 }
 
 // Run ready operations of a few streams, chosen at random.
-void Queue::run_some() {
+void Queue::run_some_ready() {
   std::vector<NodeId> heads;
   std::set<int> blocked;
-  while (first_open_ < nodes_.size() && nodes_[first_open_].done) first_open_++;
-  for (size_t i = first_open_; i < nodes_.size(); i++) {
+  while (first_pending_ < nodes_.size() && nodes_[first_pending_].done) first_pending_++;
+  for (size_t i = first_pending_; i < nodes_.size(); i++) {
     Node& node = nodes_[i];
     if (node.done) continue;
-    if (node.stream != kUnordered && !blocked.insert(node.stream).second) continue;
+    if (node.stream != kNoStream && !blocked.insert(node.stream).second) continue;
     if (ready(node)) heads.push_back(base_ + static_cast<NodeId>(i));
   }
   std::shuffle(heads.begin(), heads.end(), random_);
   size_t many = heads.empty() ? 0 : 1 + random_() % heads.size();
   for (size_t i = 0; i < heads.size(); i++) {
-    // Collectives always go on: other ranks wait for them.
+    // Collectives are always polled: other ranks wait for them.
     if (i < many || at(heads[i]).finished) advance(at(heads[i]));
   }
 }
 
-// Memory that was freed goes to its next user at once, or later.
-void Queue::hand_on_memory() {
+// Reuse each freed block now or later, at random.
+void Queue::run_block_reuse() {
   std::vector<NodeId> kept;
   for (NodeId id : unordered_) {
     if (is_done(id)) continue;
@@ -244,24 +244,24 @@ void Queue::hand_on_memory() {
   unordered_ = std::move(kept);
 }
 
-void Queue::forget_done() {
+void Queue::remove_completed() {
   size_t done = 0;
   while (done < nodes_.size() && nodes_[done].done) done++;
   if (done < 256 && done != nodes_.size()) return;
   nodes_.erase(nodes_.begin(), nodes_.begin() + done);
   base_ += static_cast<NodeId>(done);
-  first_open_ -= std::min(first_open_, done);
+  first_pending_ -= std::min(first_pending_, done);
   unordered_.erase(
       std::remove_if(unordered_.begin(), unordered_.end(), [&](NodeId id) { return is_done(id); }),
       unordered_.end());
 }
 
-void Queue::host_follows(const std::vector<NodeId>& waited) {
+void Queue::add_host_wait(const std::vector<NodeId>& waited) {
   Node marker;
   marker.name = "host waits";
   marker.follows = waited;
   marker.done = true;
-  host_ = add(kUnordered, std::move(marker), 0);
+  host_ = add(kNoStream, std::move(marker), 0);
 }
 
 void Queue::wait_for(NodeId node, const std::string& cause) {
@@ -269,8 +269,8 @@ void Queue::wait_for(NodeId node, const std::string& cause) {
   if (!cause.empty()) counters.waits[cause]++;
   if (node == kNone) return;
   run_ancestors(node, lock);
-  hand_on_memory();
-  host_follows({node});
+  run_block_reuse();
+  add_host_wait({node});
 }
 
 void Queue::wait_for_streams(const std::vector<int>& streams, const std::string& cause) {
@@ -282,48 +282,48 @@ void Queue::wait_for_streams(const std::vector<int>& streams, const std::string&
     waited.insert(waited.end(), before.begin(), before.end());
   }
   for (NodeId id : waited) run_ancestors(id, lock);
-  hand_on_memory();
-  if (!waited.empty()) host_follows(waited);
+  run_block_reuse();
+  if (!waited.empty()) add_host_wait(waited);
 }
 
 bool Queue::query(NodeId node) {
   std::unique_lock lock(mutex);
   if (node == kNone) return true;
-  // A host that polls gets its answer at some time, and not before the device's clock allows it.
+  // A host that polls gets its answer after a few polls, and not before the device's clock allows it.
   if (!is_done(node) && at(node).end <= now() && random_() % 2 == 0) {
-    if (draining_) {
-      run_some();
+    if (has_progress_thread_) {
+      run_some_ready();
     } else {
       run_ancestors(node, lock);
     }
   }
   if (!is_done(node)) return false;
-  host_follows({node});
+  add_host_wait({node});
   return true;
 }
 
-double Queue::end_of(NodeId node) {
+double Queue::end_time(NodeId node) {
   std::lock_guard lock(mutex);
   return node == kNone || node < base_ ? 0 : at(node).end;
 }
 
 void Queue::drain() {
   std::unique_lock lock(mutex);
-  for (size_t i = first_open_; i < nodes_.size(); i++) {
+  for (size_t i = first_pending_; i < nodes_.size(); i++) {
     run_ancestors(base_ + static_cast<NodeId>(i), lock);
   }
 }
 
-void Queue::start_draining() {
+void Queue::start_progress_thread() {
   std::lock_guard lock(mutex);
-  if (draining_) return;
-  draining_ = true;
+  if (has_progress_thread_) return;
+  has_progress_thread_ = true;
   std::thread([this] {
     std::mt19937_64 random{7};
     while (true) {
       {
         std::lock_guard lock(mutex);
-        run_some();
+        run_some_ready();
       }
       std::this_thread::sleep_for(std::chrono::microseconds(50 + random() % 500));
     }
@@ -365,7 +365,7 @@ void Queue::begin_recording() {
   std::lock_guard lock(mutex);
   base_ += static_cast<NodeId>(nodes_.size());
   nodes_.clear();
-  first_open_ = 0;
+  first_pending_ = 0;
   unordered_.clear();
   host_ = kNone;
   recording_ = true;
@@ -408,12 +408,12 @@ std::vector<size_t> Queue::order(uint64_t seed) {
   for (auto& [stream, value] : priority) value = uniform(random);
   std::set<size_t> changes;
   for (uint64_t i = 0, many = random() % 4; i < many; i++) changes.insert(random() % (count + 1));
-  // Memory is handed on at once, or late: each time it is freed, one or the other.
-  double at_once = uniform(random);
+  // Each freed block is reused as early or as late as possible, at random.
+  double reused_early = uniform(random);
   std::map<std::pair<double, size_t>, size_t> ready;
   auto add = [&](size_t i) {
     double rank = priority[nodes_[i].stream];
-    if (nodes_[i].stream == kUnordered) rank = uniform(random) < at_once ? 2 : -1;
+    if (nodes_[i].stream == kNoStream) rank = uniform(random) < reused_early ? 2 : -1;
     ready[{-rank, i}] = i;
   };
   for (size_t i = 0; i < count; i++) {
@@ -423,7 +423,7 @@ std::vector<size_t> Queue::order(uint64_t seed) {
   while (!ready.empty()) {
     size_t next = ready.begin()->second;
     ready.erase(ready.begin());
-    if (changes.count(result.size()) != 0 && nodes_[next].stream != kUnordered) {
+    if (changes.count(result.size()) != 0 && nodes_[next].stream != kNoStream) {
       changes.erase(result.size());
       priority[nodes_[next].stream] = lowest -= 1e-3;
       add(next);
@@ -472,7 +472,7 @@ std::string Queue::replay(uint64_t seed) {
   auto earlier = differences_.find(hash_of_order);
   if (earlier != differences_.end() && seed > kAlwaysRun) return earlier->second;
   restore_memory_before();
-  Undisturbed guard;
+  DefaultThreadState guard;
   std::string difference;
   for (size_t i : schedule) {
     Node& node = nodes_[i];
@@ -484,30 +484,30 @@ std::string Queue::replay(uint64_t seed) {
         node.run();
       }
     } catch (const std::exception& error) {
-      // The live run has raised it already; other orders may fail where memory was poisoned.
+      // The recording has raised it already; in other orders, it may be caused by poisoned memory.
       if (difference.empty() && seed != 0) difference = node.name + " raised " + error.what();
     }
-    if (seed == 0) node.ordered_hash = hash;
-    uint64_t expected = seed == 0 ? node.live_hash : node.ordered_hash;
+    if (seed == 0) node.program_order_hash = hash;
+    uint64_t expected = seed == 0 ? node.live_hash : node.program_order_hash;
     if (hash != expected && difference.empty()) {
       difference = node.name + " (operation " + std::to_string(i) + ", stream " +
-          std::to_string(node.stream) + ") has another value";
+          std::to_string(node.stream) + ") has a different value";
     }
   }
   if (difference.empty()) difference = first_difference();
-  if (!difference.empty()) difference += first_exchange(schedule);
+  if (!difference.empty()) difference += first_race(schedule);
   return differences_[hash_of_order] = difference;
 }
 
-// The first two operations on the same bytes that have changed places: nothing orders them.
-std::string Queue::first_exchange(const std::vector<size_t>& order) {
+// The first race: two operations that access the same memory, in the opposite order.
+std::string Queue::first_race(const std::vector<size_t>& order) {
   std::vector<size_t> place(nodes_.size());
   for (size_t i = 0; i < order.size(); i++) place[order[i]] = i;
-  struct Touch {
+  struct NodeAccess {
     size_t node;
     const Access* access;
   };
-  std::map<Memory*, std::vector<Touch>> touches;
+  std::map<Memory*, std::vector<NodeAccess>> touches;
   for (size_t i = 0; i < nodes_.size(); i++) {
     for (const auto& access : nodes_[i].touches) touches[access.memory.get()].push_back({i, &access});
   }
@@ -515,7 +515,7 @@ std::string Queue::first_exchange(const std::vector<size_t>& order) {
   std::string found;
   auto name = [&](size_t i) {
     const Node& node = nodes_[i];
-    std::string stream = node.stream == kUnordered ? "" : ", stream " + std::to_string(node.stream);
+    std::string stream = node.stream == kNoStream ? "" : ", stream " + std::to_string(node.stream);
     return node.name + " (operation " + std::to_string(i) + stream + ")";
   };
   for (const auto& [memory, list] : touches) {
@@ -528,7 +528,7 @@ std::string Queue::first_exchange(const std::vector<size_t>& order) {
         if (node == second || !(a.writes || b.writes) || a.begin >= b.end || b.begin >= a.end) continue;
         if (place[node] < place[second]) continue;
         first = place[second];
-        found = ": " + name(second) + " came before " + name(node) + ", which uses the same memory";
+        found = ": " + name(second) + " ran before " + name(node) + ", which accesses the same memory";
       }
     }
   }
@@ -538,13 +538,13 @@ std::string Queue::first_exchange(const std::vector<size_t>& order) {
 void Queue::finish_replays() {
   std::lock_guard lock(mutex);
   restore_memory_after();
-  forget_saved_memory();
+  discard_saved_memory();
   followers_.clear();
   predecessors_.clear();
   differences_.clear();
   base_ += static_cast<NodeId>(nodes_.size());
   nodes_.clear();
-  first_open_ = 0;
+  first_pending_ = 0;
   unordered_.clear();
   host_ = kNone;
 }

@@ -1,4 +1,4 @@
-// The work of fake devices: a graph of operations, executed late, and replayed in other legal orders.
+// The operations of fake devices: a dependency graph, run lazily, and replayed in other legal orders.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ namespace fake_cuda {
 
 using NodeId = int64_t;
 constexpr NodeId kNone = -1;
-// Operations that no stream orders: markers of the host, and memory handed to its next user.
-constexpr int kUnordered = -1;
+// For operations on no stream: waits of the host, and reuse of freed blocks.
+constexpr int kNoStream = -1;
 
 struct Memory;
 
-// Bytes of a device that an operation reads or writes; it keeps them alive.
+// A range of device memory that an operation reads or writes; it keeps the memory alive.
 struct Access {
   std::shared_ptr<Memory> memory;
   const char* begin;
@@ -29,29 +29,29 @@ struct Access {
 
 // One operation. It may run once all operations that it follows have run.
 struct Node {
-  int stream = kUnordered;
+  int stream = kNoStream;
   std::string name;
   std::vector<NodeId> follows;
   std::vector<Access> touches;
   std::function<void()> run;
-  // Collectives only: `run` starts them, and they are done once this is true.
+  // Collectives only: `run` starts the collective, and this polls whether it has completed.
   std::function<bool()> finished;
-  // What a replay runs in place of `run`; empty: the same.
+  // Replays call this instead of `run`, if it is set.
   std::function<void()> rerun;
-  // A hash of what leaves the device: values that the host reads, and inputs of collectives.
+  // Returns the hash of the values that leave the device: read by the host, or sent by a collective.
   std::function<uint64_t()> observed;
   bool started = false;
   bool done = false;
-  double end = 0;  // seconds, on a clock on which every operation takes its cost
+  double end = 0;  // in seconds of the device's simulated clock
   uint64_t live_hash = 0;
-  uint64_t ordered_hash = 0;
+  uint64_t program_order_hash = 0;
 };
 
 // Counts since the last call of take_counters().
 struct Counters {
   std::map<std::string, int64_t> launches;
-  std::map<std::string, int64_t> waits;  // by cause; the host stood still for each
-  int64_t reads = 0;                     // values that the host read and waited for
+  std::map<std::string, int64_t> waits;  // of the host, by cause
+  int64_t reads = 0;                     // blocking reads of device values by the host
   int64_t pageable_copies = 0;           // non-blocking copies from memory that is not pinned
   int64_t allocations = 0;
 };
@@ -71,29 +71,29 @@ class Queue {
  public:
   static Queue& get();
 
-  // Taken by every public function; held while operations run.
+  // Locked by every public function, and while operations run.
   Mutex mutex;
   Counters counters;
 
-  // Append an operation behind the last one of its stream and all that the stream waits for.
+  // Append an operation to a stream; it depends on the last one and on what the stream waits for.
   NodeId add(int stream, Node node, double seconds = 1e-6);
   NodeId last_of(int stream);
-  // What an operation added to the stream now would follow.
+  // The dependencies of the next operation of the stream.
   std::vector<NodeId> tail(int stream);
   std::vector<int> streams();
-  void let_stream_wait(int stream, NodeId node);
+  void stream_wait(int stream, NodeId node);
 
-  // The host waits: run what the operation needs. Operations added later follow it.
+  // Let the host wait: run the operation and its dependencies. Later operations depend on it.
   void wait_for(NodeId node, const std::string& cause);
   void wait_for_streams(const std::vector<int>& streams, const std::string& cause);
   bool query(NodeId node);
-  double end_of(NodeId node);
-  // Run everything. No wait of the host: order does not change.
+  double end_time(NodeId node);
+  // Run everything, but add no dependency as a wait of the host would.
   void drain();
-  // Run ready operations from a thread of its own: other ranks wait for this one's collectives.
-  void start_draining();
+  // Run ready operations in a separate thread: other ranks wait for collectives of this one.
+  void start_progress_thread();
 
-  // `eagerness` in [0, 1]: how often an operation runs before anybody needs it.
+  // `eagerness` in [0, 1]: probability that a launch also runs some ready operations.
   void set_schedule(bool immediate, double eagerness, uint64_t seed);
 
   void begin_recording();
@@ -105,7 +105,7 @@ class Queue {
   std::string replay(uint64_t seed);
   void finish_replays();
 
-  // Ranges of the host's memory that pending copies will write.
+  // Ranges of host memory to which pending copies write.
   struct HostWrite {
     NodeId node;
     const void* data;
@@ -123,24 +123,24 @@ class Queue {
   bool ready(const Node& node);
   bool advance(Node& node);
   void run_ancestors(NodeId id, std::unique_lock<Mutex>& lock);
-  void run_some();
-  void hand_on_memory();
-  void forget_done();
-  void host_follows(const std::vector<NodeId>& waited);
+  void run_some_ready();
+  void run_block_reuse();
+  void remove_completed();
+  void add_host_wait(const std::vector<NodeId>& waited);
   std::vector<size_t> order(uint64_t seed);
   uint64_t hash_of_accesses(const std::vector<size_t>& order);
-  std::string first_exchange(const std::vector<size_t>& order);
+  std::string first_race(const std::vector<size_t>& order);
 
   std::vector<Node> nodes_;
   NodeId base_ = 0;
-  size_t first_open_ = 0;  // all nodes before it are done
+  size_t first_pending_ = 0;  // all nodes before it are done
   std::map<int, NodeId> last_;
   std::map<int, std::vector<NodeId>> waits_;
-  NodeId host_ = kNone;  // everything added later follows it
+  NodeId host_ = kNone;  // the last wait of the host; all later operations depend on it
   std::vector<NodeId> unordered_;
   bool immediate_ = false;
   bool recording_ = false;
-  bool draining_ = false;
+  bool has_progress_thread_ = false;
   // Of the recording that is replayed.
   std::vector<std::vector<size_t>> followers_;
   std::vector<int> predecessors_;
