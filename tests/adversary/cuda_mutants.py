@@ -27,7 +27,7 @@ SHARED = ("pyproject.toml", "benchmarks", "build")
 
 # What the output of a test says about a bug, by a pattern; the first one that is found counts.
 MESSAGES = {
-    r"OrderMatters: .*?, (.*); a stream does not wait": r"another order of operations: \1",
+    r"OrderError: .*?, (.*); a stream does not wait": r"another order of operations: \1",
     r"called a (synchronizing CUDA operation: [\w ]+)": r"\1",
     r"(the host waited: \{'.*\})": r"\1",
     r"distmp.errors.\w+Error: (.*?)(?:;|$)": r"\1",
@@ -49,7 +49,7 @@ TWO_HOPS = "tests/buckets/test_exchange.py::test_two_machines_with_gpus"
 STREAMS = "tests/engine/test_engine_streams.py"
 GIVEN = f"{STREAMS}::test_no_host_wait_for_anything_that_a_step_is_given[fp16]"
 TWO_RANKS = f"{STREAMS}::test_two_ranks_wait_for_each_other"
-SNAPSHOT = "tests/checkpoint/test_snapshot.py::test_a_snapshot_of_a_gpu_is_that_of_its_step"
+SNAPSHOT = "tests/checkpoint/test_host_buffers.py::test_a_snapshot_of_a_gpu_is_that_of_its_step"
 HOST_COPY = "tests/utils/test_host_copy.py::test_values_of_a_gpu_are_read_when_they_have_arrived"
 BUFFERS = "tests/parallel/test_module_buffers.py::"
 REVERTED = f"{BUFFERS}test_a_gpu_reverts_a_skipped_step_without_waiting"
@@ -256,24 +256,24 @@ MUTANTS = [
     Mutant(
         "buffers are saved on another stream",
         MODULE_BUFFERS,
-        "        self._before = buffer_values(self._module)\n",
+        "        self._before = BufferValues(self._module)\n",
         "        with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "            self._before = buffer_values(self._module)\n",
+        "            self._before = BufferValues(self._module)\n",
         REVERTED,
     ),
     Mutant(
         "buffers are restored on another stream",
         MODULE_BUFFERS,
-        "        revert_buffers(self._module, self._before, skipped.bool())\n",
-        "        with torch.cuda.stream(torch.cuda.Stream()):\n"
-        "            revert_buffers(self._module, self._before, skipped.bool())\n",
+        "            self._before.revert(skipped.bool())\n",
+        "            with torch.cuda.stream(torch.cuda.Stream()):\n"
+        "                self._before.revert(skipped.bool())\n",
         REVERTED,
     ),
     Mutant(
         "the host decides whether buffers are reverted",
         MODULE_BUFFERS,
-        "            buffer.copy_(torch.where(revert, values[name], buffer))",
-        "            buffer.copy_(values[name] if revert else buffer)",
+        "batch.write(torch.where(condition, self._before(batch), batch.flat()))",
+        "batch.write(self._before(batch) if condition else batch.flat())",
         REVERTED,
     ),
     Mutant(
@@ -498,16 +498,16 @@ MUTANTS = [
     ),
     Mutant(
         "a snapshot is copied to memory that is not pinned",
-        SNAPSHOTS,
-        "dtype=source.dtype, pin_memory=True)",
-        "dtype=source.dtype)",
+        "distmp/checkpoint/host_buffers.py",
+        "dtype=spec.dtype, pin_memory=True)",
+        "dtype=spec.dtype)",
         SNAPSHOT,
     ),
     Mutant(
         "the host waits for the tensors of a snapshot that may change at any time",
         SNAPSHOTS,
-        "else:\n                    copy.target.copy_(copy.source, non_blocking=True)",
-        "else:\n                    copy.target.copy_(copy.source)",
+        "copy_(self.source, non_blocking=self.is_asynchronous)",
+        "copy_(self.source)",
         SNAPSHOT,
     ),
     Mutant(

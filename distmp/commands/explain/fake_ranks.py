@@ -111,7 +111,7 @@ def simulate_ranks(
         mock.patch(fsdp_internals.SAME_STORAGE, _same_storage),
         mock.patch(fsdp_internals.CHUNKS, _first_chunk),
         warnings.catch_warnings(),
-        MovedByData(),
+        SetDataMode(),
         FakeRanks(),
     ):
         # FSDP1 reads the address of its parameters before a communication hook runs.
