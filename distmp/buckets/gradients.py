@@ -317,17 +317,23 @@ class Fp32GradBuckets:
         used_once: set[int] = set()
         if self._has_16_bit_parameters and loss is not None:
             used_once = weights_used_once(loss)
+        unconverted = [
+            slot.parameter
+            for slot in slots
+            if id(slot.parameter) in used_once and not slot.parameter._backward_hooks
+        ]
         for slot in slots:
             if slot.has_gradient and self._sums is None:
                 slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]
-            if id(slot.parameter) in used_once and not slot.parameter._backward_hooks:
-                slot.parameter.grad_dtype = None
+        for parameter in unconverted:
+            parameter.grad_dtype = None
         try:
             yield
         finally:
             for slot in slots:
                 slot.parameter.grad = None
-                slot.parameter.grad_dtype = torch.float32
+            for parameter in unconverted:
+                parameter.grad_dtype = torch.float32
 
     @torch.no_grad()
     def microbatch_is_finite(self) -> Tensor | None:

@@ -25,7 +25,8 @@ from distmp.utils.flat_shard import FlatShard
 # Weights and optimizer state are almost all of the state, and only the optimizer's update changes
 # them. So they are "held": copied while the next step runs forward and backward, and only its
 # update waits for the end of the copy. Buffers of the model and counts may change at any time; they
-# are small and copied before `Snapshot` returns (on CUDA: enqueued on the current stream).
+# are small and copied before `Snapshot` returns (on CUDA: enqueued on the current stream; the host
+# waits for copies to memory that is not pinned yet).
 #
 #     training thread   Snapshot()   forward, backward    release()   update
 #     writing thread                 complete() ------------------>   writes the copies
@@ -141,11 +142,17 @@ class Snapshot:
         if all(copy.is_asynchronous for copy in self._copies):
             self._copied.set()
 
-    def release(self) -> None:
-        """Return when held tensors may change. On CUDA the current stream waits, not the host."""
+    def release(self, timeout: float | None = None) -> None:
+        """Return when held tensors may change. On CUDA the current stream waits, not the host.
+
+        Args:
+            timeout: How long the host waits for copies that it makes itself, in seconds; afterwards
+                the snapshot fails. None waits until they end.
+        """
         if self._released.is_set():
             return
-        self._copied.wait()
+        if not self._copied.wait(timeout):
+            self._problem = "training ended before the state was copied to host memory"
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
         changed = [copy.name for copy in self._copies if copy.source._version != copy.version]

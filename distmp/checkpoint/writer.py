@@ -317,7 +317,7 @@ class CheckpointWriter:
         pending = self._pending
         if pending is None:
             return
-        pending.snapshot.release()
+        pending.snapshot.release(timeout)
         pending.thread.join(timeout)
         self._pending = None
         if pending.thread.is_alive():

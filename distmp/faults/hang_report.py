@@ -175,7 +175,8 @@ def _waiting_summary(waiting: Mapping[int, Answer], late: list[int]) -> str:
         return "no rank waits in a collective"
     places = sorted({place for answer in waiting.values() if (place := _place(answer))})
     who = rank_names(waiting) if late else "they"
-    return f"{who} {' and '.join(places) or 'wait'}"
+    verb = "waits" if late and len(waiting) == 1 else "wait"
+    return f"{who} {' and '.join(places) or verb}"
 
 
 def _place(answer: Answer) -> str:

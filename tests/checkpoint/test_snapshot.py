@@ -162,6 +162,15 @@ def test_a_held_tensor_that_has_changed_fails_the_snapshot() -> None:
         complete(snapshot)
 
 
+def test_a_copy_that_takes_too_long_fails_the_snapshot() -> None:
+    tensor = torch.ones(3)
+    snapshot = Snapshot({"a": tensor}, {"a"}, HostBuffers())
+    snapshot.release(timeout=0.0)
+    tensor.zero_()
+    with pytest.raises(CheckpointError, match="training ended before the state was copied"):
+        snapshot.complete()
+
+
 def test_no_memory_fails_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = HostBuffers()
     monkeypatch.setattr(buffers, "like", _no_memory)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from distmp.checkpoint import store, writer
 from distmp.checkpoint.settings import CheckpointConfig
-from distmp.checkpoint.snapshot import Snapshot
+from distmp.checkpoint.snapshot import Snapshot, _Copy
 from distmp.checkpoint.storage import LocalStorage
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.world import World
@@ -264,6 +264,24 @@ def test_a_save_that_does_not_end_keeps_no_failed_rank_alive(
         raise error
     leave.set()
     assert messages == ["the checkpoint of step 1 was not finished"]
+
+
+def test_a_copy_that_does_not_end_keeps_no_failed_rank_alive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose collectives wait for another rank."""
+    leave = threading.Event()
+    monkeypatch.setattr(_Copy, "start", lambda _: leave.wait(40))
+    monkeypatch.setattr(writer, "PATIENCE_SECONDS", 0.1)
+    messages: list[str] = []
+    started = time.monotonic()
+    with contextlib.suppress(ValueError), make_writer(tmp_path, messages) as saving:
+        saving.save(1, {"a": torch.ones(1)}, {}, held={"a"})
+        raise ValueError("of one rank")
+    seconds = time.monotonic() - started
+    leave.set()
+    assert messages == ["the checkpoint of step 1 was not finished"]
+    assert seconds < 30
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="priorities of threads are Linux's")

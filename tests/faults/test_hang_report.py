@@ -153,6 +153,7 @@ def test_of_ranks_at_different_places_only_the_last_is_late() -> None:
 def test_a_missing_name_is_left_out() -> None:
     result = report_on({0: ELSEWHERE, 1: answer(collectives=6)}, traces={})
     assert f"it has not started collective 7 of {WORLD}, which rank 0 has started" in result.text
+    assert result.summary.endswith("; rank 0 waits")
 
 
 @pytest.mark.parametrize("host", [READS, answer(doing="step 3, update")])
