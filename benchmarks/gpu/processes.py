@@ -77,7 +77,7 @@ def run(
         try:
             code = process.wait(limit)
         except subprocess.TimeoutExpired:
-            _signal_descendants(signal.SIGABRT, _STACK_SECONDS)
+            _print_stacks()
         finally:
             left = end_descendants()
             process.poll()
@@ -90,18 +90,24 @@ def end_descendants() -> list[int]:
     """Kill all descendants of this process; return those that have not ended in `END_SECONDS`."""
     end = time.monotonic() + END_SECONDS
     # Processes can start others until they are killed.
-    while _descendants() and time.monotonic() < end:
-        _signal_descendants(signal.SIGKILL, 0.2)
+    while (processes := _descendants()) and time.monotonic() < end:
+        for process in processes:
+            _signal(process, signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=0.2)
     return [process.pid for process in _descendants()]
 
 
-def _signal_descendants(number: signal.Signals, seconds: float) -> None:
-    """Send a signal to all descendants and wait for their end for at most `seconds`."""
-    processes = _descendants()
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.send_signal(number)
-    psutil.wait_procs(processes, timeout=seconds)
+def _print_stacks() -> None:
+    """Abort all descendants one after the other: they write to the same log."""
+    end = time.monotonic() + _STACK_SECONDS
+    for process in _descendants():
+        _signal(process, signal.SIGABRT)
+        psutil.wait_procs([process], timeout=max(end - time.monotonic(), 0))
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(number)
 
 
 def _descendants() -> list[psutil.Process]:

@@ -155,7 +155,25 @@ def sum_of_products(inputs: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return sum_of_squares(torch.stack(outputs))
 
 
-def test_uses_that_reentrant_checkpointing_hides_sum_in_fp32() -> None:
+class Recomputed(torch.autograd.Function):
+    """Reentrant checkpointing as other libraries write it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.x, ctx.function = x.detach().requires_grad_(), function
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        with torch.enable_grad():
+            output = ctx.function(ctx.x)
+        torch.autograd.backward(output, gradient)
+        return ctx.x.grad, None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_uses_that_reentrant_checkpointing_hides_sum_in_fp32(own: bool) -> None:
     weight = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     buckets = Fp32GradBuckets([("weight", weight)], None)
     start = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
@@ -165,10 +183,12 @@ def test_uses_that_reentrant_checkpointing_hides_sum_in_fp32() -> None:
             x = x + weight
         return x
 
-    def forward() -> Tensor:
-        return (checkpoint(use_often, start, use_reentrant=True) + weight).float().sum()
+    def hidden() -> Tensor:
+        if own:
+            return Recomputed.apply(start, use_often)
+        return checkpoint(use_often, start, use_reentrant=True)
 
-    found = accumulate(buckets, [forward] * 2)["weight"]
+    found = accumulate(buckets, [lambda: (hidden() + weight).float().sum()] * 2)["weight"]
     assert torch.equal(found, torch.full((3,), 602.0))
 
 

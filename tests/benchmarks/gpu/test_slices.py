@@ -41,7 +41,9 @@ def test_every_gpu_test_is_in_one_job() -> None:
     marked = [
         path.relative_to(ROOT)
         for path in (ROOT / "tests").rglob("test_*.py")
-        if "pytest.mark.gpu" in path.read_text() and path != Path(__file__)
+        if "pytest.mark.gpu" in path.read_text()
+        and path != Path(__file__)
+        and path.parent.name != "fake_cuda"  # needs a CPU build of torch
     ]
     assert len(marked) > 15
     for path in marked:
