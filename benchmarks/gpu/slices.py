@@ -20,6 +20,7 @@ _PARTS = (
     "precision",
     "scaling",
     "telemetry",
+    "utils",
 )
 _TRACED = (
     "--config=configs/quickstart.yaml",
