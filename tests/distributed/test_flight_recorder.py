@@ -176,6 +176,7 @@ flight_recorder.dump(pathlib.Path("."))
 
 
 @pytest.mark.gpu
+@pytest.mark.real_gpu
 @pytest.mark.skipif(
     not (torch.cuda.is_available() and dist.is_nccl_available()),
     reason="needs a CUDA device and NCCL",

@@ -32,6 +32,7 @@ from distmp.engine.outcome import StepOutcome
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel import fsdp_internals
 from distmp.parallel.collective_order import CollectiveOrder
+from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
 from distmp.utils.fake_tensors import FakeTensors
 
 BACKEND = "fake_ranks"
@@ -104,7 +105,10 @@ def simulate_ranks(
             exit_code=2,
         )
     group = group or world_size > 1
+    # Nothing is computed: CUDA may have been initialized without the variable.
+    cublas = {CUBLAS_VARIABLE: os.environ.get(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])}
     with (
+        mock.patch.dict(os.environ, cublas),
         fake_ranks(world_size, ranks_per_machine, group=group),
         _missing_values_refused(),
         mock.patch.object(nn.Module, "_apply", _apply),
