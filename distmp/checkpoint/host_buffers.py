@@ -142,7 +142,11 @@ class HostBuffers:
             name="pinning of memory for checkpoints",
             daemon=True,  # a driver call that hangs must not keep a failed rank alive
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # this process can start no more threads
+            self._thread = None
+            self._fail(error)
 
     def stop_pinning(self) -> None:
         """Ask the pinning thread to end; memory that is not pinned yet stays pageable."""
@@ -185,14 +189,18 @@ class HostBuffers:
                 if not self._is_pinned(key, spec):  # by the previous thread
                     self._publish(key, _pinned(spec, stop))
         except (MemoryError, OSError, RuntimeError) as error:
-            self._has_failed = True
-            logger.warning(
-                "host memory for checkpoints of %s is not pinned, so the update after each save "
-                "waits longer for its copy (%s); free host memory, or set checkpoint.asynchronous "
-                "to false",
-                self._device,
-                describe(error),
-            )
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        """Keep what is pinned, pin nothing more, and say so."""
+        self._has_failed = True
+        logger.warning(
+            "host memory for checkpoints of %s is not pinned, so the update after each save "
+            "waits longer for its copy (%s); free host memory, or set checkpoint.asynchronous "
+            "to false",
+            self._device,
+            describe(error),
+        )
 
     def _publish(self, key: _Key, tensor: Tensor | None) -> None:
         with self._lock:

@@ -189,6 +189,10 @@ class Snapshot:
             raise CheckpointError(self._problem)
         return self._tensors
 
+    def cancel(self) -> None:
+        """Let `release` return although the copies may be missing; nothing may write them then."""
+        self._copied.set()
+
     def _start_copies(
         self, tensors: Mapping[str, Tensor], held: Collection[str], buffers: HostBuffers
     ) -> None:

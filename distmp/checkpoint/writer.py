@@ -298,6 +298,7 @@ class CheckpointWriter:
         except Exception as error:  # noqa: BLE001  # a lost rank, or a bug in distmp
             pending.problem = f"cannot save {path}: {type(error).__name__}: {error}"
         finally:
+            pending.snapshot.cancel()  # if it has not even been copied
             pending.seconds = time.perf_counter() - started
 
     def _release(self) -> None:

@@ -88,6 +88,7 @@ from distmp.scaling import (
 )
 from distmp.utils.deferred import NotDeferrableError, build_deferred, describe_initial_values
 from distmp.utils.flat_shard import global_shape
+from distmp.utils.host_copy import to_device
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -831,9 +832,9 @@ def _evaluation_mode(module: nn.Module) -> Iterator[None]:
 
 
 def _scalar(value: Tensor | float, device: torch.device) -> Tensor:
-    """Return `value` as a 0-dim tensor on `device`; the host does not wait for a copy."""
+    """Return `value` as a 0-dim tensor on `device`; the host does not wait for the device."""
     if isinstance(value, Tensor):
-        return value.detach().to(device, non_blocking=True)
+        return to_device(value.detach(), device)
     return torch.scalar_tensor(value, dtype=torch.float64, device=device)
 
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from distmp.utils.host_copy import to_device
 from distmp.utils.tensor_trees import map_tensors
 
 
@@ -57,5 +58,4 @@ def moved(batch: Any, device: torch.device) -> Any:
         batch: A tensor, or nested containers of tensors and other objects, see torch's pytrees.
         device: The device.
     """
-    asynchronous = device.type != "cpu"  # what arrives on the host is read at once
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=asynchronous), batch)
+    return map_tensors(lambda tensor: to_device(tensor, device), batch)

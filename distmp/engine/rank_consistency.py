@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from distmp.errors import ConfigError, TrainingError, rank_names
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.flat_shard import FlatShard
+from distmp.utils.host_copy import to_device
 
 if TYPE_CHECKING:
     from distmp.engine.engine import Engine
@@ -192,7 +193,7 @@ def digests(tensors: Mapping[str, Tensor], device: torch.device) -> Tensor:
 
     Equal bits in the same logical order give equal digests for any strides and device.
     """
-    sums = [_row_sums(tensor.detach()).to(device, non_blocking=True) for tensor in tensors.values()]
+    sums = [to_device(_row_sums(tensor.detach()), device) for tensor in tensors.values()]
     counts = [len(rows) for rows in sums]
     # For each row the index of its tensor, and the index of the row in the tensor.
     indices = [[index, row] for index, count in enumerate(counts) for row in range(count)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distmp.scaling.norms import chunk_norms
 from distmp.utils.dtensor import is_dtensor
+from distmp.utils.host_copy import to_device
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -106,7 +107,7 @@ def unscale(
         flag = torch.zeros((), dtype=torch.float32, device=source)
         factor = torch.ones_like(flag) if inverse_scale is None else inverse_scale.to(source)
         torch._amp_foreach_non_finite_check_and_unscale_(tensors, flag, factor)
-        flags.append(_moved(flag, device))
+        flags.append(to_device(flag, device))
     if not flags:
         return torch.zeros((), dtype=torch.float32, device=device)
     return torch.stack(flags).amax()
@@ -133,13 +134,8 @@ def square_sum(gradients: Iterable[LocalGradient], world_size: int, device: torc
             )
         for tensors in _by_device_and_dtype(members).values():
             squares = chunk_norms(tensors).to(torch.float64).square().sum()
-            total = total + _moved(squares, device) * shards / world_size
+            total = total + to_device(squares, device) * shards / world_size
     return total
-
-
-def _moved(number: Tensor, device: torch.device) -> Tensor:
-    """Return a number on a device; the host waits for a copy to the host, which it reads next."""
-    return number.to(device, non_blocking=device.type != "cpu")
 
 
 def _by_device_and_dtype(

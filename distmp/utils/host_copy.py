@@ -1,4 +1,4 @@
-"""Asynchronous copies from the device to the host."""
+"""Copies between the device and the host."""
 
 from __future__ import annotations
 
@@ -6,6 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device. The host waits only for a copy to the host, which it may read.
+
+    Args:
+        tensor: On any device, of any shape and dtype.
+        device: The device.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 # Note [When a host copy is complete]

@@ -292,7 +292,7 @@ MUTANTS = [
     ),
     Mutant(
         "a scaler reads numbers on the host before they have arrived",
-        "distmp/scaling/local_gradients.py",
+        COPIES,
         'non_blocking=device.type != "cpu"',
         "non_blocking=True",
         f"{SCALER}test_a_scale_on_the_host_waits_for_gradients_of_a_gpu",
@@ -349,7 +349,7 @@ MUTANTS = [
     Mutant(
         "a weight on the host is copied while the host waits",
         ENGINE,
-        "return value.detach().to(device, non_blocking=True)",
+        "return to_device(value.detach(), device)",
         "return value.detach().to(device)",
         GIVEN,
     ),
@@ -362,15 +362,15 @@ MUTANTS = [
     ),
     Mutant(
         "a batch is copied while the host waits",
-        "distmp/engine/microbatches.py",
-        "non_blocking=asynchronous",
+        COPIES,
+        'non_blocking=device.type != "cpu"',
         "non_blocking=False",
         MOVED,
     ),
     Mutant(
         "a batch is read on the host before it has arrived",
-        "distmp/engine/microbatches.py",
-        "non_blocking=asynchronous",
+        COPIES,
+        'non_blocking=device.type != "cpu"',
         "non_blocking=True",
         MOVED,
     ),

@@ -297,6 +297,24 @@ def test_memory_of_the_host_is_not_pinned() -> None:
     buffers.close(timeout=None)
 
 
+def test_training_continues_if_no_thread_can_be_started(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    live, buffers = values(1), HostBuffers()
+    expect(live, buffers)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        buffers.start_pinning()
+    assert "is not pinned" in caplog.text
+    assert "can't start new thread" in caplog.text
+    assert_equal(take(live, buffers), live)
+    buffers.close(timeout=None)
+    assert driver.calls == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
 def test_memory_to_be_pinned_is_page_aligned(dtype: torch.dtype) -> None:
     source = torch.arange(701 * 3).view(701, 3).to(dtype)

@@ -462,3 +462,17 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path: Path) ->
         found = {"a": torch.zeros(4)}
         store.load(latest, found)
         assert torch.equal(found["a"], torch.ones(4))
+
+
+def test_a_save_that_fails_before_its_copies_does_not_stop_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise OSError("no priority")
+
+    monkeypatch.setattr(writer, "lower_priority", fail)
+    live = {"weight": torch.ones(100)}
+    with make_writer(tmp_path) as saving:
+        saving.save(1, live, {"step": 1}, held={"weight"})
+        saving.finish()
+        assert not (tmp_path / "step-000001").exists()
