@@ -314,14 +314,14 @@ class Fp32GradBuckets:
                 bytes are read and written per element. With None all gradients are copied to FP32.
         """
         slots = self._unhooked_slots()
-        used_once: set[int] = set()
+        unconverted: list[nn.Parameter] = []
         if self._has_16_bit_parameters and loss is not None:
             used_once = weights_used_once(loss)
-        unconverted = [
-            slot.parameter
-            for slot in slots
-            if id(slot.parameter) in used_once and not slot.parameter._backward_hooks
-        ]
+            unconverted = [
+                slot.parameter
+                for slot in slots
+                if id(slot.parameter) in used_once and not slot.parameter._backward_hooks
+            ]
         for slot in slots:
             if slot.has_gradient and self._sums is None:
                 slot.parameter.grad = self._leaf.views[slot.bucket][slot.index]

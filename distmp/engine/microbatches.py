@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,4 +59,4 @@ def moved(batch: Any, device: torch.device) -> Any:
         batch: A tensor, or nested containers of tensors and other objects, see torch's pytrees.
         device: The device.
     """
-    return map_tensors(lambda tensor: to_device(tensor, device), batch)
+    return map_tensors(partial(to_device, device=device), batch)
