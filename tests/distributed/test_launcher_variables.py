@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from distmp.distributed.launcher_variables import adopt_ranks, refuse_several
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.errors import ConfigError
+from tests.ports import reserved_port
 from tests.torchrun import TINY, corpus, environment
 
 # mpirun asks for confirmation before it runs as root, as it does in containers.
@@ -153,9 +153,6 @@ def test_processes_of_mpirun(tmp_path: Path) -> None:
     """They train together if they know an address, and not at all otherwise."""
     if shutil.which("mpirun") is None:
         pytest.skip("mpirun is missing (apt-get install openmpi-bin)")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
 
     def mpirun(*options: str) -> subprocess.CompletedProcess[str]:
         run = [f"--data.path={corpus(tmp_path / 'data')}", "--steps=2", "--schedule.warmup-steps=1"]
@@ -174,7 +171,8 @@ def test_processes_of_mpirun(tmp_path: Path) -> None:
     assert alone.returncode == 2
     assert "OMPI_COMM_WORLD_SIZE = 2: 2 processes were started together" in alone.stderr
     assert not (tmp_path / "run").exists()
-    together = mpirun("-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={port}")
+    with reserved_port() as port:
+        together = mpirun("-x", "MASTER_ADDR=127.0.0.1", "-x", f"MASTER_PORT={port}")
     assert together.returncode == 0, together.stderr
     assert together.stdout.count("ranks: 2 on cpu (gloo)") == 1
     assert len((tmp_path / "run" / "steps.jsonl").read_text().splitlines()) == 2

@@ -6,7 +6,6 @@ import functools
 import logging
 import os
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -21,6 +20,7 @@ from torch import nn
 from distmp import DistributedGradScaler, TrainingError
 from distmp.distributed import rank_monitor
 from tests.elastic import Job, run_jobs
+from tests.ports import reserved_port
 from tests.ranks import ranks
 from tests.torchrun import environment, python, run
 
@@ -218,20 +218,19 @@ def test_update_without_a_step_where_the_other_ranks_need_this_one(tmp_path: Pat
 def test_rank_that_was_killed(tmp_path: Path) -> None:
     """Without torchrun, which would end the other ranks immediately."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    with socket.create_server(("localhost", 0)) as server:
-        port = server.getsockname()[1]
-    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            python("train.py", "its process", "60"),
-            cwd=tmp_path,
-            env={**environment(), **place, "RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    output, _ = [process.communicate()[1] for process in processes]
+    with reserved_port() as port:
+        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+        processes = [
+            subprocess.Popen(
+                python("train.py", "its process", "60"),
+                cwd=tmp_path,
+                env={**environment(), **place, "RANK": str(rank)},
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(2)
+        ]
+        output, _ = [process.communicate()[1] for process in processes]
     assert (
         f"TrainingError: step() in iteration 3 {MISSING} rank 1 does not answer: its process has "
         "ended or is stopped, or it has no scaler or engine yet; make the same calls of the scaler"

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, join, leave, local_device, world_of_process
 from distmp.errors import ConfigError, SetupError, TrainingError
+from tests.ports import reserved_port
 from tests.ranks import ranks, run_ranks
 
 CPU = torch.device("cpu")
@@ -130,12 +131,10 @@ def test_ranks_meet_and_part() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _port(monkeypatch: pytest.MonkeyPatch) -> None:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("TEST_PORT", str(free.getsockname()[1]))
+def _port(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with reserved_port() as port:
+        monkeypatch.setenv("TEST_PORT", str(port))
+        yield
 
 
 # A failure of one rank fails all ranks

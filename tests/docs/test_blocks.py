@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from distmp.engine import Engine
 from distmp.engine.outcome import StepOutcome
+from tests.ports import reserved_port
 from tests.ranks import run_ranks
 from tests.torchrun import python, run
 
@@ -93,10 +93,10 @@ def _check_weights() -> list[int]:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_block_runs(name: str, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
-    for steps, ranks in run_ranks(run_block, world_size, name, initialize=False):
+    with reserved_port() as port:
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        results = run_ranks(run_block, world_size, name, initialize=False)
+    for steps, ranks in results:
         assert (steps == 0) == (name in WITHOUT_ENGINE)
         assert ranks == world_size or not steps
 

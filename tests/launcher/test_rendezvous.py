@@ -13,6 +13,7 @@ from torch.distributed.elastic.rendezvous import api
 from distmp.launcher import rendezvous
 from distmp.launcher.plan import Endpoint
 from distmp.launcher.rendezvous import LaunchError, Rendezvous, failures_explained
+from tests.ports import reserved_port
 from tests.progress import of_children
 
 
@@ -32,11 +33,9 @@ def endpoint(port: int, is_host: bool = True, **changes: object) -> Endpoint:
 
 
 @pytest.fixture
-def port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def port() -> Iterator[int]:
+    with reserved_port() as port:
+        yield port
 
 
 @pytest.fixture

@@ -29,6 +29,7 @@ from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.checkpoint import listing
 from tests.elastic import Job, run_jobs
+from tests.ports import reserved_port
 from tests.progress import of_children
 from tests.ranks import ranks, run_ranks
 from tests.reference import assert_same_bits, snapshot
@@ -280,23 +281,22 @@ def assert_stopped_once(folder: Path, output: str) -> None:
 
 def test_a_rank_that_waits_for_others_is_ended_at_once(tmp_path: Path) -> None:
     """torchrun would wait half a minute for it, and let others start without it."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     command = python("-m", "distmp.train", *TINY, "--preflight=never")
-    variables = {**environment(), **place, **where}
-    with subprocess.Popen(command, cwd=tmp_path, env=variables) as rank:
-        progress = of_children()
-        while not _listens(port):
-            assert progress.problem() is None
-            assert rank.poll() is None
-            time.sleep(0.05)
-        rank.send_signal(signal.SIGTERM)
-        try:
-            assert rank.wait(30) == -signal.SIGTERM
-        finally:
-            rank.kill()
+    with reserved_port() as port:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables = {**environment(), **place, **where}
+        with subprocess.Popen(command, cwd=tmp_path, env=variables) as rank:
+            progress = of_children()
+            while not _listens(port):
+                assert progress.problem() is None
+                assert rank.poll() is None
+                time.sleep(0.05)
+            rank.send_signal(signal.SIGTERM)
+            try:
+                assert rank.wait(30) == -signal.SIGTERM
+            finally:
+                rank.kill()
 
 
 def _listens(port: int) -> bool:
