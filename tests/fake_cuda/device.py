@@ -60,16 +60,9 @@ def take_counters() -> Counters:
     return Counters(launches, waits, **values)
 
 
-def set_schedule(*, immediate: bool = False, eagerness: float = 0.0, seed: int = 1) -> None:
-    """Choose when operations run.
-
-    Args:
-        immediate: Run each operation at its launch, as with CUDA_LAUNCH_BLOCKING=1.
-        eagerness: Otherwise, the probability that a launch also runs some ready operations; with 0
-            they run only when the host waits for them.
-        seed: Seed of the random choices.
-    """
-    _device.fake_cuda_set_schedule(immediate, ctypes.c_double(eagerness), ctypes.c_uint64(seed))
+def set_schedule(*, seed: int) -> None:
+    """Run all operations, and seed the random choices of when later ones run."""
+    _device.fake_cuda_set_schedule(ctypes.c_uint64(seed))
 
 
 class Recording:
@@ -104,10 +97,10 @@ def recording(check: Callable[[Recording], None]) -> Iterator[None]:
         _device.fake_cuda_finish_replays()
 
 
-def install(devices: int = 1, loaded: ctypes.CDLL | None = None) -> None:
+def install(devices: int, loaded: ctypes.CDLL) -> None:
     """Make torch see `devices` CUDA devices; `loaded` is the result of `library.load`."""
     global _device
-    _device = loaded if loaded is not None else library.load()
+    _device = loaded
     for name in ("take_counters", "replay", "take_error"):
         getattr(_device, f"fake_cuda_{name}").restype = ctypes.c_char_p
     for name in ("allocated", "peak", "allocations", "recorded"):
@@ -138,14 +131,9 @@ def _listed_operators() -> list[str]:
     folder = library.torch_folder().parent / "torchgen/packaged/ATen/native"
     parsed = parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml"))
     listed = parsed.backend_indices[DispatchKey.CUDA].index
-    structured = {
-        function.structured_delegate: None
-        for function in parsed.native_functions
-        if function.structured_delegate is not None
-    }
     names = {str(name) for name in listed}
     for function in parsed.native_functions:
-        if function.structured_delegate in structured and function.structured_delegate in listed:
+        if function.structured_delegate in listed:
             names.add(str(function.func.name))
     return sorted(names)
 
@@ -170,9 +158,6 @@ def _install_functions(devices: int) -> None:
         before = index()
         set_device(device)
         return before
-
-    def maybe_exchange_device(device: int) -> int:
-        return exchange_device(device)
 
     def current(device: int) -> tuple[int, int, int]:
         stream = torch._C._accelerator_getStream(index(device))
@@ -201,9 +186,7 @@ def _install_functions(devices: int) -> None:
         }
 
     def sleep(cycles: int) -> None:
-        stream_id, device, _ = current(-1)
-        number = _device.fake_cuda_stream_number(ctypes.c_int64(stream_id), device)
-        _device.fake_cuda_sleep(number, ctypes.c_double(cycles / SLEEP_HERTZ))
+        _device.fake_cuda_sleep(ctypes.c_double(cycles / SLEEP_HERTZ))
 
     def visible() -> int:
         return 0 if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else devices
@@ -214,7 +197,7 @@ def _install_functions(devices: int) -> None:
         "_cuda_getDevice": index,
         "_cuda_setDevice": set_device,
         "_cuda_exchangeDevice": exchange_device,
-        "_cuda_maybeExchangeDevice": maybe_exchange_device,
+        "_cuda_maybeExchangeDevice": exchange_device,
         "_cuda_getCurrentStream": current,
         "_cuda_getDefaultStream": lambda device: _stream(0, index(device)),
         "_cuda_setStream": set_stream,
@@ -240,7 +223,7 @@ def _install_functions(devices: int) -> None:
     torch._C._has_cuda = True  # type: ignore[attr-defined]
     torch.cuda._cudart = torch._C._cudart = _runtime()  # type: ignore[attr-defined,assignment]
     torch.cuda._exchange_device = exchange_device  # type: ignore[assignment]
-    torch.cuda._maybe_exchange_device = maybe_exchange_device  # type: ignore[assignment]
+    torch.cuda._maybe_exchange_device = exchange_device  # type: ignore[assignment]
     torch.cuda._get_device_properties = lambda device: _properties(index(device))  # type: ignore[attr-defined]
     torch.cuda.is_bf16_supported = lambda including_emulation=True: True
     torch.cuda._device_count_nvml = visible  # type: ignore[attr-defined]

@@ -1,6 +1,5 @@
 #include "device.h"
 
-#include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>

@@ -11,7 +11,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/expand_copy.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
@@ -254,8 +253,8 @@ int device_of_call(const Stack& arguments) {
 // As on a real device, host tensors must be 0-dim, except for indices.
 void check_devices(const c10::OperatorHandle& op, const Stack& arguments) {
   static const std::set<std::string> takes_indices{
-      "aten::index.Tensor", "aten::index_put_", "aten::_index_put_impl_", "aten::index.Tensor_out"};
-  if (takes_indices.count(op.schema().name()) != 0 || op.schema().name() == "aten::index") return;
+      "aten::index", "aten::index_put_", "aten::_index_put_impl_"};
+  if (takes_indices.count(op.schema().name()) != 0) return;
   for (const auto& value : arguments) {
     each_tensor(value, [&](const at::Tensor& tensor) {
       TORCH_CHECK(!tensor.device().is_cpu() || tensor.dim() == 0,
@@ -274,7 +273,7 @@ void call_and_wait(const c10::OperatorHandle& op, const Stack& arguments, int de
   auto call = host_call(op, arguments, device, node);
   auto results = std::make_shared<Stack>();
   node.run = [call, results] { *results = call(); };
-  node.observed = [call, results] {
+  node.observed = [call] {
     uint64_t hash = 0;
     for (const auto& value : call.arguments) {
       each_tensor(value, [&](const at::Tensor& tensor) { hash ^= hash_of(tensor); });

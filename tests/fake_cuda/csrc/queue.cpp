@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <cstring>
 #include <set>
 #include <thread>
@@ -62,7 +61,7 @@ void Mutex::lock() {
 // Waits of the host end at once, but take their time on the simulated clock.
 static double skipped_seconds = 0;
 
-double now() {
+static double now() {
   using namespace std::chrono;
   return duration<double>(steady_clock::now().time_since_epoch()).count() + skipped_seconds;
 }
@@ -88,7 +87,7 @@ Queue& Queue::get() {
 }
 
 NodeId Queue::add(int stream, Node node, double seconds) {
-  std::unique_lock lock(mutex);
+  std::lock_guard lock(mutex);
   node.stream = stream;
   auto& follows = node.follows;
   if (host_ != kNone) follows.push_back(host_);
@@ -112,11 +111,6 @@ NodeId Queue::add(int stream, Node node, double seconds) {
     last_[stream] = id;
   } else {
     unordered_.push_back(id);
-  }
-  if (immediate_) {
-    run_ancestors(id, lock);
-  } else if (eagerness_ > 0 && std::uniform_real_distribution<>(0, 1)(random_) < eagerness_) {
-    run_some_ready();
   }
   return id;
 }
@@ -334,11 +328,9 @@ void Queue::start_progress_thread() {
   }).detach();
 }
 
-void Queue::set_schedule(bool immediate, double eagerness, uint64_t seed) {
+void Queue::set_schedule(uint64_t seed) {
   drain();
   std::lock_guard lock(mutex);
-  immediate_ = immediate;
-  eagerness_ = eagerness;
   random_.seed(seed);
 }
 

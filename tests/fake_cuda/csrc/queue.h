@@ -93,8 +93,8 @@ class Queue {
   // Run ready operations in a separate thread: other ranks wait for collectives of this one.
   void start_progress_thread();
 
-  // `eagerness` in [0, 1]: probability that a launch also runs some ready operations.
-  void set_schedule(bool immediate, double eagerness, uint64_t seed);
+  // Run everything, and seed the random choices of what runs when.
+  void set_schedule(uint64_t seed);
 
   void begin_recording();
   void end_recording();
@@ -138,19 +138,16 @@ class Queue {
   std::map<int, std::vector<NodeId>> waits_;
   NodeId host_ = kNone;  // the last wait of the host; all later operations depend on it
   std::vector<NodeId> unordered_;
-  bool immediate_ = false;
   bool recording_ = false;
   bool has_progress_thread_ = false;
   // Of the recording that is replayed.
   std::vector<std::vector<size_t>> followers_;
   std::vector<int> predecessors_;
   std::map<uint64_t, std::string> differences_;  // by hash of the order
-  double eagerness_ = 0;
   std::mt19937_64 random_{1};
   std::string error_;
 };
 
 uint64_t hash_bytes(const void* data, size_t size, uint64_t seed = 0);
-double now();
 
 }  // namespace fake_cuda
