@@ -211,11 +211,19 @@ def test_memory_allocated() -> None:
     assert torch.cuda.memory_allocated() == before
 
 
-def test_an_error_of_an_operation_is_raised_at_the_next_wait() -> None:
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(lambda values: values.sum().item(), id="item"),
+        pytest.param(lambda values: values.copy_(torch.ones(1, 4)), id="copy to the device"),
+        pytest.param(lambda values: torch.cuda.synchronize(), id="synchronize"),
+    ],
+)
+def test_an_error_of_an_operation_is_raised_at_the_next_wait(wait: Callable[[Tensor], Any]) -> None:
     table = torch.ones(4, 4, device="cuda")
     found = nn.functional.embedding(torch.tensor([9], device="cuda"), table)
     with pytest.raises(RuntimeError, match=r"CUDA error: .*index out of range"):
-        found.sum().item()
+        wait(found)
 
 
 def test_operators_refuse_tensors_of_two_devices() -> None:

@@ -100,7 +100,6 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeEvent(void* event) const override {
     Queue::get().wait_for(event == nullptr ? kNone : state(event)->node, "event.synchronize");
-    raise_error();
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     TORCH_CHECK(first != nullptr && second != nullptr, "Both events must be recorded");
@@ -112,12 +111,10 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void synchronizeStream(const c10::Stream& stream) const override {
     Queue::get().wait_for_streams({stream_number(stream)}, "stream.synchronize");
-    raise_error();
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
     int index = device < 0 ? current_device_index : device;
     Queue::get().wait_for_streams(streams_of(index), "synchronize");
-    raise_error();
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     record_stream(data, stream_number(stream));
@@ -183,11 +180,6 @@ int stream_number(const c10::Stream& stream) {
   return stream.device_index() * kStreams + static_cast<int>(stream.id());
 }
 int device_of(int stream) { return stream / kStreams; }
-
-void raise_error() {
-  std::string error = Queue::get().take_error();
-  TORCH_CHECK(error.empty(), "CUDA error: ", error);
-}
 
 void check_sync_debug_mode(const std::string& cause) {
   TORCH_CHECK(sync_debug_mode < 2, "called a synchronizing CUDA operation: ", cause);

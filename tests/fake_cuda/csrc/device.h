@@ -15,8 +15,6 @@ void set_device(int device);
 int current_stream(int device);
 int stream_number(const c10::Stream& stream);
 int device_of(int stream);
-// Raise the first error of an operation; called after each wait of the host.
-void raise_error();
 // Raise if torch.cuda.set_sync_debug_mode("error") is set.
 void check_sync_debug_mode(const std::string& cause);
 // Return a seed for one random operation, and advance the offset of the generator.

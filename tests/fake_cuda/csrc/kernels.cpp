@@ -284,7 +284,6 @@ void call_and_wait(const c10::OperatorHandle& op, const Stack& arguments, int de
   NodeId id = queue.add(current_stream(device), std::move(node));
   queue.counters.reads++;
   queue.wait_for(id, name);
-  raise_error();
   for (const auto& value : *results) {
     stack->push_back(with_tensors(value, [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return tensor;
@@ -434,7 +433,6 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
   NodeId id = queue.add(current_stream(self.device().index()), std::move(node));
   queue.counters.reads++;
   queue.wait_for(id, "item");
-  raise_error();
   return *value;
 }
 
@@ -600,7 +598,6 @@ void transfer(const at::Tensor& target, const at::Tensor& source, bool non_block
   if (blocking) {
     queue.counters.reads++;
     queue.wait_for(id, "copy to the host");
-    raise_error();
   } else {
     queue.host_writes.push_back({id, target.storage().data(), target.storage().nbytes()});
   }

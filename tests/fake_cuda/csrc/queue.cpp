@@ -262,26 +262,31 @@ void Queue::add_host_wait(const std::vector<NodeId>& waited) {
   host_ = add(kNoStream, std::move(marker), 0);
 }
 
+void Queue::wait(const std::vector<NodeId>& waited, const std::string& cause, std::unique_lock<Mutex>& lock) {
+  counters.waits[cause]++;
+  for (NodeId id : waited) run_ancestors(id, lock);
+  if (!waited.empty()) {
+    run_block_reuse();
+    add_host_wait(waited);
+  }
+  TORCH_CHECK(error_.empty(), "CUDA error: ", std::exchange(error_, {}));
+}
+
 void Queue::wait_for(NodeId node, const std::string& cause) {
   std::unique_lock lock(mutex);
-  if (!cause.empty()) counters.waits[cause]++;
-  if (node == kNone) return;
-  run_ancestors(node, lock);
-  run_block_reuse();
-  add_host_wait({node});
+  std::vector<NodeId> waited;
+  if (node != kNone) waited.push_back(node);
+  wait(waited, cause, lock);
 }
 
 void Queue::wait_for_streams(const std::vector<int>& streams, const std::string& cause) {
   std::unique_lock lock(mutex);
-  if (!cause.empty()) counters.waits[cause]++;
   std::vector<NodeId> waited;
   for (int stream : streams) {
     auto before = tail(stream);
     waited.insert(waited.end(), before.begin(), before.end());
   }
-  for (NodeId id : waited) run_ancestors(id, lock);
-  run_block_reuse();
-  if (!waited.empty()) add_host_wait(waited);
+  wait(waited, cause, lock);
 }
 
 bool Queue::query(NodeId node) {

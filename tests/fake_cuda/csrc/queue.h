@@ -83,7 +83,8 @@ class Queue {
   std::vector<int> streams();
   void stream_wait(int stream, NodeId node);
 
-  // Let the host wait: run the operation and its dependencies. Later operations depend on it.
+  // Let the host wait: run the operation and its dependencies, and raise the first error of an operation.
+  // Later operations depend on it.
   void wait_for(NodeId node, const std::string& cause);
   void wait_for_streams(const std::vector<int>& streams, const std::string& cause);
   bool query(NodeId node);
@@ -126,6 +127,7 @@ class Queue {
   void run_some_ready();
   void run_block_reuse();
   void remove_completed();
+  void wait(const std::vector<NodeId>& waited, const std::string& cause, std::unique_lock<Mutex>& lock);
   void add_host_wait(const std::vector<NodeId>& waited);
   std::vector<size_t> order(uint64_t seed);
   uint64_t hash_of_accesses(const std::vector<size_t>& order);
