@@ -86,14 +86,15 @@ def recording(check: Callable[[Recording], None]) -> Iterator[None]:
     """Record the operations of the block; call `check` with them if the block raises no error."""
     _device.fake_cuda_begin_recording()
     try:
-        yield
-        _device.fake_cuda_end_recording()
+        try:
+            yield
+        finally:
+            _device.fake_cuda_end_recording()
         error = _device.fake_cuda_take_error().decode()
         if error:
             raise RuntimeError(f"CUDA error: {error}")
         check(Recording())
     finally:
-        _device.fake_cuda_end_recording()
         _device.fake_cuda_finish_replays()
 
 

@@ -77,6 +77,25 @@ def test_a_missing_wait_stream_or_record_stream_is_detected(omitted: str) -> Non
     assert "accesses the same memory" in found[-1]
 
 
+def test_memory_is_that_of_the_program_after_replays() -> None:
+    values = torch.zeros(64, device="cuda")
+    torch.cuda.synchronize()
+
+    def program() -> None:
+        on(torch.cuda.Stream(), lambda: values.add_(1))
+        values.mul_(2)
+
+    def check(recorded: Recording) -> None:
+        assert any(map(recorded.replay, range(SCHEDULES)))
+        # End with an order of another result.
+        assert any(recorded.replay(seed) for seed in range(SCHEDULES, 2 * SCHEDULES))
+
+    device.set_schedule(seed=1)
+    with recording(check):
+        program()
+    assert values.unique().tolist() == [2]
+
+
 def test_operations_run_only_when_the_host_waits() -> None:
     device.set_schedule(seed=1)
     event = torch.cuda.Event()
