@@ -47,6 +47,16 @@ void count_launch(const std::string& name) {
   queue.counters.launches[name]++;
 }
 
+// Let the host wait for an operation that reads values of the device.
+void wait_for_values(NodeId id, const std::string& cause) {
+  auto& queue = Queue::get();
+  {
+    std::lock_guard lock(queue.mutex);
+    queue.counters.reads++;
+  }
+  queue.wait_for(id, cause);
+}
+
 uint64_t hash_of(const at::Tensor& tensor) {
   auto contiguous = tensor.contiguous();
   return hash_bytes(contiguous.const_data_ptr(), contiguous.nbytes());
@@ -280,10 +290,7 @@ void call_and_wait(const c10::OperatorHandle& op, const Stack& arguments, int de
     }
     return hash;
   };
-  auto& queue = Queue::get();
-  NodeId id = queue.add(current_stream(device), std::move(node));
-  queue.counters.reads++;
-  queue.wait_for(id, name);
+  wait_for_values(Queue::get().add(current_stream(device), std::move(node)), name);
   for (const auto& value : *results) {
     stack->push_back(with_tensors(value, [&](const at::Tensor& tensor) {
       if (!tensor.defined()) return tensor;
@@ -423,16 +430,13 @@ at::Tensor& set_empty(at::Tensor& self) {
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   check_sync_debug_mode("item");
-  auto& queue = Queue::get();
   Node node;
   node.name = "item";
   auto source = alias(self, node, false);
   auto value = std::make_shared<at::Scalar>();
   node.run = [source, value] { *value = at::_local_scalar_dense(source); };
   node.observed = [source] { return hash_of(source); };
-  NodeId id = queue.add(current_stream(self.device().index()), std::move(node));
-  queue.counters.reads++;
-  queue.wait_for(id, "item");
+  wait_for_values(Queue::get().add(current_stream(self.device().index()), std::move(node)), "item");
   return *value;
 }
 
@@ -573,7 +577,10 @@ void transfer(const at::Tensor& target, const at::Tensor& source, bool non_block
     };
     node.rerun = [=] { at::Tensor(to_alias).copy_(*source_copy); };
     NodeId id = queue.add(current_stream(target.device().index()), std::move(node));
-    if (!pinned && non_blocking) queue.counters.pageable_copies++;
+    if (!pinned && non_blocking) {
+      std::lock_guard lock(queue.mutex);
+      queue.counters.pageable_copies++;
+    }
     if (blocking) queue.wait_for(id, "copy to the device");
     return;
   }
@@ -596,10 +603,9 @@ void transfer(const at::Tensor& target, const at::Tensor& source, bool non_block
   node.observed = [=] { return hash_of(from_alias); };
   NodeId id = queue.add(current_stream(source.device().index()), std::move(node));
   if (blocking) {
-    queue.counters.reads++;
-    queue.wait_for(id, "copy to the host");
+    wait_for_values(id, "copy to the host");
   } else {
-    queue.host_writes.push_back({id, target.storage().data(), target.storage().nbytes()});
+    queue.add_host_write(id, target.storage().data(), target.storage().nbytes());
   }
 }
 

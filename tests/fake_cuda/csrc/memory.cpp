@@ -49,10 +49,10 @@ MemoryRef new_memory(size_t size, int device) {
 }
 
 void release_device(void* context) {
+  auto& queue = Queue::get();
+  Guard guard(queue.mutex);  // also while the memory is destroyed, which removes it from the registry
   std::unique_ptr<MemoryRef> owner(static_cast<MemoryRef*>(context));
   MemoryRef memory = *owner;
-  auto& queue = Queue::get();
-  Guard guard(queue.mutex);
   memory->freed = true;
   statistics(memory->device).allocated -= static_cast<int64_t>(memory->size);
   Freed freed{memory, {}};
@@ -83,8 +83,8 @@ void reuse_freed_blocks(int stream) {
 }
 
 void release_pinned(void* context) {
+  Guard guard(Queue::get().mutex);  // also while the memory is destroyed, which removes it from the registry
   std::unique_ptr<MemoryRef> owner(static_cast<MemoryRef*>(context));
-  Guard guard(Queue::get().mutex);
   registry().pinned.erase((*owner)->data);
 }
 

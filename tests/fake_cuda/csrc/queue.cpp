@@ -339,13 +339,18 @@ void Queue::set_schedule(uint64_t seed) {
   random_.seed(seed);
 }
 
+void Queue::add_host_write(NodeId node, const void* data, size_t size) {
+  std::lock_guard lock(mutex);
+  host_writes_.push_back({node, data, size});
+}
+
 bool Queue::writes_host(const void* data, size_t size) {
   std::lock_guard lock(mutex);
-  host_writes.erase(std::remove_if(host_writes.begin(), host_writes.end(),
-                                   [&](const HostWrite& write) { return is_done(write.node); }),
-                    host_writes.end());
+  host_writes_.erase(std::remove_if(host_writes_.begin(), host_writes_.end(),
+                                    [&](const HostWrite& write) { return is_done(write.node); }),
+                     host_writes_.end());
   auto first = static_cast<const char*>(data);
-  return std::any_of(host_writes.begin(), host_writes.end(), [&](const HostWrite& write) {
+  return std::any_of(host_writes_.begin(), host_writes_.end(), [&](const HostWrite& write) {
     auto other = static_cast<const char*>(write.data);
     return other < first + size && first < other + write.size;
   });

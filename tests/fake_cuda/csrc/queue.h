@@ -107,18 +107,19 @@ class Queue {
   void finish_replays();
 
   // Ranges of host memory to which pending copies write.
-  struct HostWrite {
-    NodeId node;
-    const void* data;
-    size_t size;
-  };
-  std::vector<HostWrite> host_writes;
+  void add_host_write(NodeId node, const void* data, size_t size);
   bool writes_host(const void* data, size_t size);
 
   std::string take_error();
   void fail(const std::string& message);
 
  private:
+  struct HostWrite {
+    NodeId node;
+    const void* data;
+    size_t size;
+  };
+
   Node& at(NodeId id) { return nodes_[id - base_]; }
   bool is_done(NodeId id) { return id < base_ || at(id).done; }
   bool ready(const Node& node);
@@ -140,6 +141,7 @@ class Queue {
   std::map<int, std::vector<NodeId>> waits_;
   NodeId host_ = kNone;  // the last wait of the host; all later operations depend on it
   std::vector<NodeId> unordered_;
+  std::vector<HostWrite> host_writes_;
   bool recording_ = false;
   bool has_progress_thread_ = false;
   // Of the recording that is replayed.
