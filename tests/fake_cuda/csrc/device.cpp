@@ -23,9 +23,8 @@ std::atomic<int> sync_debug_mode{0};
 thread_local int current_device_index = 0;
 thread_local c10::StreamId current_streams[kMaxDevices] = {};
 
-c10::Device cuda(int index) {
-  return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
-}
+// Torch passes -1 for the current device.
+int or_current(int index) { return index < 0 ? current_device_index : index; }
 
 std::vector<int> streams_of(int device) {
   auto& queue = Queue::get();
@@ -58,16 +57,15 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     if (device.index() >= 0) current_device_index = device.index();
   }
   c10::Stream getStream(c10::Device device) const override {
-    int index = device.index() < 0 ? current_device_index : device.index();
+    int index = or_current(device.index());
     return c10::Stream(c10::Stream::UNSAFE, cuda(index), current_streams[index]);
   }
   c10::Stream getDefaultStream(c10::Device device) const override {
-    return c10::Stream(c10::Stream::UNSAFE, cuda(device.index() < 0 ? current_device_index : device.index()), 0);
+    return c10::Stream(c10::Stream::UNSAFE, cuda(or_current(device.index())), 0);
   }
   c10::Stream getNewStream(c10::Device device, int) const override {
     static std::atomic<c10::StreamId> next{1};
-    int index = device.index() < 0 ? current_device_index : device.index();
-    return c10::Stream(c10::Stream::UNSAFE, cuda(index), next++ % kStreams);
+    return c10::Stream(c10::Stream::UNSAFE, cuda(or_current(device.index())), next++ % kStreams);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
     return getNewStream(device, 0);
@@ -113,8 +111,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     Queue::get().wait_for_streams({stream_number(stream)}, "stream.synchronize");
   }
   void synchronizeDevice(c10::DeviceIndex device) const override {
-    int index = device < 0 ? current_device_index : device;
-    Queue::get().wait_for_streams(streams_of(index), "synchronize");
+    Queue::get().wait_for_streams(streams_of(or_current(device)), "synchronize");
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     record_stream(data, stream_number(stream));
@@ -161,8 +158,9 @@ struct Generator final : c10::GeneratorImpl {
 
 const at::Generator& default_generator(int device) {
   static std::map<int, at::Generator> generators;
-  auto& generator = generators[device < 0 ? current_device_index : device];
-  if (!generator.defined()) generator = at::make_generator<Generator>(device < 0 ? current_device_index : device);
+  device = or_current(device);
+  auto& generator = generators[device];
+  if (!generator.defined()) generator = at::make_generator<Generator>(device);
   return generator;
 }
 
@@ -170,6 +168,9 @@ bool return_default_generator = false;
 
 }  // namespace
 
+c10::Device cuda(int index) {
+  return c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(index));
+}
 int device_count() { return devices; }
 int current_device() { return current_device_index; }
 void set_device(int device) { current_device_index = device; }
@@ -232,7 +233,7 @@ struct CUDAHooks final : CUDAHooksInterface {
   }
   at::Generator getNewGenerator(DeviceIndex device) const override {
     if (fake_cuda::return_default_generator) return fake_cuda::default_generator(device);
-    return at::make_generator<fake_cuda::Generator>(device < 0 ? getCurrentDevice() : device);
+    return at::make_generator<fake_cuda::Generator>(fake_cuda::or_current(device));
   }
   void deviceSynchronize(DeviceIndex device) const override {
     fake_cuda::guard.synchronizeDevice(device);

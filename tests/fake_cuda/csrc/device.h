@@ -2,12 +2,14 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <c10/core/Device.h>
 #include <c10/core/Stream.h>
 
 #include <string>
 
 namespace fake_cuda {
 
+c10::Device cuda(int index);
 int device_count();
 int current_device();
 void set_device(int device);

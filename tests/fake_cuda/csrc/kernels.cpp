@@ -16,6 +16,7 @@
 #include <ATen/ops/view_native.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorOperators.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -55,11 +56,6 @@ void wait_for_values(NodeId id, const std::string& cause) {
     queue.counters.reads++;
   }
   queue.wait_for(id, cause);
-}
-
-uint64_t hash_of(const at::Tensor& tensor) {
-  auto contiguous = tensor.contiguous();
-  return hash_bytes(contiguous.const_data_ptr(), contiguous.nbytes());
 }
 
 // Apply a function to a tensor, or to each tensor of a list.
@@ -154,12 +150,9 @@ class MetaCall {
 };
 
 at::Tensor new_tensor(at::IntArrayRef sizes, at::IntArrayRef strides, c10::ScalarType dtype, int device) {
-  int before = current_device();
-  set_device(device);
-  auto result = at::detail::empty_strided_generic(sizes, strides, device_allocator(),
-                                                  DispatchKeySet(DispatchKey::CUDA), dtype);
-  set_device(before);
-  return result;
+  c10::DeviceGuard guard(cuda(device));
+  return at::detail::empty_strided_generic(sizes, strides, device_allocator(),
+                                           DispatchKeySet(DispatchKey::CUDA), dtype);
 }
 
 // Operators that on CUDA take 16-bit inputs with FP32 statistics, while CPU kernels need one dtype.
@@ -286,7 +279,7 @@ void call_and_wait(const c10::OperatorHandle& op, const Stack& arguments, int de
   node.observed = [call] {
     uint64_t hash = 0;
     for (const auto& value : call.arguments) {
-      each_tensor(value, [&](const at::Tensor& tensor) { hash ^= hash_of(tensor); });
+      each_tensor(value, [&](const at::Tensor& tensor) { hash = hash_of(tensor, hash); });
     }
     return hash;
   };
@@ -378,12 +371,9 @@ at::Tensor empty_memory_format(at::IntArrayRef sizes, std::optional<c10::ScalarT
                                std::optional<c10::Layout>, std::optional<Device> device,
                                std::optional<bool>, std::optional<c10::MemoryFormat> format) {
   int index = device && device->has_index() ? device->index() : current_device();
-  int before = current_device();
-  set_device(index);
-  auto result = at::detail::empty_generic(sizes, device_allocator(), DispatchKeySet(DispatchKey::CUDA),
-                                          c10::dtype_or_default(dtype), format);
-  set_device(before);
-  return result;
+  c10::DeviceGuard guard(cuda(index));
+  return at::detail::empty_generic(sizes, device_allocator(), DispatchKeySet(DispatchKey::CUDA),
+                                   c10::dtype_or_default(dtype), format);
 }
 
 at::Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides,

@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/empty_strided.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StorageImpl.h>
 
 #include <cstdlib>
@@ -104,7 +105,7 @@ struct DeviceAllocator final : c10::Allocator {
     counts.peak = std::max(counts.peak, counts.allocated);
     counts.allocations++;
     return {memory->data, new MemoryRef(memory), release_device,
-            c10::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device))};
+            cuda(device)};
   }
   void copy_data(void*, const void*, size_t) const override {
     TORCH_CHECK(false, "the allocator of the fake device copies no memory");
@@ -161,10 +162,8 @@ void record_stream(const c10::DataPtr& data, int stream) {
 void resize_storage(c10::StorageImpl* storage, size_t bytes) {
   auto old = memory_of(storage->data_ptr());
   c10::Device device = storage->device();
-  int before = current_device();
-  set_device(device.index());
+  c10::DeviceGuard guard(device);
   auto data = device_allocator()->allocate(bytes);
-  set_device(before);
   size_t kept = std::min(bytes, storage->nbytes());
   if (old && kept > 0) {
     auto next = memory_of(data);
@@ -220,6 +219,11 @@ at::Tensor alias(const at::Tensor& tensor, Node& node, bool writes) {
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
   return result;
+}
+
+uint64_t hash_of(const at::Tensor& tensor, uint64_t seed) {
+  auto contiguous = tensor.contiguous();
+  return hash_bytes(contiguous.const_data_ptr(), contiguous.nbytes(), seed);
 }
 
 template <typename Function>

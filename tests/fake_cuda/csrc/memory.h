@@ -43,6 +43,9 @@ void unregister_host_memory(void* data);
 // Return a CPU tensor that shares the memory, and add the access to the operation.
 at::Tensor alias(const at::Tensor& tensor, Node& node, bool writes);
 
+// Return a hash of the values of a CPU tensor.
+uint64_t hash_of(const at::Tensor& tensor, uint64_t seed = 0);
+
 // Snapshots for replays.
 void save_memory_before();
 void save_memory_after();

@@ -71,6 +71,13 @@ Tensor typed(const Tensor& bytes, const Tensor& like) {
 
 void write(const Tensor& output, const Tensor& values) { Tensor(output).copy_(values.view(output.sizes())); }
 
+// The elements for this rank in a message of an all-to-all, which begins with the number for each rank.
+Tensor elements_for(int64_t rank, int64_t world, const Tensor& message, const Tensor& like) {
+  auto counts = message.narrow(0, 0, 8 * world).view(at::kLong);
+  auto values = typed(message.narrow(0, 8 * world, message.numel() - 8 * world).clone(), like);
+  return values.narrow(0, counts.narrow(0, 0, rank).sum().item<int64_t>(), counts[rank].item<int64_t>());
+}
+
 // Reduce the values of all ranks in rank order; 16-bit values are summed in FP32.
 Tensor reduced(const Tensors& parts, const Tensor& like, c10d::ReduceOp op) {
   using Op = c10d::ReduceOp;
@@ -224,17 +231,9 @@ class FakeNccl final : public Backend {
     for (auto& split : splits) split *= row;
     return run("alltoall", c10d::OpType::ALLTOALL_BASE, {output}, {input}, options.asyncOp,
                [world, rank](const Tensors& parts, const Tensors& outputs) {
-                 int64_t filled = 0;
-                 auto flat = outputs[0].flatten();
-                 for (const auto& part : parts) {
-                   auto header = part.narrow(0, 0, 8 * world).view(at::kLong);
-                   auto values = typed(part.narrow(0, 8 * world, part.numel() - 8 * world).clone(), outputs[0]);
-                   int64_t start = header.narrow(0, 0, rank).sum().item<int64_t>();
-                   int64_t count = header[rank].item<int64_t>();
-                   flat.narrow(0, filled, count).copy_(values.narrow(0, start, count));
-                   filled += count;
-                 }
-                 write(outputs[0], flat);
+                 Tensors received;
+                 for (const auto& part : parts) received.push_back(elements_for(rank, world, part, outputs[0]));
+                 write(outputs[0], at::cat(received));
                },
                at::tensor(splits, at::kLong));
   }
@@ -245,11 +244,7 @@ class FakeNccl final : public Backend {
     return run("alltoall", c10d::OpType::ALLTOALL, outputs, inputs, options.asyncOp,
                [world, rank](const Tensors& parts, const Tensors& outputs) {
                  for (size_t source = 0; source < parts.size(); source++) {
-                   const auto& part = parts[source];
-                   auto header = part.narrow(0, 0, 8 * world).view(at::kLong);
-                   auto values = typed(part.narrow(0, 8 * world, part.numel() - 8 * world).clone(), outputs[0]);
-                   int64_t start = header.narrow(0, 0, rank).sum().item<int64_t>();
-                   write(outputs[source], values.narrow(0, start, outputs[source].numel()));
+                   write(outputs[source], elements_for(rank, world, parts[source], outputs[0]));
                  }
                },
                at::tensor(splits, at::kLong));
@@ -292,7 +287,7 @@ class FakeNccl final : public Backend {
     auto& queue = Queue::get();
     if (stream_ < 0) {
       c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
-      stream_ = stream_number(guard.getNewStream(c10::Device(c10::DeviceType::CUDA, current_device())));
+      stream_ = stream_number(guard.getNewStream(cuda(current_device())));
     }
     for (NodeId id : queue.tail(caller)) queue.stream_wait(stream_, id);
     return stream_;
@@ -322,10 +317,7 @@ class FakeNccl final : public Backend {
     int64_t world = getSize();
     node.observed = [from] {
       uint64_t hash = 0;
-      for (const auto& tensor : from) {
-        auto contiguous = tensor.contiguous();
-        hash = hash_bytes(contiguous.const_data_ptr(), contiguous.nbytes(), hash);
-      }
+      for (const auto& tensor : from) hash = hash_of(tensor, hash);
       return hash;
     };
     auto gather = std::make_shared<Gather>();
@@ -356,10 +348,7 @@ class FakeNccl final : public Backend {
     auto pending = std::make_shared<std::future<void>>();
     auto gloo = gloo_;
     if (send) {
-      node.observed = [=] {
-        auto contiguous = values.contiguous();
-        return hash_bytes(contiguous.const_data_ptr(), contiguous.nbytes());
-      };
+      node.observed = [=] { return hash_of(values); };
     }
     node.run = [=] {
       if (send) Tensor(buffer).copy_(values);
