@@ -214,6 +214,7 @@ def test_random_numbers_depend_on_the_state_of_the_generator() -> None:
 
 
 def test_elapsed_time() -> None:
+    torch.cuda.synchronize()  # with pending operations, the queue keeps completed ones
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     events[0].record()
     torch.cuda._sleep(500_000_000)

@@ -37,6 +37,7 @@ std::vector<int> streams_of(int device) {
 
 struct EventState {
   NodeId node = kNone;
+  double end = 0;  // kept here, because the queue removes completed operations
 };
 
 EventState* state(void* event) { return static_cast<EventState*>(event); }
@@ -88,7 +89,10 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
     if (*event == nullptr) *event = new EventState;
     Node marker;
     marker.name = "event";
-    state(*event)->node = Queue::get().add(stream_number(stream), std::move(marker), 0);
+    auto& queue = Queue::get();
+    std::lock_guard lock(queue.mutex);
+    NodeId node = queue.add(stream_number(stream), std::move(marker), 0);
+    *state(*event) = {node, queue.end_time(node)};
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) Queue::get().stream_wait(stream_number(stream), state(event)->node);
@@ -101,8 +105,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
   double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
     TORCH_CHECK(first != nullptr && second != nullptr, "Both events must be recorded");
-    auto& queue = Queue::get();
-    return 1e3 * (queue.end_time(state(second)->node) - queue.end_time(state(first)->node));
+    return 1e3 * (state(second)->end - state(first)->end);
   }
   bool queryStream(const c10::Stream& stream) const override {
     return Queue::get().query(Queue::get().last_of(stream_number(stream)));
