@@ -30,16 +30,9 @@ if library.fits():
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-        """Replay the operations of the test, unless it is marked `not_replayed`."""
-        if item.get_closest_marker("not_replayed") is None:
+        """Replay the operations of the test and its ranks, unless it is marked `not_replayed`."""
+        with pytest.MonkeyPatch.context() as patch:
+            if item.get_closest_marker("not_replayed") is not None:
+                patch.setenv("FAKE_CUDA_SCHEDULES", "none")
             with replayed():
                 return (yield)
-        before = os.environ.get("FAKE_CUDA_SCHEDULES")
-        os.environ["FAKE_CUDA_SCHEDULES"] = "none"  # for the test's ranks
-        try:
-            return (yield)
-        finally:
-            if before is None:
-                del os.environ["FAKE_CUDA_SCHEDULES"]
-            else:
-                os.environ["FAKE_CUDA_SCHEDULES"] = before
