@@ -25,6 +25,7 @@ from distmp.commands.explain.fake_ranks import FakeCollectives, fake_ranks
 from distmp.engine import Engine
 from tests.parallel.sharding import sharded
 from tests.recording import Collectives
+from tests.reference import Block
 
 BUDGET = Path(__file__).with_suffix(".json")
 COMMAND = "python -m tests.engine.launches"
@@ -71,22 +72,10 @@ class Counts:
     pageable_copies: int = 0
 
 
-class Block(nn.Module):
-    """Four parameters, two of which are kept in FP32 by 16-bit policies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.linear(self.norm(x)))
-
-
 class Model(nn.Module):
     def __init__(self, layers: int = LAYERS) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(layers))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
