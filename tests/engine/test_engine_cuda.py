@@ -22,8 +22,8 @@ from distmp.checkpoint.stored import StoredCheckpoint
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, join
-from distmp.precision import PrecisionPolicy
 from distmp.training.setup import restore
+from tests.engine.launches import POLICIES
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks
 from tests.recording import no_waiting
@@ -47,9 +47,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-REDUCED_IN_BF16 = PrecisionPolicy(
-    "16 on the wire", compute_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
-)
 STRATEGIES: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "fsdp, reduced once": sharded("fsdp", accumulate="unsharded"),
@@ -62,7 +59,6 @@ ON_TWO_RANKS: dict[str, dict[str, Any]] = {
     "fsdp1": sharded("fsdp1"),
 }
 TWO_MICROBATCHES = (((3, 5),),)
-POLICIES = ("fp32", "bf16", "fp16", "bf16-autocast", REDUCED_IN_BF16)
 
 
 def alone_over_nccl() -> World:

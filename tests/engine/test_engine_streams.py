@@ -11,7 +11,6 @@ from torch.optim import lr_scheduler
 
 from distmp.distributed.world import World
 from distmp.engine import Engine
-from distmp.precision import PrecisionPolicy
 from tests.parallel.sharding import sharded
 from tests.parallel.test_module_buffers import Normalised, batch
 from tests.ranks import ranks
@@ -35,7 +34,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-REDUCED_IN_BF16 = PrecisionPolicy("reduced in 16 bits", reduce_dtype=torch.bfloat16)
+REDUCED_IN_BF16 = "fp32,reduce=bf16"
 KINDS: dict[str, dict[str, Any]] = {
     "ddp": {"strategy": "ddp"},
     "ddp, reduced in 16 bits": {"strategy": "ddp", "policy": REDUCED_IN_BF16},
