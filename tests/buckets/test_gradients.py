@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.explain_memory import peak_allocated
 from benchmarks.traffic import Traffic
 from distmp.buckets import Fp32GradBuckets
+from distmp.buckets.graph import weights_used_once
 from distmp.errors import TrainingError
 from tests.ranks import ranks, run_ranks
 from tests.recording import Collectives, Operators
@@ -211,6 +213,43 @@ def test_hooks_of_the_user_see_fp32_gradients(post_accumulate: bool) -> None:
     buckets = Fp32GradBuckets([("weight", weight)], None)
     accumulate(buckets, [weight.sum] * 2)
     assert seen == [torch.float32] * 2
+
+
+def _plain(_: Any, gradient: Tensor) -> Tensor:
+    return gradient
+
+
+def _enables(_: Any, gradient: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return gradient
+
+
+def _sets(_: Any, gradient: Tensor) -> Tensor:
+    with torch.set_grad_enabled(True):
+        return gradient
+
+
+@pytest.mark.parametrize(
+    ("name", "backward", "is_searched"),
+    [
+        ("backward", _plain, True),
+        ("vjp", _plain, True),
+        ("backward", once_differentiable(_plain), True),
+        ("backward", _enables, False),
+        ("backward", _sets, False),
+        ("vjp", _enables, False),
+        ("backward", once_differentiable(_enables), False),
+        ("backward", partial(_plain), False),  # has no code to read
+    ],
+)
+def test_a_graph_that_a_function_may_hide_is_not_searched(
+    name: str, backward: Callable[..., Tensor], is_searched: bool
+) -> None:
+    methods = {"forward": staticmethod(lambda _, x: x.view_as(x)), name: staticmethod(backward)}
+    function: Any = type("Function", (torch.autograd.Function,), methods)
+    weight, other = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    loss = (function.apply(2 * weight) * other * other).sum()
+    assert weights_used_once(loss) == ({id(weight)} if is_searched else set())
 
 
 class NoGradient(torch.autograd.Function):

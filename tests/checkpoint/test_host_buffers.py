@@ -8,14 +8,26 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from distmp.checkpoint import host_buffers, store
-from distmp.checkpoint.host_buffers import HostBuffers, _clear, _page_aligned, _pinned, _Spec
-from distmp.checkpoint.snapshot import Snapshot, expect
+from distmp.checkpoint.host_buffers import (
+    HostBuffers,
+    _clear,
+    _page_aligned,
+    _pinned,
+    _register,
+    _Spec,
+)
+from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.snapshot import HostParts, Snapshot, expect
+from distmp.checkpoint.writer import CheckpointWriter
+from distmp.distributed.world import World
+from distmp.utils.flat_shard import FlatShard
 from tests.checkpoint.test_snapshot import complete
 from tests.checkpoint.test_writer import make_writer
 from tests.recording import no_waiting
@@ -110,6 +122,7 @@ def test_training_does_not_wait_for_pinning(driver: Driver, tmp_path: Path) -> N
         driver.may_pin.set()
         # The buffer that was being pinned is used; the others are pinned after the next save.
         wait(saving._buffers)
+        assert driver.calls == 1
         saving.save(2, live, {}, set(live))
         saving._release()
         assert saving._pending is not None
@@ -140,6 +153,22 @@ def test_memory_is_pinned_before_the_first_save(driver: Driver) -> None:
     assert driver.calls == 4, "all memory is pinned already"
 
 
+def test_a_rank_pins_memory_only_for_what_it_writes(driver: Driver, tmp_path: Path) -> None:
+    driver.may_pin.set()
+    pinned: list[set[str]] = []
+    for rank in (0, 1):
+        world = World(rank, 2, torch.device("cpu"), None)
+        saving = CheckpointWriter(
+            CheckpointConfig(), tmp_path, world, timeout_seconds=60, log=[].append
+        )
+        saving.prepare(values(1))
+        wait(saving._buffers)
+        pinned.append({name for name, _ in saving._buffers._to_pin})
+        saving._buffers.close(timeout=None)
+    assert pinned[0] | pinned[1] == values(1).keys()
+    assert not pinned[0] & pinned[1]
+
+
 def test_pinned_memory_replaces_what_a_save_used(driver: Driver) -> None:
     driver.may_pin.set()
     live, buffers = values(1), HostBuffers()
@@ -168,6 +197,15 @@ def test_a_tensor_of_another_size_gets_memory_that_is_pinned_later(driver: Drive
     assert_equal(take(live, buffers), live)
 
 
+def test_a_tensor_of_another_dtype_is_not_converted() -> None:
+    buffers = HostBuffers()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.int32):
+        live = {"weight": torch.full((3,), 1 + 2**-7, dtype=dtype)}
+        found = take(live, buffers)
+        assert found["weight"].dtype == dtype
+        assert_equal(found, live)
+
+
 def test_a_size_may_change_during_pinning(driver: Driver) -> None:
     buffers = HostBuffers()
     expect({"weight": torch.ones(3)}, buffers)
@@ -181,6 +219,32 @@ def test_a_size_may_change_during_pinning(driver: Driver) -> None:
     assert buffers.like("weight", 0, live["weight"]).pinned
     gc.collect()
     assert driver.pinned == 1
+
+
+def test_two_pinning_threads_share_the_work(driver: Driver) -> None:
+    buffers = HostBuffers()
+    expect({"first": torch.ones(3), "second": torch.ones(3)}, buffers)
+    buffers.start_pinning()
+    driver.is_pinning.wait()
+    live = {"first": torch.ones(3), "second": torch.ones(5)}
+    expect(live, buffers)
+    buffers.start_pinning()
+    driver.may_pin.set()
+    wait(buffers)
+    assert all(buffers.like(name, 0, live[name]).pinned for name in live)
+    assert driver.calls == 2
+
+
+def test_every_part_of_a_tensor_is_pinned(driver: Driver) -> None:
+    driver.may_pin.set()
+    # The end of a row and the start of the next one.
+    shard = FlatShard.of(torch.arange(6.0), torch.Size([4, 6]), 3)
+    buffers = HostBuffers()
+    pin({"shard": shard}, buffers)
+    copied = take({"shard": shard}, buffers)["shard"]
+    assert isinstance(copied, HostParts)
+    assert torch.equal(torch.cat([part.flatten() for part in copied.parts]), torch.arange(6.0))
+    assert driver.calls == driver.pinned == 2
 
 
 def _no_lock(driver: Driver, _: pytest.MonkeyPatch) -> None:
@@ -288,6 +352,26 @@ def test_random_saves_during_pinning(driver: Driver) -> None:
     assert driver.pinned == 0
 
 
+def test_pinning_gives_way_to_training_and_to_the_end(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lowered: list[threading.Thread] = []
+    monkeypatch.setattr(
+        host_buffers, "lower_priority", lambda: lowered.append(threading.current_thread())
+    )
+    devices: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    driver.may_pin.set()
+    buffers = HostBuffers()
+    expect(values(1), buffers)
+    buffers._device = torch.device("cuda", 1)
+    buffers.start_pinning()
+    wait(buffers)
+    assert devices == [torch.device("cuda", 1)], "a new thread uses the first device"
+    assert lowered == [buffers._thread]
+    assert lowered[0].daemon, "a driver call that hangs would keep a failed rank alive"
+
+
 def test_memory_of_the_host_is_not_pinned() -> None:
     live, buffers = values(1), HostBuffers()
     expect(live, buffers)
@@ -313,6 +397,24 @@ def test_training_continues_if_no_thread_can_be_started(
     assert_equal(take(live, buffers), live)
     buffers.close(timeout=None)
     assert driver.calls == 0
+
+
+def test_memory_is_registered_until_it_is_collected(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda *arguments: calls.append(arguments) or 7,
+        cudaHostUnregister=calls.append,
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: calls.append(f"error {code}"))
+    tensor = torch.ones(5)
+    address = tensor.data_ptr()
+    expected: list[object] = [(address, 20, 1), "error 7"]
+    assert _register(tensor) is tensor
+    assert calls == expected
+    del tensor
+    gc.collect()
+    assert calls == [*expected, address]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
@@ -364,4 +466,20 @@ def test_a_snapshot_of_a_gpu_is_that_of_its_step() -> None:
         found = snapshot.complete()
         assert torch.equal(found["held"], torch.full((300,), 101.0 * step - 100))
         assert torch.equal(found["other"], torch.full((20,), 11.0 * step - 1))
+    buffers.close(timeout=None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_to_memory_that_is_not_pinned_waits_for_the_stream_that_trains() -> None:
+    weight, buffers = torch.zeros(300, device="cuda"), HostBuffers()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for step in range(1, 4):
+            weight += 1
+            with no_waiting():
+                snapshot = Snapshot({"weight": weight}, {"weight"}, buffers)
+            found = complete(snapshot)
+            assert torch.equal(found["weight"], torch.full((300,), float(step)))
+    assert not buffers.like("weight", 0, weight).pinned
     buffers.close(timeout=None)

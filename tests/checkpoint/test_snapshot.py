@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from distmp.checkpoint import store
 from distmp.checkpoint.host_buffers import HostBuffers
-from distmp.checkpoint.snapshot import HostParts, Snapshot, written_here
+from distmp.checkpoint.snapshot import HostParts, Snapshot, _Copy, written_here
 from distmp.errors import CheckpointError
 from distmp.utils.flat_shard import FlatShard
 from tests.checkpoint.test_store import assert_all_equal, plain_tensors
@@ -169,6 +170,29 @@ def test_a_copy_that_takes_too_long_fails_the_snapshot() -> None:
     tensor.zero_()
     with pytest.raises(CheckpointError, match="training ended before the state was copied"):
         snapshot.complete()
+
+
+def test_a_snapshot_does_not_keep_its_sources_alive() -> None:
+    live = {"weight": torch.zeros(10)}
+    source = weakref.ref(live["weight"].untyped_storage())
+    snapshot = Snapshot(live, {"weight"}, HostBuffers())
+    complete(snapshot)
+    live.clear()
+    assert source() is None
+
+
+def test_a_copy_that_fails_neither_blocks_training_nor_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    snapshot = Snapshot({"weight": torch.zeros(10)}, {"weight"}, HostBuffers())
+    monkeypatch.setattr(_Copy, "start", _no_memory)
+    training = threading.Thread(target=snapshot.release, args=(5.0,))
+    training.start()
+    with pytest.raises(
+        CheckpointError, match=r"could not be copied to host memory \(MemoryError: not"
+    ):
+        snapshot.complete()
+    training.join()
 
 
 def test_no_memory_fails_the_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import pickle
@@ -173,6 +174,34 @@ flight_recorder.dump(pathlib.Path("."))
     done = run(python("-c", script), tmp_path)
     assert done.returncode == 1
     assert "in dump\n" in done.stderr
+
+
+def test_every_read_of_nccls_recorder_has_a_time_limit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+
+    def read() -> bytes:
+        calls.append("read")
+        return b"{}"
+
+    for name in ("_dump_nccl_trace", "_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        monkeypatch.setattr(C10D, name, read, raising=False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(
+        faulthandler,
+        "dump_traceback_later",
+        lambda seconds, **options: calls.append(f"{seconds} s, {options}"),
+    )
+    monkeypatch.setattr(
+        faulthandler, "cancel_dump_traceback_later", lambda: calls.append("no limit")
+    )
+    flight_recorder.dump(tmp_path)
+    limited = ["60.0 s, {'exit': True}", "read", "no limit"]
+    assert calls == limited
+    calls.clear()
+    assert flight_recorder.pending() == {}
+    assert calls == [*limited, "read"], "gloo's recorder queries no device"
 
 
 @pytest.mark.gpu

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from distmp.distributed import flight_recorder
 from distmp.distributed.rank_environment import RankEnvironment
 from distmp.distributed.world import World, join, leave, local_device, world_of_process
 from distmp.errors import ConfigError, SetupError, TrainingError
@@ -64,6 +65,7 @@ def started_with(gpu: str, model: str, start: Callable[[], object]) -> Group:
     gloo = functools.partial(dist.init_process_group, "gloo")
 
     def initialize(backend: str, *, device_id: torch.device | None, **options: object) -> None:
+        assert any(name in os.environ for name in flight_recorder.SIZE_VARIABLES)
         asked.append(Group(backend, device_id))
         gloo(**options)
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distmp.distributed import flight_recorder
 from distmp.distributed.progress import PhaseTracker
 from distmp.distributed.rendezvous_store import HashStore, PrefixStore
+from distmp.faults import watchdog as watchdog_module
 from distmp.faults.hang_report import HangReport, SilentRank, report
 from distmp.faults.peers import Answer, Ending, Peers, Status, Trace
 from distmp.faults.watchdog import Watchdog
@@ -210,6 +211,21 @@ def test_different_collectives_with_the_same_number() -> None:
     assert "they do not run the same code" in result.text
 
 
+def test_the_same_number_of_different_groups() -> None:
+    traces = {
+        0: pending(7, "all_reduce", group="a"),
+        1: pending(7, "broadcast", group="b"),
+    }
+    result = report_on({0: ELSEWHERE, 1: ELSEWHERE}, traces=traces)
+    assert "all ranks have started the same collectives" in result.text
+
+
+def test_one_stopped_process_is_the_cause() -> None:
+    silent = {1: SilentRank("node7", 99), 2: SilentRank("node6", 98, "stopped")}
+    result = report_on({0: READS}, silent)
+    assert "find out what stopped the process" in result.text
+
+
 def test_ranks_that_may_wait_for_a_silent_rank_are_not_late() -> None:
     """Its numbers are unknown. A rank that waits for nothing is also late."""
     silent = {1: SilentRank("node7", 99)}
@@ -298,6 +314,53 @@ def test_a_recorder_that_fails_does_not_stop_the_report(
     )
     monkeypatch.setattr(flight_recorder, "dump", lambda folder: folder / "nccl-rank-0")
     assert watchdog._trace().file == str(tmp_path / "hang" / "nccl-rank-0")
+
+
+def test_a_rank_answers_once_before_it_reads_its_recorder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reads: list[Path] = []
+
+    def dump(folder: Path) -> Path:
+        assert peers.answers([0]), "a recorder that blocks must not stop the answer"
+        reads.append(folder)
+        raise OSError("no space\non the disk")
+
+    monkeypatch.setattr(flight_recorder, "uses_nccl", lambda: True)
+    monkeypatch.setattr(flight_recorder, "dump", dump)
+    peers = Peers(HashStore(), 0, 1)
+    watchdog = Watchdog(peers, PhaseTracker(), 100, 100)
+    watchdog.traces_folder = tmp_path
+    watchdog._answer_question()
+    watchdog._answer_question()
+    assert reads == [tmp_path]
+    assert peers.traces([0])[0].problem == "OSError: no space on the disk"
+
+
+def test_only_a_rank_that_has_used_its_device_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watchdog_module, "device_wait", lambda _: "item (f, x.py:1)")
+    watchdog = Watchdog(Peers(HashStore(), 0, 1), PhaseTracker(), 100, 100)
+    for is_initialized, waits in ((False, ""), (True, "item (f, x.py:1)")):
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)  # noqa: B023
+        assert watchdog._answer().synchronizes == waits
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_only_answers_that_may_still_arrive_are_waited_for(
+    world_size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 is silent, so it has no trace either."""
+    sleeps: list[float] = []
+    watchdog = Watchdog(Peers(HashStore(), 0, world_size), PhaseTracker(), 1, 1)
+    for rank in range(world_size):
+        Peers(watchdog.peers._store, rank, world_size).beat(Status(1, 9.0, 1.0, "step 3"))
+    monkeypatch.setattr(watchdog, "_exit", lambda _: None)
+    monkeypatch.setattr(time, "sleep", sleeps.append)
+    watchdog._report_hang()
+    monkeypatch.undo()
+    assert len(sleeps) == (watchdog_module.ANSWER_INTERVALS if world_size > 1 else 0)
+    text = capsys.readouterr().err
+    assert text.count("does not answer") == world_size - 1
 
 
 def test_the_reporting_rank_waits_for_the_recorders_of_the_others(

@@ -242,6 +242,25 @@ def test_launches_do_not_grow_with_the_number_of_buffers() -> None:
     assert launches(50) == launches(2)
 
 
+def test_batches_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_buffers, "BATCH_BYTES", 100)
+    module = nn.Module()
+    for index, elements in enumerate((10, 10, 10, 60, 5)):
+        module.register_buffer(f"b{index}", torch.ones(elements))
+    batches = [batch.nbytes for batch in module_buffers._batches(module)]
+    assert batches == [80, 40, 240, 20]
+
+
+def test_a_step_that_is_not_skipped_keeps_the_bits_of_another_dtype() -> None:
+    module = nn.Module()
+    module.register_buffer("count", torch.zeros(3))
+    buffers = ModuleBuffers(module, None)
+    buffers.begin_step()
+    module.count = torch.full((3,), 2**53 + 1)
+    buffers.end_step(torch.tensor(0.0))
+    assert module.count.tolist() == [2**53 + 1] * 3
+
+
 def test_a_buffer_replaced_by_another_dtype_or_shape() -> None:
     model = nn.Module()
     model.register_buffer("count", torch.tensor([2**53 + 1]))

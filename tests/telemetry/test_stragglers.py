@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.distributed import own_time
@@ -140,6 +142,37 @@ def test_own_time_is_never_negative(
     clock.end()
     collective_waits.active = False
     assert clock.take() == OwnTime(10.0, waited)
+
+
+def test_an_interval_is_past_after_all_of_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait on another stream may end later than the interval."""
+    now = iter([0.0, 10.0])
+    monkeypatch.setattr(own_time, "TimePoint", lambda device: Moment(next(now)))
+    clock = StepClock(torch.device("cpu"))
+    clock.active = True
+    clock.begin()
+    pending = Moment(12.0)
+    pending.is_past = False
+    collective_waits._spans += [(Moment(1.0), pending)]  # type: ignore[list-item]
+    clock.end()
+    collective_waits.active = False
+    assert clock.take() is None
+
+
+def test_waits_are_recorded_on_the_stream_that_computes() -> None:
+    device, work = torch.device("cpu"), dist.Work()
+    collective_waits.active = True
+    with contextlib.suppress(RuntimeError), collective_waits.on_side_stream():
+        assert collective_waits.watch(work, torch.ones(1)) is work
+        with collective_waits.measured(device):
+            pass
+        raise RuntimeError("a collective that fails")
+    assert collective_waits.take() == []
+    assert collective_waits.watch(work, torch.ones(1)) is not work
+    with collective_waits.measured(device):
+        pass
+    collective_waits.active = False
+    assert len(collective_waits.take()) == 1
 
 
 def test_once_may_be_chance() -> None:

@@ -25,3 +25,8 @@ def test_values_of_a_gpu_are_read_when_they_have_arrived() -> None:
             values *= 1  # by the same stream, after the copy
         assert copy.read() == [step] * 3
         assert copy.is_complete
+    torch.cuda._sleep(2_000_000_000)
+    copy = HostCopy(values)
+    assert not copy.is_complete
+    torch.cuda.synchronize()
+    assert copy.is_complete

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import jobs, processes
+from benchmarks import report
+from benchmarks.gpu import jobs, packages, processes
 from benchmarks.gpu.jobs import Machine, run_job, run_slice
 from benchmarks.gpu.results import FAILED, NOT_REACHED, PASSED, RUNNING, Result, Summary
 from benchmarks.gpu.slices import Job, Slice
@@ -20,7 +23,8 @@ from tests.torchrun import environment, python
 DRIVER = """
 from pathlib import Path
 from benchmarks import report
-from benchmarks.gpu import jobs, processes
+from benchmarks import report
+from benchmarks.gpu import jobs, packages, processes
 from benchmarks.gpu.results import Result, Summary
 from benchmarks.gpu.slices import Job, Slice
 
@@ -142,6 +146,27 @@ def test_results_of_an_earlier_run_are_deleted(tmp_path: Path, ran: dict[str, An
     (tmp_path / "job" / "old").touch()
     run_job(JOB, 20, tmp_path / "job", planned(JOB))
     assert not (tmp_path / "job" / "old").exists()
+
+
+def test_results_of_other_jobs_are_not_copied(
+    tmp_path: Path, ran: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    (tmp_path / "earlier-cuda.json").touch()
+    run_job(JOB, 20, tmp_path / "job", planned(JOB))
+    assert not (tmp_path / "job" / "earlier-cuda.json").exists()
+
+
+def test_jobs_import_this_checkout_and_the_installed_wheels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "own")
+    monkeypatch.setattr(packages, "TARGET", tmp_path)
+    expected = [str(jobs.ROOT), "own"]
+    assert jobs._environment()["PYTHONPATH"].split(os.pathsep) == expected
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])  # what `install` does
+    expected.append(str(tmp_path))
+    assert jobs._environment()["PYTHONPATH"].split(os.pathsep) == expected
 
 
 def test_limits_of_jobs_do_not_exceed_the_slice(tmp_path: Path, ran: dict[str, Any]) -> None:

@@ -1,15 +1,20 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from benchmarks.gpu import __main__, packages
+from benchmarks.gpu import __main__, packages, processes
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.slices import LARGE_BYTES, slices
+from benchmarks.gpu.jobs import Machine
+from benchmarks.gpu.results import FAILED, PASSED, Summary
+from benchmarks.gpu.slices import LARGE_BYTES, Slice, slices
 from tests.torchrun import environment, python
 
 
@@ -64,6 +69,32 @@ def test_the_larger_model_is_omitted_on_a_smaller_gpu(
         out = capsys.readouterr().out
         assert out.count("benchmarks.peers") == jobs
         assert ("peers_large is omitted: size 1.3b needs a GPU with 120 GiB" in out) == (jobs == 1)
+
+
+def test_the_exit_code_and_the_end_of_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls: list[str] = []
+    handlers: dict[int, Any] = {}
+    failing: set[str] = set()
+
+    def run_slice(part: Slice, _: Machine, summary: Summary) -> None:
+        assert calls == ["adopt"], "ranks could outlive their job"
+        for job in part.jobs:
+            outcome = FAILED if job.name in failing else PASSED
+            summary.put(replace(summary.result(job.name), outcome=outcome))
+
+    monkeypatch.setattr(__main__, "run_slice", run_slice)
+    monkeypatch.setattr(processes, "adopt_orphans", lambda: calls.append("adopt"))
+    monkeypatch.setattr(signal, "signal", handlers.__setitem__)
+    with_arguments(monkeypatch, "--slice", "1", "--output", str(tmp_path))
+    assert main() == 0
+    failing.add("buckets")
+    calls.clear()
+    assert main() == 1
+    with pytest.raises(SystemExit) as raised:
+        handlers[signal.SIGTERM](signal.SIGTERM, None)
+    assert raised.value.code == 143
 
 
 def test_without_a_gpu_every_job_reports_it(tmp_path: Path) -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import signal
 import subprocess
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+from benchmarks.gpu import processes
 from tests.progress import of_children
 from tests.torchrun import environment, python
 
@@ -95,3 +99,29 @@ def test_ranks_end_when_the_command_is_terminated(folder: Path) -> None:
         driver.send_signal(signal.SIGTERM)
         assert driver.wait() == 7
     check_rank_ended(folder)
+
+
+def test_processes_that_start_while_others_are_killed_end_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = iter([["first"], ["second"], [], []])
+    killed: list[str] = []
+    monkeypatch.setattr(processes, "_descendants", lambda: next(found))
+    monkeypatch.setattr(processes, "_signal", lambda process, _: killed.append(process))
+    monkeypatch.setattr(psutil, "wait_procs", lambda *_, **__: None)
+    assert processes.end_descendants() == []
+    assert killed == ["first", "second"]
+
+
+def test_a_process_that_does_not_end_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits: list[object] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (8, 9))
+    monkeypatch.setattr(resource, "setrlimit", lambda *limit: limits.append(limit))
+    monkeypatch.setattr(processes, "end_descendants", lambda: [7, 8])
+    command = ["sh", "-c", "exit 3"]
+    with pytest.raises(processes.UnendedError, match=r"^processes 7, 8 did not end") as raised:
+        processes.run(command, 60, tmp_path / "log.txt", os.environ, tmp_path)
+    assert raised.value.code == 3
+    assert limits == [(resource.RLIMIT_CORE, (0, 9))], "an aborted process would write a core file"

@@ -25,6 +25,9 @@ def test_all_jobs_exist() -> None:
     assert len({job.name for job in jobs}) == len(jobs)
     for job in jobs:
         assert find_spec(job.arguments[0]), job.name
+        timeouts = [float(text[10:]) for text in job.arguments if text.startswith("--timeout=")]
+        assert len(timeouts) == job.has_tests, job.name
+        assert all(1 < timeout < job.limit for timeout in timeouts), "one test may take all of it"
     assert [job.name for job in ALL[0].jobs[:3]] == ["engine", "buckets", "checkpoint"]
 
 
