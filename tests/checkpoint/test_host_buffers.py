@@ -229,6 +229,8 @@ def test_two_pinning_threads_share_the_work(driver: Driver) -> None:
     live = {"first": torch.ones(3), "second": torch.ones(5)}
     expect(live, buffers)
     buffers.start_pinning()
+    assert buffers._thread is not None
+    buffers._thread.join(0.05)  # time to pin memory without waiting for the first thread
     driver.may_pin.set()
     wait(buffers)
     assert all(buffers.like(name, 0, live[name]).pinned for name in live)
@@ -477,9 +479,10 @@ def test_a_copy_to_memory_that_is_not_pinned_waits_for_the_stream_that_trains() 
     with torch.cuda.stream(torch.cuda.Stream()):
         for step in range(1, 4):
             weight += 1
-            with no_waiting():
-                snapshot = Snapshot({"weight": weight}, {"weight"}, buffers)
-            found = complete(snapshot)
+            found = take({"weight": weight}, buffers)
             assert torch.equal(found["weight"], torch.full((300,), float(step)))
+        with no_waiting():
+            snapshot = Snapshot({"weight": weight}, {"weight"}, buffers)
+        complete(snapshot)
     assert not buffers.like("weight", 0, weight).pinned
     buffers.close(timeout=None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from distmp.config import RunConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError, SetupError
 from distmp.parallel import reduce_scatter
+from distmp.parallel.reproducible import CUBLAS_VARIABLE, CUBLAS_WORKSPACES
 from distmp.precision import resolve
 from distmp.training.setup import prepare
 from distmp.utils.live_bytes import GRADIENTS, MASTERS, OPTIMIZER, PARAMETERS, PARTIAL_SUMS
@@ -159,6 +161,16 @@ def test_setting_data_moves_fake_parameters() -> None:
             assert parameter.requires_grad
         with torch.no_grad():  # backward needs a build of torch for this device
             assert model(on_cuda(torch.ones(2, 4))).device.type == "cuda"
+
+
+def test_a_reproducible_run_on_gpus_is_simulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
+    with simulate_ranks(1):
+        assert os.environ[CUBLAS_VARIABLE] in CUBLAS_WORKSPACES
+    assert CUBLAS_VARIABLE not in os.environ, "it would hide a mistake from the next engine"
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":0:0")
+    with simulate_ranks(1):
+        assert os.environ[CUBLAS_VARIABLE] == ":0:0", "the run refuses it"
 
 
 def test_pinned_memory_is_simulated_too() -> None:
