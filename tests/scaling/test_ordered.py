@@ -170,3 +170,18 @@ def test_the_same_bits_at_every_number_of_ranks() -> None:
 
 def test_an_overflow_shows() -> None:
     assert total_on_this_rank(0, overflow=True)[1] > 0
+
+
+def test_dropped_microbatches_are_no_request_to_stop() -> None:
+    one = torch.ones(())
+    total = ordered_total(
+        [torch.ones(CHUNK)],
+        [one],
+        [one],
+        stop=False,
+        dropped=3.0,
+        more=[5.0],
+        group=None,
+        device=CPU,
+    )
+    assert total[4:].tolist() == [0.0, 3.0, 5.0]

@@ -215,3 +215,12 @@ def test_a_gpu_launches_as_much_for_many_gradients_as_for_few() -> None:
         found.append(operators.counts)
         assert stats[0].item() == pytest.approx(8 * count)
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dropped", [0, 1, 2])
+def test_a_step_whose_microbatches_were_all_dropped_is_an_overflow(dropped: int) -> None:
+    total = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, dropped], dtype=torch.float64)
+    decision = decide_step(total, torch.ones(()), nominal_weight=1.0, max_norm=None)
+    assert bool(decision.overflow) == (dropped > 0)
+    assert bool(decision.empty) == (dropped == 0)
+    assert decision.found_inf == 1
