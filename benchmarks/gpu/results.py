@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from benchmarks.report import table
+from distmp.utils.files import replacing
 
 NOT_REACHED = "not reached"
 RUNNING = "running"
@@ -80,8 +81,13 @@ class Summary:
         """Add results, which replace earlier ones of the same jobs, and write the files."""
         by_job = {result.job: result for result in (*self.results, *results)}
         self.results = sorted(by_job.values(), key=lambda result: result.slice)
-        _replace(self._json, json.dumps([asdict(result) for result in self.results], indent=2))
-        _replace(self.folder / "summary.md", self.text(self.results))
+        stored = json.dumps([asdict(result) for result in self.results], indent=2)
+        for path, text in (
+            (self._json, stored),
+            (self.folder / "summary.md", self.text(self.results)),
+        ):
+            with replacing(path) as file:
+                file.write(text.encode())
 
     @staticmethod
     def text(results: Sequence[Result]) -> str:
@@ -94,9 +100,3 @@ class Summary:
         machines = dict.fromkeys(result.machine for result in results if result.machine)
         rows = [result.row() for result in results]
         return "\n\n".join([table(rows), f"Jobs: {', '.join(counts)}.", *machines]) + "\n"
-
-
-def _replace(path: Path, text: str) -> None:
-    temporary = path.with_suffix(".new")
-    temporary.write_text(text)
-    temporary.replace(path)
