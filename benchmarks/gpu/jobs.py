@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 
 from benchmarks import report
+from benchmarks.figures import ROOT
 from benchmarks.gpu import packages, processes
 from benchmarks.gpu.outcomes import Outcomes, cause_in
 from benchmarks.gpu.results import FAILED, PASSED, RUNNING, Result, Summary
 from benchmarks.gpu.slices import SLICE_SECONDS, Job, Slice
 from distmp.commands.doctor.machine_info import gpus
 
-ROOT = Path(__file__).parents[2]
 # The driver may free the memory of a process some time after its end.
 _FREED_SECONDS = 5.0
 _FREED_BYTES = 64 * 2**20

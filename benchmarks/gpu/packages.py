@@ -22,9 +22,8 @@ NEEDED = (
     "pytest",
     "pytest-timeout",
 )
-
-
-TARGET = Path(__file__).parents[2] / "build" / "gpu-packages"
+ROOT = Path(__file__).parents[2]
+TARGET = ROOT / "build" / "gpu-packages"
 
 
 def missing() -> list[str]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import __main__, packages, processes
+from benchmarks.gpu import command, packages, processes
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.jobs import Machine
+from benchmarks.gpu.packages import ROOT
 from benchmarks.gpu.results import FAILED, PASSED, Summary
 from benchmarks.gpu.slices import LARGE_BYTES, Slice, slices
 from tests.torchrun import environment, python
@@ -59,11 +61,19 @@ def test_missing_packages_are_reported(
     assert not (tmp_path / "out").exists()
 
 
+def test_missing_packages_are_reported_before_they_are_imported(tmp_path: Path) -> None:
+    # Without the folder of installed packages.
+    command = [sys.executable, "-S", "-m", "benchmarks.gpu", "--output", str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.startswith(f"not installed: {', '.join(packages.NEEDED)}; use --wheels")
+
+
 def test_the_larger_model_is_omitted_on_a_smaller_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for memory, jobs in ((LARGE_BYTES - 1, 1), (LARGE_BYTES, 2), (None, 2)):
-        monkeypatch.setattr(__main__, "gpus", lambda: [SimpleNamespace(memory_bytes=memory)])  # noqa: B023
+        monkeypatch.setattr(command, "gpus", lambda: [SimpleNamespace(memory_bytes=memory)])  # noqa: B023
         with_arguments(monkeypatch, "--list", "--slice", "3")
         assert main() == 0
         out = capsys.readouterr().out
@@ -84,7 +94,7 @@ def test_the_exit_code_and_the_end_of_processes(
             outcome = FAILED if job.name in failing else PASSED
             summary.put(replace(summary.result(job.name), outcome=outcome))
 
-    monkeypatch.setattr(__main__, "run_slice", run_slice)
+    monkeypatch.setattr(command, "run_slice", run_slice)
     monkeypatch.setattr(processes, "adopt_orphans", lambda: calls.append("adopt"))
     monkeypatch.setattr(signal, "signal", handlers.__setitem__)
     with_arguments(monkeypatch, "--slice", "1", "--output", str(tmp_path))
@@ -100,7 +110,7 @@ def test_the_exit_code_and_the_end_of_processes(
 def test_without_a_gpu_every_job_reports_it(tmp_path: Path) -> None:
     done = subprocess.run(
         python("-m", "benchmarks.gpu", "--output", str(tmp_path)),
-        cwd=Path(__main__.__file__).parents[2],
+        cwd=ROOT,
         env={**environment(), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
