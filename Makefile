@@ -34,7 +34,7 @@ test: $(INSTALLED)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not soak"
 	$(MAKE) test-fake-gpu
 
-# They compute without pause, unlike ranks that wait for each other: two workers.
+# Two workers, because these tests keep a core busy, unlike ranks that wait for each other.
 test-fake-gpu: $(INSTALLED)
 	$(TEST_ENV) $(VENV)/bin/python -m pytest -p tests.fake_cuda.plugin -n 2 --dist worksteal \
 		-m "gpu and not real_gpu"

@@ -1,6 +1,6 @@
-"""A plugin of pytest that writes the outcome of each test immediately, and counts of outcomes.
+"""A pytest plugin that writes the outcome of each test immediately; reads and counts outcomes.
 
-A run of tests that is killed at its time limit leaves the outcomes of the tests before, and the
+If a run is killed at its time limit, the file has the outcomes of the tests that ended, and the
 name of the test that was running.
 """
 
