@@ -25,12 +25,12 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.explain_memory import stepper
 from benchmarks.report import in_turns, machine, save
 from benchmarks.tables import exchange as tables
+from benchmarks.traffic import bytes_moved
 from distmp.buckets import exchange
 from distmp.commands.explain.comm_volume import CollectiveRecorder
 from distmp.commands.explain.fake_ranks import simulate_ranks
@@ -161,8 +161,7 @@ class Costs(TorchDispatchMode):
             self.launches += 1
             if self._in_sum:
                 self.launches_of_sums += 1
-                read = args[1:] if func is torch.ops.aten.copy_.default else args
-                self.bytes_of_sums += _nbytes(read) + _nbytes(result)
+                self.bytes_of_sums += bytes_moved(func, args, result)
         return result
 
     @contextmanager
@@ -182,10 +181,6 @@ class Costs(TorchDispatchMode):
             mock.patch.object(exchange, "sum_pairwise", watched(exchange.sum_pairwise)),
         ):
             yield
-
-
-def _nbytes(values: Any) -> int:
-    return sum(leaf.nbytes for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 def _times(kind: str) -> dict[str, dict[str, list[float]]]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
 COUNTED = (aten._to_copy, aten.add, aten.add_, aten.clone, aten.copy_, aten.mul_, aten.zero_)
@@ -32,10 +33,12 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        operation = func.overloadpacket
-        if operation in COUNTED and self._elements in (None, result.numel()):
-            read = args[1:] if operation in OVERWRITES else args
-            for tensor in (result, *read):
-                if isinstance(tensor, Tensor):
-                    self.bytes += tensor.numel() * tensor.element_size()
+        if func.overloadpacket in COUNTED and self._elements in (None, result.numel()):
+            self.bytes += bytes_moved(func, args, result)
         return result
+
+
+def bytes_moved(func: Any, args: Any, result: Any) -> int:
+    """Return the bytes that an operation reads from its arguments and writes to its result."""
+    read = args[1:] if func.overloadpacket in OVERWRITES else args
+    return sum(leaf.nbytes for leaf in tree_leaves((result, read)) if isinstance(leaf, Tensor))
