@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distmp.scaling.norms import CHUNK
-from distmp.scaling.step_decision import pack
+from distmp.scaling.step_decision import not_finite, pack
 
 # Number of elements that are squared at once; it does not change the bits. On a CPU a block fits
 # into the cache. On a GPU a block takes 16 launches and 8 bytes per element: at most 128 MiB.
@@ -64,7 +64,7 @@ def ordered_total(
     sums = pairwise_sums(_split(leaves, lengths, world_size))
     loss_and_weight, squares = sums[:2], sums[2:]
     square = pairwise_sums([squares])
-    return torch.cat([square, (~square.isfinite()).double(), loss_and_weight, counts])
+    return torch.cat([square, not_finite(square).double(), loss_and_weight, counts])
 
 
 def chunk_squares(shards: Sequence[Tensor]) -> Tensor:
