@@ -56,7 +56,10 @@ def _chosen(arguments: argparse.Namespace) -> dict[int, Slice]:
         for number, part in enumerate(every, start=1)
         if arguments.slice in (None, number)
     }
-    return {number: part for number, part in chosen.items() if part.jobs}
+    chosen = {number: part for number, part in chosen.items() if part.jobs}
+    if not chosen:
+        raise SystemExit("--slice, --only and --skip leave no job; --list lists the jobs by slice")
+    return chosen
 
 
 def _large(arguments: argparse.Namespace) -> str | None:

@@ -33,6 +33,7 @@ from distmp.distributed import flight_recorder
 from distmp.distributed.limits import LINK_SECONDS
 from distmp.distributed.orphans import is_orphan
 from distmp.distributed.progress import PhaseTracker
+from distmp.distributed.ranks import describe
 from distmp.distributed.reachability import responds, source_address
 from distmp.errors import HANG_EXIT_CODE, LOST_PEER_EXIT_CODE, rank_names
 from distmp.faults import hang_report, stacks
@@ -224,7 +225,7 @@ class Watchdog:
                 else:
                     file = str(flight_recorder.dump(self.traces_folder))
         except Exception as error:  # noqa: BLE001  # the report on the hang must not fail
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            problem = " ".join(describe(error).split())
         return Trace(pending, file, problem)
 
     def _answer(self) -> Answer:

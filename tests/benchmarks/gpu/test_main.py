@@ -49,6 +49,9 @@ def test_unknown_slices_and_jobs_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with_arguments(monkeypatch, "--only", "motor")
     with pytest.raises(SystemExit, match="unknown jobs motor; --list lists the jobs"):
         main()
+    with_arguments(monkeypatch, "--only", "engine", "--slice", "2")
+    with pytest.raises(SystemExit, match="--slice, --only and --skip leave no job"):
+        main()
 
 
 def test_missing_packages_are_reported(
