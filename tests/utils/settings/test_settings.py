@@ -536,10 +536,10 @@ def test_help_shows_the_values_of_the_file(
 ) -> None:
     path = str(file_of(tmp_path, "steps: 4321\n"))
     cli("--steps", "20")  # tyro is imported
-    begin = time.perf_counter()
+    begin = time.thread_time()
     with pytest.raises(SystemExit) as stop:
         cli("--config", path, "--help")
-    assert time.perf_counter() - begin < 1
+    assert time.thread_time() - begin < 1
     assert stop.value.code in (None, 0)
     out = capsys.readouterr().out
     for expected in ("4321", "--config FILE", "--optim.lr", "Learning rate at its peak", "Train."):
