@@ -2,8 +2,8 @@
 # make test    run every test that this machine can run
 # make test-fake-gpu   the tests marked gpu, on fake devices (part of make test)
 # make test-fast   the tests that decide most changes, in about a minute
-# make nightly random runs of the engine against a float64 oracle, random misuse, odd inputs, and
-#              seeded bugs of CUDA code
+# make nightly random runs of the engine against a float64 oracle, random misuse, odd inputs, random
+#              sequences of overflows, and seeded bugs of CUDA code
 # make soak    the tests that kill and cut off runs for minutes, then random faults on two and three
 #              simulated hosts (SECONDS=240)
 # make lint    formatting, lint, types and layers
@@ -64,6 +64,8 @@ nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary --cases $(CASES)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.misuse --cases $(CASES)
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.adversary.inputs --cases $(CASES)
+	SCALER_SEQUENCES=$(CASES) OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -q \
+		tests/scaling/test_grad_scaler_model.py
 	$(VENV)/bin/python -m tests.adversary.cuda_mutants
 	$(MAKE) soak SECONDS=1800
 

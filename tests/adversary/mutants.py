@@ -296,7 +296,7 @@ FINDERS = {
     "oracle": ["tests.adversary", "--batch", "30", "--shrink", "0", "--failures", "1"],
     "misuse": ["tests.adversary.misuse", "--failures", "1"],
 }
-MOST_CASES = {"oracle": 300, "misuse": 800}
+MOST_CASES = {"oracle": 150, "misuse": 800}
 # The first complaint in the output: the line before the outcomes of the ranks, or after FAILED.
 COMPLAINT = {
     "oracle": re.compile(r"^FAILED \((.*)\)$", re.MULTILINE),
