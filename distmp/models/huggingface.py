@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from distmp.errors import ConfigError, nearest
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.utils.out_of_memory import is_out_of_memory
+from distmp.utils.presets import MODEL, located
 
 logger = logging.getLogger("distmp")
 
@@ -29,12 +30,12 @@ _CONFIG = "config.json"
 
 
 def locate(name: str) -> Path:
-    """Return the folder or configuration file that `hf:PATH` names.
+    """Return the folder or configuration file that `hf:PATH` or `hf:preset:NAME` names.
 
     Raises:
         ConfigError: If it does not exist, or transformers is not installed.
     """
-    path = Path(name.removeprefix(PREFIX)).expanduser()
+    path = Path(located("model.name", name.removeprefix(PREFIX), MODEL)).expanduser()
     file = path if path.suffix == ".json" else path / _CONFIG
     if not file.is_file():
         raise ConfigError(
