@@ -45,12 +45,14 @@ def main(argv: list[str]) -> int:
         ConfigError: If an option or the configuration is wrong.
         AddressError: If the first of several machines has no address.
     """
-    _import_torch_quietly()
     before, train_arguments = split(argv)
     if before[:1] in (["--help"], ["-h"]):
         sys.stdout.write(_HELP.format(options=_parser().format_help().partition("\n\n")[2]))
         return 0
     own, torchrun_arguments = _parser().parse_known_args(before)
+    if {"--help", "-h"}.intersection(train_arguments):
+        _check(train_arguments)  # prints the help of `distmp train`, and ends
+    _import_torch_quietly()
     if own.render is not None:
         return _render(before, torchrun_arguments, train_arguments)
     options = LaunchOptions(own.dry_run, own.environment, own.port, own.preflight)

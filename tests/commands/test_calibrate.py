@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from distmp import cli
-from distmp.commands.calibrate import CalibrationConfig, load, main, measure
+from distmp.commands.calibrate import CalibrationConfig, load, main
+from distmp.commands.gradient_range import measure
 from distmp.diagnosis.gradient_recorder import KINDS, GradientRecorder, Histograms
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.distributed.stopping import StopSignals

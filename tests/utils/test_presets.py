@@ -40,7 +40,9 @@ def test_the_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["presets"]) == 0
     *lines, _, use, folder = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [f"preset:{name}" for name in preset_names()]
-    assert all(preset_purpose(name) in line for name, line in zip(preset_names(), lines, strict=True))
+    assert all(
+        preset_purpose(name) in line for name, line in zip(preset_names(), lines, strict=True)
+    )
     assert "--config preset:NAME" in use
     assert Path(folder) == CONFIGS
     assert cli.main(["presets", "quickstart"]) == 2

@@ -71,7 +71,9 @@ def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
             continue
         value = value if equals else next(words, "")
         if not value or value.startswith("--"):
-            raise ConfigError("--config", value, "give the name of a YAML file after it, or preset:NAME")
+            raise ConfigError(
+                "--config", value, "give the name of a YAML file after it, or preset:NAME"
+            )
         if path is not None:
             raise ConfigError("--config", value, f"is given twice; the first is {path!r}")
         path = value
