@@ -99,6 +99,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.exchange
 	$(VENV)/bin/python -m benchmarks.checkpoint_stall
 	$(VENV)/bin/python -m benchmarks.start_up
+	$(VENV)/bin/python -m benchmarks.command_start
 	$(VENV)/bin/python -m benchmarks.figures
 
 bench-gpu: $(INSTALLED)

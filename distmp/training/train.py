@@ -78,7 +78,7 @@ def run_as_rank(
 
 def _refuse(environment: RankEnvironment, error: Exception) -> int:
     """Report an error in the settings, and return the exit code of this rank."""
-    if isinstance(error, DistmpError) and not is_under_torchrun():
+    if environment.world_size == 1 and isinstance(error, DistmpError) and not is_under_torchrun():
         sys.stderr.write(f"distmp: {masked_text(str(error))}\n")
         return error.exit_code
     from distmp.training import failures
