@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -102,6 +105,10 @@ def test_the_metadata(built: Distributions) -> None:
     assert metadata["Version"] == __version__
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Author"] == "distmp developers"
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = str(metadata.get_payload())
+    assert "pip install distmp" in description
+    assert "](docs/" not in description
 
 
 def test_the_wheel_trains_in_an_empty_folder(built: Distributions, tmp_path: Path) -> None:
@@ -115,9 +122,58 @@ def test_the_wheel_trains_in_an_empty_folder(built: Distributions, tmp_path: Pat
     *presets, _, _, folder = run(distmp, "presets", cwd=empty).splitlines()
     assert any(line.startswith("preset:quickstart ") for line in presets)
     assert Path(folder) == found.parent / "presets"
-    printed = run(distmp, "train", "--config", "preset:quickstart", *BRIEFLY, cwd=empty)
+    words = entry_point_of_image()
+    assert words[0] == "distmp"
+    printed = run(distmp, *words[1:], *BRIEFLY, cwd=empty)
     assert "validation loss" in printed
     assert len((empty / "runs/quickstart/steps.jsonl").read_text().splitlines()) == 20
+
+
+def instructions(name: str) -> list[str]:
+    """Return the arguments of an instruction of the Dockerfile, wherever it occurs."""
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    return [line.removeprefix(f"{name} ") for line in lines if line.startswith(f"{name} ")]
+
+
+def entry_point_of_image() -> list[str]:
+    (entry_point,), (command,) = instructions("ENTRYPOINT"), instructions("CMD")
+    return [*json.loads(entry_point), *json.loads(command)]
+
+
+def test_the_commands_of_the_image(built: Distributions, tmp_path: Path) -> None:
+    """The wheel is built and installed as in the image; torch and users are the image's own."""
+    build, torch, install, user = instructions("RUN")
+    assert user.startswith("useradd ")
+    assert torch.split()[-1] == "torch"
+    assert "ARG TORCH_INDEX=" in (ROOT / "Dockerfile").read_text()
+    wheels = tmp_path / "wheels"
+    pip = f"{sys.executable} -m pip --disable-pip-version-check"
+    command = build.replace("pip", pip, 1).replace("/wheels", str(wheels))
+    run("sh", "-c", f"{command} --no-build-isolation")
+    assert [wheel.name for wheel in wheels.iterdir()] == [built.wheel.name]
+    in_environment = install.replace("pip", f"{pip} --python {sys.executable}", 1)
+    printed = run(
+        "sh",
+        "-c",
+        f"{in_environment.replace('/wheels', str(wheels))} --no-deps --no-index --dry-run",
+    )
+    assert "distmp" in printed
+
+
+@pytest.mark.parametrize("source", [None, "https://example.org/distmp/"])
+def test_the_readme_of_a_package_index_has_no_relative_links(source: str | None) -> None:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    readme = (ROOT / "README.md").read_text()
+    page = hook.for_index(readme, source)
+    relative = re.findall(r"\]\((?!https?://|#)([^)]+)\)", readme)
+    assert "docs/engine.md" in relative
+    targets = set(re.findall(r"\]\(([^)]+)\)", page))
+    assert targets == set() if source is None else {f"{source}{path}" for path in relative}
+    assert "([engine]" in page if source else "(engine)" in page
 
 
 def test_an_editable_install_precedes_a_folder_with_its_name(tmp_path: Path) -> None:

@@ -24,11 +24,11 @@ usage: distmp launch [OPTIONS] [OPTIONS OF torchrun] [-- OPTIONS OF distmp train
 Check the run's configuration, find out on which machines this job runs, and train on all
 CUDA devices of each (on two CPU ranks where there is none).
 
-  distmp launch -- --config configs/x.yaml --optim.lr 3e-4
-  distmp launch --nproc-per-node 4 -- --config configs/x.yaml
-  distmp launch --preflight -- --config configs/x.yaml   (only compare and measure the ranks)
-  distmp launch --hosts node1,node2 -- --config configs/x.yaml
-  distmp launch --render slurm --nnodes 2 --nproc-per-node 8 -- --config configs/x.yaml
+  distmp launch -- --config preset:quickstart --optim.lr 3e-4
+  distmp launch --nproc-per-node 4 -- --config FILE
+  distmp launch --preflight -- --config FILE   (only compare and measure the ranks)
+  distmp launch --hosts node1,node2 -- --config FILE
+  distmp launch --render slurm --nnodes 2 --nproc-per-node 8 -- --config FILE
 
 {options}
 `torchrun --help` and `distmp train --help` list the options of each side.
