@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.commands.doctor import command
+from distmp.commands.doctor import command, machine_info
 from distmp.commands.doctor.checks import CHECKS
 from distmp.commands.doctor.machine_info import Folder
 from distmp.errors import ConfigError
