@@ -7,6 +7,7 @@
 # make soak    the tests that kill and cut off runs for minutes, then random faults on two and three
 #              simulated hosts (SECONDS=240)
 # make lint    formatting, lint, types and layers
+# make dist    build sdist and wheel into dist/, check and test them
 # make docs    build the documentation into build/docs, with warnings as errors
 # make bench   compare with other training loops, side by side
 # make bench-gpu   the tests marked gpu, and the benchmarks on a GPU, in slices of at most 9 minutes
@@ -21,7 +22,7 @@ SECONDS ?= 240
 INSTALLED := $(VENV)/.installed
 DOCS_INSTALLED := $(VENV)/.installed-docs
 
-.PHONY: train test test-fake-gpu test-fast soak nightly lint format docs bench bench-gpu clean
+.PHONY: train test test-fake-gpu test-fast soak nightly lint format docs dist bench bench-gpu clean
 
 train: $(INSTALLED)
 	$(VENV)/bin/distmp launch -- --config $(CONFIG)
@@ -82,6 +83,12 @@ format: $(INSTALLED)
 docs: $(DOCS_INSTALLED)
 	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs build/docs
 
+dist: $(INSTALLED)
+	rm -rf dist
+	$(VENV)/bin/python -m build --no-isolation --outdir dist .
+	$(VENV)/bin/python -m twine check --strict dist/*
+	$(VENV)/bin/python -m pytest tests/test_package.py
+
 bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.quickstart
 	$(VENV)/bin/python -m benchmarks.step_tail
@@ -101,6 +108,7 @@ bench: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.exchange
 	$(VENV)/bin/python -m benchmarks.checkpoint_stall
 	$(VENV)/bin/python -m benchmarks.start_up
+	$(VENV)/bin/python -m benchmarks.command_start
 	$(VENV)/bin/python -m benchmarks.figures
 
 bench-gpu: $(INSTALLED)

@@ -1,42 +1,55 @@
-"""Runs the commands of the README and of docs/, in order, and checks the quickstart's claim."""
+"""Runs the commands of the README and of docs/, in order, and checks the quickstart's claim.
+
+Those of the README run in an empty folder, as after `pip install`; `make` and the commands of docs/
+run in the clone.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
 QUICKSTART = ROOT / "docs" / "quickstart.md"
 # The README trains the quickstart, whose results the pages read; its page comes next.
-FIRST = [ROOT / "README.md", QUICKSTART]
+FIRST = [README, QUICKSTART]
 PAGES = [*FIRST, *(page for page in sorted((ROOT / "docs").glob("*.md")) if page not in FIRST)]
 # Run by .ci/run itself, or recorded: benchmarks write the figures that tests compare pages with.
 ELSEWHERE = re.compile(r"make test|.* -m benchmarks\..*")
 
 
 def main() -> int:
-    for page in PAGES:
-        for language, block in re.findall(
-            r"```(bash|python)\n(.*?)```", page.read_text(), re.DOTALL
-        ):
-            if language == "python":
-                run(f".venv/bin/python -c {shlex.quote(block)}")
-                continue
-            for command in block.strip().splitlines():
-                if not ELSEWHERE.fullmatch(command):
-                    run(command)
+    with tempfile.TemporaryDirectory(prefix="readme-") as empty:
+        for page in PAGES:
+            for command in commands(page):
+                in_clone = page != README or command.startswith("make ")
+                run(command, ROOT if in_clone else Path(empty))
     return check_quickstart()
 
 
-def run(command: str) -> None:
+def commands(page: Path) -> Iterator[str]:
+    """Yield the commands and the Python blocks of a page."""
+    for language, block in re.findall(r"```(bash|python)\n(.*?)```", page.read_text(), re.DOTALL):
+        if language == "python":
+            yield f"{'' if page == README else '.venv/bin/'}python -c {shlex.quote(block)}"
+            continue
+        yield from (line for line in block.strip().splitlines() if not ELSEWHERE.fullmatch(line))
+
+
+def run(command: str, folder: Path) -> None:
     print(f"$ {command}", flush=True)
     started = time.monotonic()
-    subprocess.run(command, shell=True, cwd=ROOT, check=True)
+    installed = {"PATH": f"{ROOT / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(command, shell=True, cwd=folder, env={**os.environ, **installed}, check=True)
     print(f"({time.monotonic() - started:.0f} s)", flush=True)
 
 

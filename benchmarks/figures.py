@@ -47,6 +47,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "checkpoint-stall": runs.checkpoint_stall,
     "large-model": large_model.large_model,
     "start-up": large_model.start_up,
+    "command-start": runs.command_start,
 }
 # Further tables of a result.
 RESULT_OF = {"peers-accelerate": "peers"}

@@ -15,7 +15,9 @@ from benchmarks.device import parse, parser
 from benchmarks.peak import kind_of, transformer_flops
 from benchmarks.report import machine, save
 from benchmarks.tables import precision
-from distmp.commands.bench.precision import BenchPrecisionConfig, compare, load
+from distmp.commands.bench.measure import compare
+from distmp.commands.bench.precision import load
+from distmp.commands.bench.settings import BenchPrecisionConfig
 from distmp.data.text import VOCABULARY_SIZE
 from distmp.distributed.world import World
 from distmp.precision import policy

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from distmp import _moved
+from distmp._lazy import lazy_names
 
 __version__ = "0.1.0"
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from distmp.engine import Engine
     from distmp.engine.config import EngineConfig
     from distmp.engine.outcome import StepNumbers, StepOutcome
-    from distmp.engine.spike_check import DivergenceConfig
+    from distmp.engine.settings import DivergenceConfig
     from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
     from distmp.precision import PrecisionPolicy, policy, resolve
     from distmp.scaling import DistributedGradScaler, LossScaleConfig
@@ -49,17 +50,14 @@ else:
         "distmp.precision": ("PrecisionPolicy", "policy", "resolve"),
         "distmp.scaling": ("DistributedGradScaler", "LossScaleConfig"),
         "distmp.diagnosis.attribution": ("OverflowReport",),
-        "distmp.engine.spike_check": ("DivergenceConfig",),
+        "distmp.engine.settings": ("DivergenceConfig",),
     }
 
     _moved.install()
+    _public_name = lazy_names(__name__, _PUBLIC_NAMES)
 
     def __getattr__(name: str) -> object:
-        """Import a public name or a module at its first use: importing torch takes seconds."""
-        for module, names in _PUBLIC_NAMES.items():
-            if name in names:
-                globals()[name] = getattr(importlib.import_module(module), name)
-                return globals()[name]
-        if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
+        """Import a public name or a module at its first use."""
+        if name not in __all__ and not name.startswith("_") and find_spec(f"{__name__}.{name}"):
             return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _public_name(name)

@@ -7,47 +7,42 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.data.order import microbatches_per_rank
 from distmp.data.settings import DataConfig
-from distmp.engine.config import EngineConfig
-from distmp.engine.rank_consistency import RankConsistencyConfig
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine.settings import DivergenceConfig, RankConsistencyConfig
 from distmp.errors import ConfigError, nearest
 from distmp.masking import is_masked
 from distmp.models.settings import ModelConfig
-from distmp.optim.build import (
-    OptimizerFactory,
-    ScheduleFactory,
-    optimizer_factory,
-    schedule_factory,
-)
-from distmp.optim.names import SHAPES
-from distmp.optim.settings import OptimizerConfig, ScheduleConfig
-from distmp.parallel import STRATEGIES, AccumulationSettings
+from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 from distmp.parallel.settings import (
     FORMER_STRATEGIES,
     SHARDED_STRATEGIES,
+    STRATEGIES,
+    AccumulationSettings,
     ActivationCheckpointing,
     Compilation,
     ParallelConfig,
     ShardingConfig,
 )
-from distmp.precision import policy
-from distmp.scaling import LossScaleConfig, loss_scale_rules
+from distmp.scaling.settings import LossScaleConfig, loss_scale_rules
 from distmp.telemetry.profiling.settings import ProfileConfig
 from distmp.telemetry.settings import LogConfig
 from distmp.utils.resume_rules import HARMLESS, IGNORED, consequential, dangerous
 from distmp.utils.settings import command_line, to_mapping
 from distmp.utils.settings.flat import flat
 
+if TYPE_CHECKING:
+    from distmp.engine.config import EngineConfig
+    from distmp.optim.build import OptimizerFactory, ScheduleFactory
+
 # Far above every real run, and within the types that hold these values.
 _MAX_STEPS = 10**12
 _MAX_TIMEOUT_MINUTES = 14 * 24 * 60
+
+Config = TypeVar("Config", bound="RunConfig")
 
 
 @dataclass(frozen=True)
@@ -104,12 +99,21 @@ class PrecisionConfig:
     it."""
 
     def __post_init__(self) -> None:
-        if self.policy != "auto":
-            loss_scale_rules(policy(self.policy).loss_scale, self.loss_scale)
         if self.max_consecutive_skips < 1:
             raise ConfigError(
                 "precision.max_consecutive_skips", self.max_consecutive_skips, "use 1 or more steps"
             )
+
+    def check_names(self) -> None:
+        """Check the policy, which imports torch.
+
+        Raises:
+            ConfigError: If it is unknown, or does not fit the rules of the loss scale.
+        """
+        if self.policy != "auto":
+            from distmp.precision import policy
+
+            loss_scale_rules(policy(self.policy).loss_scale, self.loss_scale)
 
 
 @dataclass(frozen=True)
@@ -315,12 +319,24 @@ class RunConfig:
                 f"must be less than steps = {self.steps}",
             )
         self.profile.check(self.steps)
-        # Looks up names and refuses options that the optimizer or schedule does not have.
+
+    def check_names(self) -> None:
+        """Look up the policy, optimizer and schedule, which imports torch.
+
+        Commands do it after they have read all settings, so that their help and most of their
+        errors do not wait for torch.
+
+        Raises:
+            ConfigError: If a name is unknown, or an option does not belong to what it names.
+        """
+        self.precision.check_names()
         _ = self.optimizer_factory
         build = self.schedule_factory
         # Schedules of torch refuse options when they are built. The first optimizer of a process
         # imports torch's compiler, which takes 0.4 s.
         if self.schedule.name not in SHAPES:
+            import torch
+
             build(torch.optim.SGD([torch.zeros(())], lr=self.optim.lr))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -330,11 +346,15 @@ class RunConfig:
     @cached_property
     def optimizer_factory(self) -> OptimizerFactory:
         """The function that builds the optimizer over named parameters."""
+        from distmp.optim.build import optimizer_factory
+
         return optimizer_factory(self.optim)
 
     @cached_property
     def schedule_factory(self) -> ScheduleFactory:
         """The function that builds the learning-rate schedule on an optimizer."""
+        from distmp.optim.build import schedule_factory
+
         return schedule_factory(self.schedule, self.steps)
 
     @property
@@ -346,6 +366,8 @@ class RunConfig:
 
     def engine(self, microbatches: int | None) -> EngineConfig:
         """Return the settings of an engine, for steps of `microbatches` microbatches per rank."""
+        from distmp.engine.config import EngineConfig
+
         return EngineConfig(
             policy=self.precision.policy,
             strategy=self.strategy,
@@ -368,18 +390,28 @@ class RunConfig:
 
 
 def load(argv: Sequence[str]) -> RunConfig:
-    """Read `--config FILE` and the overrides after it.
+    """Read the configuration of `distmp train`, see `load_as`."""
+    return load_as(RunConfig, argv, "distmp train", "Train a model on any number of ranks.")
+
+
+def load_as(cls: type[Config], argv: Sequence[str], prog: str, description: str) -> Config:
+    """Read `--config FILE` and the overrides after it, for a command.
+
+    Args:
+        cls: The settings of the command.
+        argv: Arguments without the name of the command.
+        prog: Name of the command, for the help text.
+        description: Description of the command, for the help text.
 
     Raises:
         ConfigError: If a name, type, value or combination is wrong.
         SystemExit: With code 0, after `--help`.
     """
-    config = command_line(
-        RunConfig, argv, prog="distmp train", description="Train a model on any number of ranks."
-    )
+    config = command_line(cls, argv, prog, description)
     for name, value in flat(to_mapping(config)).items():
         if (problem := _unusable(value)) is not None:
             raise ConfigError(name, value, problem)
+    config.check_names()
     return config
 
 

@@ -61,7 +61,7 @@ PRELOAD = (
     "torch.distributed.tensor",
     "hypothesis",
     "distmp.parallel.fsdp",
-    "distmp.training.train",
+    "distmp.training.rank",
 )
 
 # How long the other ranks may run after one has failed, to separate the cause from its effects.

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-import distmp.config
 from distmp.config import BatchConfig, RunConfig, load
-from distmp.data.settings import DataConfig
 from distmp.distributed.world import World
 from distmp.errors import ConfigError
+from distmp.optim import build
 from distmp.training.setup import build_engine, prepare
 from distmp.utils.settings import from_mapping, read_yaml, write_yaml
 
@@ -132,14 +131,14 @@ def test_what_is_no_option_is_not_called_one(values: dict[str, Any]) -> None:
 def test_optimizer_and_schedule_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     for name in ("optimizer_factory", "schedule_factory"):
-        original = getattr(distmp.config, name)
+        original = getattr(build, name)
 
         def counted(*arguments: Any, original: Any = original, name: str = name) -> Any:
             calls.append(name)
             return original(*arguments)
 
-        monkeypatch.setattr(distmp.config, name, counted)
-    config = RunConfig(strategy="single", data=DataConfig(path="distmp"))
+        monkeypatch.setattr(build, name, counted)
+    config = load(["--strategy=single", "--data.path=distmp"])
     world = World.current("cpu")
     build_engine(config, prepare(config, world), world, policy="fp32", attribution=False)
     assert calls == ["optimizer_factory", "schedule_factory"]

@@ -113,3 +113,16 @@ def muon(result: dict[str, Any]) -> str:
         f"one rank, relative to its norm; a transformer with {result['parameters']:,} parameters "
         f"in FP32. {machine_line(result)}"
     )
+
+
+def command_start(result: dict[str, Any]) -> str:
+    """Return the table of `benchmarks.command_start` and a line on its machine."""
+    torch, *commands = result["seconds"].items()
+    rows: list[dict[str, object]] = [
+        {"command": name, f"time / `{torch[0]}`": ratios(seconds, torch[1])}
+        for name, seconds in commands
+    ]
+    return (
+        f"{table(rows)}\n\nProcessor time of a new process; median (min to max) of "
+        f"{len(torch[1])} alternating rounds. {machine_line(result)}"
+    )

@@ -27,3 +27,5 @@ ARRIVAL_SECONDS = 90.0
 REJOIN_SECONDS = 115
 # Timeout of connecting to see whether a machine responds.
 PROBE_SECONDS = 3.0
+# torch's default timeout of a store.
+STORE_SECONDS = 300.0

@@ -12,6 +12,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from distmp.distributed.attempt import Agreement, AttemptError
+from distmp.distributed.limits import STORE_SECONDS
 from distmp.distributed.rank_environment import STORE_VARIABLE, RankEnvironment
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
 ]
 
 
-# torch's default timeout of a store.
-STORE_SECONDS = 300.0
 CONNECT_SECONDS = 15.0
 
 _attempt: int | None = None

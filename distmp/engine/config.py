@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, TypedDict
 
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine.settings import DivergenceConfig
 from distmp.errors import ConfigError, nearest
-from distmp.parallel import AccumulationSettings, ParallelConfig
+from distmp.parallel.settings import AccumulationSettings, ParallelConfig
 from distmp.precision import PolicyLike
-from distmp.scaling import LossScaleConfig
+from distmp.scaling.settings import LossScaleConfig
 from distmp.utils.annotations import check_types
 
 

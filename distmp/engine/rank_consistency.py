@@ -17,7 +17,6 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
@@ -25,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from distmp.errors import ConfigError, TrainingError, rank_names
+from distmp.engine.settings import RankConsistencyConfig as RankConsistencyConfig  # former path
+from distmp.errors import TrainingError, rank_names
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.flat_shard import FlatShard
 from distmp.utils.host_copy import to_device
@@ -47,31 +47,6 @@ MULTIPLIERS = (0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
 SHIFTS = (30, 27, 31)
 
 logger = logging.getLogger("distmp")
-
-
-@dataclass(frozen=True)
-class RankConsistencyConfig:
-    """When ranks compare replicated weights and state.
-
-    Raises:
-        ConfigError: For a value out of range.
-    """
-
-    every: int = 0
-    """Number of steps between two comparisons of weights, optimizer state and loss scale; 0
-    disables them."""
-
-    on_difference: Literal["stop", "repair"] = "stop"
-    """Reaction to a difference: "stop" ends the run, "repair" continues with the values of
-    rank 0."""
-
-    def __post_init__(self) -> None:
-        if self.every < 0:
-            raise ConfigError("rank_consistency.every", self.every, "use 0 or more steps")
-        if self.on_difference not in ("stop", "repair"):
-            raise ConfigError(
-                "rank_consistency.on_difference", self.on_difference, "use stop or repair"
-            )
 
 
 class Difference(NamedTuple):

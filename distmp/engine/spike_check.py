@@ -15,15 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distmp.errors import ConfigError
+from distmp.engine.settings import DivergenceConfig
 from distmp.scaling.step_decision import StepDecision
-from distmp.utils.annotations import check_types
 
 # Number of steps that the limits are computed from.
 WINDOW = 128
@@ -33,64 +31,6 @@ DEVIATION_OF_MAD = 1.4826
 # values: of the loss, relative to its median; of the logarithm of the norm.
 SMALLEST_LOSS_DEVIATION = 0.01
 SMALLEST_LOG_NORM_DEVIATION = 0.05
-
-
-@dataclass(frozen=True)
-class DivergenceConfig:
-    """Limits of loss and gradient norm, and the reaction to steps above them.
-
-    Raises:
-        ConfigError: For a value of the wrong type or out of range.
-
-    Example:
-        >>> DivergenceConfig(on_spike="rollback", loss_threshold=6).rolls_back
-        True
-    """
-
-    on_spike: Literal["ignore", "warn", "skip", "rollback"] = "warn"
-    """Reaction to a spike of loss or norm: "warn" logs it, "skip" skips the update, "rollback"
-    returns to the last checkpoint and continues with the data after the spike."""
-
-    on_nonfinite_loss: Literal["ignore", "warn", "skip", "rollback"] = "skip"
-    """Reaction to a loss that is inf or NaN. Non-finite gradients are never applied."""
-
-    loss_threshold: float = 10.0
-    """A loss this many standard deviations above the median of the last 128 steps is a spike."""
-
-    norm_threshold: float = 10.0
-    """A gradient norm is a spike if its logarithm is this many standard deviations above the median
-    of the last 128 steps."""
-
-    warmup_steps: int = 100
-    """Number of steps at the start of training that are never spikes."""
-
-    max_rollbacks: int = 5
-    """Maximum number of rollbacks of a run; the next one ends the run with an error."""
-
-    skip_data_steps: int = field(default=0, metadata={"formerly": "pass_over"})
-    """Steps of data after the spike that a rollback skips too."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "divergence")
-        for name in ("on_spike", "on_nonfinite_loss"):
-            if getattr(self, name) not in ("ignore", "warn", "skip", "rollback"):
-                self._refuse(name, "use ignore, warn, skip or rollback")
-        for name in ("loss_threshold", "norm_threshold"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                self._refuse(name, "use a number above 0")
-        if self.warmup_steps < 1:
-            self._refuse("warmup_steps", "use 1 or more steps")
-        for name in ("max_rollbacks", "skip_data_steps"):
-            if getattr(self, name) < 0:
-                self._refuse(name, "use 0 or more")
-
-    @property
-    def rolls_back(self) -> bool:
-        """Whether any reaction is a rollback."""
-        return "rollback" in (self.on_spike, self.on_nonfinite_loss)
-
-    def _refuse(self, name: str, problem: str) -> None:
-        raise ConfigError(f"divergence.{name}", getattr(self, name), problem)
 
 
 class SpikeCheck(NamedTuple):

@@ -24,11 +24,11 @@ usage: distmp launch [OPTIONS] [OPTIONS OF torchrun] [-- OPTIONS OF distmp train
 Check the run's configuration, find out on which machines this job runs, and train on all
 CUDA devices of each (on two CPU ranks where there is none).
 
-  distmp launch -- --config configs/x.yaml --optim.lr 3e-4
-  distmp launch --nproc-per-node 4 -- --config configs/x.yaml
-  distmp launch --preflight -- --config configs/x.yaml   (only compare and measure the ranks)
-  distmp launch --hosts node1,node2 -- --config configs/x.yaml
-  distmp launch --render slurm --nnodes 2 --nproc-per-node 8 -- --config configs/x.yaml
+  distmp launch -- --config preset:quickstart --optim.lr 3e-4
+  distmp launch --nproc-per-node 4 -- --config FILE
+  distmp launch --preflight -- --config FILE   (only compare and measure the ranks)
+  distmp launch --hosts node1,node2 -- --config FILE
+  distmp launch --render slurm --nnodes 2 --nproc-per-node 8 -- --config FILE
 
 {options}
 `torchrun --help` and `distmp train --help` list the options of each side.
@@ -45,12 +45,14 @@ def main(argv: list[str]) -> int:
         ConfigError: If an option or the configuration is wrong.
         AddressError: If the first of several machines has no address.
     """
-    _import_torch_quietly()
     before, train_arguments = split(argv)
     if before[:1] in (["--help"], ["-h"]):
         sys.stdout.write(_HELP.format(options=_parser().format_help().partition("\n\n")[2]))
         return 0
     own, torchrun_arguments = _parser().parse_known_args(before)
+    if {"--help", "-h"}.intersection(train_arguments):
+        _check(train_arguments)  # prints the help of `distmp train`, and ends
+    _import_torch_quietly()
     if own.render is not None:
         return _render(before, torchrun_arguments, train_arguments)
     options = LaunchOptions(own.dry_run, own.environment, own.port, own.preflight)

@@ -15,7 +15,7 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from distmp.distributed.rendezvous_store import STORE_SECONDS
+from distmp.distributed.limits import STORE_SECONDS
 from distmp.errors import DistmpError
 
 if TYPE_CHECKING:

@@ -6,7 +6,6 @@ Nothing is downloaded, and no code from a folder is run: weights are read only f
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import json
 import logging
@@ -19,37 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError, nearest
+from distmp.models.huggingface_files import CONFIG_FILE, locate, require_transformers
 from distmp.models.linear_cross_entropy import LossHead
 from distmp.utils.out_of_memory import is_out_of_memory
 
 logger = logging.getLogger("distmp")
-
-PREFIX = "hf:"
-_CONFIG = "config.json"
-
-
-def locate(name: str) -> Path:
-    """Return the folder or configuration file that `hf:PATH` names.
-
-    Raises:
-        ConfigError: If it does not exist, or transformers is not installed.
-    """
-    path = Path(name.removeprefix(PREFIX)).expanduser()
-    file = path if path.suffix == ".json" else path / _CONFIG
-    if not file.is_file():
-        raise ConfigError(
-            "model.name",
-            name,
-            f"there is no file {file}; name a local folder with a {_CONFIG}, or such a file. "
-            "Nothing is downloaded",
-        )
-    _require_transformers(name)
-    return path
-
-
-def _require_transformers(name: str) -> None:
-    if importlib.util.find_spec("transformers") is None:
-        raise ConfigError("model.name", name, "needs transformers; run pip install 'distmp[hf]'")
 
 
 def build(
@@ -173,7 +146,7 @@ def write_configuration(folder: Path, values: Mapping[str, Any], dtype: torch.dt
     Raises:
         ConfigError: If transformers is not installed or does not know the model.
     """
-    _require_transformers(str(values.get("model_type")))
+    require_transformers(str(values.get("model_type")))
     from transformers import AutoConfig
 
     with _quiet(), torch.device("meta"):
@@ -238,7 +211,7 @@ def _has_weights(name: str, path: Path) -> bool:
             "model.name",
             name,
             f"has its weights in {pickles[0]}, which can run code when it is read; convert them to "
-            f"safetensors, or name {path / _CONFIG} for random weights",
+            f"safetensors, or name {path / CONFIG_FILE} for random weights",
         )
     return False
 

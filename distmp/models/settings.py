@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distmp.errors import ConfigError, nearest
-from distmp.models import huggingface
-from distmp.models.transformer import TransformerConfig
+from distmp.models.huggingface_files import PREFIX, locate
 from distmp.utils.files import check_name
 from distmp.utils.resume_rules import HARMLESS, IGNORED, dangerous
+
+if TYPE_CHECKING:
+    from distmp.models.transformer import TransformerConfig
 
 
 class Size(NamedTuple):
@@ -108,7 +110,7 @@ class ModelConfig:
         check_name("model.weights", self.weights)
         check_name("model.name", self.name)
         if self.is_hugging_face:
-            huggingface.locate(self.name)
+            locate(self.name)
         elif not self.is_import_path and self.name != "transformer":
             raise ConfigError(
                 "model.name",
@@ -129,7 +131,7 @@ class ModelConfig:
     @property
     def is_hugging_face(self) -> bool:
         """Whether the model is one of Hugging Face transformers."""
-        return self.name.startswith(huggingface.PREFIX)
+        return self.name.startswith(PREFIX)
 
     @property
     def is_import_path(self) -> bool:
@@ -151,7 +153,9 @@ class ModelConfig:
         Raises:
             ConfigError: If an option is invalid.
         """
-        # Import lazily: your own loop needs neither YAML nor the command line.
+        # Import lazily: your own loop needs neither YAML nor the command line, and the help of a
+        # command does not need torch.
+        from distmp.models.transformer import TransformerConfig
         from distmp.utils.settings import from_mapping
 
         sizes = {"vocabulary_size": 1, "sequence_length": 1, **self.dimensions._asdict()}
@@ -195,7 +199,8 @@ class ModelConfig:
                     self.options[option],
                     f"the transformer has no such option; {nearest(option, _TRANSFORMER_OPTIONS)}",
                 )
-        self.transformer(vocabulary_size=1, sequence_length=1)
+        if self.options:
+            self.transformer(vocabulary_size=1, sequence_length=1)
 
 
 def _fitting_heads(dimension: int, heads: int) -> str:

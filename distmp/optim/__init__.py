@@ -1,7 +1,33 @@
 """Optimizers and schedules by name; learning rates as a function of applied updates."""
 
-from distmp.optim.build import NamedParameters, OptimizerFactory, ScheduleFactory
-from distmp.optim.learning_rates import LearningRates
-from distmp.optim.muon import Muon
+from __future__ import annotations
 
-__all__ = ["LearningRates", "Muon", "NamedParameters", "OptimizerFactory", "ScheduleFactory"]
+from typing import TYPE_CHECKING
+
+from distmp._lazy import lazy_names
+
+__all__ = [
+    "LearningRates",
+    "Muon",
+    "NamedParameters",
+    "OptimizerFactory",
+    "ScheduleFactory",
+]
+
+if TYPE_CHECKING:
+    from distmp.optim.build import NamedParameters, OptimizerFactory, ScheduleFactory
+    from distmp.optim.learning_rates import LearningRates
+    from distmp.optim.muon import Muon
+else:
+    __getattr__ = lazy_names(
+        __name__,
+        {
+            "distmp.optim.build": (
+                "NamedParameters",
+                "OptimizerFactory",
+                "ScheduleFactory",
+            ),
+            "distmp.optim.learning_rates": ("LearningRates",),
+            "distmp.optim.muon": ("Muon",),
+        },
+    )

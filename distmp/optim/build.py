@@ -17,12 +17,11 @@ from distmp.optim.checks import check_kind, cycles_momentum, refuse_kind
 from distmp.optim.names import (
     NOT_BY_NAME,
     OWN_SETTINGS,
-    SHAPES,
     find_optimizer,
     optimizer_options,
     torch_schedules,
 )
-from distmp.optim.settings import OptimizerConfig, ScheduleConfig
+from distmp.optim.settings import SHAPES, OptimizerConfig, ScheduleConfig
 
 NamedParameters = Sequence[tuple[str, Tensor]]
 OptimizerFactory = Callable[[NamedParameters], torch.optim.Optimizer]

@@ -22,7 +22,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 # Settings of section `optim`; as options of the optimizer they would conflict with those.
 OWN_SETTINGS = ("lr", "weight_decay")
-SHAPES = ("cosine", "linear", "constant", "wsd")
 # Schedulers of torch that cannot be configured with numbers.
 _NEEDS_FUNCTION = (
     "needs a Python function; pass it to distmp.Engine as `schedule` in your own loop, or use "

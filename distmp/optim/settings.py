@@ -8,15 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distmp.errors import ConfigError
-from distmp.optim.names import optimizer_options, schedule_options
 from distmp.utils.resume_rules import consequential, dangerous
+
+# Schedules of distmp; others are those of torch.
+SHAPES = ("cosine", "linear", "constant", "wsd")
 
 
 def _is_optimizer_option(section: Mapping[str, Any], name: str) -> bool:
+    from distmp.optim.names import optimizer_options  # imports torch
+
     return name in optimizer_options(str(section.get("name", OptimizerConfig.name)))
 
 
 def _is_schedule_option(section: Mapping[str, Any], name: str) -> bool:
+    from distmp.optim.names import schedule_options
+
     return name in schedule_options(str(section.get("name", ScheduleConfig.name)))
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 from distmp.errors import ConfigError, nearest
-from distmp.parallel.saved_operations import operators
 from distmp.utils.annotations import check_types
 
 Accumulation = Literal["auto", "sharded", "unsharded", "hybrid"]
@@ -113,7 +112,10 @@ class Recomputation:
 
     def __post_init__(self) -> None:
         check_types(self, "activation_checkpointing")
-        operators(self.save)
+        if self.save:
+            from distmp.parallel.saved_operations import operators  # imports torch
+
+            operators(self.save)
         if self.every < 1:
             raise ConfigError("activation_checkpointing.every", self.every, "use 1 or more")
 

@@ -10,15 +10,13 @@ import torch
 
 from distmp.errors import ConfigError
 from distmp.utils.dtypes import dtype_name
+from distmp.utils.limits import LARGEST_LOSS_SCALE, SMALLEST_LOSS_SCALE
 
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *SIXTEEN_BIT)
 
 # Names of dtypes in configurations.
 DTYPE_WORDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-# Between these a scale and its reciprocal are normal FP32 numbers, so neither becomes 0 or inf.
-SMALLEST_LOSS_SCALE, LARGEST_LOSS_SCALE = 2.0**-126, 2.0**126
 
 # The separators in the text of a policy cannot be part of a pattern or a name.
 _PATTERN = re.compile(r"[^\s,|=]+")

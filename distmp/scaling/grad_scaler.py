@@ -27,7 +27,7 @@ from distmp.distributed.rank_monitor import PendingDecision, RankMonitor
 from distmp.errors import CheckpointError, ConfigError, TrainingError, listed
 from distmp.scaling.calls import CallLog, Decision, difference
 from distmp.scaling.local_gradients import local_gradients, non_finite_names, square_sum, unscale
-from distmp.scaling.loss_scale import LossScale, LossScaleConfig
+from distmp.scaling.loss_scale import LossScale
 from distmp.scaling.rank_group import RankGroup, current_device
 from distmp.scaling.reduced_flags import (
     CheckedOptimizer,
@@ -43,6 +43,7 @@ from distmp.scaling.scaler_arguments import (
     check_state,
     check_switches,
 )
+from distmp.scaling.settings import LossScaleConfig
 from distmp.scaling.step_decision import clip_coefficient
 from distmp.utils.host_copy import HostCopy
 

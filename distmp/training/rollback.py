@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from distmp.checkpoint import store
 from distmp.distributed.progress import current_phase
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine.settings import DivergenceConfig
 from distmp.errors import TrainingError
 from distmp.training.callbacks.callback import Rollback, StepResult
 from distmp.training.setup import Progress, restore

@@ -6,7 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 from distmp.engine.outcome import StepNumbers
-from distmp.engine.spike_check import DivergenceConfig
+from distmp.engine.settings import DivergenceConfig
 
 
 class SpikeAction(NamedTuple):

@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timezone
-from typing import NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
-import torch.distributed as dist
-
-from distmp.config import RunConfig, load
+from distmp.config import Config, RunConfig, load
 from distmp.distributed.launcher_variables import adopt_ranks
-from distmp.distributed.orphans import end_with_launcher, is_orphan
-from distmp.distributed.rank_environment import RankEnvironment
-from distmp.distributed.stopping import (
-    INTERRUPTED_EXIT_CODE,
-    StopSignals,
-    default_signal_handlers,
-    exit_code_after,
-    ignore_stop_signals,
-    stop_requested_on_any_rank,
-)
-from distmp.distributed.world import World, join, leave
-from distmp.errors import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE, DistmpError
-from distmp.launcher.preflight.check import is_enabled, join_checked
-from distmp.masking import mask_record
-from distmp.parallel.reproducible import prepare_cublas
-from distmp.telemetry import Console, RankLog
+from distmp.distributed.orphans import end_with_launcher
+from distmp.distributed.rank_environment import RankEnvironment, is_under_torchrun
+from distmp.distributed.stopping import INTERRUPTED_EXIT_CODE, ignore_stop_signals
+from distmp.errors import DistmpError
+from distmp.masking import mask_record, masked_text
+from distmp.telemetry.rank_log import RankLog
 from distmp.telemetry.streams import flush_standard_streams
-from distmp.training import failures
-from distmp.training.callbacks import Callback
-from distmp.training.restarts import MORE_MACHINES, Restarts
-from distmp.training.trainer import Trainer
 
-Config = TypeVar("Config", bound=RunConfig)
+if TYPE_CHECKING:
+    from distmp.training.callbacks import Callback
 
 
 def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) -> int:
@@ -56,7 +38,12 @@ def main(argv: Sequence[str] | None = None, callbacks: Sequence[Callback] = ()) 
     # An error is reported while the signals are still handled: the launcher stops this rank as soon
     # as it sees another one fail, and a SIGTERM must not end it before its message.
     with RankLog() as log, contextlib.ExitStack() as until_reported:
-        work = functools.partial(_train, log, callbacks, until_reported)
+
+        def work(config: RunConfig, environment: RankEnvironment) -> int:
+            from distmp.training.rank import train_as_rank
+
+            return train_as_rank(log, callbacks, until_reported, config, environment)
+
         return run_as_rank(sys.argv[1:] if argv is None else argv, load, work)
 
 
@@ -77,12 +64,37 @@ def run_as_rank(
     """
     logging.getLogger("distmp").addFilter(mask_record)
     environment = RankEnvironment()
-    config = None
     try:
         adopt_ranks()
         environment = RankEnvironment.from_variables()
         with _quiet_except_first(environment.local_rank):
             config = load(argv)
+    except KeyboardInterrupt:
+        return INTERRUPTED_EXIT_CODE
+    except Exception as error:  # noqa: BLE001  # reported as the cause of the run's end
+        return _refuse(environment, error)
+    return _run(config, environment, work)
+
+
+def _refuse(environment: RankEnvironment, error: Exception) -> int:
+    """Report an error in the settings, and return the exit code of this rank."""
+    if environment.world_size == 1 and isinstance(error, DistmpError) and not is_under_torchrun():
+        sys.stderr.write(f"distmp: {masked_text(str(error))}\n")
+        return error.exit_code
+    from distmp.training import failures
+
+    return failures.report(environment, error)
+
+
+def _run(
+    config: Config, environment: RankEnvironment, work: Callable[[Config, RankEnvironment], int]
+) -> int:
+    # Imported late: torch takes seconds, which the help and errors of settings do not wait for.
+    from distmp.distributed.world import leave
+    from distmp.parallel.reproducible import prepare_cublas
+    from distmp.training import failures
+
+    try:
         if config.reproducible:
             prepare_cublas()  # before joining the ranks, which initializes CUDA
         with end_with_launcher():
@@ -90,8 +102,6 @@ def run_as_rank(
     except KeyboardInterrupt:
         return INTERRUPTED_EXIT_CODE
     except SystemExit as stop:
-        if config is None:  # after --help
-            raise
         # Without its peers, gloo would abort the process.
         error = RuntimeError(f"a function of this run called sys.exit({stop.code!r})")
         error.__cause__ = stop
@@ -111,77 +121,13 @@ def end_process(exit_code: int) -> NoReturn:
     If a failure left the process group initialized, the process ends without running destructors:
     gloo's abort the process if other ranks are gone, which would hide the exit code.
     """
+    import torch.distributed as dist
+
     ignore_stop_signals()
     flush_standard_streams()
     if exit_code and dist.is_initialized():
         os._exit(exit_code)
     sys.exit(exit_code)
-
-
-def _train(
-    log: RankLog,
-    callbacks: Sequence[Callback],
-    until_reported: contextlib.ExitStack,
-    config: RunConfig,
-    environment: RankEnvironment,
-) -> int:
-    restarts = Restarts.of_this_job(environment.world_size, config.checkpoint.path)
-    if (given_up := restarts.given_up()) is not None:
-        if given_up == STOPPED_EXIT_CODE:
-            if environment.rank == 0:
-                sys.stdout.write("the run was stopped after a checkpoint and is not restarted\n")
-            else:
-                # If this rank ended first, the launcher would end rank 0 before it prints this.
-                failures.wait_to_be_ended()
-        return given_up
-    if config.log.files:
-        log.start(_header(environment))
-    quiet = environment.rank != 0
-    stop = until_reported.enter_context(StopSignals())
-    with Console(config.log, quiet=quiet, log=log) as console:
-        with default_signal_handlers() if environment.world_size > 1 else contextlib.nullcontext():
-            world = _join(config, environment, console)
-        failures.watch(world, config.hang_seconds, 0.9 * 60 * config.timeout_minutes)
-        trainer = Trainer(config, world, console, callbacks, restarts)
-        if trainer.lease is not None:
-            failures.before_exit(trainer.lease.release)
-        failures.write_traces_to(trainer.directory.hang)
-        log.place(trainer.directory.log(world.rank))
-        finished = trainer.run(stop)
-        exit_code = 0 if finished else _stopped(restarts, stop, world)
-        leave()
-    return exit_code
-
-
-def _stopped(restarts: Restarts, stop: StopSignals, world: World) -> int:
-    """Return the exit code after an orderly stop, and tell the launcher not to restart the run."""
-    if stop_requested_on_any_rank(is_orphan(), world.group):
-        # A launcher was killed, perhaps the one with the store that `Restarts` uses. Launchers of
-        # other hosts may continue without it.
-        return LOST_PEER_EXIT_CODE if restarts.max_restarts else exit_code_after(stop.received)
-    received = world.ranks.gather(stop.received)
-    if world.ranks.from_rank_0(lambda: restarts.follows(received)):
-        if world.rank == 0:
-            sys.stdout.write(f"{MORE_MACHINES}; the ranks start again with them\n")
-        return LOST_PEER_EXIT_CODE
-    # torchrun treats every exit code except 0 as a failure, and may restart the ranks.
-    restarts.give_up(STOPPED_EXIT_CODE)
-    return exit_code_after(stop.received)
-
-
-def _join(config: RunConfig, environment: RankEnvironment, console: Console) -> World:
-    if not is_enabled(config, environment):
-        return join(environment, timeout_seconds=60 * config.timeout_minutes)
-    world, report = join_checked(config, environment)
-    for line in (report.summary, *report.warnings):
-        console.message(f"preflight: {line}")
-    return world
-
-
-def _header(environment: RankEnvironment) -> str:
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    who = f"rank {environment.rank} of {environment.world_size} on {socket.gethostname()}"
-    return f"--- {now}: {who}, pid {os.getpid()}"
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from distmp import cli
-from distmp.commands.calibrate import CalibrationConfig, load, main, measure
+from distmp.commands import gradient_range
+from distmp.commands.calibrate import CalibrationConfig, load, main
 from distmp.diagnosis.gradient_recorder import KINDS, GradientRecorder, Histograms
 from distmp.diagnosis.histogram import ExponentHistogram, count_exponents
 from distmp.distributed.stopping import StopSignals
@@ -36,6 +37,10 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     # A tied head is not a separate module.
     untied = "--model.options={tied_head: false}"
     return [*TINY, untied, f"--data.path={corpus(tmp_path / 'corpus')}", "--calibrate-steps=2"]
+
+
+def measure(config: CalibrationConfig, world: World) -> Calibration:
+    return gradient_range.measure(config, world, config.calibrate_steps)
 
 
 def exponents(histograms: Histograms) -> dict[str, dict[str, dict[int, int]]]:

@@ -8,11 +8,13 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from distmp.commands.doctor.checks import CheckResult, run_checks
-from distmp.commands.doctor.machine_info import MachineInfo, gather
-from distmp.config import RunConfig
-from distmp.utils.settings import command_line
+from distmp.config import RunConfig, load_as
+
+if TYPE_CHECKING:
+    from distmp.commands.doctor.checks import CheckResult
+    from distmp.commands.doctor.machine_info import MachineInfo
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,7 @@ class DoctorConfig(RunConfig):
 
 
 load = functools.partial(
-    command_line,
+    load_as,
     DoctorConfig,
     prog="distmp doctor",
     description="Check whether this machine is ready to train, and what auto selects on it.",
@@ -41,6 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         ConfigError: If a setting is invalid.
     """
     config = load(sys.argv[1:] if argv is None else argv)
+    # Imported late: the help and errors in settings do not wait for torch.
+    from distmp.commands.doctor.checks import run_checks
+    from distmp.commands.doctor.machine_info import gather
+
     machine = gather(config)
     results = run_checks(machine)
     text = as_json(results, machine) if config.json else report(results)

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distmp.config import RunConfig
+from distmp.config import RunConfig, load_as
 from distmp.errors import ConfigError
 from distmp.launcher.local import default_ranks
-from distmp.utils.settings import command_line
 
 # Most machines for training have 8 GPUs.
 USUAL_RANKS = 8
@@ -41,7 +40,7 @@ class ExplainConfig(RunConfig):
 
 
 load = functools.partial(
-    command_line,
+    load_as,
     ExplainConfig,
     prog="distmp explain",
     description="Print dtypes, communication and memory of a run before it starts.",

@@ -16,7 +16,7 @@ from distmp.data.build import text_files
 from distmp.data.settings import DataConfig
 from distmp.errors import ConfigError
 from distmp.masking import masked
-from distmp.models.huggingface import PREFIX
+from distmp.models.huggingface_files import locate
 from distmp.utils import settings
 from distmp.utils.file_samples import sampled_digests
 from distmp.utils.settings.flat import flat
@@ -76,7 +76,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:
     data, model = config.data, config.model
     locations = [model.weights]
     if model.is_hugging_face:
-        locations.append(model.name.removeprefix(PREFIX))
+        yield from _files(model.name, locate(model.name))
     if data.source == "text":
         yield from _text(data, data.path)
         if data.validation_path is not None:
@@ -85,7 +85,7 @@ def _data(config: RunConfig) -> Iterator[tuple[str, Path]]:
         locations += [data.path, data.validation_path]
         locations += [value for value in data.options.values() if isinstance(value, str)]
     for location in filter(None, locations):
-        yield from _files(location)
+        yield from _files(location, Path(location).expanduser())
 
 
 def _text(data: DataConfig, location: str | None) -> Iterator[tuple[str, Path]]:
@@ -97,8 +97,7 @@ def _text(data: DataConfig, location: str | None) -> Iterator[tuple[str, Path]]:
         yield f"{location or 'standard library'}/{file.name}", folder / file.name
 
 
-def _files(location: str) -> Iterator[tuple[str, Path]]:
-    path = Path(location).expanduser()
+def _files(location: str, path: Path) -> Iterator[tuple[str, Path]]:
     if path.is_file():
         yield location, path
     elif path.is_dir():

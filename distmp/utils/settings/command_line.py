@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
 
 from distmp.errors import ConfigError
 from distmp.utils.annotations import expected, members_of
+from distmp.utils.presets import located
 from distmp.utils.settings.convert import (
     annotation_of,
     current_name,
@@ -35,6 +36,8 @@ T = TypeVar("T")
 def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str) -> T:
     """Build a dataclass from `--config FILE` and overrides such as `--optim.lr 3e-4`.
 
+    FILE is the path of a YAML file, or `preset:NAME`.
+
     Overrides have precedence over the file, and the file over the defaults of `cls`, in any order
     on the command line. `--help` shows the values of the file.
 
@@ -50,14 +53,14 @@ def command_line(cls: type[T], argv: Sequence[str], prog: str, description: str)
     """
     path, overrides = _split_config(argv)
     overrides = _renamed(cls, overrides)
-    values = {} if path is None else read_yaml(path)
+    values = {} if path is None else read_yaml(located("--config", path))
     config = from_mapping(cls, values)
     # Importing tyro takes a third of a second on every rank; without overrides it is not needed.
     return _override(cls, config, overrides, prog, description) if overrides else config
 
 
 def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Return the file of `--config FILE` or `--config=FILE`, and the other arguments."""
+    """Return the FILE of `--config FILE` or `--config=FILE`, and the other arguments."""
     path: str | None = None
     overrides = []
     words = iter(argv)
@@ -68,7 +71,9 @@ def _split_config(argv: Sequence[str]) -> tuple[str | None, list[str]]:
             continue
         value = value if equals else next(words, "")
         if not value or value.startswith("--"):
-            raise ConfigError("--config", value, "give the name of a YAML file after it")
+            raise ConfigError(
+                "--config", value, "give the name of a YAML file after it, or preset:NAME"
+            )
         if path is not None:
             raise ConfigError("--config", value, f"is given twice; the first is {path!r}")
         path = value
@@ -101,7 +106,8 @@ def _override(cls: type[T], config: T, overrides: list[str], prog: str, descript
                 default=config,
                 args=_tyro_arguments(cls, overrides),
                 prog=f"{prog} [--config FILE]",
-                description=f"{description}\n\n--config FILE gives the defaults below as YAML.",
+                description=f"{description}\n\n--config FILE gives the defaults below as YAML, and "
+                "--config preset:NAME those of a preset (`distmp presets`).",
                 return_unknown_args=True,
                 registry=_dictionaries_as_yaml(),
             )

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from distmp.cli import main
-from distmp.commands.bench.precision import compare, load
+from distmp.commands.bench.measure import compare
+from distmp.commands.bench.precision import load
 from distmp.distributed.world import World
 from tests.ranks import ranks
 

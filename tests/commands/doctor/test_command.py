@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distmp.commands.doctor import command
+from distmp.commands.doctor import command, machine_info
 from distmp.commands.doctor.checks import CHECKS
 from distmp.commands.doctor.machine_info import Folder
 from distmp.errors import ConfigError
@@ -27,15 +27,15 @@ def test_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_exit_code_and_remedy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(command, "gather", lambda *_: HEALTHY)
+    monkeypatch.setattr(machine_info, "gather", lambda *_: HEALTHY)
     assert command.main([]) == 0
     assert capsys.readouterr().out.count("\n") == len(CHECKS)
     # A warning is no failure.
-    monkeypatch.setattr(command, "gather", lambda *_: replace(HEALTHY, addresses=()))
+    monkeypatch.setattr(machine_info, "gather", lambda *_: replace(HEALTHY, addresses=()))
     assert command.main([]) == 0
     assert "WARN  hostname" in capsys.readouterr().out
     full = replace(HEALTHY, folder=Folder("/runs", 0, None))
-    monkeypatch.setattr(command, "gather", lambda *_: full)
+    monkeypatch.setattr(machine_info, "gather", lambda *_: full)
     assert command.main([]) == 1
     lines = capsys.readouterr().out.splitlines()
     failed = next(n for n, line in enumerate(lines) if line.startswith("FAIL  disk"))

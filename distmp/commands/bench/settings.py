@@ -1,0 +1,51 @@
+"""Settings of `distmp bench precision`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from distmp.config import RunConfig
+from distmp.errors import ConfigError
+
+# Steps that compile, allocate and fill caches, which are not timed.
+WARM_UP = 3
+
+
+@dataclass(frozen=True)
+class BenchPrecisionConfig(RunConfig):
+    """A training run to start under several policies."""
+
+    bench_steps: int = 50
+    """Steps under each policy, with the same batches and initial weights."""
+
+    policies: tuple[str, ...] = ("fp32", "tf32", "bf16", "bf16-autocast", "fp16", "fp16-autocast")
+    """Policies to compare; the first one is the reference."""
+
+    tolerance: float = 0.01
+    """Largest accepted relative difference of a policy's last loss from the reference."""
+
+    json: bool = False
+    """Print JSON instead of a table."""
+
+    picture: str | None = "precision.png"
+    """PNG file for loss, time and memory; null writes none."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.bench_steps <= WARM_UP:
+            raise ConfigError("bench_steps", self.bench_steps, f"use more than {WARM_UP} steps")
+        if not self.policies:
+            raise ConfigError("policies", self.policies, "name at least one")
+        if not 0 < self.tolerance < 1:
+            raise ConfigError("tolerance", self.tolerance, "use a number between 0 and 1")
+        if self.picture is not None and not Path(self.picture).absolute().parent.is_dir():
+            raise ConfigError("picture", self.picture, "name a file in a folder that exists")
+
+    def check_names(self) -> None:
+        """Look up what the settings name, and the policies."""
+        super().check_names()
+        from distmp.precision import policy
+
+        for name in self.policies:
+            policy(name)

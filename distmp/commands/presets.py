@@ -1,0 +1,22 @@
+"""Command `distmp presets`: lists the configurations that are part of the package."""
+
+from __future__ import annotations
+
+import sys
+
+from distmp.commands.arguments import Parser
+from distmp.utils.presets import PREFIX, preset_folder, preset_names, preset_purpose
+
+
+def main(argv: list[str]) -> int:
+    """List the presets, one per line, and return the exit code."""
+    Parser("distmp presets", description="List the presets of `--config`.").parse_args(argv)
+    names = preset_names()
+    width = max(map(len, names))
+    lines = [f"{PREFIX}{name:{width}}  {preset_purpose(name)}\n" for name in names]
+    sys.stdout.write("".join(lines))
+    sys.stdout.write(
+        "\nUse one as `--config preset:NAME`, or copy its file as a start of your own:\n"
+        f"{preset_folder()}\n"
+    )
+    return 0

@@ -1,0 +1,93 @@
+"""Resolves and builds strategies by name."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from distmp.distributed.world import World
+from distmp.errors import ConfigError, nearest
+from distmp.parallel.blocks import prepare_blocks
+from distmp.parallel.materialize import InitialValues, nothing_to_compute
+from distmp.parallel.settings import (
+    FORMER_STRATEGIES,
+    SHARDED_STRATEGIES,
+    STRATEGIES,
+    AccumulationSettings,
+    ParallelConfig,
+)
+from distmp.parallel.strategy import Strategy
+from distmp.precision.policy import PrecisionPolicy
+
+logger = logging.getLogger("distmp")
+
+
+def resolve_strategy(name: str, world: World) -> str:
+    """Resolve "auto" to `ddp` for several ranks and to `single` for one rank.
+
+    Raises:
+        ConfigError: If the name is unknown or does not support the number of ranks.
+    """
+    if name in FORMER_STRATEGIES:
+        if world.rank == 0:
+            logger.warning("strategy %r was removed; using %r", name, FORMER_STRATEGIES[name])
+        name = FORMER_STRATEGIES[name]
+    if name not in STRATEGIES:
+        raise ConfigError("strategy", name, nearest(name, STRATEGIES))
+    if name == "auto":
+        return "ddp" if world.world_size > 1 else "single"
+    if name == "single" and world.world_size > 1:
+        raise ConfigError(
+            "strategy", name, f"is for one rank, but {world.world_size} were started; use 'ddp'"
+        )
+    if name != "single" and world.world_size == 1 and world.group is None:
+        raise ConfigError(
+            "strategy",
+            name,
+            "needs several ranks, but only one process was started; start it with torchrun or "
+            "`distmp launch`, or use 'auto'",
+        )
+    return name
+
+
+def build_strategy(
+    name: str,
+    module: nn.Module,
+    policy: PrecisionPolicy,
+    world: World,
+    accumulation: AccumulationSettings | None = None,
+    config: ParallelConfig | None = None,
+    values: InitialValues = nothing_to_compute,
+) -> Strategy:
+    """Prepare a module for a strategy.
+
+    Args:
+        name: "single", "ddp", "fsdp", "hsdp" or "fsdp1".
+        module: The model, with FP32 or 16-bit parameters; it is changed in place.
+        policy: The precision policy.
+        world: The ranks to train on.
+        accumulation: How the strategies single and ddp accumulate gradients and step the optimizer.
+        config: How the model is sharded, recomputed and compiled.
+        values: The initial values of parameters and buffers that are on the meta device.
+
+    Raises:
+        ConfigError: If module, policy, strategy and settings are not compatible.
+    """
+    config = config or ParallelConfig()
+    config.sharding.check(name)
+    if accumulation is not None and name in SHARDED_STRATEGIES:
+        accumulation.refuse_for(name)
+    prepare_blocks(module, config, quiet=world.rank > 0)
+    # Import lazily: importing FSDP takes half a second, and the other strategies do not need it.
+    if name in ("fsdp", "hsdp"):
+        from distmp.parallel.fsdp import FullySharded
+
+        return FullySharded(module, policy, world, config, name, values)
+    if name == "fsdp1":
+        from distmp.parallel.fsdp1 import FullySharded1
+
+        return FullySharded1(module, policy, world, config, values)
+    from distmp.parallel.replicated import Replicated
+
+    return Replicated(module, policy, world, accumulation, values)

@@ -1,0 +1,48 @@
+"""Configurations that are part of the package: `preset:NAME` in place of a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from distmp.errors import ConfigError, nearest
+
+PREFIX = "preset:"
+CONFIGURATION = ".yaml"
+MODEL = ".json"
+
+
+def preset_folder() -> Path:
+    """Return the folder of the presets: `configs/` of a clone, which a wheel has as `presets`."""
+    package = Path(__file__).parents[1]
+    installed = package / "presets"
+    return installed if installed.is_dir() else package.parent / "configs"
+
+
+def preset_names(suffix: str = CONFIGURATION) -> list[str]:
+    """Return the names of the presets with a suffix: configurations of runs, or of models."""
+    return sorted(file.stem for file in preset_folder().glob(f"*{suffix}"))
+
+
+def preset_purpose(name: str) -> str:
+    """Return what a configuration is for: the first line of its comment."""
+    with (preset_folder() / f"{name}{CONFIGURATION}").open() as lines:
+        return next(lines).removeprefix("#").strip()
+
+
+def located(setting: str, path: str, suffix: str = CONFIGURATION) -> str:
+    """Return the path of the file that `preset:NAME` names; any other path is returned unchanged.
+
+    Args:
+        setting: Name of the setting, for the message.
+        path: Path of a file, or `preset:NAME`.
+        suffix: Suffix of the file of the preset.
+
+    Raises:
+        ConfigError: If there is no such preset.
+    """
+    if not path.startswith(PREFIX):
+        return path
+    name, known = path.removeprefix(PREFIX), preset_names(suffix)
+    if name not in known:
+        raise ConfigError(setting, path, f"there is no such preset; {nearest(name, known)}")
+    return str(preset_folder() / f"{name}{suffix}")

@@ -1,0 +1,65 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from distmp import cli
+from distmp.config import load
+from distmp.errors import ConfigError
+from distmp.models import huggingface
+from distmp.utils.presets import MODEL, located, preset_folder, preset_names, preset_purpose
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_a_clone_has_its_configs_as_presets() -> None:
+    assert preset_folder() == CONFIGS
+    assert preset_names() == sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+    assert "quickstart" in preset_names()
+    assert preset_names(MODEL) == ["llama-tiny"]
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_is_its_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    preset = load(["--config", f"preset:{name}", "--seed", "3"])
+    assert preset == load(["--seed=3", f"--config={CONFIGS / name}.yaml"])
+    assert preset.seed == 3
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_the_first_line_of_a_preset_says_what_it_is_for(name: str) -> None:
+    purpose = preset_purpose(name)
+    assert purpose[0].isupper()
+    assert purpose.endswith(".")
+    assert len(purpose) <= 85
+
+
+def test_the_list_of_presets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["presets"]) == 0
+    *lines, _, use, folder = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [f"preset:{name}" for name in preset_names()]
+    assert all(
+        preset_purpose(name) in line for name, line in zip(preset_names(), lines, strict=True)
+    )
+    assert "--config preset:NAME" in use
+    assert Path(folder) == CONFIGS
+    assert cli.main(["presets", "quickstart"]) == 2
+
+
+@pytest.mark.parametrize("unknown", ["quickstrat", "../configs/quickstart", "llama-tiny", ""])
+def test_an_unknown_preset(unknown: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--config", f"preset:{unknown}"]) == 2
+    message = capsys.readouterr().err
+    assert f"--config = 'preset:{unknown}': there is no such preset;" in message
+    assert "quickstart" in message
+
+
+def test_an_unknown_preset_of_a_model() -> None:
+    with pytest.raises(ConfigError, match=r"model.name = 'preset:lama.*did you mean 'llama-tiny'"):
+        huggingface.locate("hf:preset:lama-tiny")
+
+
+def test_other_paths_are_unchanged() -> None:
+    assert located("--config", "x/preset:quickstart") == "x/preset:quickstart"
