@@ -1,7 +1,8 @@
 """The only file of distmp that touches private attributes of FSDP.
 
 torch 2.13 has no public API to accumulate gradients in FP32 until the last microbatch, to discard
-the gradients of an abandoned step, and to find out which parameters had a gradient.
+the gradients of an abandoned step, and to find out which parameters had a gradient and what
+gradients are divided by.
 tests/parallel/test_fsdp_internals.py fails if torch changes these attributes, or if another file
 touches them.
 """
@@ -9,10 +10,12 @@ touches them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -28,6 +31,23 @@ _SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
 SAME_STORAGE = "torch.distributed.fsdp._flat_param._same_storage"
 # Function by which FSDP2 divides a parameter into one part for each rank.
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
+
+# Communication hooks of FSDP1 that divide by the factors of their state.
+_FSDP1_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
+
+
+class GradientReduction(NamedTuple):
+    """How a wrapper reduces the gradients of its parameters over ranks.
+
+    Attributes:
+        groups: The gradients are summed over these groups, one after the other.
+        divisor: The number that the sum is divided by; None if a hook decides, see `hook`.
+        hook: Name of a function that reduces gradients in a way that distmp does not know.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    divisor: float | None
+    hook: str | None = None
 
 
 def check(model: nn.Module) -> None:
@@ -140,6 +160,51 @@ def views_of_last_forward(unit: nn.Module) -> Iterator[tuple[nn.Parameter, torch
     for parameter, view in zip(flat._params, flat._tensors, strict=True):
         if view is not None:
             yield parameter, view
+
+
+def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
+    """Yield how `fully_shard` and `replicate` reduce each group of trainable parameters.
+
+    Args:
+        model: A module with sharded or replicated parts, or none.
+    """
+    for group in _groups(model):
+        if not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
+            continue
+        mesh_info = group.mesh_info
+        names = ("shard_process_group", "replicate_process_group")
+        groups = tuple(getattr(mesh_info, name) for name in names if hasattr(mesh_info, name))
+        if group._all_reduce_hook is not None:
+            yield GradientReduction(groups, None, _name(group._all_reduce_hook))
+        elif group.gradient_divide_factor is not None:
+            yield GradientReduction(groups, group.gradient_divide_factor)
+        else:
+            yield GradientReduction(groups, math.prod(group.size() for group in groups))
+
+
+def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
+    """Return how an FSDP1 unit reduces the gradients of its own parameters, if it trains any.
+
+    Args:
+        unit: A `FullyShardedDataParallel`, whose nested units reduce their own gradients.
+    """
+    state: Any = unit
+    if state._handle is None or not state._handle.flat_param.requires_grad:
+        return None
+    hook = state._comm_hook
+    if hook is not None and hook.__module__ != _FSDP1_HOOKS:
+        return GradientReduction((state.process_group,), None, _name(hook))
+    if hook is not None:
+        state = state._comm_hook_state
+        factors = (state.gradient_predivide_factor, state.gradient_postdivide_factor)
+        return GradientReduction((state.process_group,), math.prod(factors))
+    groups = (state.process_group, getattr(state, "_inter_node_pg", None))
+    factors = (state._gradient_predivide_factor, state._gradient_postdivide_factor)
+    return GradientReduction(tuple(filter(None, groups)), math.prod(factors))
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def reshard_fsdp1(unit: nn.Module) -> None:

@@ -1,0 +1,155 @@
+"""Finds out over which ranks the wrappers in a module sum gradients, and what they divide by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from distmp.errors import ConfigError, listed
+from distmp.parallel.fsdp_internals import GradientReduction, fsdp1_reduction, fsdp2_reductions
+from distmp.utils.dtensor import is_dtensor
+
+Group = dist.ProcessGroup | DeviceMesh
+
+# torch's communication hooks of DDP that average over the process group that is their state, or
+# over all ranks if the state is None.
+_AVERAGING_HOOKS = ("allreduce_hook", "fp16_compress_hook", "bf16_compress_hook")
+# The hook of `DistributedDataParallel(mixed_precision=...)`, which averages like DDP without one.
+_MIXED_PRECISION_HOOK = "_reducer_allreduce_and_upcast_hook"
+_TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
+
+
+def reduced_over(
+    module: nn.Module, group: Group | None = None, divisor: float | None = None
+) -> tuple[tuple[dist.ProcessGroup, ...], float]:
+    """Return the groups over which the gradients of a module are summed, and the sum's divisor.
+
+    Args:
+        module: A module that is wrapped in DDP or FSDP1, to which `fully_shard` or `replicate` was
+            applied, that contains such modules, or that is not replicated.
+        group: Overrides the ranks that are found.
+        divisor: Overrides the divisor that is found.
+
+    Returns:
+        Process groups of more than one rank, to sum over one after the other; and the divisor.
+
+    Raises:
+        ConfigError: If the ranks or the divisor are neither given nor found, or if parts of the
+            module differ.
+    """
+    found = [*_reductions(module)]
+    if group is None or divisor is None:
+        if not found:
+            _check_single(module, group, divisor)
+        groups = _found_groups(found) if group is None else _dimensions(group)
+        return _nontrivial(groups), _found_divisor(found) if divisor is None else divisor
+    return _nontrivial(_dimensions(group)), divisor
+
+
+def _reductions(module: nn.Module) -> Iterator[GradientReduction]:
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel):
+            yield _ddp_reduction(part)
+        elif isinstance(part, FullyShardedDataParallel):
+            reduction = fsdp1_reduction(part)
+            if reduction is not None:
+                yield reduction
+    yield from fsdp2_reductions(module)
+
+
+def _ddp_reduction(ddp: Any) -> GradientReduction:
+    if ddp._join_config.enable:
+        raise ConfigError(
+            "module",
+            type(ddp).__name__,
+            "the global mean needs a loss of every rank in every step, but join() lets ranks stop "
+            "early; give ranks without data a microbatch of weight 0 instead",
+        )
+    group = ddp.process_group
+    for hook, state in ddp._comm_hooks:
+        known = hook.__module__.startswith(_TORCH_HOOKS)
+        if known and hook.__name__ in _AVERAGING_HOOKS:
+            group = state or dist.group.WORLD
+        elif not known or hook.__name__ != _MIXED_PRECISION_HOOK:
+            return GradientReduction((group,), None, getattr(hook, "__qualname__", str(hook)))
+    return GradientReduction((group,), group.size())
+
+
+def _check_single(module: nn.Module, group: Group | None, divisor: float | None) -> None:
+    """Refuse a module without a wrapper that several ranks train."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if group is None and divisor is None and _spans_all_ranks(module):
+        return
+    raise ConfigError(
+        "module",
+        type(module).__name__,
+        "is not wrapped in DDP or FSDP, so it is unknown how its gradients are reduced; pass the "
+        "wrapped module (in Lightning, trainer.strategy.model), or pass both the ranks over which "
+        "you sum gradients and what you divide the sum by: group=..., divisor=...",
+    )
+
+
+def _spans_all_ranks(module: nn.Module) -> bool:
+    """Return whether DTensors describe how all ranks share the parameters."""
+    return any(
+        is_dtensor(parameter) and parameter.device_mesh.size() == dist.get_world_size()
+        for parameter in module.parameters()
+    )
+
+
+def _found_divisor(found: list[GradientReduction]) -> float:
+    hooks = {reduction.hook for reduction in found if reduction.hook is not None}
+    if hooks:
+        raise ConfigError(
+            "divisor",
+            None,
+            f"{', '.join(sorted(hooks))} reduces gradients in its own way; pass the number by "
+            "which it divides the sum over ranks",
+        )
+    divisors = {reduction.divisor for reduction in found if reduction.divisor is not None}
+    if len(divisors) > 1:
+        numbers = listed([f"{number:g}" for number in sorted(divisors)])
+        raise ConfigError(
+            "divisor",
+            None,
+            f"parts of the module divide gradients by different numbers, {numbers}; call "
+            "set_gradient_divide_factor() with the same number on each of them",
+        )
+    return divisors.pop() if divisors else 1.0
+
+
+def _found_groups(found: list[GradientReduction]) -> Sequence[dist.ProcessGroup]:
+    by_ranks = {_ranks(reduction): reduction.groups for reduction in found}
+    if len(by_ranks) > 1:
+        raise ConfigError(
+            "group",
+            None,
+            "parts of the module reduce gradients over different ranks; pass the process group or "
+            "mesh of all ranks that see different samples",
+        )
+    return by_ranks.popitem()[1] if by_ranks else ()
+
+
+def _dimensions(group: Group) -> Sequence[dist.ProcessGroup]:
+    return group.get_all_groups() if isinstance(group, DeviceMesh) else (group,)
+
+
+def _nontrivial(groups: Sequence[dist.ProcessGroup]) -> tuple[dist.ProcessGroup, ...]:
+    """Return the groups of several ranks; if together they have all ranks, the group of these."""
+    several = tuple(group for group in groups if group.size() > 1)
+    if len(several) > 1 and math.prod(group.size() for group in several) == dist.get_world_size():
+        assert dist.group.WORLD is not None
+        return (dist.group.WORLD,)
+    return several
+
+
+def _ranks(reduction: GradientReduction) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(dist.get_process_group_ranks(group)) for group in reduction.groups)

@@ -1,0 +1,297 @@
+"""The gradient of `global_mean` against a float64 mean over all tokens, under every wrapper."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import distmp
+from tests.ranks import ranks
+
+SPLITS = 100
+VOCABULARY, WIDTH, LENGTH = 11, 8, 6
+
+
+class Attention(nn.Module):
+    """Causal attention with two heads; with a group, over sequences that its ranks share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value, self.output = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.context: dist.ProcessGroup | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = [
+            layer(x).unflatten(-1, (-1, 4)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        query, key, value = heads
+        first = 0
+        if self.context is not None:
+            first = dist.get_rank(self.context) * x.shape[1]
+            key, value = (all_gather_tensor_autograd(t, 2, self.context) for t in (key, value))
+        positions = torch.arange(first, first + x.shape[1])
+        mask = positions[:, None] >= torch.arange(key.shape[2])
+        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        return self.output(attended.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.attention = Attention()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.logits = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        return self.logits(self.norm(hidden + self.attention(hidden)))
+
+
+class Microbatch(NamedTuple):
+    tokens: Tensor
+    labels: Tensor  # -100 is not counted
+
+    @property
+    def weight(self) -> Tensor:
+        return (self.labels != -100).sum()
+
+    def part(self, index: int, parts: int) -> Microbatch:
+        """Return one part of each sequence."""
+        return Microbatch(*(t.chunk(parts, 1)[index] for t in self))
+
+
+def loss_sum(model: nn.Module, batch: Microbatch) -> Tensor:
+    logits = model(batch.tokens).flatten(0, 1)
+    return F.cross_entropy(logits, batch.labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+def split(seed: int, data_ranks: int) -> list[list[Microbatch]]:
+    """Return the microbatches of each data-parallel rank; up to all of a rank may be masked."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(1, 3, (), generator=generator))
+    step = []
+    for _ in range(data_ranks):
+        kept = torch.rand((), generator=generator) * torch.randint(0, 2, (), generator=generator)
+        step.append([])
+        for _ in range(count):
+            shape = (int(torch.randint(1, 4, (), generator=generator)), LENGTH)
+            tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+            labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+            masked = torch.rand(shape, generator=generator) > kept
+            step[-1].append(Microbatch(tokens, labels.masked_fill(masked, -100)))
+    return step
+
+
+def reference(model: nn.Module, step: list[list[Microbatch]]) -> tuple[float, list[Tensor]]:
+    """Return loss and gradients of the mean over all tokens, in float64 on one rank."""
+    model.zero_grad()
+    batches = [batch for rank in step for batch in rank]
+    total = sum(loss_sum(model, batch) for batch in batches)
+    mean = total / max(1, sum(int(batch.weight) for batch in batches))
+    mean.backward()
+    return mean.item(), [p.grad.clone() for p in model.parameters()]
+
+
+class Wrapped(NamedTuple):
+    """A wrapped model, and how this rank trains it."""
+
+    model: nn.Module
+    data_rank: int  # which of the data-parallel ranks
+    data_ranks: int
+    arguments: Mapping[str, Any] = MappingProxyType({})  # of global_mean
+    part: tuple[int, int] = (0, 1)  # index and number of the part of each sequence
+    reduce: Callable[[], None] = lambda: None  # what the loop does after the last backward
+    layouts: Sequence[Any] = ()  # mesh and placements of each parameter, where DDP hides them
+
+
+@contextlib.contextmanager
+def unsynchronized(model: nn.Module, last: bool) -> Iterator[None]:
+    """Reduce gradients after the last microbatch only, where the wrapper can."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+    if hasattr(model, "no_sync") and not last:
+        with model.no_sync():
+            yield
+    else:
+        yield
+
+
+def gradients(wrapped: Wrapped, parameters: list[nn.Parameter]) -> list[Tensor]:
+    if isinstance(wrapped.model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(wrapped.model, with_grads=True):
+            return [p.grad.clone() for p in wrapped.model.parameters()]
+    local: Any = [p.grad for p in parameters]
+    for index, layout in enumerate(wrapped.layouts):
+        if layout is not None:
+            local[index] = DTensor.from_local(local[index], *layout)
+    return [g.full_tensor() if isinstance(g, DTensor) else g for g in local]
+
+
+def train(
+    wrapped: Wrapped, parameters: list[nn.Parameter], step: list[list[Microbatch]]
+) -> tuple[float, list[Tensor]]:
+    """Return loss and gradients of a step."""
+    for parameter in parameters:
+        parameter.grad = None
+    own = [batch.part(*wrapped.part) for batch in step[wrapped.data_rank]]
+    weight = torch.stack([batch.weight for batch in own]).sum()
+    value = 0.0
+    for index, batch in enumerate(own):
+        with unsynchronized(wrapped.model, last=index == len(own) - 1):
+            total = loss_sum(wrapped.model, batch)
+            loss = distmp.global_mean(total, weight, wrapped.model, **wrapped.arguments)
+            loss.backward()
+        value += loss.item()
+    wrapped.reduce()
+    return value, gradients(wrapped, parameters)
+
+
+def relative_error(values: list[Tensor], expected: list[Tensor]) -> float:
+    values, expected = (
+        torch.cat([t.double().flatten() for t in tensors]) for tensors in (values, expected)
+    )
+    return float((values - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def data_parallel(model: nn.Module, **arguments: Any) -> Wrapped:
+    return Wrapped(model, dist.get_rank(), dist.get_world_size(), arguments)
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh | None = None, factor: float | None = None) -> Any:
+    for part in (model.attention, model):
+        fully_shard(part, mesh=mesh)
+    for part in (model.attention, model) if factor else ():
+        # Gloo has no ReduceOp.PREMUL_SUM.
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_gradient_divide_factor(factor)
+    return model
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    plan: Any = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+    plan["attention.output"] = RowwiseParallel()
+    return parallelize_module(model, mesh, plan)
+
+
+def summed(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def hooked(model: nn.Module, hook: Callable[..., Any]) -> nn.Module:
+    wrapped = DistributedDataParallel(model)
+    wrapped.register_comm_hook(None, hook)
+    return wrapped
+
+
+def context_parallel(model: Any, mesh: DeviceMesh) -> Wrapped:
+    """Split sequences over one dimension; FSDP2 reduces over both, as in torchtitan."""
+    model.attention.context = mesh["cp"].get_group()
+    part = (mesh.get_local_rank("cp"), mesh["cp"].size())
+    fully_shard(model, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    return Wrapped(model, mesh.get_local_rank("dp"), mesh["dp"].size(), part=part)
+
+
+def ddp_of_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> Wrapped:
+    parameters = tensor_parallel(model, mesh["tp"]).parameters()
+    layouts = [
+        (p.device_mesh, p.placements) if isinstance(p, DTensor) else None for p in parameters
+    ]
+    wrapped = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    return Wrapped(wrapped, mesh.get_local_rank("dp"), 2, layouts=layouts)
+
+
+def own_reduction(model: nn.Module) -> Wrapped:
+    def reduce() -> None:
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+
+    arguments = {"group": dist.group.WORLD, "divisor": 1}
+    return Wrapped(model, dist.get_rank(), dist.get_world_size(), arguments, reduce=reduce)
+
+
+def wrappers() -> dict[str, Callable[[Any], Wrapped]]:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    context = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    everywhere = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    half = grid.get_local_rank("dp"), 2
+
+    def fsdp1(model: nn.Module, strategy: ShardingStrategy, mesh: DeviceMesh | None) -> nn.Module:
+        cpu = torch.device("cpu")
+        return FullyShardedDataParallel(
+            model, sharding_strategy=strategy, device_mesh=mesh, device_id=cpu, use_orig_params=True
+        )
+
+    return {
+        "ddp": lambda m: data_parallel(DistributedDataParallel(m)),
+        "ddp inside": lambda m: data_parallel(nn.Sequential(DistributedDataParallel(m))),
+        "ddp, averaging hook": lambda m: data_parallel(hooked(m, allreduce_hook)),
+        "ddp, summing hook": lambda m: data_parallel(
+            hooked(m, lambda _, bucket: summed(bucket)), divisor=1
+        ),
+        "ddp x tp": lambda m: ddp_of_tensor_parallel(m, grid),
+        "fsdp1": lambda m: data_parallel(fsdp1(m, ShardingStrategy.FULL_SHARD, None)),
+        "fsdp1, hybrid": lambda m: data_parallel(
+            fsdp1(m, ShardingStrategy.HYBRID_SHARD, everywhere)
+        ),
+        "fsdp2": lambda m: data_parallel(sharded(m)),
+        "fsdp2, divide factor": lambda m: data_parallel(sharded(m, factor=3)),
+        "fsdp2, hybrid": lambda m: data_parallel(sharded(m, everywhere)),
+        "fsdp2, hybrid, divide factor": lambda m: data_parallel(sharded(m, everywhere, 1)),
+        "fsdp2 x tp": lambda m: Wrapped(sharded(tensor_parallel(m, grid["tp"]), grid["dp"]), *half),
+        "fsdp2 x cp": lambda m: context_parallel(m, context),
+        "replicate": lambda m: data_parallel(replicate(m)),
+        "tp": lambda m: Wrapped(tensor_parallel(m, init_device_mesh("cpu", (4,))), 0, 1),
+        "own all-reduce": own_reduction,
+    }
+
+
+@ranks(4)
+def test_the_gradient_is_that_of_the_global_mean_under_every_wrapper() -> None:
+    torch.manual_seed(0)
+    original = Model()
+    double = copy.deepcopy(original).double()
+    expected: dict[tuple[int, int], tuple[float, list[Tensor]]] = {}
+    import time
+
+    for name, wrap in wrappers().items():
+        started = time.process_time()
+        wrapped = wrap(copy.deepcopy(original))
+        parameters = [*wrapped.model.parameters()]  # DDP hides tensor-parallel ones in a forward
+        for seed in range(SPLITS):
+            step = split(seed, wrapped.data_ranks)
+            key = seed, wrapped.data_ranks
+            if key not in expected:
+                expected[key] = reference(double, step)
+            mean, gradient = expected[key]
+            value, computed = train(wrapped, parameters, step)
+            assert relative_error(computed, gradient) <= 1e-6, f"{name}, split {seed}"
+            assert abs(value - mean) <= 1e-6 * mean, f"{name}, split {seed}"
+        print(name, time.process_time() - started)
