@@ -20,11 +20,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distmp.errors import SetupError
+from distmp.utils.dtensor import is_dtensor
 
 # Versions of torch on which the tests have passed; see the README.
 TESTED = ("2.10", "2.11", "2.13", "2.15")
 GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
 PARAMETER_ATTRIBUTES = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param")
+# Methods that move a gradient to `unsharded_accumulated_grad`, in the reduce dtype.
+UPCASTS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
 # Method of torch 2.15 that lets autograd sum several uses of a weight in 16 bits, to save a cast.
 _SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
 # Function by which FSDP1 compares the memory of tensors.
@@ -41,13 +44,13 @@ class GradientReduction(NamedTuple):
 
     Attributes:
         groups: The gradients are summed over these groups, one after the other.
-        divisor: The number that the sum is divided by; None if a hook decides, see `hook`.
-        hook: Name of a function that reduces gradients in a way that distmp does not know.
+        divisor: The number that the sum is divided by; None if it is unknown.
+        unknown: What reduces gradients in a way that distmp does not know, such as a hook.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
     divisor: float | None
-    hook: str | None = None
+    unknown: str | None = None
 
 
 def check(model: nn.Module) -> None:
@@ -67,15 +70,17 @@ def check(model: nn.Module) -> None:
             for parameter in group.fsdp_params
             for name in _missing(parameter, PARAMETER_ATTRIBUTES)
         }
+    _refuse_if(missing, "accumulate in FP32", " or strategy = 'ddp'")
+
+
+def _refuse_if(missing: set[str], purpose: str, otherwise: str = "") -> None:
     if missing:
-        raise SetupError(
-            {
-                0: f"FSDP2 of torch {torch.__version__} has no {', '.join(sorted(missing))}, which "
-                "distmp needs to accumulate in FP32; use a version of torch that distmp is tested "
-                f"with ({', '.join(TESTED)}), or strategy = 'ddp'"
-            },
-            exit_code=2,
+        problem = (
+            f"FSDP2 of torch {torch.__version__} has no {', '.join(sorted(missing))}, which distmp "
+            f"needs to {purpose}; use a version of torch that distmp is tested with "
+            f"({', '.join(TESTED)}){otherwise and ',' + otherwise}"
         )
+        raise SetupError({0: problem}, exit_code=2)
 
 
 def accumulate_in_fp32(model: nn.Module) -> None:
@@ -121,6 +126,46 @@ def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: An
         elif group.reduce_grads:
             gathered.grad = torch.zeros_like(gathered, dtype=torch.float32)
     type(group).post_backward(group, *unused)
+
+
+def reduce_partial_in_reduce_dtype(model: nn.Module) -> bool:
+    """Make FSDP2 sum gradients over tensor-parallel ranks in the policy's `reduce_dtype`.
+
+    Args:
+        model: A sharded model.
+
+    Returns:
+        Whether any part of the model has a policy with a `reduce_dtype`.
+
+    Raises:
+        SetupError: If this version of torch is not supported.
+    """
+    groups = [group for group in _groups(model) if group.mp_policy.reduce_dtype is not None]
+    missing = {
+        name for group in groups for part in group.fsdp_params for name in _missing(part, UPCASTS)
+    }
+    _refuse_if(missing, "reduce over tensor-parallel ranks in the reduce dtype")
+    for group in groups:
+        group.post_backward = functools.partial(_upcast_partial, group, group.post_backward)
+    return bool(groups)
+
+
+def _upcast_partial(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """Convert gradients before FSDP2 reduces partial sums of tensor-parallel ranks.
+
+    It converts all gradients of the group, which have to have one dtype (pytorch#196996).
+    """
+    gradients = [getattr(part, "_unsharded_param", None) for part in group.fsdp_params]
+    gradients = [parameter.grad for parameter in gradients if parameter is not None]
+    if any(gradient is not None and _is_partial(gradient) for gradient in gradients):
+        for part in group.fsdp_params:
+            for name in UPCASTS:
+                getattr(part, name)()
+    post_backward(*unused)
+
+
+def _is_partial(gradient: torch.Tensor) -> bool:
+    return is_dtensor(gradient) and any(p.is_partial() for p in gradient.placements)
 
 
 def discard_gradients(model: nn.Module) -> None:
@@ -171,15 +216,30 @@ def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
     for group in _groups(model):
         if not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
             continue
-        mesh_info = group.mesh_info
         names = ("shard_process_group", "replicate_process_group")
-        groups = tuple(getattr(mesh_info, name) for name in names if hasattr(mesh_info, name))
+        groups = tuple(filter(None, (getattr(group.mesh_info, name, None) for name in names)))
+        factor = group.gradient_divide_factor
         if group._all_reduce_hook is not None:
             yield GradientReduction(groups, None, _name(group._all_reduce_hook))
-        elif group.gradient_divide_factor is not None:
-            yield GradientReduction(groups, group.gradient_divide_factor)
+        elif factor is not None and _may_divide_twice(group):
+            yield GradientReduction(groups, None, "set_gradient_divide_factor() without shards")
         else:
-            yield GradientReduction(groups, math.prod(group.size() for group in groups))
+            divisor = factor or math.prod(each.size() for each in groups)
+            yield GradientReduction(groups, divisor)
+
+
+def _may_divide_twice(group: Any) -> bool:
+    """Return whether torch 2.13 divides by the gradient divide factor twice.
+
+    It does without shards, that is, for `replicate` and a shard dimension of one rank, if it does
+    not let the collective divide: once where it copies the gradient instead of the reduce-scatter,
+    and again before or after the all-reduce.
+    """
+    if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+        return False
+    policy, parameter = group.mp_policy, group.fsdp_params[0].sharded_param
+    dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
+    return group.force_sum_reduction_for_comms or dtype not in (torch.float32, torch.bfloat16)
 
 
 def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:

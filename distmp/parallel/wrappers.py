@@ -106,12 +106,12 @@ def _spans_all_ranks(module: nn.Module) -> bool:
 
 
 def _found_divisor(found: list[GradientReduction]) -> float:
-    hooks = {reduction.hook for reduction in found if reduction.hook is not None}
-    if hooks:
+    unknown = {reduction.unknown for reduction in found if reduction.unknown is not None}
+    if unknown:
         raise ConfigError(
             "divisor",
             None,
-            f"{', '.join(sorted(hooks))} reduces gradients in its own way; pass the number by "
+            f"{', '.join(sorted(unknown))} reduces gradients in its own way; pass the number by "
             "which it divides the sum over ranks",
         )
     divisors = {reduction.divisor for reduction in found if reduction.divisor is not None}
