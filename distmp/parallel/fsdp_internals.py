@@ -44,11 +44,13 @@ class GradientReduction(NamedTuple):
 
     Attributes:
         groups: The gradients are summed over these groups, one after the other.
+        accumulates: Whether the next backward only accumulates gradients, as under `no_sync`.
         divisor: The number that the sum is divided by; None if it is unknown.
         unknown: What reduces gradients in a way that distmp does not know, such as a hook.
     """
 
     groups: tuple[dist.ProcessGroup, ...]
+    accumulates: bool
     divisor: float | None
     unknown: str | None = None
 
@@ -219,13 +221,16 @@ def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
         names = ("shard_process_group", "replicate_process_group")
         groups = tuple(filter(None, (getattr(group.mesh_info, name, None) for name in names)))
         factor = group.gradient_divide_factor
+        accumulates = not (group.reduce_grads and group.all_reduce_grads)
         if group._all_reduce_hook is not None:
-            yield GradientReduction(groups, None, _name(group._all_reduce_hook))
+            yield GradientReduction(groups, accumulates, None, _name(group._all_reduce_hook))
         elif factor is not None and _may_divide_twice(group):
-            yield GradientReduction(groups, None, "set_gradient_divide_factor() without shards")
+            yield GradientReduction(
+                groups, accumulates, None, "set_gradient_divide_factor() without shards"
+            )
         else:
             divisor = factor or math.prod(each.size() for each in groups)
-            yield GradientReduction(groups, divisor)
+            yield GradientReduction(groups, accumulates, divisor)
 
 
 def _may_divide_twice(group: Any) -> bool:
@@ -251,16 +256,16 @@ def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
     state: Any = unit
     if state._handle is None or not state._handle.flat_param.requires_grad:
         return None
+    accumulates = not state._sync_gradients
+    groups = tuple(filter(None, (state.process_group, getattr(state, "_inter_node_pg", None))))
+    factors = (state._gradient_predivide_factor, state._gradient_postdivide_factor)
     hook = state._comm_hook
     if hook is not None and hook.__module__ != _FSDP1_HOOKS:
-        return GradientReduction((state.process_group,), None, _name(hook))
+        return GradientReduction(groups, accumulates, None, _name(hook))
     if hook is not None:
-        state = state._comm_hook_state
-        factors = (state.gradient_predivide_factor, state.gradient_postdivide_factor)
-        return GradientReduction((state.process_group,), math.prod(factors))
-    groups = (state.process_group, getattr(state, "_inter_node_pg", None))
-    factors = (state._gradient_predivide_factor, state._gradient_postdivide_factor)
-    return GradientReduction(tuple(filter(None, groups)), math.prod(factors))
+        of_hook = state._comm_hook_state
+        factors = (of_hook.gradient_predivide_factor, of_hook.gradient_postdivide_factor)
+    return GradientReduction(groups, accumulates, math.prod(factors))
 
 
 def _name(function: object) -> str:

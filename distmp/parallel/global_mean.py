@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from distmp.errors import ConfigError
-from distmp.parallel.wrappers import Group, reduced_over
+from distmp.parallel.wrappers import Group, gradient_reductions, reduced_over
 from distmp.scaling.step_decision import pack
 from distmp.utils.dtensor import is_dtensor
 from distmp.utils.host_copy import to_device
@@ -21,6 +21,7 @@ def global_mean(
     weight: Tensor | float,
     module: nn.Module,
     *,
+    microbatches: int = 1,
     group: Group | None = None,
     divisor: float | None = None,
 ) -> Tensor:
@@ -42,9 +43,10 @@ def global_mean(
         loss_sum: Sum of the losses of the samples or tokens of this microbatch on this rank; one
             element, floating-point. A DTensor counts with the value of all its shards.
         weight: Number of samples or tokens of this rank in the whole step, that is, in all its
-            microbatches; 0 or more. A number, or a tensor with one element on any device.
+            microbatches together; 0 or more. A number, or a tensor with one element on any device.
         module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
             `fully_shard` or `replicate` applied, containing such modules, or on a single rank.
+        microbatches: Number of microbatches of the step on this rank, which `weight` has to cover.
         group: The ranks that see different samples, a process group or a mesh, if they are not
             the ranks over which the module reduces gradients.
         divisor: What the sum of gradients over ranks is divided by, if the module does not tell.
@@ -56,8 +58,9 @@ def global_mean(
         weight of a rank is negative or not finite, the loss and all gradients are NaN.
 
     Raises:
-        ConfigError: For an argument of the wrong kind, a module of which it is unknown how its
-            gradients are reduced, and parts of a module that are reduced differently.
+        ConfigError: For an argument of the wrong kind, a negative or non-finite number as weight, a
+            module that accumulates although `microbatches` is 1, a module of which it is unknown
+            how its gradients are reduced, and parts of a module that are reduced differently.
 
     Example:
         >>> import torch, distmp
@@ -65,12 +68,22 @@ def global_mean(
         >>> microbatches = [torch.ones(3, 4), torch.ones(5, 4)]
         >>> weight = sum(len(batch) for batch in microbatches)
         >>> for batch in microbatches:
-        ...     distmp.global_mean(model(batch).sum(), weight, model).backward()
+        ...     loss = distmp.global_mean(model(batch).sum(), weight, model, microbatches=2)
+        ...     loss.backward()
         >>> model.bias.grad
         tensor([1.])
     """
-    _check(loss_sum, weight, module, group, divisor)
-    groups, divided_by = reduced_over(module, group, divisor)
+    _check_tensors(loss_sum, weight)
+    _check_reduction(module, microbatches, group, divisor)
+    found = [*gradient_reductions(module)]
+    if microbatches == 1 and any(reduction.accumulates for reduction in found):
+        raise ConfigError(
+            "microbatches",
+            microbatches,
+            "the module accumulates gradients without reducing them, so the step has several "
+            "microbatches; pass their number, and as weight that of all of them together",
+        )
+    groups, divided_by = reduced_over(module, found, group, divisor)
     loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
     sums = pack(_valid(weight, loss_sum.device), loss_sum.detach().sum(), device=loss_sum.device)
     for each in groups:
@@ -106,9 +119,7 @@ def _valid(weight: Tensor | float, device: torch.device) -> Tensor:
     return torch.where((total >= 0) & (total < math.inf), total, math.nan)
 
 
-def _check(
-    loss_sum: object, weight: object, module: object, group: object, divisor: object
-) -> None:
+def _check_tensors(loss_sum: object, weight: object) -> None:
     if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
         shown = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
         raise ConfigError("loss_sum", shown, "must be a tensor with one element; sum the losses")
@@ -117,16 +128,23 @@ def _check(
     if isinstance(weight, Tensor):
         if weight.numel() != 1 or weight.requires_grad or weight.is_complex():
             problem = "must have one real element and require no gradient; sum it and detach it"
-            raise ConfigError("weight", weight, problem)
-    elif isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise ConfigError("weight", tuple(weight.shape), problem)
+    elif not _is_number(weight):
         raise ConfigError("weight", weight, "must be a number or a tensor with one element")
+    elif not 0 <= weight < math.inf:
+        raise ConfigError("weight", weight, "must be finite, and 0 or more")
+
+
+def _check_reduction(module: object, microbatches: object, group: object, divisor: object) -> None:
     if not isinstance(module, nn.Module):
         raise ConfigError("module", type(module).__name__, "must be the torch.nn.Module to train")
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ConfigError("microbatches", microbatches, "must be 1 or more")
     if group is not None and not isinstance(group, Group):
         raise ConfigError("group", group, "use a process group that has this rank, or a mesh")
-    if divisor is not None and (
-        isinstance(divisor, bool)
-        or not isinstance(divisor, int | float)
-        or not 0 < divisor < math.inf
-    ):
+    if divisor is not None and not (_is_number(divisor) and 0 < divisor < math.inf):
         raise ConfigError("divisor", divisor, "must be a number above 0")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)

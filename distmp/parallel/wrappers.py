@@ -27,13 +27,16 @@ _TORCH_HOOKS = "torch.distributed.algorithms.ddp_comm_hooks."
 
 
 def reduced_over(
-    module: nn.Module, group: Group | None = None, divisor: float | None = None
+    module: nn.Module,
+    found: Sequence[GradientReduction],
+    group: Group | None,
+    divisor: float | None,
 ) -> tuple[tuple[dist.ProcessGroup, ...], float]:
     """Return the groups over which the gradients of a module are summed, and the sum's divisor.
 
     Args:
-        module: A module that is wrapped in DDP or FSDP1, to which `fully_shard` or `replicate` was
-            applied, that contains such modules, or that is not replicated.
+        module: The module.
+        found: How its wrappers reduce gradients.
         group: Overrides the ranks that are found.
         divisor: Overrides the divisor that is found.
 
@@ -44,16 +47,24 @@ def reduced_over(
         ConfigError: If the ranks or the divisor are neither given nor found, or if parts of the
             module differ.
     """
-    found = [*_reductions(module)]
-    if group is None or divisor is None:
-        if not found:
-            _check_single(module, group, divisor)
-        groups = _found_groups(found) if group is None else _dimensions(group)
-        return _nontrivial(groups), _found_divisor(found) if divisor is None else divisor
-    return _nontrivial(_dimensions(group)), divisor
+    if group is not None and divisor is not None:
+        return _nontrivial(_dimensions(group)), divisor
+    if not found:
+        _check_single(module, group, divisor)
+    groups = _found_groups(found) if group is None else _dimensions(group)
+    return _nontrivial(groups), _found_divisor(found) if divisor is None else divisor
 
 
-def _reductions(module: nn.Module) -> Iterator[GradientReduction]:
+def gradient_reductions(module: nn.Module) -> Iterator[GradientReduction]:
+    """Yield how the wrappers in a module reduce the gradients of its parameters.
+
+    Args:
+        module: A module that is wrapped in DDP or FSDP1, to which `fully_shard` or `replicate` was
+            applied, or that contains such modules.
+
+    Raises:
+        ConfigError: For DDP inside of `join()`.
+    """
     for part in module.modules():
         if isinstance(part, DistributedDataParallel):
             yield _ddp_reduction(part)
@@ -72,14 +83,15 @@ def _ddp_reduction(ddp: Any) -> GradientReduction:
             "the global mean needs a loss of every rank in every step, but join() lets ranks stop "
             "early; give ranks without data a microbatch of weight 0 instead",
         )
-    group = ddp.process_group
+    group, accumulates = ddp.process_group, not ddp.require_backward_grad_sync
     for hook, state in ddp._comm_hooks:
+        name = getattr(hook, "__qualname__", type(hook).__name__)
         known = hook.__module__.startswith(_TORCH_HOOKS)
-        if known and hook.__name__ in _AVERAGING_HOOKS:
+        if known and name in _AVERAGING_HOOKS:
             group = state or dist.group.WORLD
-        elif not known or hook.__name__ != _MIXED_PRECISION_HOOK:
-            return GradientReduction((group,), None, getattr(hook, "__qualname__", str(hook)))
-    return GradientReduction((group,), group.size())
+        elif not known or name != _MIXED_PRECISION_HOOK:
+            return GradientReduction((group,), accumulates, None, name)
+    return GradientReduction((group,), accumulates, group.size())
 
 
 def _check_single(module: nn.Module, group: Group | None, divisor: float | None) -> None:
@@ -105,7 +117,7 @@ def _spans_all_ranks(module: nn.Module) -> bool:
     )
 
 
-def _found_divisor(found: list[GradientReduction]) -> float:
+def _found_divisor(found: Sequence[GradientReduction]) -> float:
     unknown = {reduction.unknown for reduction in found if reduction.unknown is not None}
     if unknown:
         raise ConfigError(
@@ -126,7 +138,7 @@ def _found_divisor(found: list[GradientReduction]) -> float:
     return divisors.pop() if divisors else 1.0
 
 
-def _found_groups(found: list[GradientReduction]) -> Sequence[dist.ProcessGroup]:
+def _found_groups(found: Sequence[GradientReduction]) -> Sequence[dist.ProcessGroup]:
     by_ranks = {_ranks(reduction): reduction.groups for reduction in found}
     if len(by_ranks) > 1:
         raise ConfigError(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -26,11 +27,13 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    loss_parallel,
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
 
 import distmp
+from distmp.errors import ConfigError
 from tests.ranks import ranks
 
 SPLITS = 100
@@ -166,7 +169,8 @@ def train(
     for index, batch in enumerate(own):
         with unsynchronized(wrapped.model, last=index == len(own) - 1):
             total = loss_sum(wrapped.model, batch)
-            loss = distmp.global_mean(total, weight, wrapped.model, **wrapped.arguments)
+            arguments = {"microbatches": len(own), **wrapped.arguments}
+            loss = distmp.global_mean(total, weight, wrapped.model, **arguments)
             loss.backward()
         value += loss.item()
     wrapped.reduce()
@@ -291,3 +295,165 @@ def test_the_gradient_is_that_of_the_global_mean_under_every_wrapper() -> None:
             value, computed = train(wrapped, parameters, step)
             assert relative_error(computed, gradient) <= 1e-6, f"{name}, split {seed}"
             assert abs(value - mean) <= 1e-6 * mean, f"{name}, split {seed}"
+
+
+def refused(module: Any, **arguments: Any) -> str:
+    values = {"loss_sum": torch.ones((), requires_grad=True), "weight": 1, **arguments}
+    with pytest.raises(ConfigError) as error:
+        distmp.global_mean(module=module, **values)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss_sum": torch.ones(3)}, "loss_sum = (3,): must be a tensor with one element"),
+        ({"loss_sum": 1.0}, "loss_sum = 1.0: must be a tensor with one element"),
+        ({"loss_sum": torch.tensor(1)}, "loss_sum = torch.int64: must be a floating-point tensor"),
+        ({"weight": torch.ones(2)}, "must have one real element and require no gradient"),
+        ({"weight": torch.ones((), requires_grad=True)}, "require no gradient; sum it and detach"),
+        ({"weight": True}, "weight = True: must be a number or a tensor with one element"),
+        ({"weight": "3"}, "weight = '3': must be a number or a tensor with one element"),
+        ({"weight": -1}, "weight = -1: must be finite, and 0 or more"),
+        ({"weight": float("nan")}, "weight = nan: must be finite, and 0 or more"),
+        ({"module": [nn.Linear(1, 1)]}, "module = 'list': must be the torch.nn.Module to train"),
+        ({"group": -100}, "group = -100: use a process group that has this rank, or a mesh"),
+        ({"microbatches": 0}, "microbatches = 0: must be 1 or more"),
+        ({"microbatches": True}, "microbatches = True: must be 1 or more"),
+        ({"divisor": 0}, "divisor = 0: must be a number above 0"),
+    ],
+)
+def test_misuse_is_refused(arguments: dict[str, Any], message: str) -> None:
+    assert message in refused(**{"module": nn.Linear(1, 1), **arguments})
+
+
+@ranks(4)
+def test_modules_that_are_reduced_in_an_unknown_way_are_refused() -> None:
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    unwrapped = "is not wrapped in DDP or FSDP, so it is unknown"
+    assert unwrapped in refused(nn.Linear(4, 4))
+    assert unwrapped in refused(nn.Linear(4, 4), group=dist.group.WORLD)
+    assert unwrapped in refused(nn.Linear(4, 4), divisor=4)
+    # The ranks of the other dimension may see other tokens.
+    assert unwrapped in refused(
+        parallelize_module(nn.Linear(4, 4), grid["shard"], ColwiseParallel())
+    )
+
+    unknown = "reduces gradients in its own way; pass the number by which it divides"
+    ddp = hooked(nn.Linear(4, 4), lambda _, bucket: summed(bucket))
+    assert f"<lambda> {unknown}" in refused(ddp)
+    fsdp1 = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    fsdp1.register_comm_hook(None, summed_shard)
+    assert f"summed_shard {unknown}" in refused(fsdp1)
+    fsdp2: Any = fully_shard(nn.Linear(4, 4))
+    fsdp2.set_all_reduce_hook(print)
+    assert f"print {unknown}" in refused(fsdp2)
+    accumulates = "the module accumulates gradients without reducing them"
+    for wrapped in (ddp, fsdp1):
+        with wrapped.no_sync():
+            assert accumulates in refused(wrapped)
+    for accumulate in (fsdp2.set_requires_gradient_sync, fsdp2.set_requires_all_reduce):
+        accumulate(False)
+        assert accumulates in refused(fsdp2)
+        accumulate(True)
+    with ddp.join():
+        assert "join() lets ranks stop early" in refused(ddp)
+
+    different: Any = nn.Sequential(*(fully_shard(nn.Linear(4, 4)) for _ in range(2)))
+    different[0].set_gradient_divide_factor(2)
+    assert "parts of the module divide gradients by different numbers, 2, 4" in refused(different)
+    different = [fully_shard(nn.Linear(4, 4), mesh=grid[name]) for name in grid.mesh_dim_names]
+    message = refused(nn.Sequential(*different))
+    assert "parts of the module reduce gradients over different ranks" in message
+    half = dist.new_group([0, 1])
+    if dist.get_rank() > 1:
+        assert "use a process group that has this rank" in refused(fsdp2, group=half)
+
+
+def summed_shard(state: Any, full: Tensor, shard: Tensor) -> None:
+    raise AssertionError("never called")
+
+
+@ranks(2)
+def test_torch_divides_twice_without_shards_so_the_divisor_has_to_be_given() -> None:
+    """A test of torch: once it divides once, `_may_divide_twice` is superfluous."""
+    model: Any = replicate(nn.Linear(1, 1, bias=False))
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(4)
+    model(torch.ones(1, 1)).sum().backward()
+    assert full_gradient(model).item() == 2 / 4**2
+    assert "set_gradient_divide_factor() without shards reduces" in refused(model)
+    model.zero_grad()
+    distmp.global_mean(model(torch.ones(1, 1)).sum(), 1, model, divisor=4**2).backward()
+    assert full_gradient(model).item() == 1
+
+
+def full_gradient(model: nn.Module) -> Tensor:
+    (parameter,) = model.parameters()
+    gradient = parameter.grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+@ranks(2)
+def test_values_and_gradients_are_the_same_on_all_ranks() -> None:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+
+    def step(loss: float, weight: Tensor | float, dtype: torch.dtype = torch.float32) -> Any:
+        model.zero_grad()
+        total = (loss * model(torch.ones(1, 1)) / model.module.weight.detach()).sum().to(dtype)
+        mean = distmp.global_mean(total, weight, model)
+        mean.backward()
+        return mean.dtype, mean.item(), full_gradient(model).item() * model.module.weight.item()
+
+    # Rank 0 has 1 token with a loss of 4, rank 1 has 3 tokens with a loss of 20 together.
+    for weight in (1 + 2 * rank, torch.tensor(1 + 2 * rank), torch.tensor([1.0 + 2 * rank])):
+        for dtype in (torch.float32, torch.float16):
+            assert step(4.0 + 16 * rank, weight, dtype) == (torch.float32, 6.0, pytest.approx(6.0))
+    assert step(4.0, 0) == (torch.float32, 0.0, 0.0)
+    for weight in (-1, torch.inf, torch.nan):
+        dtype, *values = step(4.0, torch.tensor(1.0 if rank else weight))
+        assert torch.tensor(values).isnan().all(), weight
+    with torch.no_grad():
+        assert distmp.global_mean(torch.tensor(1.0 + rank), 1, model).item() == 1.5
+
+    scaler = distmp.DistributedGradScaler("cpu", init_scale=8.0)
+    model.zero_grad()
+    total = model(torch.ones(1, 1)).sum() * (1 + rank)
+    scaler.scale(distmp.global_mean(total, 1 + rank, model)).backward()
+    assert full_gradient(model).item() == 8.0
+
+
+@ranks(2)
+def test_a_loss_that_is_a_dtensor() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 6)
+    plan = ColwiseParallel(use_local_output=False)
+    model = parallelize_module(copy.deepcopy(plain), mesh, plan)
+    inputs, labels = torch.randn(5, 4), torch.tensor([0, 5, 2, -100, 3])
+    F.cross_entropy(plain(inputs), labels, ignore_index=-100).backward()
+    with loss_parallel():
+        total = F.cross_entropy(model(inputs), labels, ignore_index=-100, reduction="sum")
+        assert isinstance(total, DTensor)
+        distmp.global_mean(total, 4, model).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(2, cuda=True)
+def test_on_a_gpu_the_host_does_not_wait() -> None:
+    rank = dist.get_rank()
+    linear = nn.Linear(1, 1, bias=False, device="cuda")
+    model = DistributedDataParallel(linear, device_ids=[torch.cuda.current_device()])
+    inputs = torch.ones(1, 1, device="cuda")
+    for weight in (1 + 2 * rank, torch.tensor(1 + 2 * rank), torch.tensor(1.0 + 2 * rank).cuda()):
+        model.zero_grad()
+        total = (model(inputs) * (1 + rank)).sum()
+        torch.cuda.set_sync_debug_mode("error")
+        loss = distmp.global_mean(total, weight, model)
+        torch.cuda.set_sync_debug_mode("default")
+        loss.backward()
+        assert full_gradient(model).item() == 3 / 4
