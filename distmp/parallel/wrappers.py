@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,12 +46,11 @@ def reduced_over(
         ConfigError: If the ranks or the divisor are neither given nor found, or if parts of the
             module differ.
     """
-    if group is not None and divisor is not None:
-        return _nontrivial(_dimensions(group)), divisor
-    if not found:
+    if not found and (group is None or divisor is None):
         _check_single(module, group, divisor)
     groups = _found_groups(found) if group is None else _dimensions(group)
-    return _nontrivial(groups), _found_divisor(found) if divisor is None else divisor
+    several = tuple(each for each in groups if each.size() > 1)
+    return several, _found_divisor(found) if divisor is None else divisor
 
 
 def gradient_reductions(module: nn.Module) -> Iterator[GradientReduction]:
@@ -151,16 +149,11 @@ def _found_groups(found: Sequence[GradientReduction]) -> Sequence[dist.ProcessGr
 
 
 def _dimensions(group: Group) -> Sequence[dist.ProcessGroup]:
-    return group.get_all_groups() if isinstance(group, DeviceMesh) else (group,)
-
-
-def _nontrivial(groups: Sequence[dist.ProcessGroup]) -> tuple[dist.ProcessGroup, ...]:
-    """Return the groups of several ranks; if together they have all ranks, the group of these."""
-    several = tuple(group for group in groups if group.size() > 1)
-    if len(several) > 1 and math.prod(group.size() for group in several) == dist.get_world_size():
-        assert dist.group.WORLD is not None
-        return (dist.group.WORLD,)
-    return several
+    if not isinstance(group, DeviceMesh):
+        return (group,)
+    if group.get_coordinate() is None:
+        raise ConfigError("group", group, f"does not contain this rank, {dist.get_rank()}")
+    return group.get_all_groups()
 
 
 def _ranks(reduction: GradientReduction) -> tuple[tuple[int, ...], ...]:

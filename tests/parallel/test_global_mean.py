@@ -232,12 +232,12 @@ def ddp_of_tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> Wrapped:
     return Wrapped(wrapped, mesh.get_local_rank("dp"), 2, layouts=layouts)
 
 
-def own_reduction(model: nn.Module) -> Wrapped:
+def own_reduction(model: nn.Module, mesh: DeviceMesh) -> Wrapped:
     def reduce() -> None:
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)
 
-    arguments = {"group": dist.group.WORLD, "divisor": 1}
+    arguments = {"group": mesh, "divisor": 1}
     return Wrapped(model, dist.get_rank(), dist.get_world_size(), arguments, reduce=reduce)
 
 
@@ -281,7 +281,7 @@ def wrappers() -> tuple[dict[str, Wrap], dict[str, Wrap]]:
         "fsdp2, divide factor": lambda m: data_parallel(divided(m, 3)),
         "fsdp2, hybrid, divide factor": lambda m: data_parallel(divided(m, 1, hybrid)),
         "tp": lambda m: Wrapped(tensor_parallel(m, line), 0, 1),
-        "own all-reduce": own_reduction,
+        "own all-reduce": lambda m: own_reduction(m, hybrid),
     }
     return main, variants
 
@@ -379,6 +379,10 @@ def test_modules_that_are_reduced_in_an_unknown_way_are_refused() -> None:
     half = dist.new_group([0, 1])
     if dist.get_rank() > 1:
         assert "use a process group that has this rank" in refused(fsdp2, group=half)
+        message = f"does not contain this rank, {dist.get_rank()}"
+        assert message in refused(fsdp2, group=DeviceMesh("cpu", [0, 1]))
+    else:
+        DeviceMesh("cpu", [0, 1])
 
 
 def summed_shard(state: Any, full: Tensor, shard: Tensor) -> None:
