@@ -14,7 +14,9 @@ def apply_reduce_dtype(module: nn.Module) -> None:
     Tensor-parallel ranks hold partial sums of the gradient of a parameter that they replicate,
     such as a norm weight under sequence parallelism. FSDP2 of torch 2.13 adds them in the dtype of
     the gradient; only over data-parallel ranks it uses `MixedPrecisionPolicy.reduce_dtype`
-    (pytorch#190626). Call this function once, after `fully_shard` and before training.
+    (pytorch#190626). Call this function once, after `fully_shard` and before training. Blocks with
+    such parameters then need memory for their gathered gradients in the reduce dtype, one block at
+    a time.
 
     Args:
         module: A module to which `fully_shard` was applied, with a policy that has a

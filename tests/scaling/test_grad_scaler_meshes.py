@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -45,10 +47,13 @@ def parallelized() -> Model:
     return model
 
 
+def inputs(step: int, data_rank: int) -> Tensor:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(2 * step + data_rank))
+
+
 def backward(scaler: DistributedGradScaler, model: Model, step: int = 0) -> None:
     data_rank = dist.get_rank() // 2
-    generator = torch.Generator().manual_seed(2 * step + data_rank)
-    scaler.scale(model(torch.randn(4, 5, generator=generator)).square().mean()).backward()
+    scaler.scale(model(inputs(step, data_rank)).square().mean()).backward()
     assert model.gain.grad is not None
     dist.all_reduce(model.gain.grad)
     model.gain.grad /= RANKS
@@ -136,13 +141,43 @@ def test_the_norm_over_mixed_meshes_counts_each_value_once() -> None:
         model.zero_grad()
 
 
+def adamw(parameters: Iterable[Tensor], *, fused: bool) -> torch.optim.Optimizer:
+    # A large epsilon, so that rounding of tiny gradients does not change the update much.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-3, fused=fused)
+
+
+def trained_on_one_rank() -> list[Tensor]:
+    """Return the weights after two steps in float64; the step between them is skipped."""
+    torch.manual_seed(0)
+    model = Model().double()
+    optimizer = adamw(model.parameters(), fused=False)
+    for step in (0, 2):
+        optimizer.zero_grad()
+        for data_rank in range(2):
+            (model(inputs(step, data_rank).double()).square().mean() / 2).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
 @ranks(RANKS)
-def test_fused_optimizers_of_mixed_meshes() -> None:
+def test_fused_optimizers_of_mixed_meshes_step_together() -> None:
     model = parallelized()
-    parameters = [*model.parameters()]
-    scaler = DistributedGradScaler("cpu", init_scale=INIT_SCALE)
-    optimizer = torch.optim.AdamW([p for p in parameters if isinstance(p, DTensor)], fused=True)
+    sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+    optimizers = [adamw(group, fused=True) for group in (sharded, [model.gain])]
+    scaler = DistributedGradScaler("cpu", INIT_SCALE, optimizers=optimizers)
+    for step in range(3):
+        backward(scaler, model, step)
+        if step == 1:
+            spoil(model.first.weight, rank=3)
+        scaler.clip_grad_norm_(optimizers, 1e-2)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        model.zero_grad()
+    assert scaler.get_scale() == INIT_SCALE / 2
+    for found, expected in zip(model.parameters(), trained_on_one_rank(), strict=True):
+        torch.testing.assert_close(full(found.detach()).double(), expected, rtol=1e-4, atol=1e-6)
     backward(scaler, model)
-    scaler.clip_grad_norm_(optimizer, 1e-2)
-    scaler.step(optimizer)
-    scaler.update()
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        adamw(model.parameters(), fused=True).step()
