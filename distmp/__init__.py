@@ -26,6 +26,7 @@ __all__ = [
     "StepNumbers",
     "StepOutcome",
     "TrainingError",
+    "global_mean",
     "policy",
     "resolve",
 ]
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from distmp.engine.outcome import StepNumbers, StepOutcome
     from distmp.engine.settings import DivergenceConfig
     from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
+    from distmp.parallel.global_mean import global_mean
     from distmp.precision import PrecisionPolicy, policy, resolve
     from distmp.scaling import DistributedGradScaler, LossScaleConfig
 else:
@@ -47,6 +49,7 @@ else:
         "distmp.engine.config": ("EngineConfig",),
         "distmp.errors": ("CheckpointError", "ConfigError", "DistmpError", "TrainingError"),
         "distmp.engine.outcome": ("StepNumbers", "StepOutcome"),
+        "distmp.parallel.global_mean": ("global_mean",),
         "distmp.precision": ("PrecisionPolicy", "policy", "resolve"),
         "distmp.scaling": ("DistributedGradScaler", "LossScaleConfig"),
         "distmp.diagnosis.attribution": ("OverflowReport",),

@@ -1,7 +1,8 @@
 """The only file of distmp that touches private attributes of FSDP.
 
 torch 2.13 has no public API to accumulate gradients in FP32 until the last microbatch, to discard
-the gradients of an abandoned step, and to find out which parameters had a gradient.
+the gradients of an abandoned step, and to find out which parameters had a gradient and what
+gradients are divided by.
 tests/parallel/test_fsdp_internals.py fails if torch changes these attributes, or if another file
 touches them.
 """
@@ -9,25 +10,49 @@ touches them.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distmp.errors import SetupError
+from distmp.utils.dtensor import is_dtensor
 
 # Versions of torch on which the tests have passed; see the README.
 TESTED = ("2.10", "2.11", "2.13", "2.15")
 GROUP_ATTRIBUTES = ("fsdp_params", "_partial_reduce_output")
 PARAMETER_ATTRIBUTES = ("_unsharded_param", "unsharded_accumulated_grad", "sharded_param")
+# Methods that move a gradient to `unsharded_accumulated_grad`, in the reduce dtype.
+UPCASTS = ("accumulate_unsharded_grad_if_needed", "to_accumulated_grad_if_needed")
 # Method of torch 2.15 that lets autograd sum several uses of a weight in 16 bits, to save a cast.
 _SET_GRAD_DTYPES = "_set_unsharded_grad_dtypes"
 # Function by which FSDP1 compares the memory of tensors.
 SAME_STORAGE = "torch.distributed.fsdp._flat_param._same_storage"
 # Function by which FSDP2 divides a parameter into one part for each rank.
 CHUNKS = "torch.distributed.fsdp._fully_shard._fsdp_param._chunk_with_empty"
+
+# Communication hooks of FSDP1 that divide by the factors of their state.
+_FSDP1_HOOKS = "torch.distributed.algorithms._comm_hooks.default_hooks"
+
+
+class GradientReduction(NamedTuple):
+    """How a wrapper reduces the gradients of its parameters over ranks.
+
+    Attributes:
+        groups: The gradients are summed over these groups, one after the other.
+        accumulates: Whether the next backward only accumulates gradients, as under `no_sync`.
+        divisor: The number that the sum is divided by; None if it is unknown.
+        unknown: What reduces gradients in a way that distmp does not know, such as a hook.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...]
+    accumulates: bool
+    divisor: float | None
+    unknown: str | None = None
 
 
 def check(model: nn.Module) -> None:
@@ -47,15 +72,17 @@ def check(model: nn.Module) -> None:
             for parameter in group.fsdp_params
             for name in _missing(parameter, PARAMETER_ATTRIBUTES)
         }
+    _refuse_if(missing, "accumulate in FP32", " or strategy = 'ddp'")
+
+
+def _refuse_if(missing: set[str], purpose: str, otherwise: str = "") -> None:
     if missing:
-        raise SetupError(
-            {
-                0: f"FSDP2 of torch {torch.__version__} has no {', '.join(sorted(missing))}, which "
-                "distmp needs to accumulate in FP32; use a version of torch that distmp is tested "
-                f"with ({', '.join(TESTED)}), or strategy = 'ddp'"
-            },
-            exit_code=2,
+        problem = (
+            f"FSDP2 of torch {torch.__version__} has no {', '.join(sorted(missing))}, which distmp "
+            f"needs to {purpose}; use a version of torch that distmp is tested with "
+            f"({', '.join(TESTED)}){otherwise and ',' + otherwise}"
         )
+        raise SetupError({0: problem}, exit_code=2)
 
 
 def accumulate_in_fp32(model: nn.Module) -> None:
@@ -103,6 +130,46 @@ def _post_backward(group: Any, used: Callable[[nn.Parameter], None], *unused: An
     type(group).post_backward(group, *unused)
 
 
+def reduce_partial_in_reduce_dtype(model: nn.Module) -> bool:
+    """Make FSDP2 sum gradients over tensor-parallel ranks in the policy's `reduce_dtype`.
+
+    Args:
+        model: A sharded model.
+
+    Returns:
+        Whether any part of the model has a policy with a `reduce_dtype`.
+
+    Raises:
+        SetupError: If this version of torch is not supported.
+    """
+    groups = [group for group in _groups(model) if group.mp_policy.reduce_dtype is not None]
+    missing = {
+        name for group in groups for part in group.fsdp_params for name in _missing(part, UPCASTS)
+    }
+    _refuse_if(missing, "reduce over tensor-parallel ranks in the reduce dtype")
+    for group in groups:
+        group.post_backward = functools.partial(_upcast_partial, group, group.post_backward)
+    return bool(groups)
+
+
+def _upcast_partial(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    """Convert gradients before FSDP2 reduces partial sums of tensor-parallel ranks.
+
+    It converts all gradients of the group, which have to have one dtype (pytorch#196996).
+    """
+    gradients = [getattr(part, "_unsharded_param", None) for part in group.fsdp_params]
+    gradients = [parameter.grad for parameter in gradients if parameter is not None]
+    if any(gradient is not None and _is_partial(gradient) for gradient in gradients):
+        for part in group.fsdp_params:
+            for name in UPCASTS:
+                getattr(part, name)()
+    post_backward(*unused)
+
+
+def _is_partial(gradient: torch.Tensor) -> bool:
+    return is_dtensor(gradient) and any(p.is_partial() for p in gradient.placements)
+
+
 def discard_gradients(model: nn.Module) -> None:
     """Discard gradients that are not reduced yet, which `zero_grad` does not clear."""
     for group in _groups(model):
@@ -140,6 +207,69 @@ def views_of_last_forward(unit: nn.Module) -> Iterator[tuple[nn.Parameter, torch
     for parameter, view in zip(flat._params, flat._tensors, strict=True):
         if view is not None:
             yield parameter, view
+
+
+def fsdp2_reductions(model: nn.Module) -> Iterator[GradientReduction]:
+    """Yield how `fully_shard` and `replicate` reduce each group of trainable parameters.
+
+    Args:
+        model: A module with sharded or replicated parts, or none.
+    """
+    for group in _groups(model):
+        if not any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
+            continue
+        names = ("shard_process_group", "replicate_process_group")
+        groups = tuple(filter(None, (getattr(group.mesh_info, name, None) for name in names)))
+        factor = group.gradient_divide_factor
+        accumulates = not (group.reduce_grads and group.all_reduce_grads)
+        if group._all_reduce_hook is not None:
+            yield GradientReduction(groups, accumulates, None, _name(group._all_reduce_hook))
+        elif factor is not None and _may_divide_twice(group):
+            yield GradientReduction(
+                groups, accumulates, None, "set_gradient_divide_factor() without shards"
+            )
+        else:
+            divisor = factor or math.prod(each.size() for each in groups)
+            yield GradientReduction(groups, accumulates, divisor)
+
+
+def _may_divide_twice(group: Any) -> bool:
+    """Return whether torch 2.13 divides by the gradient divide factor twice.
+
+    It does without shards, that is, for `replicate` and a shard dimension of one rank, if it does
+    not let the collective divide: once where it copies the gradient instead of the reduce-scatter,
+    and again before or after the all-reduce.
+    """
+    if getattr(group.mesh_info, "shard_mesh_size", 1) > 1:
+        return False
+    policy, parameter = group.mp_policy, group.fsdp_params[0].sharded_param
+    dtype = policy.reduce_dtype or policy.param_dtype or parameter.dtype
+    return group.force_sum_reduction_for_comms or dtype not in (torch.float32, torch.bfloat16)
+
+
+def fsdp1_reduction(unit: nn.Module) -> GradientReduction | None:
+    """Return how an FSDP1 unit reduces the gradients of its own parameters, if it trains any.
+
+    Args:
+        unit: A `FullyShardedDataParallel`, whose nested units reduce their own gradients.
+    """
+    state: Any = unit
+    if state._handle is None or not state._handle.flat_param.requires_grad:
+        return None
+    accumulates = not state._sync_gradients
+    groups = tuple(filter(None, (state.process_group, getattr(state, "_inter_node_pg", None))))
+    factors = (state._gradient_predivide_factor, state._gradient_postdivide_factor)
+    hook = state._comm_hook
+    if hook is not None and hook.__module__ != _FSDP1_HOOKS:
+        return GradientReduction(groups, accumulates, None, _name(hook))
+    if hook is not None:
+        of_hook = state._comm_hook_state
+        factors = (of_hook.gradient_predivide_factor, of_hook.gradient_postdivide_factor)
+    return GradientReduction(groups, accumulates, math.prod(factors))
+
+
+def _name(function: object) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def reshard_fsdp1(unit: nn.Module) -> None:

@@ -35,6 +35,7 @@ BLOCKS = {
 WITHOUT_ENGINE = {
     "accelerate.md-1",
     "accumulation.md-1",
+    "global-mean.md-1",
     "migrating.md-1",
     "migrating.md-6",
     "migrating.md-7",

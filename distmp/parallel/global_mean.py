@@ -1,0 +1,150 @@
+"""The loss whose gradient is that of the mean over all ranks and microbatches of a step."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, TypeGuard
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distmp.errors import ConfigError
+from distmp.parallel.wrappers import Group, gradient_reductions, reduced_over
+from distmp.scaling.step_decision import pack
+from distmp.utils.dtensor import is_dtensor
+from distmp.utils.host_copy import to_device
+
+
+def global_mean(
+    loss_sum: Tensor,
+    weight: Tensor | float,
+    module: nn.Module,
+    *,
+    microbatches: int = 1,
+    group: Group | None = None,
+    divisor: float | None = None,
+) -> Tensor:
+    """Return the loss whose gradient is that of the global mean, whatever the wrapper divides by.
+
+    DDP and FSDP average gradients over ranks. If ranks or microbatches have different numbers of
+    tokens, the mean of their mean losses is not the mean over tokens. Call `backward` on the
+    returned loss instead: after the last microbatch, the gradients of the module are those of
+    `sum(loss_sum) / sum(weight)`, the sums taken over all microbatches and all ranks that see
+    different samples. That includes the ranks of a context-parallel dimension that the wrapper
+    reduces over, and counts tensor-parallel ranks once.
+
+    Every rank calls it for every microbatch, also for one without tokens (weight 0). A call is one
+    all-reduce of two numbers per dimension of the data-parallel mesh; the host does not wait for
+    the device. Do not divide the loss again, neither by the number of ranks nor by that of
+    microbatches. A loss scale may multiply it.
+
+    Args:
+        loss_sum: Sum of the losses of the samples or tokens of this microbatch on this rank; one
+            element, floating-point. A DTensor counts with the value of all its shards.
+        weight: Number of samples or tokens of this rank in the whole step, that is, in all its
+            microbatches together; 0 or more. A number, or a tensor with one element on any device.
+        module: The module whose gradients are computed: wrapped in DDP or FSDP1, with
+            `fully_shard` or `replicate` applied, containing such modules, or on a single rank.
+        microbatches: Number of microbatches of the step on this rank, which `weight` has to cover.
+        group: The ranks that see different samples, a process group or a mesh, if they are not
+            the ranks over which the module reduces gradients.
+        divisor: What the sum of gradients over ranks is divided by, if the module does not tell.
+
+    Returns:
+        The loss for `backward`, 0-dim, FP32 or wider. Its value is the same on all ranks: the
+        microbatch's part of the global mean, so the values of a step's microbatches add up to the
+        global mean. If the weight of all ranks is 0, the loss and all gradients are 0. If the
+        weight of a rank is negative or not finite, the loss and all gradients are NaN.
+
+    Raises:
+        ConfigError: For an argument of the wrong kind, a negative or non-finite number as weight, a
+            module that accumulates although `microbatches` is 1, a module of which it is unknown
+            how its gradients are reduced, and parts of a module that are reduced differently.
+
+    Example:
+        >>> import torch, distmp
+        >>> model = torch.nn.Linear(4, 1)
+        >>> microbatches = [torch.ones(3, 4), torch.ones(5, 4)]
+        >>> weight = sum(len(batch) for batch in microbatches)
+        >>> for batch in microbatches:
+        ...     loss = distmp.global_mean(model(batch).sum(), weight, model, microbatches=2)
+        ...     loss.backward()
+        >>> model.bias.grad
+        tensor([1.])
+    """
+    _check_tensors(loss_sum, weight)
+    _check_reduction(module, microbatches, group, divisor)
+    found = [*gradient_reductions(module)]
+    if microbatches == 1 and any(reduction.accumulates for reduction in found):
+        raise ConfigError(
+            "microbatches",
+            microbatches,
+            "the module accumulates gradients without reducing them, so the step has several "
+            "microbatches; pass their number, and as weight that of all of them together",
+        )
+    groups, divided_by = reduced_over(module, found, group, divisor)
+    loss_sum = loss_sum.full_tensor() if is_dtensor(loss_sum) else loss_sum
+    sums = pack(_valid(weight, loss_sum.device), loss_sum.detach().sum(), device=loss_sum.device)
+    for each in groups:
+        dist.all_reduce(sums, group=each)
+    inverse = torch.where(sums[0] == 0, 0.0, 1.0 / sums[0])
+    value = torch.where(sums[0] == 0, 0.0, sums[1] * inverse)
+    loss: Tensor = _MeanLoss.apply(loss_sum, value, inverse * divided_by)
+    return loss
+
+
+class _MeanLoss(torch.autograd.Function):
+    """Has the value of the global mean, and `factor` times the gradient of this rank's sum."""
+
+    @staticmethod
+    def forward(ctx: Any, loss_sum: Tensor, value: Tensor, factor: Tensor) -> Tensor:
+        ctx.dtype, ctx.shape = loss_sum.dtype, loss_sum.shape
+        ctx.save_for_backward(factor)
+        return value.to(torch.promote_types(loss_sum.dtype, torch.float32), copy=True)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (factor,) = ctx.saved_tensors
+        return (gradient * factor).to(ctx.dtype).reshape(ctx.shape), None, None
+
+
+def _valid(weight: Tensor | float, device: torch.device) -> Tensor:
+    """Return a weight, 0-dim FP64; NaN, which all ranks see in their sum, for an invalid one."""
+    if isinstance(weight, Tensor):
+        weight = weight.full_tensor() if is_dtensor(weight) else weight
+        total = to_device(weight, device).sum().to(torch.float64)
+    else:
+        total = torch.full((), float(weight), dtype=torch.float64, device=device)
+    return torch.where((total >= 0) & (total < math.inf), total, math.nan)
+
+
+def _check_tensors(loss_sum: object, weight: object) -> None:
+    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1:
+        shown = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else loss_sum
+        raise ConfigError("loss_sum", shown, "must be a tensor with one element; sum the losses")
+    if not loss_sum.is_floating_point():
+        raise ConfigError("loss_sum", loss_sum.dtype, "must be a floating-point tensor")
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1 or weight.requires_grad or weight.is_complex():
+            problem = "must have one real element and require no gradient; sum it and detach it"
+            raise ConfigError("weight", tuple(weight.shape), problem)
+    elif not _is_number(weight):
+        raise ConfigError("weight", weight, "must be a number or a tensor with one element")
+    elif not 0 <= weight < math.inf:
+        raise ConfigError("weight", weight, "must be finite, and 0 or more")
+
+
+def _check_reduction(module: object, microbatches: object, group: object, divisor: object) -> None:
+    if not isinstance(module, nn.Module):
+        raise ConfigError("module", type(module).__name__, "must be the torch.nn.Module to train")
+    if not isinstance(microbatches, int) or isinstance(microbatches, bool) or microbatches < 1:
+        raise ConfigError("microbatches", microbatches, "must be 1 or more")
+    if group is not None and not isinstance(group, Group):
+        raise ConfigError("group", group, "use a process group that has this rank, or a mesh")
+    if divisor is not None and not (_is_number(divisor) and 0 < divisor < math.inf):
+        raise ConfigError("divisor", divisor, "must be a number above 0")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
