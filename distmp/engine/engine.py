@@ -33,7 +33,7 @@ from distmp.distributed.world import World, world_of_process
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.microbatches import MicrobatchStats, moved
-from distmp.engine.outcome import StepNumbers, StepOutcome, advice
+from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
 from distmp.engine.state import EngineState, TensorSpec
@@ -91,16 +91,18 @@ from distmp.utils.flat_shard import global_shape
 from distmp.utils.host_copy import to_device
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Unpack
+
+    from distmp.checkpoint.location import Location
+    from distmp.engine.saving import Saves
 
 logger = logging.getLogger("distmp")
 
 # Steps whose microbatches are kept for a replay. The outcome of a step is usually read after the
 # next step was started.
 STEPS_KEPT = 2
-
-# The engine warns after this many skipped steps in a row if the caller never calls `check`.
-WARN_AFTER_SKIPS = 10
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -237,6 +239,7 @@ class Engine:
         # Whether the caller has called `check`.
         self._is_checked = False
         self._previous: StepOutcome | None = None
+        self._saves: Saves | None = None
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -758,6 +761,8 @@ class Engine:
             states of older versions lack and the state of parameters that no rank has used.
         """
         self._calls.count("prepare_to_load")
+        if self._saves is not None:
+            self._saves.finish()  # it copies the state that changes now
         self._train_unfrozen()
         return self._state.prepare(stored, self.nominal_weight)
 
@@ -789,6 +794,112 @@ class Engine:
         )
         self._state.copy(state, live)
         self.finish_loading(live)
+
+    def save(
+        self,
+        folder: str | Path,
+        numbers: Mapping[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        keep: int | None = 2,
+    ) -> Location:
+        """Save everything that training continues from; every rank has to call it.
+
+        Writes the checkpoint `folder/step-000100` after 100 steps. It is atomic, has checksums, and
+        loads under any strategy, policy and number of ranks.
+
+        Args:
+            folder: Directory of the checkpoints, on storage that all ranks share: a path, or a URL
+                for fsspec.
+            numbers: Values to load with the checkpoint, such as the position in the data: the same
+                on all ranks, of types that JSON keeps. If `samples` is among them, the number of
+                samples consumed by all ranks, a run of the trainer can continue from there.
+            wait: Return when the checkpoint is written. With False, a thread writes a copy of the
+                state while training continues, and an error is raised by the next call of `save`,
+                `load` or `wait_for_save`.
+            keep: Number of latest checkpoints to keep in the folder; None keeps all.
+
+        Returns:
+            Path of the checkpoint.
+
+        Raises:
+            ConfigError: If an argument is invalid, or `numbers` differ between ranks.
+            CheckpointError: On all ranks, if this checkpoint, or the one before in the background,
+                could not be written. Earlier ones are unchanged.
+        """
+        with self._calls.call("save"):
+            if self._saves is None:
+                from distmp.engine.saving import Saves  # many engines save nothing
+
+                self._saves = Saves(self.world)
+            return self._saves.save(folder, self, numbers, keep, wait=wait)
+
+    def wait_for_save(self) -> None:
+        """Wait until a checkpoint in the background is written; every rank has to call it.
+
+        Call it at the end of training, before the process group is destroyed.
+
+        Raises:
+            CheckpointError: On all ranks, if it could not be written.
+        """
+        with self._calls.call("wait_for_save"):
+            if self._saves is not None:
+                self._saves.finish()
+
+    def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
+        """Load a checkpoint of `save` or of a trainer's run; every rank has to call it.
+
+        Args:
+            folder: A checkpoint, or a directory of checkpoints, whose newest healthy one is loaded;
+                damaged ones are logged. If it has none, its folders `step-100`, `epoch_3`,
+                `checkpoints` ... are searched.
+            missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
+
+        Returns:
+            The `numbers` of `save`, and `step`, the number of steps taken, if they lack it. For a
+            trainer's run, its numbers.
+
+        Raises:
+            ConfigError: If there is no checkpoint.
+            CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
+                damaged, or if it does not fit the model.
+        """
+        from distmp.engine.saving import find_checkpoint, load_checkpoint, loaded_numbers
+
+        with self._calls.call("load"):
+            if self._saves is not None:
+                self._saves.finish()
+            checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
+            if checkpoint is None:
+                return {"step": int(self._counts[:2].sum())}
+            load_checkpoint(self, checkpoint)
+            return loaded_numbers(checkpoint)
+
+    def export(
+        self,
+        folder: str | Path,
+        state: Mapping[str, Tensor] | None = None,
+        *,
+        max_shard_size: int | None = None,
+    ) -> None:
+        """Write the FP32 weights as safetensors; every rank has to call it.
+
+        The folder has the format of `distmp export`. All ranks gather one tensor at a time, and
+        rank 0 writes it. An existing folder is replaced when the new one is complete.
+
+        Args:
+            folder: The folder to write.
+            state: Tensors to write in place of `state_dict()`, with its names and shards, such as
+                an average of the weights.
+            max_shard_size: Maximum size of one file, in bytes; None: 5 GB.
+
+        Raises:
+            CheckpointError: On all ranks, if the folder cannot be written.
+        """
+        from distmp.export.running import save_weights
+
+        with self._calls.call("export"):
+            save_weights(self, folder, state, max_shard_size)
 
     def tensors_by_use(self) -> dict[str, list[Tensor]]:
         """Return the live tensors that persist between steps, by their use.
