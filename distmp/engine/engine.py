@@ -43,6 +43,7 @@ from distmp.engine.step_checks import (
     check_gradients_enabled,
     check_loss,
     check_loss_function,
+    check_metric,
     check_microbatches,
     check_not_inference,
     check_outcome,
@@ -52,6 +53,7 @@ from distmp.engine.step_checks import (
 )
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
+from distmp.optim.learning_rates import METRIC_UPDATES
 from distmp.optim.state import check_state, prepare_for_device_skip
 from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
@@ -121,7 +123,8 @@ class Engine:
             its weight (the number of summed tokens or samples), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
         config: The settings; None uses the defaults.
-        schedule: Builds a torch learning-rate scheduler on an optimizer.
+        schedule: Builds a torch learning-rate scheduler on an optimizer. It follows the number of
+            applied updates, or with `ReduceLROnPlateau` the metric of `schedule_step`.
         device: The device to train on; None uses the GPU of this rank if there is one.
         initialize: Whether to compute the initial values of parameters on the meta device. With
             False they are NaN until a state is loaded.
@@ -230,6 +233,7 @@ class Engine:
             self.loss_scale,
             self.divergence,
             self._counts,
+            self._learning_rates,
             skips_on_device=self._skips_on_device,
             quiet=self.world.rank != 0,
         )
@@ -605,6 +609,13 @@ class Engine:
         if completed.ranks_differ:
             with explain_lost_peers(self.world.group):
                 raise_difference(self.world.group, self._described_settings_of_step())
+        if self._learning_rates.lacks_metric(self._max_applied):
+            self._warn(
+                f"the schedule follows a metric and has had none in {METRIC_UPDATES} updates, so "
+                "the learning rate is constant; call engine.schedule_step(metric) after each "
+                "validation",
+                stacklevel=4,
+            )
         if not self._is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
             self._warn_about_skips(completed)
 
@@ -688,6 +699,27 @@ class Engine:
                 f"precision.max_consecutive_skips = {limit}: that many steps in a row {reason}"
             )
         raise TrainingError(f"{problem}; {self.explain(outcome) or advice(numbers)}")
+
+    def schedule_step(self, metric: float | Tensor) -> float:
+        """Let `schedule` adapt the learning rate to a metric; every rank has to call it.
+
+        For a schedule that follows a metric: `torch.optim.lr_scheduler.ReduceLROnPlateau`. Call it
+        where other loops call `scheduler.step(metric)`, for example after each validation.
+
+        Args:
+            metric: The metric over all ranks, such as the result of `evaluate`: one number, the
+                same on every rank. As in torch, a NaN counts as no improvement.
+
+        Returns:
+            The learning rate of the next step, of the first parameter group.
+
+        Raises:
+            ConfigError: If `schedule` follows no metric, or the metric differs between ranks.
+        """
+        with self._calls.call("schedule_step"):
+            value = check_metric(metric)
+            check_same(self.world.group, self.device, {"metric": repr(value)})
+            return self._learning_rates.follow(value)
 
     def _replay(self, numbers: StepNumbers, inputs: StepInputs) -> OverflowReport:
         context = OverflowContext(

@@ -113,7 +113,7 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
 
     Raises:
         ConfigError: If `build` is a scheduler or does not return one; if the scheduler follows a
-            metric, changes the momentum, or is built on another optimizer.
+            metric as a part of another one, changes the momentum, or is built on another optimizer.
     """
     if isinstance(build, lr_scheduler.LRScheduler):
         raise ConfigError(
@@ -137,7 +137,7 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
             f"is what the function returned; return a scheduler of torch: {_EXAMPLE}",
         )
     for part in _parts(schedule):
-        _check_part(part, optimizer)
+        _check_part(part, optimizer, is_whole=part is schedule)
     return schedule
 
 
@@ -152,14 +152,16 @@ def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRSchedu
         yield from _parts(part)
 
 
-def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer) -> None:
+def _check_part(
+    part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer, *, is_whole: bool
+) -> None:
     name = type(part).__name__
-    if isinstance(part, lr_scheduler.ReduceLROnPlateau):
+    if isinstance(part, lr_scheduler.ReduceLROnPlateau) and not is_whole:
         raise ConfigError(
             "schedule",
             name,
-            "follows a metric, but a schedule of the engine depends only on the number of updates; "
-            "build the engine without `schedule`, and step the scheduler on engine.optimizer "
+            "follows a metric, and is a part of a schedule that depends on the number of updates; "
+            "build the engine without `schedule`, and step the schedulers on engine.optimizer "
             "yourself",
         )
     if cycles_momentum(part):
