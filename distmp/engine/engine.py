@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,8 @@ logger = logging.getLogger("distmp")
 # Steps whose microbatches are kept for a replay. The outcome of a step is usually read after the
 # next step was started.
 STEPS_KEPT = 2
+
+T = TypeVar("T")
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -470,6 +472,7 @@ class Engine:
     def _settings_of_step(self) -> object:
         """Return the settings that all ranks have to share in a step; no values of the device."""
         return (
+            self._calls.number,
             self._calls.counts,
             self.max_norm,
             self.nominal_weight,
@@ -481,6 +484,7 @@ class Engine:
     def _described_settings_of_step(self) -> dict[str, str]:
         """Return `_settings_of_step` as text by name, for a comparison between ranks."""
         return {
+            "engine": str(self._calls.number),
             "max_norm": repr(self.max_norm),
             "nominal_weight": repr(self.nominal_weight),
             **describe_param_groups(self.optimizer),
@@ -767,6 +771,34 @@ class Engine:
             loss, weight = total.tolist()
             return float(loss / weight) if weight else float("nan")
 
+    def gather(self, values: T, samples: Tensor | None = None) -> T:
+        """Gather values per sample from all ranks, for a metric; every rank has to call it.
+
+        Without `samples`, the result holds the rows of rank 0, then those of rank 1, and so on:
+        also the samples that a data loader repeats, to give all ranks the same number. With
+        `samples`, each sample is in the result once, in the order of the numbers.
+
+        Args:
+            values: A tensor, or nested dicts, lists and tuples of tensors, with the same structure
+                and dtypes on all ranks. The first dimension is that of the samples; its size may
+                differ between ranks. A 0-dim tensor counts as one row.
+            samples: The number of each row's sample in the data set, an integer tensor of shape
+                (rows,). Rows with a negative number are padding and left out, and so are further
+                rows of the same sample.
+
+        Returns:
+            The same structure on every rank, with all rows, on the devices of `values`; without
+            gradients.
+
+        Raises:
+            ConfigError: On all ranks, if structure, dtypes or row shapes differ between ranks, or
+                `samples` does not fit `values`.
+        """
+        from distmp.engine.gathering import gather_rows
+
+        with self._calls.call("gather"):
+            return gather_rows(values, samples, self.world)
+
     # State
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -864,6 +896,7 @@ class Engine:
                 from distmp.engine.saving import Saves  # many engines save nothing
 
                 self._saves = Saves(self.world)
+            self._buffers.broadcast()  # the loss of another engine may have changed them
             return self._saves.save(folder, self, numbers, keep, wait=wait)
 
     def wait_for_save(self) -> None:
