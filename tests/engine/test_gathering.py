@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from distmp.distributed.world import World
@@ -58,10 +57,8 @@ def test_a_distributed_sampler_repeats_samples_and_the_result_does_not() -> None
     engine = make_engine(strategy="ddp")
     data = torch.arange(SAMPLES)
     sampler: DistributedSampler[Any] = DistributedSampler(data, shuffle=True, seed=3)  # type: ignore[arg-type]
-    found: list[dict[str, Tensor]] = []
-    for numbers in DataLoader(data, batch_size=4, sampler=sampler):  # type: ignore[arg-type]
-        found.append({"number": numbers, "correct": numbers % 3 == 0})
-    values = {name: torch.cat([part[name] for part in found]) for name in found[0]}
+    numbers = torch.cat([*DataLoader(data, batch_size=4, sampler=sampler)])  # type: ignore[arg-type]
+    values = {"number": numbers, "correct": numbers % 3 == 0}
     everything = engine.gather(values)
     assert len(everything["number"]) == SAMPLES + 1, "torch repeats one"
     once = engine.gather(values, samples=values["number"])
