@@ -10,9 +10,9 @@ import atexit
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -26,12 +26,14 @@ from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.compare_ranks import check_same
 from distmp.distributed.world import World
 from distmp.engine.outcome import WARN_AFTER_SKIPS
-from distmp.errors import CheckpointError, ConfigError, listed
+from distmp.errors import CheckpointError, ConfigError, SetupError, listed
 
 if TYPE_CHECKING:
     from distmp.engine.engine import Engine
 
 logger = logging.getLogger("distmp")
+
+T = TypeVar("T")
 
 # Timeout of a collective of a save in the background.
 TIMEOUT_SECONDS = 1800.0
@@ -112,9 +114,12 @@ class Saves:
         wait: bool,
     ) -> Location:
         """Write a checkpoint, see `Engine.save`."""
-        directory = locate("folder", str(folder))
-        retention = _retention(keep)
-        own = _checked_numbers(numbers, self._world)
+        directory, retention, own = _on_all_ranks(
+            lambda: (locate("folder", str(folder)), _retention(keep), _checked_numbers(numbers)),
+            self._world,
+        )
+        described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
+        check_same(self._world.group, self._world.device, {"folder": str(folder), **described})
         self.finish()
         step, tensors, held, health = StateToSave.of(engine)
         self._writer.redirect(directory, retention)
@@ -184,12 +189,33 @@ def _retention(keep: int | None) -> Retention:
     return Retention(keep)
 
 
-def _checked_numbers(numbers: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
-    """Return the caller's numbers, which load as they are, and are the same on all ranks.
+def _on_all_ranks(work: Callable[[], T], world: World) -> T:
+    """Return the result of `work`, which checks arguments.
 
     Raises:
-        ConfigError: If they are not.
+        ConfigError: What `work` raised on this rank.
+        SetupError: If it raised on another rank only.
     """
+    error: ConfigError | None = None
+    try:
+        result = work()
+    except ConfigError as caught:
+        error = caught
+    messages = enumerate(world.ranks.gather(str(error) if error else None))
+    failed = {rank: message for rank, message in messages if message is not None}
+    if failed:
+        raise error or SetupError(failed, ConfigError.exit_code)
+    return result
+
+
+def _checked_numbers(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the caller's numbers.
+
+    Raises:
+        ConfigError: If they would not load as they are.
+    """
+    if numbers is not None and not isinstance(numbers, Mapping):
+        raise ConfigError("numbers", type(numbers).__name__, "pass a dict of values by name")
     own = dict(numbers or {})
     for name, value in own.items():
         setting = f"numbers[{name!r}]"
@@ -205,8 +231,6 @@ def _checked_numbers(numbers: Mapping[str, Any] | None, world: World) -> dict[st
                 f"would load as {loaded!r}; pass numbers, strings, lists, and dicts whose keys are "
                 "strings",
             )
-    described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
-    check_same(world.group, world.device, described)
     return own
 
 

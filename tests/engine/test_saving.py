@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from distmp.checkpoint import store
 from distmp.engine import Engine
 from distmp.engine.saving import OWN_NUMBERS
-from distmp.errors import CheckpointError, ConfigError, TrainingError
+from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
 from distmp.training.train import main
 from tests.parallel.sharding import sharded
 from tests.ranks import ranks, run_ranks
@@ -135,6 +135,10 @@ def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(message)):
             engine.save(tmp_path, numbers)
+    with pytest.raises(DistmpError, match=r"numbers\['state'\] = 'set'"):
+        engine.save(tmp_path, {"state": {1}} if rank else {})  # raised on rank 0, too
+    with pytest.raises(ConfigError, match=r"folder = .*0 on rank 0; .*1 on rank 1: differs betw"):
+        engine.save(tmp_path / str(rank))
     with pytest.raises(ConfigError, match=r"keep = 0: use 1 or more checkpoints"):
         engine.save(tmp_path, keep=0)
     assert not [*tmp_path.iterdir()]
