@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +45,7 @@ def against(logits: Tensor, label: float) -> Tensor:
     return binary_cross_entropy_with_logits(logits, torch.full_like(logits, label), reduction="sum")
 
 
-def adam(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+def adam(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
     return torch.optim.Adam(named, lr=2e-3, betas=(0.5, 0.9), fused=True)
 
 

@@ -24,6 +24,8 @@ from distmp.optim.state import (
     named_state,
     never_stepped,
     prepare_for_device_skip,
+    rates_by_group,
+    rates_by_parameter,
 )
 from distmp.parallel import Strategy
 from distmp.scaling import LossScale
@@ -99,6 +101,8 @@ class EngineState:
         for name, value in self._divergence.state_dict().items():
             state[f"divergence/{name}"] = value
         for name, value in self._learning_rates.state_dict().items():
+            if name == "rates":
+                value = rates_by_parameter(self._optimizer, self._names, value)
             state[f"{SCHEDULE}{name}"] = value
         for name in self._strategy.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
@@ -164,13 +168,13 @@ class EngineState:
     def _rates_to_keep(
         self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]
     ) -> set[str]:
-        """Return the names of learning rates that a state lacks, or has for other groups."""
+        """Return the names of learning rates that a state lacks, or has for other parameters."""
         rates = {name: tensor.shape for name, tensor in live.items() if name.startswith(SCHEDULE)}
         kept = {name for name, shape in rates.items() if stored.get(name, (None,))[0] != shape}
         if kept:
             self._warn(
-                "the state has no %s for the parameter groups and the schedule of this engine: its "
-                "learning rates stay as they are",
+                "the state has no %s for the trained parameters and the schedule of this engine: "
+                "its learning rates stay as they are",
                 sorted(kept),
             )
         return kept
@@ -210,11 +214,22 @@ class EngineState:
             self._divergence.load_state_dict(
                 {name: live[f"divergence/{name}"] for name in self._divergence.state_dict()}
             )
-        self._learning_rates.load_state_dict(
+        self._load_learning_rates(
             {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
         )
         self._strategy.copy_master_to_model()
         return float(live["engine/nominal_weight"]) or None
+
+    def _load_learning_rates(self, state: dict[str, Tensor]) -> None:
+        if "rates" in state:
+            state["rates"] = rates_by_group(self._optimizer, self._names, state["rates"])
+            if state["rates"].isnan().any():
+                self._warn(
+                    "parameter groups %s of this engine have parameters with several learning "
+                    "rates in the state: the rates of these groups stay as they are",
+                    [str(index) for index in state["rates"].isnan().nonzero().flatten().tolist()],
+                )
+        self._learning_rates.load_state_dict(state)
 
     def _warn(self, message: str, names: list[str]) -> None:
         if not self._quiet:

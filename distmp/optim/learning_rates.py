@@ -93,7 +93,8 @@ class LearningRates:
         former, self._schedule = self._plateau, build_schedule(build, self._placeholder)
         if former is not None and self._plateau is not None:
             load_learned(self._plateau, learned(former))
-            self._set_placeholder(rates_after_reductions(before[0], self._base_rates))
+            rates = rates_after_reductions(before[0], self._base_rates)
+            _set_rates(self._placeholder.param_groups, rates)
         self._update_row()
 
     def set(self, applied: Tensor, at_most: int) -> Tensor:
@@ -163,37 +164,34 @@ class LearningRates:
         return updates == METRIC_UPDATES and plateau is not None and plateau.last_epoch == 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what the rates depend on besides the number of updates: FP64 copies by name."""
+        """Return what the rates depend on besides the number of updates: FP64 copies by name.
+
+        `rates` has the rate of each group, in shape (groups,).
+        """
         if self._plateau is not None:
             rates = torch.tensor(self._rows[0], dtype=torch.float64)
             return {"rates": rates, "plateau": learned(self._plateau)}
         if self._build_schedule is not None:
             return {}
-        rates = [float(group["lr"]) for group in self._groups]
-        return {"rates": torch.tensor(rates, dtype=torch.float64)}
+        current = [float(group["lr"]) for group in self._groups]
+        return {"rates": torch.tensor(current, dtype=torch.float64)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue with the rates of a state; what it lacks stays as it is."""
-        if "rates" in state and self._plateau is not None:
-            self._set_placeholder(state["rates"].tolist())
-            self._update_row()
-        elif "rates" in state and self._build_schedule is None:
-            for group, rate in zip(self._groups, state["rates"].tolist(), strict=True):
-                if isinstance(group["lr"], Tensor):
-                    group["lr"].fill_(rate)
-                else:
-                    group["lr"] = rate
-        if "plateau" in state and self._plateau is not None:
+        """Continue with the rates of a state; what it lacks, and what is NaN, stays as it is."""
+        if self._plateau is not None and "plateau" in state:
             load_learned(self._plateau, state["plateau"])
+        if "rates" not in state:
+            return
+        if self._plateau is not None:
+            _set_rates(self._placeholder.param_groups, state["rates"].tolist())
+            self._update_row()
+        elif self._build_schedule is None:
+            _set_rates(self._groups, state["rates"].tolist())
 
     @property
     def _plateau(self) -> lr_scheduler.ReduceLROnPlateau | None:
         schedule = self._schedule
         return schedule if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else None
-
-    def _set_placeholder(self, rates: Sequence[float]) -> None:
-        for group, rate in zip(self._placeholder.param_groups, rates, strict=True):
-            group["lr"] = rate
 
     def _update_row(self) -> None:
         self._rows = [self._current_rates()]
@@ -252,6 +250,17 @@ class LearningRates:
 
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._placeholder.param_groups]
+
+
+def _set_rates(groups: Sequence[dict[str, Any]], rates: Sequence[float]) -> None:
+    """Set the rates of groups, except those for which the rate is NaN."""
+    for group, rate in zip(groups, rates, strict=True):
+        if math.isnan(rate):
+            continue
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _check_rate(index: int, rate: Any) -> None:

@@ -720,7 +720,7 @@ def test_what_was_unfrozen_during_a_run_has_to_be_unfrozen_before_loading(
     state = snapshot(engine)
     still_frozen = frozen_engine(unfrozen=False)
     still_frozen.load_state_dict(state)
-    record, of_rates = caplog.records
+    record, _ = caplog.records
     assert "state of first.weight, first.bias, which this engine does not" in record.getMessage()
     assert "have to be unfrozen before loading" in record.getMessage()
     assert_same_bits(weights(still_frozen), weights(engine))
