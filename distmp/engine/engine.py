@@ -950,7 +950,7 @@ class Engine:
         """Write the FP32 weights as safetensors; every rank has to call it.
 
         The folder has the format of `distmp export`. All ranks gather one tensor at a time, and
-        rank 0 writes it. An existing folder is replaced when the new one is complete.
+        rank 0 writes it. An existing folder of weights is replaced when the new one is complete.
 
         Args:
             folder: The folder to write.
@@ -959,7 +959,7 @@ class Engine:
             max_shard_size: Maximum size of one file, in bytes; None: 5 GB.
 
         Raises:
-            CheckpointError: On all ranks, if the folder cannot be written.
+            CheckpointError: On all ranks, if the folder cannot be written, or holds other files.
         """
         from distmp.export.running import save_weights
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -318,4 +317,11 @@ def test_the_exported_weights_are_the_fp32_ones(tmp_path: Path) -> None:
     train(engine, 1, ONE_RANK)
     engine.export(tmp_path / "weights")
     assert_same_bits(load_file(tmp_path / "weights" / "model.safetensors"), weights(engine))
-    assert sys.modules.get("transformers") is None
+    train(engine, 1, ONE_RANK)
+    engine.export(tmp_path / "weights")  # replaces them
+    assert_same_bits(load_file(tmp_path / "weights" / "model.safetensors"), weights(engine))
+    engine.save(tmp_path / "weights" / "checkpoints")
+    for folder in (tmp_path / "weights", tmp_path):
+        with pytest.raises(CheckpointError, match="which exported weights would replace; name a n"):
+            engine.export(folder)
+    assert engine.load(tmp_path / "weights" / "checkpoints") == {"step": 2}
