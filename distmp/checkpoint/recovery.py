@@ -8,6 +8,7 @@ marked, earlier checkpoints since the last applied update hold the same weights.
 from __future__ import annotations
 
 import logging
+import re
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,9 @@ from distmp.distributed.ranks import Ranks
 from distmp.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger("distmp")
+
+# Names of folders in which loops save the checkpoints of one model, step by step.
+_OF_ONE_MODEL = re.compile(r"checkpoints|(?:(?:step|checkpoint|ckpt|iter|epoch)[-_]?)?\d+", re.I)
 
 
 class Usable(NamedTuple):
@@ -90,7 +94,7 @@ def usable(
 
 
 def resolve(
-    resume: str, directory: Location, *, setting: str = "resume"
+    resume: str, directory: Location, *, setting: str = "resume", missing_ok: bool = False
 ) -> StoredCheckpoint | None:
     """Return the checkpoint that the setting `resume` refers to. Collective over all ranks.
 
@@ -99,12 +103,14 @@ def resolve(
 
     Args:
         resume: "auto", or the path or fsspec URL of a checkpoint or of a directory of checkpoints.
-            In a directory the newest healthy checkpoint is used.
+            In a directory the newest healthy checkpoint is used. If it has none, its folders with
+            names such as `step-100` or `checkpoints` are searched, see `_folders_of`.
         directory: Directory of this run's checkpoints, for "auto".
         setting: Name of the setting, for errors.
+        missing_ok: Whether a path without a checkpoint is no error.
 
     Returns:
-        The checkpoint, verified; None only for "auto" where there is no checkpoint yet.
+        The checkpoint, verified; None only for "auto" or with `missing_ok`, if there is none yet.
 
     Raises:
         ConfigError: If the path holds no checkpoint.
@@ -127,20 +133,53 @@ def resolve(
                 "%s is marked as unhealthy: %s; it is used because it was named", checkpoint, mark
             )
         return checkpoint
-    result = usable(directory)
+    result = usable(directory) if resume == "auto" else _search(directory)
     unusable = result.damaged + result.unhealthy
     if result.checkpoint is None and unusable:
         hint = "; name an unhealthy one by its path to use it anyway" if result.unhealthy else ""
         raise CheckpointError(
             f"no checkpoint in {directory} can be used: {'; '.join(unusable)}{hint}"
         )
-    if result.checkpoint is None and resume != "auto":
+    if result.checkpoint is None and resume != "auto" and not missing_ok:
         problem = "is not a checkpoint and contains none" if exists else "does not exist"
         raise ConfigError(setting, resume, f"{directory.absolute()} {problem}")
     if ranks.rank == 0:
         for message in unusable + result.unfinished:
             logger.warning("%s; continuing from %s", message, result.checkpoint or "the beginning")
     return result.checkpoint
+
+
+def _search(directory: Location) -> Usable:
+    """Find the newest healthy checkpoint in a directory or, if it has none, in its folders."""
+    folders = rank_0_or_checkpoint_error(
+        Ranks(None), f"look for checkpoints in {directory}", lambda: _folders_of(directory)
+    )
+    if not folders:
+        return usable(directory)
+    found = Usable(None, [], [], [])
+    for name in folders:
+        result = usable(directory / name)
+        lists = [[*older, *newer] for older, newer in zip(found[1:], result[1:], strict=True)]
+        found = Usable(result.checkpoint, *lists)
+        if found.checkpoint is not None:
+            break
+    return found
+
+
+def _folders_of(directory: Location) -> list[str]:
+    """Return the folders of a directory that hold its checkpoints, the latest step first.
+
+    Loops save to `runs/step-100`, `runs/step-200` ..., and a run of the trainer to a folder
+    `checkpoints`. Folders with other names hold the checkpoints of other models or runs. Empty if
+    the directory itself has checkpoints.
+    """
+    if not directory.is_dir() or storage(directory).entries():
+        return []
+    latest = {}
+    for path in directory.iterdir():
+        if _OF_ONE_MODEL.fullmatch(path.name) and (entries := storage(path).entries()):
+            latest[path.name] = entries[0].step
+    return sorted(latest, key=lambda name: latest[name], reverse=True)
 
 
 def newest_healthy(directory: Location) -> Location | None:
@@ -213,6 +252,6 @@ def _names_checkpoint(path: Location) -> bool:
     """Whether a path names a checkpoint, damaged or not, and not a directory of checkpoints."""
     if not path.exists():
         return False
-    if named_step(path) is not None:
+    if (path / STATE_FILE).exists() or (path / INDEX_FILE).exists():
         return True
-    return (path / STATE_FILE).exists() or (path / INDEX_FILE).exists()
+    return named_step(path) is not None and not storage(path).entries()

@@ -137,7 +137,7 @@ class LocalStorage(Storage[Path]):
         order = {".writing": 0, None: 1, ".replaced": 2}
         entries = []
         for path in self._directory.glob("step-*"):
-            if name := _LOCAL_NAME.fullmatch(path.name):
+            if (name := _LOCAL_NAME.fullmatch(path.name)) and not _holds_checkpoints(path):
                 entry = Entry(int(name[1]), path, finished=name[2] != ".writing")
                 entries.append((-entry.step, order[name[2]], entry))
         return [entry for *_, entry in sorted(entries)]
@@ -251,8 +251,18 @@ class RemoteStorage(Storage[RemotePath]):
         return [
             (int(name[1]), int(name[2] or 1), path)
             for path in self._directory.iterdir()
-            if (name := _REMOTE_NAME.fullmatch(path.name))
+            if (name := _REMOTE_NAME.fullmatch(path.name)) and not _holds_checkpoints(path)
         ]
+
+
+def _holds_checkpoints(path: Location) -> bool:
+    """Return whether a folder with the name of a checkpoint is a directory of checkpoints.
+
+    A loop that saves to `runs/step-000100` gets `runs/step-000100/step-000100`.
+    """
+    if (path / STATE_FILE).exists() or not path.is_dir():
+        return False
+    return any(_REMOTE_NAME.match(inner.name) and inner.is_dir() for inner in path.iterdir())
 
 
 def _delete(path: Path) -> None:

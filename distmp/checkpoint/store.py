@@ -30,6 +30,7 @@ __all__ = [
     "StoredCheckpoint",
     "Usable",
     "check_reachable",
+    "final_path",
     "load",
     "newest_healthy",
     "resolve",

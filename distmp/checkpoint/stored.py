@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from typing import IO, Any
@@ -146,7 +146,8 @@ class StoredCheckpoint:
         goal = f"load {self.path}"
         if not self._verified:
             self.verify()
-        all_or_checkpoint_error(ranks, goal, lambda: self._check_fit(tensors, ranks))
+        all_or_checkpoint_error(ranks, goal, lambda: self.check_fit(tensors))
+        self._report_conversions(tensors, ranks)
         try:
             dcp.read(goal, self.path, self.index, tensors, ranks, self._files)
         finally:
@@ -190,12 +191,19 @@ class StoredCheckpoint:
         self._files[name] = content
         return expected.size
 
-    def _check_fit(self, tensors: dict[str, Tensor], ranks: Ranks) -> None:
-        stored = self.tensors
-        misfits = list(islice(_misfits(tensors, stored), LISTED + 1))
+    def check_fit(self, tensors: Mapping[str, Tensor]) -> None:
+        """Check that the stored values can be loaded into `tensors`, without communication.
+
+        Raises:
+            CheckpointError: If one is missing or has another shape; the message names some.
+        """
+        misfits = list(islice(_misfits(tensors, self.tensors), LISTED + 1))
         if misfits:
             more = "; and more" if len(misfits) > LISTED else ""
             raise CheckpointError(f"it does not fit: {'; '.join(misfits[:LISTED])}{more}")
+
+    def _report_conversions(self, tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
+        stored = self.tensors
         conversions = {(stored[name][1], tensor.dtype) for name, tensor in tensors.items()}
         conversions -= self._converted
         self._converted |= conversions
@@ -218,7 +226,7 @@ def _spare_bytes(ranks: Ranks) -> int:
 
 
 def _misfits(
-    tensors: dict[str, Tensor], stored: dict[str, tuple[torch.Size, torch.dtype]]
+    tensors: Mapping[str, Tensor], stored: Mapping[str, tuple[torch.Size, torch.dtype]]
 ) -> Iterator[str]:
     """Yield a message for each tensor that the stored values cannot be copied into."""
     for name, tensor in tensors.items():

@@ -30,6 +30,7 @@ from distmp.checkpoint.host_buffers import HostBuffers
 from distmp.checkpoint.layout import discard, final_path
 from distmp.checkpoint.manifest import HEALTHY, Health
 from distmp.checkpoint.rank_failures import all_or_checkpoint_error
+from distmp.checkpoint.retention import Retention
 from distmp.checkpoint.settings import CheckpointConfig
 from distmp.checkpoint.snapshot import Snapshot, expect, written_here
 from distmp.distributed.ranks import Ranks
@@ -75,6 +76,7 @@ class CheckpointWriter:
         log: Prints a message on rank 0.
         on_saved: Called with the duration in seconds of each successful save.
         permit: Raises a `DistmpError` if this job must not write any more; called on rank 0.
+        overwrite: Whether `save` with `wait` writes a step again that is saved already.
 
     Attributes:
         saved_step: Step of the latest complete checkpoint of this run; None if there is none.
@@ -91,13 +93,16 @@ class CheckpointWriter:
         log: Callable[[str], None],
         on_saved: Callable[[float], object] = lambda seconds: None,
         permit: Callable[[], None] = lambda: None,
+        overwrite: bool = False,
     ) -> None:
         self._settings = settings
+        self._retention = settings.retention
         self._directory = directory
         self._world = world
         self._log = log
         self._on_saved = on_saved
         self._permit = permit
+        self._overwrite = overwrite
         self.saved_step: int | None = None
         self.stalled_seconds = 0.0
         self._failure: str | None = None
@@ -107,6 +112,16 @@ class CheckpointWriter:
         self._clock = SaveClock(settings.every_minutes, world)
         self._timeout = timedelta(seconds=timeout_seconds)
         self._group: dist.ProcessGroup | None = None
+
+    def redirect(self, directory: store.Location, retention: Retention) -> None:
+        """Save to another directory from now on; waits for a save that is still pending.
+
+        Args:
+            directory: Directory of the checkpoints.
+            retention: The rules that select the checkpoints to keep.
+        """
+        self.finish()
+        self._directory, self._retention = directory, retention
 
     def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the updates of `optimizer` wait for a pending copy of the state."""
@@ -142,7 +157,7 @@ class CheckpointWriter:
 
         Also reports a save that has failed in the meantime.
         """
-        self._report()
+        self.report()
         every = self._settings.every
         by_time = self._clock.is_due(step, busy=self._pending is not None)
         return by_time or (every > 0 and step % every == 0)
@@ -169,7 +184,8 @@ class CheckpointWriter:
                 optimizer state. In a healthy state they are finite. A buffer may hold an infinite
                 value on purpose, such as a mask.
             health: Whether a run should continue from the state; see `store.save`.
-            wait: Return when the state is written, and do nothing if `step` is saved already.
+            wait: Return when the state is written. Without `overwrite`, do nothing if `step` is
+                saved already.
 
         Raises:
             RuntimeError: If ranks save asynchronously outside of the `with` block.
@@ -179,7 +195,7 @@ class CheckpointWriter:
             self._directory,
             step,
             numbers=numbers,
-            keep=self._settings.retention,
+            keep=self._retention,
             permit=self._permit,
             finite=held,
             health=health,
@@ -211,7 +227,7 @@ class CheckpointWriter:
         self, step: int, tensors: dict[str, Tensor], write: Callable[..., store.Location]
     ) -> None:
         self.finish()
-        if self.saved_step == step:
+        if self.saved_step == step and not self._overwrite:
             return
         started = time.perf_counter()
         self._clock.restart(step)
@@ -242,16 +258,23 @@ class CheckpointWriter:
         self._join(timeout=None)
         self.stalled_seconds += time.perf_counter() - started
 
+    def report(self) -> None:
+        """Record a save that has ended, and pin the memory that it lacked."""
+        if self._pending is not None and not self.is_writing:
+            self._join(timeout=None)
+            self._buffers.start_pinning()
+
     def check(self) -> None:
-        """Raise if the last save failed, or a failed save has stopped the run.
+        """Raise once if the last save failed, and always if a failed save has stopped the run.
 
         Call it after `finish`.
 
         Raises:
             CheckpointError: The same on all ranks.
         """
-        if self._failure is not None:
-            raise CheckpointError(f"{self._failure}; {self._last_saved()}")
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise CheckpointError(f"{failure}; {self._last_saved()}")
         if self._stopped:
             raise CheckpointError(
                 "the run has stopped because a checkpoint could not be written "
@@ -307,12 +330,6 @@ class CheckpointWriter:
             started = time.perf_counter()
             self._pending.snapshot.release()
             self.stalled_seconds += time.perf_counter() - started
-
-    def _report(self) -> None:
-        """Record a save that has ended, and pin the memory that it lacked."""
-        if self._pending is not None and not self.is_writing:
-            self._join(timeout=None)
-            self._buffers.start_pinning()
 
     def _join(self, timeout: float | None) -> None:
         pending = self._pending

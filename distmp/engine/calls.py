@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,8 @@ from distmp.distributed.world import World
 from distmp.errors import TrainingError
 from distmp.precision.builders import autocast_off
 
+_numbers = itertools.count(1)
+
 
 class EngineCalls:
     """Guards the public methods of an engine that all ranks call together.
@@ -22,12 +25,16 @@ class EngineCalls:
         model: The model of the engine; calls of its `load_state_dict` are counted.
 
     Attributes:
+        number: Number of the engine among those of several ranks in this process, from 1; 0 for an
+            engine of a single process. Ranks compare it, since two engines may be of one kind.
         counts: Number of calls on this rank of each method that changes the training state. Ranks
             compare these numbers in every step.
     """
 
     def __init__(self, world: World, model: nn.Module) -> None:
         self.counts = {"engine.step": 0, "engine.load_state_dict": 0, "model.load_state_dict": 0}
+        self.number = 0 if world.group is None else next(_numbers)
+        self._of_which = f" of engine {self.number}" if self.number > 1 else ""
         self._world = world
         self._roll_call = RollCall(world)
         self._current = ""
@@ -60,9 +67,9 @@ class EngineCalls:
                     self._roll_call.check_failed_everywhere(self._failures, self._failure)
                     self._failure = None
                 if waits:
-                    self._roll_call.wait_for_all(f"engine.{name}()")
+                    self._roll_call.wait_for_all(f"engine.{name}(){self._of_which}")
                 else:
-                    self._roll_call.count(f"engine.{name}()")
+                    self._roll_call.count(f"engine.{name}(){self._of_which}")
                 yield
         except BaseException as error:
             self._failure = error
@@ -73,7 +80,7 @@ class EngineCalls:
 
     def count(self, name: str) -> None:
         """Count a call that does not wait for other ranks."""
-        self._roll_call.count(f"engine.{name}()")
+        self._roll_call.count(f"engine.{name}(){self._of_which}")
 
     def wait_for_all(self, reason: str) -> None:
         """Wait in the current call until all ranks have reached this point.

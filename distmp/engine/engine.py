@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ from distmp.distributed.world import World, world_of_process
 from distmp.engine.calls import EngineCalls
 from distmp.engine.config import EngineConfig, EngineSettings, check_max_norm, with_settings
 from distmp.engine.microbatches import MicrobatchStats, moved
-from distmp.engine.outcome import StepNumbers, StepOutcome, advice
+from distmp.engine.outcome import WARN_AFTER_SKIPS, StepNumbers, StepOutcome, advice
 from distmp.engine.rounded_copies import warn_about_copies
 from distmp.engine.spike_check import DivergenceGuard, SpikeCheck
 from distmp.engine.state import EngineState, TensorSpec
@@ -43,6 +43,7 @@ from distmp.engine.step_checks import (
     check_gradients_enabled,
     check_loss,
     check_loss_function,
+    check_metric,
     check_microbatches,
     check_not_inference,
     check_outcome,
@@ -52,6 +53,7 @@ from distmp.engine.step_checks import (
 )
 from distmp.errors import ConfigError, TrainingError
 from distmp.optim import LearningRates, OptimizerFactory, ScheduleFactory
+from distmp.optim.learning_rates import METRIC_UPDATES
 from distmp.optim.state import check_state, prepare_for_device_skip
 from distmp.optim.stepped import SteppedTensors
 from distmp.parallel import ParallelConfig, Strategy, build_strategy, resolve_strategy
@@ -91,7 +93,12 @@ from distmp.utils.flat_shard import global_shape
 from distmp.utils.host_copy import to_device
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from typing_extensions import Unpack
+
+    from distmp.checkpoint.location import Location
+    from distmp.engine.saving import Saves
 
 logger = logging.getLogger("distmp")
 
@@ -99,8 +106,7 @@ logger = logging.getLogger("distmp")
 # next step was started.
 STEPS_KEPT = 2
 
-# The engine warns after this many skipped steps in a row if the caller never calls `check`.
-WARN_AFTER_SKIPS = 10
+T = TypeVar("T")
 
 LossFunction = Callable[[nn.Module, Any], "tuple[Tensor, Tensor | float]"]
 
@@ -119,7 +125,8 @@ class Engine:
             its weight (the number of summed tokens or samples), a number or a 0-dim tensor.
         optimizer: Builds the optimizer on `[(name, tensor), ...]`, the FP32 tensors to be stepped.
         config: The settings; None uses the defaults.
-        schedule: Builds a torch learning-rate scheduler on an optimizer.
+        schedule: Builds a torch learning-rate scheduler on an optimizer. It follows the number of
+            applied updates, or with `ReduceLROnPlateau` the metric of `schedule_step`.
         device: The device to train on; None uses the GPU of this rank if there is one.
         initialize: Whether to compute the initial values of parameters on the meta device. With
             False they are NaN until a state is loaded.
@@ -228,6 +235,7 @@ class Engine:
             self.loss_scale,
             self.divergence,
             self._counts,
+            self._learning_rates,
             skips_on_device=self._skips_on_device,
             quiet=self.world.rank != 0,
         )
@@ -237,6 +245,7 @@ class Engine:
         # Whether the caller has called `check`.
         self._is_checked = False
         self._previous: StepOutcome | None = None
+        self._saves: Saves | None = None
         self._recent: deque[tuple[StepOutcome, StepInputs]] = deque(maxlen=STEPS_KEPT)
 
     def _build_strategy(
@@ -463,6 +472,7 @@ class Engine:
     def _settings_of_step(self) -> object:
         """Return the settings that all ranks have to share in a step; no values of the device."""
         return (
+            self._calls.number,
             self._calls.counts,
             self.max_norm,
             self.nominal_weight,
@@ -474,6 +484,7 @@ class Engine:
     def _described_settings_of_step(self) -> dict[str, str]:
         """Return `_settings_of_step` as text by name, for a comparison between ranks."""
         return {
+            "engine": str(self._calls.number),
             "max_norm": repr(self.max_norm),
             "nominal_weight": repr(self.nominal_weight),
             **describe_param_groups(self.optimizer),
@@ -602,6 +613,13 @@ class Engine:
         if completed.ranks_differ:
             with explain_lost_peers(self.world.group):
                 raise_difference(self.world.group, self._described_settings_of_step())
+        if self._learning_rates.lacks_metric(self._max_applied):
+            self._warn(
+                f"the schedule follows a metric and has had none in {METRIC_UPDATES} updates, so "
+                "the learning rate is constant; call engine.schedule_step(metric) after each "
+                "validation",
+                stacklevel=4,
+            )
         if not self._is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
             self._warn_about_skips(completed)
 
@@ -686,6 +704,27 @@ class Engine:
             )
         raise TrainingError(f"{problem}; {self.explain(outcome) or advice(numbers)}")
 
+    def schedule_step(self, metric: float | Tensor) -> float:
+        """Let `schedule` adapt the learning rate to a metric; every rank has to call it.
+
+        For a schedule that follows a metric: `torch.optim.lr_scheduler.ReduceLROnPlateau`. Call it
+        where other loops call `scheduler.step(metric)`, for example after each validation.
+
+        Args:
+            metric: The metric over all ranks, such as the result of `evaluate`: one number, the
+                same on every rank. As in torch, a NaN counts as no improvement.
+
+        Returns:
+            The learning rate of the next step, of the first parameter group.
+
+        Raises:
+            ConfigError: If `schedule` follows no metric, or the metric differs between ranks.
+        """
+        with self._calls.call("schedule_step"):
+            value = check_metric(metric)
+            check_same(self.world.group, self.device, {"metric": repr(value)})
+            return self._learning_rates.follow(value)
+
     def _replay(self, numbers: StepNumbers, inputs: StepInputs) -> OverflowReport:
         context = OverflowContext(
             scale=numbers.loss_scale,
@@ -732,6 +771,34 @@ class Engine:
             loss, weight = total.tolist()
             return float(loss / weight) if weight else float("nan")
 
+    def gather(self, values: T, samples: Tensor | None = None) -> T:
+        """Gather values per sample from all ranks, for a metric; every rank has to call it.
+
+        Without `samples`, the result holds the rows of rank 0, then those of rank 1, and so on:
+        also the samples that a data loader repeats, to give all ranks the same number. With
+        `samples`, each sample is in the result once, in the order of the numbers.
+
+        Args:
+            values: A tensor, or nested dicts, lists and tuples of tensors, with the same structure
+                and dtypes on all ranks. The first dimension is that of the samples; its size may
+                differ between ranks. A 0-dim tensor counts as one row.
+            samples: The number of each row's sample in the data set, an integer tensor of shape
+                (rows,). Rows with a negative number are padding and left out, and so are further
+                rows of the same sample.
+
+        Returns:
+            The same structure on every rank, with all rows, on the devices of `values`; without
+            gradients.
+
+        Raises:
+            ConfigError: On all ranks, if structure, dtypes or row shapes differ between ranks, or
+                `samples` does not fit `values`.
+        """
+        from distmp.engine.gathering import gather_rows
+
+        with self._calls.call("gather"):
+            return gather_rows(values, samples, self.world)
+
     # State
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -758,6 +825,8 @@ class Engine:
             states of older versions lack and the state of parameters that no rank has used.
         """
         self._calls.count("prepare_to_load")
+        if self._saves is not None:
+            self._saves.finish()  # it copies the state that changes now
         self._train_unfrozen()
         return self._state.prepare(stored, self.nominal_weight)
 
@@ -789,6 +858,113 @@ class Engine:
         )
         self._state.copy(state, live)
         self.finish_loading(live)
+
+    def save(
+        self,
+        folder: str | Path,
+        numbers: Mapping[str, Any] | None = None,
+        *,
+        wait: bool = True,
+        keep: int | None = 2,
+    ) -> Location:
+        """Save everything that training continues from; every rank has to call it.
+
+        Writes the checkpoint `folder/step-000100` after 100 steps. It is atomic, has checksums, and
+        loads under any strategy, policy and number of ranks.
+
+        Args:
+            folder: Directory of the checkpoints, on storage that all ranks share: a path, or a URL
+                for fsspec.
+            numbers: Values to load with the checkpoint, such as the position in the data: the same
+                on all ranks, of types that JSON keeps. If `samples` is among them, the number of
+                samples consumed by all ranks, a run of the trainer can continue from there.
+            wait: Return when the checkpoint is written. With False, a thread writes a copy of the
+                state while training continues, and an error is raised by the next call of `save`,
+                `load` or `wait_for_save`.
+            keep: Number of latest checkpoints to keep in the folder; None keeps all.
+
+        Returns:
+            Path of the checkpoint.
+
+        Raises:
+            ConfigError: If an argument is invalid, or `numbers` differ between ranks.
+            CheckpointError: On all ranks, if this checkpoint, or the one before in the background,
+                could not be written. Earlier ones are unchanged.
+        """
+        with self._calls.call("save"):
+            if self._saves is None:
+                from distmp.engine.saving import Saves  # many engines save nothing
+
+                self._saves = Saves(self.world)
+            self._buffers.broadcast()  # the loss of another engine may have changed them
+            return self._saves.save(folder, self, numbers, keep, wait=wait)
+
+    def wait_for_save(self) -> None:
+        """Wait until a checkpoint in the background is written; every rank has to call it.
+
+        Call it at the end of training, before the process group is destroyed.
+
+        Raises:
+            CheckpointError: On all ranks, if it could not be written.
+        """
+        with self._calls.call("wait_for_save"):
+            if self._saves is not None:
+                self._saves.finish()
+
+    def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
+        """Load a checkpoint of `save` or of a trainer's run; every rank has to call it.
+
+        Args:
+            folder: A checkpoint, or a directory of checkpoints, whose newest healthy one is loaded;
+                damaged ones are logged. If it has none, its folders `step-100`, `epoch_3`,
+                `checkpoints` ... are searched.
+            missing_ok: Whether to leave the engine unchanged if there is no checkpoint yet.
+
+        Returns:
+            The `numbers` of `save`, and `step`, the number of steps taken, if they lack it. For a
+            trainer's run, its numbers.
+
+        Raises:
+            ConfigError: If there is no checkpoint.
+            CheckpointError: On all ranks, if a named checkpoint, or all in the directory, are
+                damaged, or if it does not fit the model.
+        """
+        from distmp.engine.saving import find_checkpoint, load_checkpoint, loaded_numbers
+
+        with self._calls.call("load"):
+            if self._saves is not None:
+                self._saves.finish()
+            checkpoint = find_checkpoint(folder, missing_ok=missing_ok)
+            if checkpoint is None:
+                return {"step": int(self._counts[:2].sum())}
+            load_checkpoint(self, checkpoint)
+            return loaded_numbers(checkpoint)
+
+    def export(
+        self,
+        folder: str | Path,
+        state: Mapping[str, Tensor] | None = None,
+        *,
+        max_shard_size: int | None = None,
+    ) -> None:
+        """Write the FP32 weights as safetensors; every rank has to call it.
+
+        The folder has the format of `distmp export`. All ranks gather one tensor at a time, and
+        rank 0 writes it. An existing folder of weights is replaced when the new one is complete.
+
+        Args:
+            folder: The folder to write.
+            state: Tensors to write in place of `state_dict()`, with its names and shards, such as
+                an average of the weights.
+            max_shard_size: Maximum size of one file, in bytes; None: 5 GB.
+
+        Raises:
+            CheckpointError: On all ranks, if the folder cannot be written, or holds other files.
+        """
+        from distmp.export.running import save_weights
+
+        with self._calls.call("export"):
+            save_weights(self, folder, state, max_shard_size)
 
     def tensors_by_use(self) -> dict[str, list[Tensor]]:
         """Return the live tensors that persist between steps, by their use.

@@ -12,6 +12,10 @@ from torch import Tensor
 from distmp.diagnosis.attribution import OverflowReport
 from distmp.utils.host_copy import HostCopy
 
+# The engine warns after this many skipped steps in a row if the caller never calls `check`, and a
+# checkpoint that is saved then counts as unhealthy.
+WARN_AFTER_SKIPS = 10
+
 
 class StepNumbers(NamedTuple):
     """The result of a step as Python numbers, the same on every rank.

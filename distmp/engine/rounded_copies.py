@@ -32,7 +32,7 @@ class _WarnOnce:  # not a closure, which could not be pickled with the module
         self._done = True
         warnings.warn(
             f"module.state_dict() returns {self._dtype} copies of the weights; the FP32 weights "
-            "are in engine.state_dict(), and distmp.export.running.save_weights writes them",
+            "are in engine.state_dict(), and engine.export(folder) writes them",
             RuntimeWarning,
             stacklevel=3,
         )

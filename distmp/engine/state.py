@@ -1,6 +1,7 @@
 """Saves and loads the state of an engine, under flat names.
 
-Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `unused/` or `engine/`.
+Names begin with `model/`, `optimizer/`, `loss_scale/`, `divergence/`, `schedule/`, `unused/`
+or `engine/`.
 Loading has two parts: `prepare` creates the live tensors that a stored state has, and `finish`
 updates what is derived from them. In between, a checkpoint or `Engine.load_state_dict` fills the
 live tensors in place.
@@ -16,12 +17,15 @@ from torch import Tensor
 
 from distmp.engine.spike_check import DivergenceGuard
 from distmp.errors import CheckpointError, listed
+from distmp.optim import LearningRates
 from distmp.optim.state import (
     check_shapes,
     create_state,
     named_state,
     never_stepped,
     prepare_for_device_skip,
+    rates_by_group,
+    rates_by_parameter,
 )
 from distmp.parallel import Strategy
 from distmp.scaling import LossScale
@@ -31,6 +35,9 @@ logger = logging.getLogger("distmp")
 
 # Prefix of the names under which a state lists the parameters that no rank has ever used.
 UNUSED = "unused/"
+
+# Prefix of the names of what a schedule needs besides the number of updates.
+SCHEDULE = "schedule/"
 
 # Prefixes of names that states of older versions lack; their initial values are kept.
 ADDED_LATER = ("loss_scale/overflows_in_a_row", "divergence/")
@@ -50,6 +57,7 @@ class EngineState:
         divergence: The spike check.
         counts: int64 of shape (3,): updates applied, steps skipped, and steps skipped since the
             last update. Updated in place.
+        learning_rates: The learning rates.
         skips_on_device: Whether the optimizer skips on the device.
         quiet: Do not log warnings; True on all ranks but rank 0.
     """
@@ -62,6 +70,7 @@ class EngineState:
         loss_scale: LossScale,
         divergence: DivergenceGuard,
         counts: Tensor,
+        learning_rates: LearningRates,
         *,
         skips_on_device: bool,
         quiet: bool,
@@ -72,6 +81,7 @@ class EngineState:
         self._loss_scale = loss_scale
         self._divergence = divergence
         self._counts = counts
+        self._learning_rates = learning_rates
         self._skips_on_device = skips_on_device
         self._quiet = quiet
 
@@ -90,6 +100,10 @@ class EngineState:
             state[f"loss_scale/{name}"] = value
         for name, value in self._divergence.state_dict().items():
             state[f"divergence/{name}"] = value
+        for name, value in self._learning_rates.state_dict().items():
+            if name == "rates":
+                value = rates_by_parameter(self._optimizer, self._names, value)
+            state[f"{SCHEDULE}{name}"] = value
         for name in self._strategy.unused:
             state[f"{UNUSED}{name}"] = torch.zeros(())
         state["engine/counts"] = self._counts
@@ -148,7 +162,22 @@ class EngineState:
             self._warn(
                 "the state is from an older version: %s starts from its initial value", older
             )
+        kept |= self._rates_to_keep(live, stored)
         return {name: tensor for name, tensor in live.items() if name not in kept}
+
+    def _rates_to_keep(
+        self, live: Mapping[str, Tensor], stored: Mapping[str, TensorSpec]
+    ) -> set[str]:
+        """Return the names of learning rates that a state lacks, or has for other parameters."""
+        rates = {name: tensor.shape for name, tensor in live.items() if name.startswith(SCHEDULE)}
+        kept = {name for name, shape in rates.items() if stored.get(name, (None,))[0] != shape}
+        if kept:
+            self._warn(
+                "the state has no %s for the trained parameters and the schedule of this engine: "
+                "its learning rates stay as they are",
+                sorted(kept),
+            )
+        return kept
 
     @torch.no_grad()
     def copy(self, state: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> None:
@@ -185,8 +214,22 @@ class EngineState:
             self._divergence.load_state_dict(
                 {name: live[f"divergence/{name}"] for name in self._divergence.state_dict()}
             )
+        self._load_learning_rates(
+            {name.removeprefix(SCHEDULE): live[name] for name in live if name.startswith(SCHEDULE)}
+        )
         self._strategy.copy_master_to_model()
         return float(live["engine/nominal_weight"]) or None
+
+    def _load_learning_rates(self, state: dict[str, Tensor]) -> None:
+        if "rates" in state:
+            state["rates"] = rates_by_group(self._optimizer, self._names, state["rates"])
+            if state["rates"].isnan().any():
+                self._warn(
+                    "parameter groups %s of this engine have parameters with several learning "
+                    "rates in the state: the rates of these groups stay as they are",
+                    [str(index) for index in state["rates"].isnan().nonzero().flatten().tolist()],
+                )
+        self._learning_rates.load_state_dict(state)
 
     def _warn(self, message: str, names: list[str]) -> None:
         if not self._quiet:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 
 from distmp.checkpoint import store
-from distmp.checkpoint.location import locate
 from distmp.errors import ConfigError, nearest
 from distmp.export.files import MAX_SHARD_SIZE, Weights, write
 from distmp.export.sources import CheckpointWeights, LlamaWeights
@@ -89,9 +88,6 @@ def _as_llama(
 
 def _find(source: str | Path) -> store.StoredCheckpoint:
     """Return the checkpoint that `source` refers to, verified."""
-    location = locate("checkpoint", str(source))
-    if (location / "checkpoints").is_dir():
-        location = location / "checkpoints"
-    checkpoint = store.resolve(str(location), location, setting="checkpoint")
+    checkpoint = store.resolve(str(source), Path(), setting="checkpoint")
     assert checkpoint is not None  # only "auto" can return None
     return checkpoint

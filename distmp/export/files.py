@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from distmp.errors import CheckpointError
+from distmp.errors import CheckpointError, listed
 from distmp.export.safetensors_file import in_file_order, write_file
 from distmp.models import huggingface
 from distmp.models.architecture import CONFIG_FILE, is_hugging_face
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # The usual limit for safetensors: larger models are several files with an index.
 MAX_SHARD_SIZE = 5 * 10**9
 INDEX = "model.safetensors.index.json"
+# Suffixes of the files in folders of weights, those of tokenizers included.
+_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".jinja")
 
 
 class Weights(Protocol):
@@ -47,7 +49,7 @@ def write(
 ) -> None:
     """Write a folder of safetensors, which gets its name when it is complete.
 
-    An existing folder of that name is removed just before. Takes the memory of one tensor.
+    An existing folder of exported weights is removed just before. Takes the memory of one tensor.
     Collective over the ranks that read `weights` together.
 
     Args:
@@ -59,7 +61,8 @@ def write(
         writes: Whether this rank writes the files.
 
     Raises:
-        CheckpointError: If they cannot be written, on the rank that writes them.
+        CheckpointError: On the rank that writes, if they cannot be written, or the folder holds
+            other files.
     """
     # A dependency of accelerate; imported here because most runs do not need it.
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -99,10 +102,29 @@ def _write_architecture(
         (folder / CONFIG_FILE).write_text(json.dumps(architecture, indent=2) + "\n")
 
 
+def _check_replaceable(folder: Path) -> None:
+    """Refuse to replace what is not a folder of exported weights.
+
+    Raises:
+        CheckpointError: If the folder holds other files, such as checkpoints, or is a file.
+    """
+    if not folder.exists():
+        return
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else [folder.name]
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    others = [name for name in names if not has_weights or Path(name).suffix not in _SUFFIXES]
+    if others:
+        raise CheckpointError(
+            f"cannot write {folder}: it holds {listed(others)}, which exported weights would "
+            "replace; name a new folder"
+        )
+
+
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """Yield a new folder that replaces `folder` at the end, and is removed after an error."""
     temporary = folder.with_name(f".{folder.name}.writing")
+    _check_replaceable(folder)
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)

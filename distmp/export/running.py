@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from distmp.engine import Engine
+from distmp.distributed.world import World
 from distmp.errors import CheckpointError, DistmpError
 from distmp.export.files import MAX_SHARD_SIZE, write
 from distmp.export.sources import EngineWeights
@@ -19,27 +19,29 @@ from distmp.models.architecture import TRANSFORMER
 from distmp.models.transformer import Transformer
 
 
+class RunningEngine(Protocol):
+    """The part of `distmp.Engine` that an export reads."""
+
+    world: World
+
+    @property
+    def model(self) -> nn.Module:
+        """The model."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the live tensors by name, FP32 weights among them."""
+
+    def updated_by_optimizer(self) -> set[str]:
+        """Return the names of the tensors that only an update of the optimizer changes."""
+
+
 def save_weights(
-    engine: Engine,
+    engine: RunningEngine,
     folder: str | Path,
     state: Mapping[str, Tensor] | None = None,
-    max_shard_size: int = MAX_SHARD_SIZE,
+    max_shard_size: int | None = None,
 ) -> None:
-    """Write the FP32 weights of an engine as safetensors; every rank has to call it.
-
-    All ranks gather one tensor at a time, and rank 0 writes it. The folder has the format of
-    `distmp export`; an existing one is replaced.
-
-    Args:
-        engine: The engine.
-        folder: The folder to write.
-        state: Tensors to write in place of `engine.state_dict()`, with its names and shards, such
-            as an average of the weights.
-        max_shard_size: Maximum size of one file, in bytes.
-
-    Raises:
-        CheckpointError: On all ranks, if the folder cannot be written.
-    """
+    """Write the FP32 weights of an engine as safetensors; see `Engine.export`."""
     ranks, writes = engine.world.ranks, engine.world.rank == 0
     weights = EngineWeights(engine.state_dict() if state is None else state, keep=writes)
     problem = None
@@ -49,7 +51,7 @@ def save_weights(
             weights,
             _description(engine.model),
             torch.float32,
-            max_shard_size,
+            max_shard_size or MAX_SHARD_SIZE,
             writes=writes,
         )
     except DistmpError as error:
@@ -58,7 +60,7 @@ def save_weights(
         raise CheckpointError(problems[0])
 
 
-def trained_weights(engine: Engine) -> dict[str, Tensor]:
+def trained_weights(engine: RunningEngine) -> dict[str, Tensor]:
     """Gather the trained parameters on rank 0, such as adapters; every rank has to call it.
 
     Parameters are gathered one by one.

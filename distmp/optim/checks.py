@@ -112,8 +112,8 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
         optimizer: An SGD optimizer with momentum 0.
 
     Raises:
-        ConfigError: If `build` is a scheduler or does not return one; if the scheduler follows a
-            metric, changes the momentum, or is built on another optimizer.
+        ConfigError: If `build` is a scheduler, does not return one, or torch refuses to build it;
+            if the scheduler changes the momentum, or is built on another optimizer.
     """
     if isinstance(build, lr_scheduler.LRScheduler):
         raise ConfigError(
@@ -121,15 +121,18 @@ def build_schedule(build: Any, optimizer: torch.optim.Optimizer) -> lr_scheduler
             type(build).__name__,
             f"is built already, on another optimizer; pass a function that builds it: {_EXAMPLE}",
         )
+    name = getattr(build, "__name__", type(build).__name__)
     try:
         schedule: lr_scheduler.LRScheduler = build(optimizer)
     except TypeError as error:
         raise ConfigError(
             "schedule",
-            getattr(build, "__name__", type(build).__name__),
+            name,
             f"cannot be called with an optimizer ({error}); pass a function that builds a "
             f"scheduler on it: {_EXAMPLE}. A function of the number of updates goes into LambdaLR",
         ) from error
+    except ValueError as error:  # such as a ChainedScheduler with ReduceLROnPlateau
+        raise ConfigError("schedule", name, f"cannot be built: {error}") from error
     if not callable(getattr(schedule, "step", None)):
         raise ConfigError(
             "schedule",
@@ -154,14 +157,6 @@ def _parts(schedule: lr_scheduler.LRScheduler) -> Iterator[lr_scheduler.LRSchedu
 
 def _check_part(part: lr_scheduler.LRScheduler, optimizer: torch.optim.Optimizer) -> None:
     name = type(part).__name__
-    if isinstance(part, lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            "schedule",
-            name,
-            "follows a metric, but a schedule of the engine depends only on the number of updates; "
-            "build the engine without `schedule`, and step the scheduler on engine.optimizer "
-            "yourself",
-        )
     if cycles_momentum(part):
         raise ConfigError(
             "schedule",

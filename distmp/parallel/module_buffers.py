@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,12 +17,18 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 BATCH_BYTES = 64 << 20
 
 
+# Those of all engines in this process. The loss of a generator also runs the discriminator, which
+# another engine trains, and writes to its buffers.
+_of_all_engines: weakref.WeakSet[ModuleBuffers] = weakref.WeakSet()
+
+
 class ModuleBuffers:
     """Keeps buffers equal on all ranks, and reverts what a skipped step wrote to them.
 
     After a step every rank has the buffers of rank 0, which torch's DDP broadcasts in the next
     forward. A skipped step leaves them unchanged: running statistics never recover from activations
-    that are not finite.
+    that are not finite. The same holds for what it wrote to buffers of other engines' modules;
+    these are equal on all ranks again after a step of their own engine, or `broadcast`.
 
     Args:
         module: The module; buffers that are registered later are included.
@@ -32,12 +39,15 @@ class ModuleBuffers:
         self._module = module
         self._group = group
         self._before: BufferValues | None = None
+        self._others_before: list[BufferValues] = []
+        _of_all_engines.add(self)
 
     def begin_step(self) -> None:
         """Copy the buffers; first revert what an unfinished step has written."""
         if self._before is not None:
             self._before.restore()
         self._before = BufferValues(self._module)
+        self._others_before = _values_of_engines(except_for=self._module)
 
     def end_step(self, skipped: Tensor) -> None:
         """Revert what a skipped step wrote, and broadcast the buffers of rank 0.
@@ -46,8 +56,13 @@ class ModuleBuffers:
             skipped: 0-dim, nonzero if the step was skipped; the host does not wait for it.
         """
         if self._before is not None:
-            self._before.revert(skipped.bool())
-            self._before = None
+            for values in (self._before, *self._others_before):
+                values.revert(skipped.bool())
+            self._before, self._others_before = None, []
+        self.broadcast()
+
+    def broadcast(self) -> None:
+        """Set the buffers to those of rank 0; every rank has to call it."""
         if self._group is not None:
             _broadcast(self._module, self._group)
 
@@ -81,7 +96,8 @@ class BufferValues:
         """Write the values back if `condition`, 0-dim bool, is True; the host does not wait."""
         # All buffers: torch writes running statistics without incrementing a tensor's version.
         for batch in _batches(self._module):
-            batch.write(torch.where(condition, self._before(batch), batch.flat()))
+            before = self._before(batch)
+            batch.write(torch.where(condition.to(before.device), before, batch.flat()))
 
     def _before(self, batch: _Batch) -> Tensor:
         """Return the former values of buffers, and the values of those that are new."""
@@ -108,12 +124,21 @@ class BufferValues:
 
 @contextmanager
 def buffers_restored(module: nn.Module) -> Iterator[None]:
-    """Restore the buffers at the end, undoing what forward writes, such as running statistics."""
-    values = BufferValues(module)
+    """Restore the buffers at the end, undoing what forward writes, such as running statistics.
+
+    Also those of the modules of all engines, which the forward may run too.
+    """
+    saved = [BufferValues(module), *_values_of_engines(except_for=module)]
     try:
         yield
     finally:
-        values.restore()
+        for values in saved:
+            values.restore()
+
+
+def _values_of_engines(except_for: nn.Module) -> list[BufferValues]:
+    modules = [buffers._module for buffers in _of_all_engines]
+    return [BufferValues(module) for module in modules if module is not except_for]
 
 
 @dataclass

@@ -22,6 +22,7 @@ from distmp.data.order import microbatches_per_rank
 from distmp.distributed.ranks import Ranks
 from distmp.distributed.world import World
 from distmp.engine import Engine
+from distmp.engine.saving import load_checkpoint
 from distmp.errors import CheckpointError, ConfigError
 from distmp.export.weights import BuiltModel, StoredWeights, misfits, read_shards
 from distmp.models import huggingface
@@ -273,19 +274,8 @@ def restore(
     Raises:
         CheckpointError: If the checkpoint cannot be read or does not match the engine.
     """
-    left_out = () if optimizer else ("optimizer/",)
-    live = engine.prepare_to_load(
-        {name: spec for name, spec in checkpoint.tensors.items() if not name.startswith(left_out)}
-    )
-    checkpoint.load(
-        {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}
-    )
-    progress, counts = stored_progress(checkpoint), live["engine/counts"][:2]
-    if progress.step != (taken := int(counts.sum())):
-        raise CheckpointError(
-            f"{checkpoint} cannot be used: its tensors are of step {taken}, not {progress.step}"
-        )
-    engine.finish_loading(live)
+    progress = stored_progress(checkpoint)
+    load_checkpoint(engine, checkpoint, optimizer=optimizer)
     return progress
 
 

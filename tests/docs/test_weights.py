@@ -18,7 +18,7 @@ import distmp
 from benchmarks.figures import ROOT
 from distmp.checkpoint import store
 from distmp.errors import CheckpointError
-from distmp.export.running import save_weights, trained_weights
+from distmp.export.running import trained_weights
 from distmp.models.transformer import Transformer, TransformerConfig
 from distmp.utils.flat_shard import gathered
 from tests.ranks import ranks, run_ranks
@@ -164,14 +164,14 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(
     engine = distmp.Engine(nn.Linear(4, 4), _loss, _sgd, policy="fp32", **KINDS[kind])
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="cannot write"):
-        save_weights(engine, tmp_path / "file" / "weights")
+        engine.export(tmp_path / "file" / "weights")
 
 
 @ranks(2)
 def test_a_transformer_is_written_in_several_files_with_its_configuration(tmp_path: Path) -> None:
     model = Transformer(TransformerConfig(32, 8, 2, 16, 2, 24))
     engine = distmp.Engine(model, _loss, _sgd, policy="fp32", strategy="fsdp")
-    save_weights(engine, tmp_path / "weights", max_shard_size=4000)
+    engine.export(tmp_path / "weights", max_shard_size=4000)
     torch.distributed.barrier()
     from distmp.export.weights import load_model
 

@@ -614,7 +614,7 @@ def test_names_and_types_of_the_state() -> None:
     ]
     scale = [f"loss_scale/{key}" for key in ("value", "clean_steps", "overflows_in_a_row")]
     bounds = ["divergence/seen", "divergence/values"]
-    own = [*scale, *bounds, "engine/counts", "engine/nominal_weight"]
+    own = [*scale, *bounds, "engine/counts", "engine/nominal_weight", "schedule/rates"]
     assert sorted(state) == sorted([*(f"model/{name}" for name in parameters), *moments, *own])
     assert {state[f"model/{name}"].dtype for name in parameters} == {torch.float32}
 
@@ -720,7 +720,7 @@ def test_what_was_unfrozen_during_a_run_has_to_be_unfrozen_before_loading(
     state = snapshot(engine)
     still_frozen = frozen_engine(unfrozen=False)
     still_frozen.load_state_dict(state)
-    (record,) = caplog.records
+    record, _ = caplog.records
     assert "state of first.weight, first.bias, which this engine does not" in record.getMessage()
     assert "have to be unfrozen before loading" in record.getMessage()
     assert_same_bits(weights(still_frozen), weights(engine))

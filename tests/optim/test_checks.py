@@ -157,7 +157,11 @@ ELSEWHERE = optimizer_of_rates(1.0)
 @pytest.mark.parametrize(
     ("schedule", "value", "message"),
     [
-        (lr_scheduler.ReduceLROnPlateau, "ReduceLROnPlateau", "follows a metric"),
+        (
+            chained(rising, lr_scheduler.ReduceLROnPlateau),
+            "<lambda>",
+            "cannot be built: ChainedScheduler does not support `ReduceLROnPlateau`",
+        ),
         (one_cycle, "OneCycleLR", "build it with cycle_momentum=False"),
         (chained(rising, one_cycle), "OneCycleLR", "build it with cycle_momentum=False"),
         (lambda optimizer: lr_scheduler.CyclicLR(optimizer, 0.1, 1.0), "CyclicLR", "cycle_mom"),

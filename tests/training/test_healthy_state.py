@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from distmp.checkpoint import manifest
+from distmp.engine.saving import skipped_in_a_row
 from distmp.export.export import export
 from distmp.training.callbacks.callback import Callback, StepResult
-from distmp.training.callbacks.checkpointing import _skipped_in_a_row
 from distmp.training.train import main
 from distmp.training.trainer import Trainer
 from tests.torchrun import TINY, corpus
@@ -108,8 +108,8 @@ def test_a_checkpoint_from_a_streak_of_skipped_steps_is_marked(
 
 def test_before_the_first_update_no_step_counts_as_skipped() -> None:
     """There is no better state to continue from."""
-    assert _skipped_in_a_row(torch.tensor([0.0, 12.0, 12.0])) == 0
-    assert _skipped_in_a_row(torch.tensor([1.0, 12.0, 11.0])) == 11
+    assert skipped_in_a_row(torch.tensor([0.0, 12.0, 12.0])) == 0
+    assert skipped_in_a_row(torch.tensor([1.0, 12.0, 11.0])) == 11
 
 
 @pytest.mark.parametrize("policy", ["fp32", "bf16"])

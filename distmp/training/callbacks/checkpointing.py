@@ -13,7 +13,7 @@ from distmp.checkpoint.manifest import Health
 from distmp.checkpoint.writer import CheckpointWriter
 from distmp.distributed.progress import SAVING, current_phase
 from distmp.distributed.ranks import describe
-from distmp.engine.engine import WARN_AFTER_SKIPS
+from distmp.engine.saving import StateToSave
 from distmp.training.callbacks.callback import Callback, PendingStep
 from distmp.training.callbacks.exits import exit_context
 
@@ -122,14 +122,9 @@ def _saves_later(trainer: Trainer, step: int) -> bool:
 
 def _state(trainer: Trainer) -> tuple[int, dict[str, Tensor], dict[str, Any], set[str], Health]:
     """Return the arguments of `CheckpointWriter.save`."""
-    tensors = trainer.engine.state_dict()
+    step, tensors, held, health = StateToSave.of(trainer.engine)
     numbers = {**dataclasses.asdict(trainer.progress), **trainer.fingerprint}
-    updated = trainer.engine.updated_by_optimizer()
-    skipped = _skipped_in_a_row(tensors["engine/counts"])
-    problem = None
-    if skipped >= WARN_AFTER_SKIPS:
-        problem = f"the last {skipped} steps were all skipped"
-    return trainer.progress.step, tensors, numbers, updated, Health(problem, skipped)
+    return step, tensors, numbers, held, health
 
 
 def _last_healthy(directory: store.Location) -> str:
@@ -140,18 +135,6 @@ def _last_healthy(directory: store.Location) -> str:
     if healthy is None:
         return f"there is no healthy checkpoint in {directory}"
     return f"the last healthy checkpoint is {healthy}, from which --resume auto continues"
-
-
-def _skipped_in_a_row(counts: Tensor) -> int:
-    """Return the number of steps skipped since the last applied update.
-
-    It is 0 before the first update: there is no better state then.
-
-    Args:
-        counts: Updates applied, steps skipped, and steps skipped since the last update.
-    """
-    applied, _, in_a_row = counts.tolist()
-    return int(in_a_row) if applied else 0
 
 
 def _skips_message(step: int, applied: int, skipped_total: int, skipped: int) -> str:

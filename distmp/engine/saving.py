@@ -1,0 +1,308 @@
+"""Checkpoints of an engine: what to save, writing it for an own loop, and loading it.
+
+The trainer and `Engine.save` write the same checkpoints: both use `StateToSave` and the
+`CheckpointWriter`, and both load with `load_checkpoint`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from distmp.checkpoint import store
+from distmp.checkpoint.location import Location, locate
+from distmp.checkpoint.manifest import Health
+from distmp.checkpoint.rank_failures import all_or_checkpoint_error
+from distmp.checkpoint.retention import Retention
+from distmp.checkpoint.settings import CheckpointConfig
+from distmp.checkpoint.writer import CheckpointWriter
+from distmp.distributed.compare_ranks import check_same
+from distmp.distributed.world import World
+from distmp.engine.outcome import WARN_AFTER_SKIPS
+from distmp.errors import CheckpointError, ConfigError, SetupError, listed
+
+if TYPE_CHECKING:
+    from distmp.engine.engine import Engine
+
+logger = logging.getLogger("distmp")
+
+T = TypeVar("T")
+
+# Timeout of a collective of a save in the background.
+TIMEOUT_SECONDS = 1800.0
+# Key of the caller's numbers among those of a checkpoint. The others are those of a run.
+OWN_NUMBERS = "own_loop"
+# Writers with a save in the background, which the end of the process waits for.
+_writing: set[CheckpointWriter] = set()
+
+
+class StateToSave(NamedTuple):
+    """The state of an engine as `CheckpointWriter.save` takes it.
+
+    Attributes:
+        step: Number of steps taken, skipped ones included.
+        tensors: Result of `Engine.state_dict`.
+        held: Names of the tensors that only an update of the optimizer changes.
+        health: Whether training should continue from the state.
+    """
+
+    step: int
+    tensors: dict[str, Tensor]
+    held: set[str]
+    health: Health
+
+    @classmethod
+    def of(cls, engine: Engine) -> StateToSave:
+        """Return the state of an engine; the host waits for its last step."""
+        tensors = engine.state_dict()
+        counts = tensors["engine/counts"]
+        skipped = skipped_in_a_row(counts)
+        problem = None
+        if skipped >= WARN_AFTER_SKIPS:
+            problem = f"the last {skipped} steps were all skipped"
+        step = int(counts[:2].sum())
+        return cls(step, tensors, engine.updated_by_optimizer(), Health(problem, skipped))
+
+
+def skipped_in_a_row(counts: Tensor) -> int:
+    """Return the number of steps skipped since the last applied update.
+
+    It is 0 before the first update: there is no better state then.
+
+    Args:
+        counts: Updates applied, steps skipped, and steps skipped since the last update.
+    """
+    applied, _, in_a_row = counts.tolist()
+    return int(in_a_row) if applied else 0
+
+
+class Saves:
+    """Writes the checkpoints of an engine in an own loop. All ranks make the same calls.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # Whether the caller gets an error as an exception, so that it need not be logged.
+        self._raises = False
+        self._is_open = False
+        self._writer = CheckpointWriter(
+            CheckpointConfig(),
+            Path(),
+            world,
+            timeout_seconds=TIMEOUT_SECONDS,
+            log=self._log,
+            overwrite=True,
+        )
+
+    def save(
+        self,
+        folder: str | Path,
+        engine: Engine,
+        numbers: Mapping[str, Any] | None,
+        keep: int | None,
+        *,
+        wait: bool,
+    ) -> Location:
+        """Write a checkpoint, see `Engine.save`."""
+        directory, retention, own = _on_all_ranks(
+            lambda: (locate("folder", str(folder)), _retention(keep), _checked_numbers(numbers)),
+            self._world,
+        )
+        described = {f"numbers[{name!r}]": repr(value) for name, value in own.items()}
+        check_same(self._world.group, self._world.device, {"folder": str(folder), **described})
+        self.finish()
+        step, tensors, held, health = StateToSave.of(engine)
+        self._writer.redirect(directory, retention)
+        if not wait:
+            self._open(engine)
+        stored = {"step": step, **_data_position(own), OWN_NUMBERS: own}
+        self._raises = wait
+        self._writer.save(step, tensors, stored, held, health, wait=wait)
+        self._raises = False
+        if wait:
+            self._check()
+        else:
+            _writing.add(self._writer)
+        return store.final_path(directory, step)
+
+    def finish(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            CheckpointError: The same on all ranks, if it failed.
+        """
+        self._raises = True
+        self._writer.finish()
+        self._raises = False
+        _writing.discard(self._writer)
+        self._check()
+
+    def _check(self) -> None:
+        problem = None
+        try:
+            self._writer.check()
+        except CheckpointError as error:
+            problem = str(error)
+        problems = [found for found in self._world.ranks.gather(problem) if found is not None]
+        if problems:
+            raise CheckpointError(problems[0])
+
+    def _open(self, engine: Engine) -> None:
+        """Prepare saves in the background."""
+        if self._is_open:
+            return
+        self._writer.__enter__()
+        self._writer.guard(engine.optimizer)
+        writer = self._writer
+        engine.optimizer.register_step_post_hook(lambda *_: writer.report())
+        atexit.unregister(_finish_all)
+        atexit.register(_finish_all)  # after the handler that leaves the process group
+        self._is_open = True
+
+    def _log(self, message: str) -> None:
+        if self._world.rank == 0 and not self._raises:
+            logger.error("%s", message)
+
+
+def _finish_all() -> None:
+    """Wait for saves in the background at the end of the process, and log those that failed."""
+    error = getattr(sys, "last_value", None)  # what ends the process, if it is an exception
+    while _writing:
+        _writing.pop().__exit__(type(error) if error else None, error, None)
+
+
+def _retention(keep: int | None) -> Retention:
+    if keep is None:
+        return Retention(sys.maxsize)
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ConfigError("keep", keep, "use 1 or more checkpoints, or None to keep all")
+    return Retention(keep)
+
+
+def _on_all_ranks(work: Callable[[], T], world: World) -> T:
+    """Return the result of `work`, which checks arguments.
+
+    Raises:
+        ConfigError: What `work` raised on this rank.
+        SetupError: If it raised on another rank only.
+    """
+    error: ConfigError | None = None
+    try:
+        result = work()
+    except ConfigError as caught:
+        error = caught
+    messages = enumerate(world.ranks.gather(str(error) if error else None))
+    failed = {rank: message for rank, message in messages if message is not None}
+    if failed:
+        raise error or SetupError(failed, ConfigError.exit_code)
+    return result
+
+
+def _checked_numbers(numbers: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the caller's numbers.
+
+    Raises:
+        ConfigError: If they would not load as they are.
+    """
+    if numbers is not None and not isinstance(numbers, Mapping):
+        raise ConfigError("numbers", type(numbers).__name__, "pass a dict of values by name")
+    own = dict(numbers or {})
+    for name, value in own.items():
+        setting = f"numbers[{name!r}]"
+        try:
+            loaded = json.loads(json.dumps({name: value}))
+        except (TypeError, ValueError) as error:
+            problem = f"{error}; pass numbers, strings, and lists and dicts of them"
+            raise ConfigError(setting, type(value).__name__, problem) from error
+        if repr(loaded) != repr({name: value}):
+            raise ConfigError(
+                setting,
+                value,
+                f"would load as {loaded!r}; pass numbers, strings, lists, and dicts whose keys are "
+                "strings",
+            )
+    return own
+
+
+def _data_position(own: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of samples consumed, from which the trainer continues; {} if unknown."""
+    samples = own.get("samples")
+    return {"samples": samples} if type(samples) is int and samples >= 0 else {}
+
+
+def find_checkpoint(folder: str | Path, *, missing_ok: bool) -> store.StoredCheckpoint | None:
+    """Return the checkpoint that `Engine.load` loads, verified. Collective over all ranks.
+
+    Args:
+        folder: A checkpoint, or a folder of checkpoints, whose newest healthy one is used.
+        missing_ok: Return None if there is no checkpoint.
+
+    Raises:
+        ConfigError: If there is no checkpoint.
+        CheckpointError: If it is damaged, or all of those in the folder are damaged or unhealthy.
+    """
+    return store.resolve(str(folder), Path(), setting="folder", missing_ok=missing_ok)
+
+
+def loaded_numbers(checkpoint: store.StoredCheckpoint) -> dict[str, Any]:
+    """Return the numbers that `Engine.load` returns; those of a run if a run wrote them."""
+    numbers = checkpoint.numbers
+    return {"step": checkpoint.state.step, **numbers.get(OWN_NUMBERS, numbers)}
+
+
+def load_checkpoint(
+    engine: Engine, checkpoint: store.StoredCheckpoint, *, optimizer: bool = True
+) -> None:
+    """Load a checkpoint into an engine. Collective over all ranks.
+
+    Args:
+        engine: Receives the state; unchanged if the weights do not fit.
+        checkpoint: Verified.
+        optimizer: Whether to load the optimizer state; otherwise it starts from scratch.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be read or does not match the engine.
+    """
+    goal = f"load {checkpoint}"
+    all_or_checkpoint_error(
+        engine.world.ranks, goal, lambda: _check_weights(engine.state_dict(), checkpoint)
+    )
+    left_out = () if optimizer else ("optimizer/",)
+    live = engine.prepare_to_load(
+        {name: spec for name, spec in checkpoint.tensors.items() if not name.startswith(left_out)}
+    )
+    checkpoint.load(
+        {name: tensor for name, tensor in live.items() if not name.startswith(left_out)}
+    )
+    step, taken = checkpoint.state.step, int(live["engine/counts"][:2].sum())
+    if step != taken:
+        raise CheckpointError(
+            f"{checkpoint} cannot be used: its tensors are of step {taken}, not {step}"
+        )
+    engine.finish_loading(live)
+
+
+def _check_weights(state: Mapping[str, Tensor], checkpoint: store.StoredCheckpoint) -> None:
+    """Check that a checkpoint holds the weights of this model, before anything is changed.
+
+    Raises:
+        CheckpointError: If it lacks one, has another one, or has it in another shape.
+    """
+    weights = {name: tensor for name, tensor in state.items() if name.startswith("model/")}
+    checkpoint.check_fit(weights)
+    stored = {name for name in checkpoint.tensors if name.startswith("model/")}
+    if others := sorted(stored - weights.keys()):
+        raise CheckpointError(
+            f"it holds {listed(others)}, which this model does not have; build the model that was "
+            "saved"
+        )

@@ -1,0 +1,50 @@
+"""The example of several engines trains, continues, and draws what it has learned."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from benchmarks.figures import ROOT
+from tests.ranks import run_ranks
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("gan", ROOT / "examples" / "gan.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_example(folder: Path) -> tuple[float, float, list[str]]:
+    """Train in two parts, the second from a checkpoint that one engine has not got."""
+    torch.set_num_threads(1)
+    gan = example()
+    before = gan.train(0, str(folder / "nothing"))
+    gan.train(100, str(folder))
+    generator, _ = gan.build("bf16-autocast")
+    generator.load(folder / "generator")
+    generator.step([torch.randn(4, gan.NOISE)])
+    generator.save(folder / "generator")  # and the process ends before the other is saved
+    after = gan.train(400, str(folder))
+    saved = [path.name for path in sorted((folder / "generator").iterdir())]
+    return before, after, saved
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_gan_learns_the_radius(
+    world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    results = run_ranks(run_example, world_size, tmp_path, timeout=120)
+    for before, after, saved in results:
+        assert before < 0.6
+        assert abs(after - 2.0) < 0.25
+        assert saved == ["step-000101", "step-000400"]
+        assert (before, after) == results[0][:2], "the metric is that of all ranks"

@@ -1,0 +1,327 @@
+"""`Engine.save`, `Engine.load` and `Engine.export` in an own loop."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from distmp.checkpoint import store
+from distmp.engine import Engine
+from distmp.engine.saving import OWN_NUMBERS
+from distmp.errors import CheckpointError, ConfigError, DistmpError, TrainingError
+from distmp.training.train import main
+from tests.parallel.sharding import sharded
+from tests.ranks import ranks, run_ranks
+from tests.reference import (
+    ONE_RANK,
+    TWO_RANKS,
+    assert_same_bits,
+    fused_adamw,
+    loss,
+    make_engine,
+    make_model,
+    snapshot,
+    train,
+    weights,
+)
+from tests.torchrun import TINY, corpus, python, run
+
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp, fp16": {"strategy": "ddp", "policy": "fp16"},
+    "sharded optimizer": {"strategy": "ddp", "policy": "bf16", "shard_optimizer": True},
+    "fsdp": {**sharded("fsdp"), "policy": "bf16"},
+}
+STEPS = 3
+
+
+@ranks(2, timeout=120)
+def test_a_loop_continues_with_the_same_bits(tmp_path: Path) -> None:
+    for kind, options in KINDS.items():
+        folder = tmp_path / kind.replace(", ", "-")
+        engine = make_engine(**options)
+        train(engine, STEPS, TWO_RANKS)
+        path = engine.save(folder / "blocking", {"epoch": 2, "samples": 96})
+        engine.save(folder / "background", {"epoch": 2, "samples": 96}, wait=False)
+        saved = snapshot(engine)
+        train(engine, STEPS, TWO_RANKS, first=STEPS)
+        engine.wait_for_save()
+        assert path == folder / "blocking" / "step-000003"
+        for way in ("blocking", "background"):
+            other = make_engine(**options)
+            assert other.load(folder / way) == {"step": 3, "epoch": 2, "samples": 96}
+            assert_same_bits(snapshot(other), saved)
+            train(other, STEPS, TWO_RANKS, first=STEPS)
+            assert_same_bits(snapshot(other), snapshot(engine))
+    for other_kind in KINDS.values():  # the weights and moments of any kind load into any other
+        other = make_engine(**other_kind)
+        other.load(tmp_path / "fsdp" / "blocking")
+        again = {k: v for k, v in snapshot(other).items() if not k.startswith("loss_scale/")}
+        assert_same_bits(again, {name: saved[name] for name in again})
+
+
+def _weights_on_one_rank(folder: Path) -> dict[str, Any]:
+    engine = make_engine(strategy="single", policy="fp32")
+    numbers = engine.load(folder)
+    train(engine, 1, ONE_RANK, first=numbers["step"])
+    return {"numbers": numbers, "weights": weights(engine)}
+
+
+def _weights_on_two_ranks(folder: Path) -> dict[str, Any]:
+    engine = make_engine(**KINDS["fsdp"] | {"policy": "fp32"})
+    train(engine, STEPS, TWO_RANKS)
+    engine.save(folder)
+    train(engine, 1, TWO_RANKS, first=STEPS)
+    return {"weights": weights(engine)}
+
+
+def test_another_number_of_ranks_continues(tmp_path: Path) -> None:
+    first, *_ = run_ranks(_weights_on_two_ranks, 2, tmp_path)
+    (found,) = run_ranks(_weights_on_one_rank, 1, tmp_path)
+    assert found["numbers"] == {"step": STEPS}
+    for name, expected in first["weights"].items():
+        torch.testing.assert_close(found["weights"][name], expected, rtol=1e-5, atol=1e-6)
+
+
+# Errors
+
+
+def _disk_full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@ranks(2)
+def test_a_failed_save_is_raised_once_on_all_ranks_by_the_next_call(tmp_path: Path) -> None:
+    engine = make_engine(strategy="ddp")
+    train(engine, 1, TWO_RANKS)
+    cause = r"cannot save .*step-000001: rank 1: OSError: \[Errno 28\] No space left on device"
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(FileSystemWriter, "write_data", _disk_full)
+        with pytest.raises(CheckpointError, match=cause):
+            engine.save(tmp_path)
+        for surfacing in (
+            engine.wait_for_save,
+            lambda: engine.save(tmp_path),
+            lambda: engine.load(tmp_path),
+        ):
+            engine.save(tmp_path, wait=False)
+            with pytest.raises(CheckpointError, match=cause):
+                surfacing()
+    engine.wait_for_save()
+    engine.save(tmp_path, wait=False)
+    engine.wait_for_save()
+    assert make_engine(strategy="ddp").load(tmp_path) == {"step": 1}
+
+
+@ranks(2)
+def test_what_cannot_be_saved_or_loaded_is_named(tmp_path: Path) -> None:
+    engine = make_engine(strategy="ddp")
+    rank = dist.get_rank()
+    for numbers, message in (
+        ({"loss": torch.ones(1)}, "numbers['loss'] = 'Tensor': Object of type Tensor is not"),
+        ({"by_id": {1: 2}}, "numbers['by_id'] = {1: 2}: would load as"),
+        ({"shape": (1, 2)}, "numbers['shape'] = (1, 2): would load as"),
+        ({"position": rank}, "numbers['position'] = 0 on rank 0; 1 on rank 1: differs"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            engine.save(tmp_path, numbers)
+    with pytest.raises(DistmpError, match=r"numbers\['state'\] = 'set'"):
+        engine.save(tmp_path, {"state": {1}} if rank else {})  # raised on rank 0, too
+    with pytest.raises(ConfigError, match=r"folder = .*0 on rank 0; .*1 on rank 1: differs betw"):
+        engine.save(tmp_path / str(rank))
+    with pytest.raises(ConfigError, match=r"keep = 0: use 1 or more checkpoints"):
+        engine.save(tmp_path, keep=0)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ConfigError, match=r"folder = .*missing.* does not exist"):
+        engine.load(tmp_path / "missing")
+    assert engine.load(tmp_path / "missing", missing_ok=True) == {"step": 0}
+    (tmp_path / "ckpt.pt").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot save .*ckpt.pt.*File exists"):
+        engine.save(tmp_path / "ckpt.pt")
+
+
+class Wider(nn.Module):
+    """Has the parameters of the reference model, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = make_model()
+        self.scale = nn.Parameter(torch.ones(1))
+
+
+def _expanded(model: nn.Module, batch: Any) -> tuple[torch.Tensor, float]:
+    total, weight = loss(model.inner, batch)
+    return total * model.scale.sum(), weight
+
+
+def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
+    engine = make_engine()
+    train(engine, 2, ONE_RANK)
+    wider = Engine(Wider(), _expanded, fused_adamw, policy="fp32", device="cpu")
+    train(wider, 1, ONE_RANK)
+    wider.save(tmp_path / "wider")
+    before = snapshot(engine)
+    with pytest.raises(CheckpointError, match=r"it does not fit: there is no .model/first\.weight"):
+        engine.load(tmp_path / "wider")
+    assert_same_bits(snapshot(engine), before)
+    state = store.StoredCheckpoint(tmp_path / "wider" / "step-000001")
+    more = engine.state_dict() | {"model/scale": torch.ones(1)}
+    store.save(tmp_path / "more", 2, more, {"step": 2}, keep=1)
+    with pytest.raises(CheckpointError, match=r"holds model/scale, which this model does not hav"):
+        engine.load(tmp_path / "more")
+    assert_same_bits(snapshot(engine), before)
+    assert state.numbers == {"step": 1, OWN_NUMBERS: {}}
+
+
+def _save_on_rank_0(folder: Path) -> str:
+    engine = make_engine(strategy="ddp")
+    train(engine, 1, TWO_RANKS)
+    call = engine.evaluate if dist.get_rank() else engine.save
+    with pytest.raises(TrainingError) as error:
+        call(folder)
+    return str(error.value)
+
+
+def test_a_save_on_rank_0_only_is_refused(tmp_path: Path) -> None:
+    first, _ = run_ranks(_save_on_rank_0, 2, tmp_path)
+    assert "rank 0 waits in engine.save(), which every rank has to call" in first
+    assert not [*tmp_path.iterdir()]
+
+
+SCRIPT = """
+import errno, torch, distmp
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+write = FileSystemWriter.write_data
+
+def full_disk(self, *args, **kwargs):
+    if "full" in str(self.path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    return write(self, *args, **kwargs)
+
+FileSystemWriter.write_data = full_disk
+for folder in ("full", "saved"):
+    engine = distmp.Engine(torch.nn.Linear(4, 2), lambda m, b: (m(b).square().sum(), len(b)),
+                           lambda named: torch.optim.SGD(named, lr=0.1), policy="fp32")
+    engine.step([torch.ones(3, 4)])
+    engine.save(folder, wait=False)
+del engine
+"""
+
+
+def test_the_end_of_the_process_waits_for_saves(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    result = run(python("script.py"), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("NOT SAVED: cannot save full/step-000001: ") == 1, result.stderr
+    assert result.stderr.count("NOT SAVED") == 1
+    engine = make_engine(model=nn.Linear(4, 2), optimizer=_sgd)
+    assert engine.load(tmp_path / "full", missing_ok=True) == {"step": 0}
+    assert engine.load(tmp_path / "saved") == {"step": 1}
+
+
+def _sgd(named: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(named, lr=0.1)
+
+
+# Folders, as other programs name them
+
+
+@pytest.mark.parametrize("name", ["step-{}", "step-{:06d}", "checkpoint_{}", "epoch{}", "{}"])
+def test_a_folder_for_each_step_loads_by_itself_and_by_its_parent(
+    name: str, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    states = {}
+    for step in (1, 2):
+        train(engine, 1, ONE_RANK, first=step - 1)
+        engine.save(tmp_path / name.format(9 + step))
+        states[step] = snapshot(engine)
+    other = make_engine()
+    for folder, step in (
+        (tmp_path / name.format(10), 1),
+        (tmp_path / name.format(10) / "step-000001", 1),
+        (tmp_path / name.format(11), 2),
+        (tmp_path, 2),
+    ):
+        assert other.load(folder) == {"step": step}
+        assert_same_bits(snapshot(other), states[step])
+    engine.save(tmp_path, keep=1)  # leaves the folders alone
+    assert other.load(tmp_path / name.format(10)) == {"step": 1}
+
+
+def test_the_latest_checkpoints_are_kept_and_damaged_ones_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    for step in range(4):
+        train(engine, 1, ONE_RANK, first=step)
+        engine.save(tmp_path / "two")
+        engine.save(tmp_path / "all", keep=None)
+    engine.save(tmp_path / "two", {"again": True})  # the same step is replaced
+    assert sorted(p.name for p in (tmp_path / "two").iterdir()) == ["step-000003", "step-000004"]
+    assert len([*(tmp_path / "all").iterdir()]) == 4
+    assert make_engine().load(tmp_path / "two") == {"step": 4, "again": True}
+    next((tmp_path / "two" / "step-000004").glob("*.distcp")).write_bytes(b"")
+    with caplog.at_level(logging.WARNING, logger="distmp"):
+        assert make_engine().load(tmp_path / "two") == {"step": 3}
+    assert any("has 0 bytes" in message for message in caplog.messages)
+    with pytest.raises(ConfigError, match="is not a checkpoint and contains none"):
+        make_engine().load(tmp_path)  # 'two' and 'all' may be two models
+
+
+# The trainer
+
+
+def test_the_trainer_and_a_loop_load_each_others_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = [*TINY, f"--data.path={corpus(tmp_path / 'corpus')}", "--log.console=plain"]
+    assert main([*arguments, "--steps=2", "--run-dir=run"]) == 0
+    from distmp.config import load
+    from distmp.distributed.world import World
+    from distmp.training.setup import build_engine, prepare
+
+    config = load(arguments)
+    world = World.current("cpu")
+    engine = build_engine(config, prepare(config, world), world, policy="fp32", attribution=False)
+    numbers = engine.load("run")
+    assert (numbers["step"], numbers["samples"]) == (2, 16)
+    state = snapshot(engine)
+    engine.save("loop", {"samples": numbers["samples"]})
+    assert main([*arguments, "--steps=2", "--run-dir=again", "--resume=loop"]) == 0
+    engine.load("again")
+    assert_same_bits(snapshot(engine), state)
+    assert main([*arguments, "--steps=3", "--run-dir=more", "--resume=loop"]) == 0
+    assert main([*arguments, "--steps=3", "--run-dir=run", "--resume=auto"]) == 0
+    assert engine.load("more")["samples"] == 24
+    continued = snapshot(engine)
+    engine.load("run")
+    assert_same_bits(snapshot(engine), continued)
+    engine.save("without", {"epoch": 1})
+    assert main([*arguments, "--steps=4", "--resume=without", "--run-dir=no"]) != 0
+
+
+def test_the_exported_weights_are_the_fp32_ones(tmp_path: Path) -> None:
+    engine = make_engine(policy="bf16")
+    train(engine, 1, ONE_RANK)
+    engine.export(tmp_path / "weights")
+    assert_same_bits(load_file(tmp_path / "weights" / "model.safetensors"), weights(engine))
+    train(engine, 1, ONE_RANK)
+    engine.export(tmp_path / "weights")  # replaces them
+    assert_same_bits(load_file(tmp_path / "weights" / "model.safetensors"), weights(engine))
+    engine.save(tmp_path / "weights" / "checkpoints")
+    for folder in (tmp_path / "weights", tmp_path):
+        with pytest.raises(CheckpointError, match="which exported weights would replace; name a n"):
+            engine.export(folder)
+    assert engine.load(tmp_path / "weights" / "checkpoints") == {"step": 2}
