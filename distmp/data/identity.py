@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distmp.data.build import Datasets
+from distmp.data.loading import is_stream
 
 
 def identity(datasets: Datasets) -> dict[str, Any]:
@@ -16,7 +17,7 @@ def identity(datasets: Datasets) -> dict[str, Any]:
     """
     train = datasets.train
     return {
-        "samples": len(train),
+        "samples": None if is_stream(train) else len(train),
         "vocabulary": datasets.vocabulary_size,
         "digest": train.digest() if hasattr(train, "digest") else None,
     }

@@ -31,7 +31,7 @@ class DataConfig:
     source: str = "text"
     """'text' (files below a folder, as bytes), 'tokens' (a file of token ids, or a folder that
     `distmp data tokenize` wrote) or the import path 'module:callable' of a function that returns a
-    map-style dataset."""
+    map-style or iterable dataset."""
 
     path: str | None = field(default=None, metadata=HARMLESS)
     """Folder of a text source (default: the standard library of the running Python), or the file
