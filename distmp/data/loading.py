@@ -128,7 +128,8 @@ def steps(
     )
     same = _SameOnAllRanks(group, setting)
     if is_stream(dataset):
-        read = StreamSteps(dataset, division, seed, collate_fn or collate)
+        combine = collate_fn or collate
+        read = StreamSteps(dataset, division, seed, combine, compared=same.needed)
         loader = loads(read, batch_size=None, collate_fn=_unchanged)
         return _compared(loader, division, same)
     sampler = MicrobatchSampler(division, len(dataset), seed, shuffle=shuffle)

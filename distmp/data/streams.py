@@ -27,7 +27,8 @@ class Step(NamedTuple):
         microbatches: Collated microbatches.
         epoch: Pass over the data set, from 0, that the first sample of the step belongs to.
         next_epoch: Pass that the first sample after the step belongs to.
-        checksum: Of a stream, checksum of the first sample of the step, over all ranks.
+        checksum: Of a stream, checksum of the first sample of the step, over all ranks; 0 if it is
+            not compared.
         offset: Of a stream, number of samples of `next_epoch` up to this step.
     """
 
@@ -156,15 +157,23 @@ class StreamSteps(IterableDataset[Step]):
         division: How samples are divided over steps, ranks and microbatches.
         seed: Seed of random numbers that the data set or `collate` draws.
         collate: Combines samples into a microbatch.
+        compared: Whether steps contain checksums.
     """
 
     def __init__(
-        self, dataset: Any, division: Division, seed: int, collate: Callable[[list[Any]], Any]
+        self,
+        dataset: Any,
+        division: Division,
+        seed: int,
+        collate: Callable[[list[Any]], Any],
+        *,
+        compared: bool,
     ) -> None:
         self._dataset = dataset
         self._division = division
         self._seed = seed
         self._collate = collate
+        self._compared = compared
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps, without end."""
@@ -177,7 +186,8 @@ class StreamSteps(IterableDataset[Step]):
 
     def _step(self, stream: Stream, first: int) -> Step:
         """Read all samples of a step, and keep those of this rank."""
-        digest = sample_checksum(stream.ahead)
+        ahead = stream.ahead  # may begin the next epoch
+        digest = sample_checksum(ahead) if self._compared else 0
         epoch = stream.epoch
         own = self._division.own(first)
         microbatches: list[Any] = []
