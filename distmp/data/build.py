@@ -13,6 +13,7 @@ from distmp.data.documents import PackedDocuments
 from distmp.data.loading import is_stream
 from distmp.data.open_tokens import check_validation, open_tokens
 from distmp.data.settings import DataConfig
+from distmp.data.streams import length_of
 from distmp.data.text import TextFile, TextFolder, list_text_files
 from distmp.data.windows import W, Windows
 from distmp.errors import ConfigError
@@ -216,13 +217,15 @@ def _build_from_callable(config: DataConfig) -> Datasets:
         raise ConfigError("data.source", config.source, "returned None for split='train'")
     validation = _call(config, function, "validation")
     size = config.vocabulary_size or getattr(train, "vocabulary_size", None)
-    held_out = "nothing" if validation is None else _count(validation)
-    description = f"{config.source}: {_count(train)} samples for training, {held_out} held out"
+    samples = "a stream of" if length_of(train) is None else f"{len(train):,}"
+    description = f"{config.source}: {samples} samples for training, {_size(validation)} held out"
     return Datasets(train, validation, size, description)
 
 
-def _count(dataset: Any) -> str:
-    return f"{len(dataset):,}" if hasattr(dataset, "__len__") else "a stream of"
+def _size(validation: Any | None) -> str:
+    if validation is None:
+        return "nothing"
+    return "a stream" if length_of(validation) is None else f"{len(validation):,}"
 
 
 def _call(config: DataConfig, function: Callable[..., Any], split: str) -> Any:

@@ -14,7 +14,7 @@ from distmp.errors import ConfigError
 def collate(samples: Sequence[Any]) -> Any:
     """Combine samples into a microbatch, as torch's `default_collate` does.
 
-    The values of a dict may be lists of numbers, which is what Hugging Face data sets return
+    The values of a mapping may be lists of numbers, which is what Hugging Face data sets return
     without `with_format("torch")`: they become tensors [batch, length].
 
     Raises:
@@ -34,8 +34,8 @@ def collate(samples: Sequence[Any]) -> Any:
 
 
 def _with_tensors(sample: Any) -> Any:
-    """Return a dict with lists of numbers as tensors; any other sample as it is."""
-    if type(sample) is not dict:
+    """Return a mapping with lists of numbers as tensors; any other sample as it is."""
+    if not isinstance(sample, Mapping) or not any(isinstance(v, list) for v in sample.values()):
         return sample
     return {key: _as_tensor(value) for key, value in sample.items()}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +9,7 @@ from distmp.data.checks import check_dataset
 from distmp.data.evaluation import evaluation_batches
 from distmp.data.loading import Collate, is_stream, steps
 from distmp.data.order import Division, microbatches_per_rank
-from distmp.data.streams import Step
+from distmp.data.streams import Step, length_of
 from distmp.distributed.world import world_of_process
 from distmp.errors import ConfigError
 
@@ -84,7 +83,7 @@ class DataLoader:
         self.seed = seed
         self.shuffle = not is_stream(dataset) if shuffle is None else shuffle
         self.samples = first_sample
-        self._size = len(dataset) if hasattr(dataset, "__len__") else None
+        self._size = length_of(dataset)
         self._epoch = 0  # of a data set without a length
         self._begun_at: int | None = None
         self._steps: Generator[Step, None, None] | None = None
@@ -224,7 +223,8 @@ class DataLoader:
                     "and would repeat some samples and leave out others; use the same data set, "
                     "seed and shuffle",
                 )
-        with contextlib.closing(self._steps) if self._steps else contextlib.nullcontext():
+        if self._steps is not None:
+            self._steps.close()
             self._steps = None
         self.samples = state["samples"]
         self._epoch = state.get("epoch", 0)

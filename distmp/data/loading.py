@@ -204,14 +204,21 @@ def _grouped(
     """Yield the microbatches of a map-style data set, step by step."""
     division, size = sampler.division, sampler.size
     if same.needed:
-        first = sampler.indices(range(division.first_sample, division.first_sample + 1))[0]
-        with generators_kept():
-            digest = sample_checksum(seeded.sample(division.first_sample, first))
-        same.check(f"{size:,} samples, checksum {digest:08x} of sample {first:,}")
+        same.check(_description(division.first_sample, sampler, seeded))
     with _iterator_of(loader) as microbatches:
         for first in division.steps():
             group = [next(microbatches) for _ in range(division.microbatches)]
             yield Step(group, first // size, (first + division.global_batch_size) // size)
+
+
+def _description(position: int, sampler: MicrobatchSampler, seeded: SeededMicrobatches) -> str:
+    """Describe a map-style data set by its length and the sample at a position."""
+    (index,) = sampler.indices(range(position, position + 1))
+    with generators_kept():
+        once, again = (sample_checksum(seeded.sample(position, index)) for _ in range(2))
+    # A data set may draw from generators of its own, which are not seeded.
+    content = f"checksum {once:08x} of sample {index:,}" if once == again else "random samples"
+    return f"{sampler.size:,} samples, {content}"
 
 
 def _compared(

@@ -79,7 +79,7 @@ class DataConfig:
 
     workers: int = field(default=0, metadata=HARMLESS)
     """Number of processes per rank that prepare microbatches. 0 prepares them in the training
-    process, which is enough for text and token files."""
+    process, which is enough for text and token files. An iterable dataset takes at most 1."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the callable of an import path."""

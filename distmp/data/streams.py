@@ -63,7 +63,7 @@ class Stream:
         self._dataset = dataset
         self._seeded = not getattr(dataset, "draws_nothing", False)
         self._seed = seed
-        self._length = len(dataset) if hasattr(dataset, "__len__") else None
+        self._length = length_of(dataset)
         self._samples: Iterator[Any] = iter(())
         self._read = 0  # samples of this pass that were read or skipped
         self._position = 0  # of the sample to read next, over all passes
@@ -201,6 +201,14 @@ class StreamSteps(IterableDataset[Step]):
                 microbatches.append(self._collate(samples))
                 samples = []
         return Step(microbatches, epoch, stream.epoch, digest, stream.offset)
+
+
+def length_of(dataset: Any) -> int | None:
+    """Return the number of samples of a data set; None if it does not know it."""
+    try:
+        return len(dataset)
+    except TypeError:
+        return None
 
 
 def sample_checksum(sample: Any) -> int:

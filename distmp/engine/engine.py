@@ -631,12 +631,17 @@ class Engine:
         completed, self._previous = (outcome if self.host_waits else self._previous), outcome
         if completed is None:
             return
-        if completed.ranks_differ:
-            with explain_lost_peers(self.world.group):
-                self._check_sources(completed)
-                raise_difference(self.world.group, self._described_settings_of_step())
+        self._check_ranks_agree(completed)
         if not self._is_checked and completed.read("skipped_in_a_row") == WARN_AFTER_SKIPS:
             self._warn_about_skips(completed)
+
+    def _check_ranks_agree(self, outcome: StepOutcome) -> None:
+        """Raise if ranks took a step with different settings, or an iterable broke its promise."""
+        if outcome.ranks_differ:
+            self._previous = None  # reported
+            with explain_lost_peers(self.world.group):
+                self._check_sources(outcome)
+                raise_difference(self.world.group, self._described_settings_of_step())
 
     def _check_sources(self, outcome: StepOutcome) -> None:
         """Raise if an iterable did not give the announced number of microbatches on any rank."""
@@ -708,11 +713,13 @@ class Engine:
         """Raise if training cannot continue after this step; every rank has to call it.
 
         Raises:
+            ConfigError: On all ranks, if they took the step with different settings.
             TrainingError: On all ranks, with the result of `explain`, if the loss scale cannot be
                 lowered further, or after `max_consecutive_skips` skipped steps in a row.
         """
         check_outcome(outcome)
         self._is_checked = True
+        self._check_ranks_agree(outcome)
         numbers = outcome.numbers
         limit = self.config.max_consecutive_skips
         if not (numbers.skipped_in_a_row >= limit or numbers.scale_exhausted):

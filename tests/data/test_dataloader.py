@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -242,6 +243,8 @@ def test_len_does_not_change_during_a_for() -> None:
     loader = DataLoader(range(10), 4, 2)
     assert [len(loader) for _ in loader] == [3, 3, 3]
     assert [len(loader) for _ in loader] == [2, 2]
+    loader = DataLoader(range(100), 32, 32)
+    assert [len(list(loader)) for _ in range(3)] == [4, 3, 3]
     with pytest.raises(TypeError, match="has no length"):
         len(DataLoader(Numbers(10), 4, 2))
 
@@ -252,6 +255,9 @@ def test_lists_of_hugging_face_become_tensors() -> None:
     assert batch["input_ids"].tolist() == columns["input_ids"]
     assert batch["text"] == ["a", "b"]
     assert batch["score"].tolist() == columns["score"]
+    encodings = [UserDict({"input_ids": [n, n + 1]}) for n in (1, 4)]
+    ((batch,),) = list(DataLoader(encodings, 2, 2, shuffle=False))
+    assert batch["input_ids"].tolist() == [[1, 2], [4, 5]]
 
 
 def test_samples_of_several_lengths_name_their_shapes() -> None:
@@ -353,6 +359,16 @@ class OfRank(IterableDataset[int]):
         yield from self.passes[torch.distributed.get_rank()]
 
 
+class Unseeded:
+    """Draws from a generator of its own."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> float:
+        return float(np.random.default_rng().random())
+
+
 @ranks(2)
 def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
     rank = torch.distributed.get_rank()
@@ -360,6 +376,8 @@ def test_data_sets_that_differ_between_ranks_are_refused_on_all_ranks() -> None:
     for dataset in (list(shares[rank]), OfRank(*shares), list(range(20 + rank))):
         with pytest.raises(ConfigError, match=r"on rank 0; .* on rank 1: ranks read different"):
             next(iter(DataLoader(dataset, 4, 2)))
+    # Samples may differ between ranks if they differ between two reads on a rank.
+    assert len(next(iter(DataLoader(Unseeded(), 4, 2)))) == 1
     # The same samples at first, and a pass that ends earlier on a rank.
     steps = iter(DataLoader(OfRank(range(16), range(14)), 4, 2))
     assert len([next(steps) for _ in range(3)]) == 3

@@ -158,3 +158,18 @@ def test_iterators_fail_on_all_ranks_together() -> None:
         expected = listed.step(items).numbers
         numbers = drawn.step(iter(items), count=len(items)).numbers
         assert (numbers.loss, numbers.weight) == (expected.loss, expected.weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@ranks(2, cuda=True)
+def test_on_a_gpu_the_error_comes_from_check_or_the_next_step() -> None:
+    engine, rank = make(device="cuda"), dist.get_rank()
+    message = "'is complete on rank 0; ended after 1 of 2 microbatches on rank 1'"
+    for way in ("check", "step"):
+        engine.step(batches(2))
+        outcome = engine.step(iter(batches(2 - rank)), count=2)
+        with pytest.raises(ConfigError, match=message):
+            engine.check(outcome) if way == "check" else engine.step(batches(2))
+        assert outcome.numbers.skipped
+        engine.check(engine.step(batches(2)))

@@ -158,3 +158,32 @@ def test_a_data_set_of_hugging_face_trains_and_is_evaluated_like_in_transformers
     assert numbers.grad_norm == pytest.approx(norm, rel=1e-4)
     with pytest.raises(ConfigError, match=r"repeats samples at the end of an epoch; .*once\(\)"):
         engine.evaluate(loader)
+
+
+def test_collators_of_transformers_pad_what_the_loss_takes() -> None:
+    from datasets import Dataset
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import (
+        DataCollatorForLanguageModeling,
+        DataCollatorForSeq2Seq,
+        PreTrainedTokenizerFast,
+    )
+
+    words = Tokenizer(WordLevel({str(n): n for n in range(VOCABULARY)}, unk_token="0"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="0")
+    rows = [[*range(3, 3 + length)] for length in (9, 4, 6, 2)]
+    model = transformers_model()
+    total = sum(
+        model(input_ids=ids, labels=ids).loss.item() * (ids.numel() - 1)
+        for ids in (torch.tensor([row]) for row in rows)
+    )
+    for collate, columns in (
+        (DataCollatorForSeq2Seq(tokenizer), {"labels": rows}),
+        (DataCollatorForLanguageModeling(tokenizer, mlm=False), {}),
+    ):
+        dataset = Dataset.from_dict({"input_ids": rows, **columns})
+        loader = DataLoader(dataset, 4, 2, collate_fn=collate)
+        parts = [next_token_loss(model, batch) for step in loader for batch in step]
+        assert sum(weight.item() for _, weight in parts) == 8 + 3 + 5 + 1
+        assert sum(loss.item() for loss, _ in parts) == pytest.approx(total, rel=1e-5)
