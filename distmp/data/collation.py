@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from distmp.errors import ConfigError
+from distmp.data.errors import DataError
 
 
 def collate(samples: Sequence[Any]) -> Any:
@@ -18,15 +18,13 @@ def collate(samples: Sequence[Any]) -> Any:
     without `with_format("torch")`: they become tensors [batch, length].
 
     Raises:
-        ConfigError: If the samples cannot be stacked, for example because of their lengths.
+        DataError: If the samples cannot be stacked, for example because of their lengths.
     """
     converted = [_with_tensors(sample) for sample in samples]
     try:
         return default_collate(converted)
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
-        raise ConfigError(
-            "collate_fn",
-            None,
+        raise DataError(
             f"the samples of a microbatch cannot be stacked: {str(error).splitlines()[0]}; "
             f"the first is {_describe(converted[0])}; pad or crop the samples, or give a "
             "collate_fn(samples) that returns a microbatch",

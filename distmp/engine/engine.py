@@ -329,7 +329,7 @@ class Engine:
                 check_power_of_two(number)
             self._check_unchanged()
             source = MicrobatchSource(microbatches, number, keep=self.config.attribution)
-            if not source.advance():
+            if not (source.is_sequence or source.advance()):
                 raise ConfigError("microbatches", [], IS_EMPTY)
             if self._first_step_checks is not None:
                 outcome = self._check_and_take_first_step(self._first_step_checks, source, stop)
@@ -375,15 +375,12 @@ class Engine:
         strategy.compare_microbatches(source.count)
         strategy.begin_step()
         stats = MicrobatchStats.empty()
+        drawn = iter(source)
         seed = int(torch.randint(2**62, ())) if self.config.reproducible else None
         # Once per step: setting and restoring the switches takes as long as 20 small kernels.
         with product_switches(self.policy):
             for index in range(source.count):
-                has_next = source.advance()
-                if not source.is_sequence:
-                    strategy.compare_next(has_next)
-                if not has_next:
-                    self._end_early(source)
+                if not (source.is_sequence or self._has_next(source)):
                     break
                 strategy.begin_microbatch(last=index == source.count - 1)
                 if seed is not None:
@@ -391,7 +388,7 @@ class Engine:
                 if self.config.attribution:
                     stats.generators.append(generator_states(self.device))
                 current_phase.enter("forward of microbatch", index + 1)
-                loss, weight = self._forward(source.take())
+                loss, weight = self._forward(next(drawn))
                 if index == 0:
                     factor = self._backward_factor(scale, weight, source.count)
                 current_phase.enter("backward of microbatch", index + 1)
@@ -407,16 +404,24 @@ class Engine:
             self._check_gradients(stats)
         return stats
 
-    def _end_early(self, source: MicrobatchSource) -> None:
-        """Join the reductions of ranks that have more microbatches; the step will be skipped.
+    def _has_next(self, source: MicrobatchSource) -> bool:
+        """Return whether an iterable has another microbatch.
+
+        A rank whose iterable ends early joins the reductions of the others, and the step is
+        skipped.
 
         Raises:
             ConfigError: If all ranks have ended here.
+            TrainingError: If the ranks have to run the same number, and some have ended here.
         """
-        if self.strategy in SHARDED_STRATEGIES or self.config.reproducible:
-            raise source.error()
-        self._strategy.begin_microbatch(last=True)
-        self._strategy.end_microbatch()
+        has_next = source.advance()
+        self._strategy.compare_next(has_next)
+        if not has_next:
+            if self.strategy in SHARDED_STRATEGIES or self.config.reproducible:
+                raise source.error()
+            self._strategy.begin_microbatch(last=True)
+            self._strategy.end_microbatch()
+        return has_next
 
     def _forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         batch = moved(batch, self.device)

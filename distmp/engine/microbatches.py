@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,8 @@ _END = object()
 class MicrobatchSource:
     """Draws the microbatches of a step one at a time, and holds at most the next one.
 
+    Before each microbatch of an iterable that is not a sequence, call `advance`.
+
     Args:
         microbatches: A sequence, or an iterable that gives `count` microbatches and then ends.
         count: Number of microbatches of the step.
@@ -34,16 +36,17 @@ class MicrobatchSource:
     def __init__(self, microbatches: Iterable[Any], count: int, *, keep: bool) -> None:
         self.count = count
         self.is_sequence = isinstance(microbatches, Sequence)
-        self.kept: list[Any] = []
+        self.kept: list[Any] = [*microbatches] if keep and self.is_sequence else []
         self.problem: str | None = None
         self._keeps = keep
         self._iterator = iter(microbatches)
         self._drawn = 0
-        self._next: Any = _END
+        self._next: Any = next(self._iterator) if self.is_sequence else _END
+        self._sequence = microbatches if self.is_sequence else ()
 
     @property
     def next(self) -> Any:
-        """The microbatch that `advance` has drawn."""
+        """The microbatch that `advance` has drawn; the first one of a sequence."""
         return self._next
 
     def advance(self) -> bool:
@@ -54,7 +57,12 @@ class MicrobatchSource:
             self.problem = f"ended after {self._drawn} of {self.count} microbatches"
         return self._next is not _END
 
-    def take(self) -> Any:
+    def __iter__(self) -> Iterator[Any]:
+        """Return the iterator that gives the microbatches away."""
+        # That of a list needs no call of a Python function for each microbatch.
+        return iter(self._sequence) if self.is_sequence else self
+
+    def __next__(self) -> Any:
         """Return the microbatch that `advance` has drawn, and hold it no longer."""
         batch, self._next = self._next, _END
         self._drawn += 1

@@ -262,7 +262,7 @@ def test_lists_of_hugging_face_become_tensors() -> None:
 
 def test_samples_of_several_lengths_name_their_shapes() -> None:
     ragged = [{"input_ids": [1, 2]}, {"input_ids": [3]}]
-    with pytest.raises(ConfigError, match=r"cannot be stacked.*'input_ids': Tensor \(2,\).*pad"):
+    with pytest.raises(DataError, match=r"cannot be stacked.*'input_ids': Tensor \(2,\).*pad"):
         next(iter(DataLoader(ragged, 2, 2, shuffle=False)))
 
 
